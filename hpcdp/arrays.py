@@ -1,0 +1,72 @@
+"""Floor 0: one code path for NumPy, CuPy and test stand-ins. Imports: errors.
+
+An array names its own namespace through ``__array_namespace__`` (the array API standard, 2022.12, section
+"Mechanism to get the array namespace"), so code asks the arrays and never a flag.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from .errors import ArrayMixError
+
+Array = Any
+"""An N-dimensional array of NumPy, CuPy or a namespace that follows the array API standard."""
+
+
+def array_namespace(*xs: Array) -> Any:
+    """The module whose functions work on all of ``xs``: ``numpy``, ``cupy`` or a stand-in.
+
+    Args:
+        xs: arrays of one namespace; Python scalars are ignored.
+
+    Raises:
+        ArrayMixError: the arrays come from different namespaces.
+    """
+    found: Any = None
+    for x in xs:
+        if type(x) is np.ndarray:
+            namespace: Any = np
+        elif isinstance(x, (bool, int, float)):
+            continue
+        else:
+            namespace = _namespace_of(x)
+        if found is None:
+            found = namespace
+        elif found is not namespace:
+            raise ArrayMixError(
+                "array_namespace",
+                expected=f"only {found.__name__} arrays",
+                got=f"one of {namespace.__name__} too",
+                remedy="move the arrays to one device first",
+            )
+    return np if found is None else found
+
+
+def _namespace_of(x: Any) -> Any:
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np
+    if type(x).__module__.partition(".")[0] == "cupy":
+        return importlib.import_module("cupy")
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__()
+    raise ArrayMixError("array_namespace", expected="an array", got=type(x).__name__)
+
+
+def is_host(x: Array) -> bool:
+    """Whether ``x`` is a NumPy array, whose memory this process can read."""
+    return isinstance(x, np.ndarray)
+
+
+def to_host(x: Array) -> np.ndarray:
+    """``x`` as a NumPy array: itself where it is one (no copy), else a copy in host memory."""
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "get"):
+        return x.get()
+    if hasattr(x, "to_host"):
+        return x.to_host()
+    return np.asarray(x)

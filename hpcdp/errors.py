@@ -1,0 +1,91 @@
+"""Floor 0: exceptions. Imports: nothing.
+
+Every error says, on one line, which operation failed, where, what was expected, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HpcdpError(Exception):
+    """An error of hpcdp, whose text is one line built from its parts.
+
+    Args:
+        operation: what was attempted, e.g. ``"allreduce"`` or ``"read idx"``.
+        where: the file, parameter, key or rank list that it concerns.
+        expected: what would have been valid.
+        got: what was found instead.
+        remedy: what the user can do about it.
+        rank: the rank that raised, where that matters.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        got: object = None,
+        remedy: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.operation = operation
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        self.rank = rank
+        super().__init__(operation)
+
+    def __str__(self) -> str:
+        text = self.operation if self.rank is None else f"rank {self.rank}: {self.operation}"
+        if self.where is not None:
+            text += f" [{self.where}]"
+        facts = [f"expected {self.expected}"] if self.expected is not None else []
+        if self.got is not None:
+            facts.append(f"got {self.got}")
+        if facts:
+            text += ": " + ", ".join(facts)
+        if self.remedy is not None:
+            text += f"; {self.remedy}"
+        return " ".join(text.split())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(kind: type[HpcdpError], parts: dict[str, Any]) -> HpcdpError:
+    return kind(**parts)
+
+
+class ConfigError(HpcdpError):
+    """A setting, flag or configuration file is wrong. The command line exits with 2."""
+
+
+class LaunchError(HpcdpError):
+    """The job was started in a way that cannot work, or a launcher is missing."""
+
+
+class MismatchError(HpcdpError):
+    """Ranks disagree; raised on every rank, naming the ranks and the first difference."""
+
+
+class DataError(HpcdpError):
+    """A data file is missing, damaged or of another format."""
+
+
+class ArrayMixError(HpcdpError):
+    """Arrays of different namespaces or devices met in one operation."""
+
+
+class UnsupportedError(HpcdpError):
+    """An operation is not defined for this dtype, layout or world."""
+
+
+class StaleGradientError(HpcdpError):
+    """A step was asked for although some parameters got no gradient since the last one."""
+
+
+class WorldAborted(HpcdpError):
+    """Another rank failed; this one was waiting for it."""

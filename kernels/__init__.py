@@ -1,0 +1,67 @@
+"""Floor 0: compute kernels. Imports: errors.
+
+``reference`` is the specification, in the functions that NumPy and CuPy share; the other modules are Numba versions for
+NumPy arrays. Those are compiled when they are imported, so they are reached through `load`, which lets one process of
+a node compile while the others wait and then read the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+_loaded: dict[str, ModuleType] = {}
+_loading = threading.Lock()
+
+
+def cache_dir() -> Path:
+    """The folder of compiled kernels: ``HPCDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/hpcdp``, else ``~/.cache/hpcdp``.
+
+    A folder that cannot be written is replaced by a private temporary one of this user.
+    """
+    chosen = os.environ.get("HPCDP_CACHE_DIR")
+    folder = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcdp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
+    fallback.mkdir(exist_ok=True, mode=0o700)
+    return fallback
+
+
+@contextlib.contextmanager
+def _one_process_compiles(folder: Path) -> Iterator[None]:
+    with open(folder / "compile.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def load(name: str) -> ModuleType:
+    """The Numba kernels of ``hpcdp/kernels/<name>.py``, compiled at most once a node.
+
+    May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), the first
+    on a machine also the compilation.
+    """
+    module = _loaded.get(name)
+    if module is None:
+        with _loading:
+            if name not in _loaded:
+                folder = cache_dir()
+                os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / "numba"))
+                with _one_process_compiles(folder):
+                    _loaded[name] = importlib.import_module(f"{__name__}.{name}")
+            module = _loaded[name]
+    return module
