@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from ..errors import ConfigError
+
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
 
@@ -36,16 +38,25 @@ def cache_dir() -> Path:
         pass
     fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
     fallback.mkdir(exist_ok=True, mode=0o700)
+    if fallback.stat().st_uid != os.getuid():  # somebody else's folder could feed us their machine code
+        raise ConfigError(
+            "kernel cache", where=fallback, expected="a folder of this user", remedy="set HPCDP_CACHE_DIR to one"
+        )
     return fallback
 
 
 @contextlib.contextmanager
 def _one_process_compiles(folder: Path) -> Iterator[None]:
+    from numba.core import config
+
+    user_cache_dir = config.CACHE_DIR
     with open(folder / "compile.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
+            config.CACHE_DIR = user_cache_dir or str(folder / "numba")
             yield
         finally:
+            config.CACHE_DIR = user_cache_dir
             fcntl.flock(lock, fcntl.LOCK_UN)
 
 
@@ -59,9 +70,7 @@ def load(name: str) -> ModuleType:
     if module is None:
         with _loading:
             if name not in _loaded:
-                folder = cache_dir()
-                os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / "numba"))
-                with _one_process_compiles(folder):
+                with _one_process_compiles(cache_dir()):
                     _loaded[name] = importlib.import_module(f"{__name__}.{name}")
             module = _loaded[name]
     return module
