@@ -1,0 +1,217 @@
+"""The settings of one training run: their defaults, what is valid, and where they come from (flags, TOML)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdp.errors import ConfigError
+
+RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
+"""What a run leaves in its folder, and so all that ``overwrite`` may remove from one."""
+
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _setting(
+    default: Any, about: str, *, choices: tuple[str, ...] = (), least: float | None = None, above: bool = False
+):
+    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``)."""
+    return dataclasses.field(
+        default=default, metadata={"help": about, "choices": choices, "least": least, "above": above}
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a training run; ``None`` means "not said", see each setting.
+
+    Checked when made: a wrong type, an unknown choice or a value out of range raises `ConfigError`, which names the
+    setting, what was got and what is valid.
+    """
+
+    model: str = _setting("lenet", "network to train")
+    data: str = _setting("digits", "data set to train on")
+    data_dir: str | None = _setting(None, "folder of the data set's files (default: where the data set keeps them)")
+    epochs: int = _setting(20, "passes over the training set", least=1)
+    batch_size: int = _setting(64, "samples a step over all ranks together (the global batch)", least=1)
+    optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw"))
+    lr: float = _setting(0.05, "learning rate at the global batch", least=0.0, above=True)
+    momentum: float = _setting(0.9, "momentum of sgd; adam and adamw do not use it", least=0.0)
+    weight_decay: float = _setting(0.0, "weight decay per step, times the learning rate", least=0.0)
+    schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
+    warmup_epochs: float = _setting(0.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
+    clip_norm: float | None = _setting(None, "largest L2 norm of a step's mean gradient", least=0.0, above=True)
+    seed: int = _setting(0, "seed of the initial parameters and of the shuffles", least=0)
+    ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
+    owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
+    threads: int | None = _setting(None, "BLAS threads a rank (default: the node's usable cores / its ranks)", least=1)
+    eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
+    run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
+    overwrite: bool = _setting(False, "replace the results of an earlier run in the run folder")
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _typed(field.name, getattr(self, field.name), hints[field.name])
+            object.__setattr__(self, field.name, value)
+            if value is not None:
+                _check_range(field, value)
+        if self.momentum >= 1:
+            raise ConfigError("setting momentum", expected="a number in [0, 1)", got=self.momentum)
+        if self.warmup_epochs > self.epochs:
+            raise ConfigError(
+                "setting warmup_epochs", expected=f"at most epochs = {self.epochs}", got=f"{self.warmup_epochs:g}"
+            )
+        if self.ranks is not None and self.batch_size < self.ranks:
+            raise ConfigError(
+                "setting batch_size",
+                expected=f"at least one sample for each of the {self.ranks} ranks",
+                got=self.batch_size,
+                remedy="batch_size is the global batch: raise it, or lower ranks",
+            )
+
+    def for_world(self, size: int) -> TrainConfig:
+        """These settings with ``ranks`` = ``size``, the size of the world that runs; an error if they say another."""
+        if self.ranks not in (None, size):
+            raise ConfigError(
+                "setting ranks",
+                expected=f"{size}, the ranks that the launcher started",
+                got=self.ranks,
+                remedy="leave --ranks out under mpirun or srun",
+            )
+        return dataclasses.replace(self, ranks=size)
+
+    def to_toml(self) -> str:
+        """One ``key = value`` line a setting, without those that are None; `load` reads it back."""
+        given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return "".join(f"{key} = {_toml_value(value)}\n" for key, value in given.items())
+
+
+def load(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The settings of a TOML file of ``key = value`` lines, overridden by ``flags``; defaults for the rest.
+
+    Raises `ConfigError` for a missing or damaged file, an unknown key (with the valid ones), or a bad value.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError("read the configuration", where=path, got=error.strerror) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
+        for key in settings:
+            check_name("setting", key, names(), where=path)
+    for key in flags or {}:
+        check_name("setting", key, names())
+    return TrainConfig(**(settings | dict(flags or {})))
+
+
+def names() -> list[str]:
+    """The names of all settings, in the order in which they are declared."""
+    return [field.name for field in dataclasses.fields(TrainConfig)]
+
+
+def check_name(kind: str, name: str, valid: Iterable[str], where: object = None) -> None:
+    """Raises `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
+    valid = list(valid)
+    if name in valid:
+        return
+    close = difflib.get_close_matches(name, valid, n=1)
+    raise ConfigError(
+        f"unknown {kind} {name!r}",
+        where=where,
+        remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
+    )
+
+
+def reserve_run_dir(config: TrainConfig) -> TrainConfig:
+    """``config`` with a ``run_dir`` that exists and is empty; called by one process of the job.
+
+    Without a ``run_dir`` it is a new ``runs/MODEL-DATA-NNN``. One with results in it is refused, or with ``overwrite``
+    emptied of `RUN_FILES`; nothing else is ever removed.
+    """
+    if config.run_dir is None:
+        return dataclasses.replace(config, run_dir=str(_new_run_dir(f"{config.model}-{config.data}")))
+    folder = Path(config.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            _clear_run_dir(folder, config.overwrite)
+    except OSError as error:
+        raise ConfigError("make the run folder", where=folder, got=error.strerror) from error
+    return config
+
+
+def _new_run_dir(stem: str) -> Path:
+    runs = Path("runs")
+    number = 1
+    while True:
+        folder = runs / f"{stem}-{number:03d}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(
+                "make the run folder", where=folder, got=error.strerror, remedy="choose one with --run-dir"
+            ) from error
+
+
+def _clear_run_dir(folder: Path, overwrite: bool) -> None:
+    if not overwrite:
+        raise ConfigError(
+            "run folder exists and is not empty", where=folder, remedy="choose another --run-dir, or add --overwrite"
+        )
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(
+            "overwrite the run folder",
+            where=folder,
+            expected="the config.toml of an earlier run in it",
+            remedy="choose another --run-dir",
+        )
+    for pattern in RUN_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the hint's type: an int serves as float, nothing else is converted."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and types.NoneType in kinds:
+        return None
+    kind = kinds[0]
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"setting {name}", expected=_TYPE_NAMES[kind], got=repr(value))
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"setting {name}", expected="a finite number", got=value)
+    return value
+
+
+def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    if field.metadata["choices"]:
+        check_name(field.name, value, field.metadata["choices"])
+    least = field.metadata["least"]
+    if least is not None and (value < least or (field.metadata["above"] and value == least)):
+        bound = f"{'more than' if field.metadata['above'] else 'at least'} {least:g}"
+        raise ConfigError(f"setting {field.name}", expected=bound, got=value)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    return repr(value)
