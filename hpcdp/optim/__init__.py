@@ -1,0 +1,32 @@
+"""Floor 3: optim, optimizers and learning-rate schedules. Imports: kernels, arrays, errors.
+
+Knows nothing of ranks: an optimizer updates flat arrays, be they a whole bucket or the shard that a rank owns.
+"""
+
+from .optimizer import Optimizer, create, from_config
+from .rules import SGD, Adam, AdamW
+from .schedules import (
+    ConstantSchedule,
+    CosineSchedule,
+    ExponentialSchedule,
+    MultiStepSchedule,
+    Schedule,
+    StepSchedule,
+    WarmupSchedule,
+)
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "ConstantSchedule",
+    "CosineSchedule",
+    "ExponentialSchedule",
+    "MultiStepSchedule",
+    "Optimizer",
+    "Schedule",
+    "StepSchedule",
+    "WarmupSchedule",
+    "create",
+    "from_config",
+]

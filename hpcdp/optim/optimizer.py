@@ -1,0 +1,124 @@
+"""Floor 3: optim, what every optimizer is. Imports: arrays, errors, kernels."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+from .. import kernels
+from ..arrays import Array, array_namespace, is_host
+from ..errors import ConfigError, UnsupportedError
+from ..kernels import reference_update
+from .schedules import Schedule, schedule_from_config
+from .settings import Configurable, build, number, split_config
+
+_kinds: dict[str, type[Optimizer]] = {}
+
+
+@dataclasses.dataclass
+class Optimizer(Configurable, abc.ABC):
+    """An update rule for flat parameters.
+
+    It holds settings only; the state belongs to the caller, one dict for each flat array that is updated. Rules are
+    elementwise, so an array updated whole or in any pieces (shards, segments) gets the same bits.
+
+    Args:
+        lr: the learning rate, a number or a `Schedule`; may be assigned between steps.
+    """
+
+    lr: float | Schedule
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _kinds[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lr, dict):
+            self.lr = schedule_from_config(self.lr)
+        self.learning_rate(1)
+
+    def learning_rate(self, step: int) -> float:
+        """The rate of update number ``step``, counted from 1.
+
+        Raises:
+            ConfigError: the rate is negative or not finite.
+        """
+        lr = self.lr.learning_rate(step) if isinstance(self.lr, Schedule) else self.lr
+        return number(f"{self.name} lr", lr)
+
+    def init_state(self, param: Array) -> dict[str, Array]:
+        """The state before step 1: zeros like the flat array ``param``, by name ('momentum', 'm', 'v')."""
+        xp = array_namespace(param)
+        return {name: xp.zeros_like(param) for name in self.state_names()}
+
+    @abc.abstractmethod
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the arrays in the state."""
+
+    @abc.abstractmethod
+    def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
+        """The name of the fused kernel and its coefficients at ``step``."""
+
+    def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
+        """One step of the rule; changes ``param`` and the arrays of ``state`` in place, leaves ``grad`` as it is.
+
+        Args:
+            param: shape ``(size,)``, float32 or float64, contiguous; may be empty.
+            grad: like ``param``; multiplied by ``scale`` before momentum and weight decay see it. Must not overlap with
+                ``param`` or the state.
+            state: what `init_state` made for this array, changed by all steps before.
+            step: the number of this update, counted from 1.
+            scale: usually one over the global number of samples.
+
+        Raises:
+            UnsupportedError: shape, dtype or layout differ from the above.
+            ConfigError: the learning rate is negative or not finite, the step is below 1.
+        """
+        arrays = (param, grad, *(state[name] for name in self.state_names()))
+        check_flat(f"{self.name}.update", arrays)
+        if step < 1:
+            raise ConfigError(f"{self.name}.update", where="step", expected="an integer >= 1", got=step)
+        name, coefficients = self.kernel(step, scale)
+        rules = kernels.load("update") if is_host(param) else reference_update
+        getattr(rules, name)(*arrays, coefficients)
+
+
+def check_flat(operation: str, arrays: tuple[Array, ...]) -> None:
+    """Refuses what the kernels cannot update in place.
+
+    Raises:
+        UnsupportedError: not 1-D, not contiguous, not float32 or float64, not all alike.
+    """
+    param = arrays[0]
+    dtype = str(param.dtype)
+    if dtype not in ("float32", "float64"):
+        raise UnsupportedError(operation, where="dtype", expected="float32 or float64", got=dtype)
+    for x in arrays:
+        if x.ndim != 1 or x.shape != param.shape or x.dtype != param.dtype:
+            raise UnsupportedError(
+                operation,
+                expected=f"arrays of shape ({param.size},) and dtype {dtype}",
+                got=f"{tuple(x.shape)} {x.dtype}",
+            )
+        if is_host(x) and not (x.flags.c_contiguous and x.flags.aligned):
+            raise UnsupportedError(operation, expected="contiguous arrays", got=f"strides {x.strides}")
+
+
+def create(name: str, **args: Any) -> Optimizer:
+    """The optimizer called ``name`` ("sgd", "adam", "adamw"), e.g. ``create("sgd", lr=0.1, momentum=0.9)``.
+
+    Raises:
+        ConfigError: unknown name or argument (the valid ones are listed), a wrong value.
+    """
+    return build(_kinds, "optimizer", name, args)
+
+
+def from_config(config: dict[str, Any]) -> Optimizer:
+    """The optimizer of a ``config()``, as it comes from another rank, a checkpoint or a TOML file.
+
+    Raises:
+        ConfigError: as `create`.
+    """
+    name, args = split_config("optimizer", config)
+    return build(_kinds, "optimizer", name, args)
