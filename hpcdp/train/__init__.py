@@ -1,0 +1,1 @@
+"""Floor 6: train. Imports: gradients, collectives, nn, optim, data, comm, autograd, kernels, arrays, errors."""

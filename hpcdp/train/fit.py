@@ -1,0 +1,158 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdp.autograd import Tensor, record
+from hpcdp.collectives import allreduce
+from hpcdp.comm.world import World, init
+from hpcdp.data import DataLoader
+from hpcdp.nn import Module
+from hpcdp.nn.functional import softmax_cross_entropy
+
+from .callbacks import Callback
+from .evaluate import Evaluation
+from .metrics import Record, number_correct
+from .trainer import Trainer
+
+_EXCHANGE_EVERY = 10
+"""Steps between two exchanges of metrics: one small allreduce in ten steps cannot be seen in the run's time."""
+
+
+def fit(
+    net: Module,
+    trainer: Trainer,
+    loader: DataLoader,
+    *,
+    epochs: int,
+    loss: Callable[[Tensor, Any], Tensor] = softmax_cross_entropy,
+    evaluate: Callable[[], Evaluation] | None = None,
+    callbacks: Sequence[Callback] = (),
+    world: World | None = None,
+) -> list[Record]:
+    """Train a classifier; every rank must call, with a loader of its own part of the data.
+
+    Ranks may have batches of different sizes, empty batches and different numbers of batches: a rank without samples
+    takes part in the step with count 0, so that each step is the step of the global batch and no rank waits for ever.
+    The length of an epoch is the longest loader's.
+
+    Args:
+        net: changed in place, through the parameters that ``trainer`` has.
+        loader: has a length and yields ``(x, y)``; its sampler is told the epoch, counted from 0.
+        loss: per sample, shape ``(batch,)``.
+        evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``.
+        callbacks: may differ between ranks, see `Callback`.
+
+    Returns:
+        One record of kind "epoch" an epoch, alike on every rank (docs/training.md lists what is in it).
+    """
+    world = world or init()
+    steps = max(world.comm.allgather_json(len(loader)))
+    meter = _Meter(trainer, world)
+    records: list[Record] = []
+    for callback in callbacks:
+        callback.on_start(epochs, steps)
+    try:
+        for epoch in range(1, epochs + 1):
+            loader.sampler.set_epoch(epoch - 1)
+            meter.start_epoch()
+            batches = iter(loader)
+            for step in range(1, steps + 1):
+                meter.add(*_train_step(net, trainer, next(batches, None), loss))
+                if step % _EXCHANGE_EVERY == 0 or step == steps:
+                    _tell(callbacks, meter.exchange(epoch - 1 + step / steps))
+                for callback in callbacks:
+                    callback.on_step(epoch, step)
+            records.append(meter.end_epoch(epoch, evaluate() if evaluate is not None else None))
+            _tell(callbacks, records[-1])
+    finally:
+        for callback in callbacks:
+            callback.on_end()
+    return records
+
+
+def _tell(callbacks: Sequence[Callback], record: Record) -> None:
+    for callback in callbacks:
+        callback.on_record(record)
+
+
+def _train_step(
+    net: Module, trainer: Trainer, batch: Any, loss: Callable[[Tensor, Any], Tensor]
+) -> tuple[float, int, int]:
+    """One step on this rank's ``batch``, None where it has none: its summed loss, correct answers, samples."""
+    if batch is None or len(batch[1]) == 0:
+        trainer.step(0)
+        return 0.0, 0, 0
+    x, y = batch
+    with record():
+        output = net(x)
+        losses = loss(output, y)
+    losses.backward()
+    trainer.step(len(y))
+    return float(losses.data.sum()), number_correct(output.data, y), len(y)
+
+
+class _Meter:
+    """Sums of this rank since the last exchange, and of all ranks over the epoch."""
+
+    def __init__(self, trainer: Trainer, world: World) -> None:
+        self._trainer, self._world = trainer, world
+        self._step = 0
+        self._own = np.zeros(3)
+        self._epoch = np.zeros(6)
+        self._comm = self._comm_seconds()
+        self._started = time.perf_counter()
+
+    def start_epoch(self) -> None:
+        """Begin an epoch; the time since the last one is not counted."""
+        self._epoch = np.zeros(6)
+        self._comm = self._comm_seconds()
+        self._started = time.perf_counter()
+
+    def add(self, loss: float, correct: int, count: int) -> None:
+        """Add one step of this rank."""
+        self._step += 1
+        self._own += (loss, correct, count)
+
+    def exchange(self, epoch: float) -> Record:
+        """Sum over ranks what was added since the last exchange; every rank must call."""
+        now, comm = time.perf_counter(), self._comm_seconds()
+        sums = np.concatenate([self._own, [now - self._started], comm - self._comm])
+        allreduce(sums, world=self._world)
+        sums[3:] /= self._world.size
+        self._own[:] = 0
+        self._started, self._comm = now, comm
+        self._epoch += sums
+        return self._record("step", epoch, sums)
+
+    def end_epoch(self, epoch: int, test: Evaluation | None) -> Record:
+        """The record of the epoch's exchanged sums."""
+        found = self._record("epoch", epoch, self._epoch)
+        if test is not None:
+            found |= {"test_loss": test.loss, "test_accuracy": test.accuracy}
+        return found
+
+    def _comm_seconds(self) -> np.ndarray:
+        stats = self._trainer.stats
+        return np.array([stats.total_s, stats.exposed_s])
+
+    def _record(self, kind: str, epoch: float, sums: np.ndarray) -> Record:
+        loss, correct, count, seconds, comm, exposed = (float(value) for value in sums)
+        return {
+            "kind": kind,
+            "step": self._step,
+            "epoch": epoch,
+            "loss": loss / max(count, 1),
+            "accuracy": correct / max(count, 1),
+            "samples": int(count),
+            "seconds": seconds,
+            "samples_per_s": count / seconds,
+            "comm_s": comm,
+            "comm_exposed_s": exposed,
+            "learning_rate": self._trainer.optimizer.learning_rate(self._step),
+        }

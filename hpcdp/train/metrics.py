@@ -1,0 +1,179 @@
+"""Measuring a run: timers, sums, peak memory, and the log that a run leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from hpcdp.arrays import Array, array_namespace, to_host
+
+Record = dict[str, Any]
+"""One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers. `docs/training.md` lists them."""
+
+_TAGS = {
+    "step": ("loss", "accuracy", "samples_per_s", "learning_rate", "comm_s", "comm_exposed_s"),
+    "epoch": ("test_loss", "test_accuracy"),
+}
+
+
+class Timer:
+    """Seconds of wall time over several intervals, as the document's ``Timer``; also a context manager.
+
+    ``times`` holds one number of seconds an interval.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin an interval."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """End the interval; returns its seconds."""
+        self.times.append(time.perf_counter() - self._started)
+        return self.times[-1]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all intervals."""
+        return sum(self.times)
+
+    @property
+    def mean(self) -> float:
+        """Mean seconds an interval; 0 where there was none."""
+        return self.total / len(self.times) if self.times else 0.0
+
+    def __enter__(self) -> Timer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class Accumulator:
+    """``n`` running sums, as the document's ``Accumulator``: ``add(1.5, 3)`` adds to each, ``sums[i]`` reads one."""
+
+    def __init__(self, n: int) -> None:
+        self._sums = [0.0] * n
+
+    def add(self, *values: float) -> None:
+        """Add one value to each sum; as many values as sums."""
+        self._sums = [total + float(value) for total, value in zip(self._sums, values, strict=True)]
+
+    def reset(self) -> None:
+        """Set every sum to 0."""
+        self._sums = [0.0] * len(self._sums)
+
+    def __getitem__(self, index: int) -> float:
+        return self._sums[index]
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+
+@contextlib.contextmanager
+def benchmark(what: str, stream: TextIO | None = None) -> Iterator[Timer]:
+    """Print on ``stream`` (standard output) how many seconds the block took, also when it raises."""
+    timer = Timer()
+    timer.start()
+    try:
+        yield timer
+    finally:
+        print(f"{what}: {timer.stop():.4f} s", file=stream or sys.stdout)
+
+
+def peak_memory_mb() -> float:
+    """The largest resident memory of this process so far, in decimal MB (getrusage); pages shared by ranks included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+
+
+def number_correct(logits: Array, labels: Array) -> int:
+    """How many of ``logits``, shape ``(batch, classes)``, are largest at ``labels``, integers of shape ``(batch,)``."""
+    xp = array_namespace(logits, labels)
+    return int(to_host((xp.argmax(logits, axis=1) == labels).sum()))
+
+
+class MetricsLog:
+    """Writes records to ``metrics.jsonl`` and to a TensorBoard event file; for one rank.
+
+    A record is one JSON object on a line of its own, handed to the operating system at once, so that a killed run
+    leaves every record but at most the last. When the disk is full or gone, the log says so once on standard error,
+    keeps the reason in ``failure`` and stops writing: training is worth more than its log.
+
+    Args:
+        folder: an existing folder. Raises OSError where it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # The writer of events alone: SummaryWriter adds a thread and a queue in /dev/shm, and hides errors in both.
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self.failure: OSError | None = None
+        self._lines = open(folder / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._events = EventsWriter(os.path.join(folder, "events"))
+        self._events.flush()
+
+    def write(self, record: Record) -> None:
+        """Append ``record``; a key that is not a number or a string is an error of the caller (TypeError)."""
+        line = json.dumps(_finite(record)) + "\n"
+        if self.failure is not None:
+            return
+        try:
+            self._lines.write(line)
+            self._write_events(record)
+        except OSError as error:
+            self.failure = error
+            print(
+                f"hpcdp: cannot write {self._lines.name}: {error.strerror}; training goes on without its log",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Close both files; what could not be written before is not tried again."""
+        for file in (self._lines, self._events):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _write_events(self, record: Record) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        for name in _TAGS[record["kind"]]:
+            if name in record:
+                event = Event(wall_time=time.time(), step=record["step"], summary=scalar(name, record[name]))
+                self._events.write_event(event)
+        self._events.flush()
+
+
+def _finite(record: Mapping[str, Any]) -> Record:
+    """``record`` with None for NaN and infinities, which JSON does not have."""
+    return {
+        key: None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+        for key, value in record.items()
+    }
+
+
+def read_metrics(path: str | Path) -> list[Record]:
+    """The records of a ``metrics.jsonl``; a last line torn by a kill is left out. Raises OSError, or ValueError for a
+    damaged line before the last."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines[:-1] if line]
+    if lines[-1]:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(lines[-1]))
+    return records

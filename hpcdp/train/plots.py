@@ -1,0 +1,81 @@
+"""The picture that a run leaves behind: loss and accuracy over epochs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .metrics import Record
+
+_TRAIN, _TEST = "#3566a8", "#c8552b"
+
+
+def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") -> None:
+    """Draw loss and accuracy over epochs into the PNG ``path``, which is replaced in one go.
+
+    Args:
+        records: what `metrics.read_metrics` gives: training numbers from records of kind "step", test numbers from
+            those of kind "epoch". With no record that has a number, axes without a line are drawn.
+        path: file name ending in ``.png``. Raises OSError where it cannot be written.
+        title: one line above the picture.
+    """
+    # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(9.0, 3.6), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    for axes, name, unit in ((loss_axes, "loss", ""), (accuracy_axes, "accuracy", "%")):
+        train = _points(records, "step", name)
+        test = _points(records, "epoch", f"test_{name}")
+        axes.plot(*train, color=_TRAIN, linewidth=1.4, label="training")
+        axes.plot(*test, color=_TEST, linewidth=1.4, marker="o", markersize=3.5, label=_label(test[1], unit))
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(name)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(True, color="#d9d9d9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="upper right" if name == "loss" else "lower right")
+    if any(value and value > 0 for value in _points(records, "step", "loss")[1]):
+        loss_axes.set_yscale("log")
+    accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _zoom_to_the_end(accuracy_axes, [value for _, value in _pairs(records)])
+    if title:
+        figure.suptitle(title, fontsize=10.5)
+    unfinished = Path(path).with_suffix(".png.part")
+    try:
+        with open(unfinished, "wb") as file:
+            canvas.print_png(file)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
+    found = [r for r in records if r["kind"] == kind and r.get(name) is not None]
+    return [r["epoch"] for r in found], [r[name] for r in found]
+
+
+def _pairs(records: Sequence[Record]) -> list[tuple[float, float]]:
+    epochs, values = _points(records, "epoch", "test_accuracy")
+    train_epochs, train_values = _points(records, "step", "accuracy")
+    return [*zip(epochs, values, strict=True), *zip(train_epochs, train_values, strict=True)]
+
+
+def _label(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return "test"
+    return f"test, last {values[-1]:.2%}" if unit == "%" else f"test, last {values[-1]:.4f}"
+
+
+def _zoom_to_the_end(axes: object, values: Sequence[float]) -> None:
+    """Leave out the first moments of a run that ends well, or its last points would lie in one flat line."""
+    if not values:
+        return
+    best, worst = max(values), min(values)
+    low = max(worst, best - 0.25)
+    axes.set_ylim(low - 0.01, min(1.0, best) + 0.01 + 0.02 * (best - low))  # type: ignore[attr-defined]

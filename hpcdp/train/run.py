@@ -1,0 +1,180 @@
+"""A whole training run, from settings to report: what ``hpcdp train`` does on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hpcdp import data, nn, optim
+from hpcdp.comm.world import World, init
+from hpcdp.nn import models
+
+from .agreement import on_every_rank
+from .callbacks import Callback, KeepMetrics, ShowProgress
+from .config import TrainConfig
+from .evaluate import evaluate
+from .fit import fit
+from .metrics import Record, peak_memory_mb
+from .run_folder import open_run_folder
+from .trainer import Trainer
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    """Train and evaluate as ``config`` says; every rank must call, with the same settings.
+
+    Rank 0 shows the progress, owns the run folder and prints the report. A wrong setting, missing data or a run folder
+    that cannot be used is the same error on every rank. SIGINT and SIGTERM end the run with KeyboardInterrupt; what was
+    measured until then stays in the run folder.
+
+    Returns:
+        The numbers of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training,
+        all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
+        of ``comm_s`` hidden behind computation, None with one rank), ``peak_memory_mb`` (largest rank), ``ranks``,
+        ``run_dir`` and ``records`` (one an epoch, see `fit`).
+    """
+    world = init()
+    config = config.for_world(world.size)
+    with _interruptible(), _blas_threads(config, world):
+        train_set, test_set = on_every_rank(world, lambda: _datasets(config))
+        net = on_every_rank(world, lambda: _network(config, train_set))
+        loader = _loader(config, train_set, world)
+        trainer = Trainer(
+            net.parameters(),
+            _optimizer(config, len(loader)),
+            world=world,
+            owner=config.owner,
+            clip_norm=config.clip_norm,
+        )
+        config, folder = open_run_folder(config, world)
+        with folder or contextlib.nullcontext():
+            callbacks: list[Callback] = [] if folder is None else [ShowProgress(), KeepMetrics(folder)]
+            records = fit(
+                net,
+                trainer,
+                loader,
+                epochs=config.epochs,
+                evaluate=lambda: evaluate(net, test_set, world, config.eval_batch_size),
+                callbacks=callbacks,
+                world=world,
+            )
+    result = _result(config, records, world)
+    if folder is not None:
+        print(report(result, folder.failure), flush=True)
+    return result
+
+
+def _datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
+    return (
+        data.load(config.data, split="train", root=config.data_dir),
+        data.load(config.data, split="test", root=config.data_dir),
+    )
+
+
+def _network(config: TrainConfig, train_set: data.Dataset) -> nn.Module:
+    x, _ = train_set[np.arange(1)]
+    return models.create(config.model, input_shape=x.shape[1:], num_classes=train_set.num_classes, seed=config.seed)
+
+
+def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.DataLoader:
+    sampler = data.ShardedSampler(
+        len(train_set), config.batch_size, world.size, world.rank, shuffle=True, seed=config.seed, last="keep"
+    )
+    return data.DataLoader(train_set, sampler)
+
+
+def _optimizer(config: TrainConfig, steps: int) -> optim.Optimizer:
+    """The update rule, its rate following the schedule over epochs of ``steps`` steps."""
+    lr: float | optim.Schedule = config.lr
+    if config.schedule == "cosine":
+        lr = optim.CosineSchedule(config.lr, steps=config.epochs * steps)
+    warmup_steps = round(config.warmup_epochs * steps)
+    if warmup_steps:
+        inner = lr if isinstance(lr, optim.Schedule) else optim.ConstantSchedule(lr)
+        lr = optim.WarmupSchedule(inner, steps=warmup_steps)
+    momentum = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    return optim.create(config.optimizer, lr=lr, weight_decay=config.weight_decay, **momentum)
+
+
+@contextlib.contextmanager
+def _blas_threads(config: TrainConfig, world: World) -> Iterator[None]:
+    """Limit BLAS to ``config.threads``, else to this rank's share of the cores unless the environment says a number."""
+    from threadpoolctl import threadpool_limits
+
+    threads = config.threads
+    if threads is None and not any(os.environ.get(name) for name in _THREAD_VARIABLES):
+        threads = _share_of_cores(world)
+    with threadpool_limits(threads, user_api="blas") if threads else contextlib.nullcontext():
+        yield
+
+
+def _share_of_cores(world: World) -> int:
+    """The cores of this rank, each divided by the number of the node's ranks that may run on it; at least 1."""
+    usable = world.node_comm.allgather_json(sorted(os.sched_getaffinity(0)))
+    share = sum(1 / sum(core in cores for cores in usable) for core in usable[world.local_rank])
+    return max(1, math.floor(share + 1e-9))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM, which mpirun sends after Ctrl-C, unwinds the run as Ctrl-C does, so that its folder is finished."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _result(config: TrainConfig, records: list[Record], world: World) -> dict[str, Any]:
+    seconds = sum(record["seconds"] for record in records)
+    comm_s = sum(record["comm_s"] for record in records)
+    exposed_s = sum(record["comm_exposed_s"] for record in records)
+    return {
+        "test_accuracy": records[-1]["test_accuracy"],
+        "test_loss": records[-1]["test_loss"],
+        "samples_per_s": sum(record["samples"] for record in records) / seconds,
+        "seconds": seconds,
+        "comm_s": comm_s,
+        "comm_exposed_s": exposed_s,
+        "comm_hidden": 1 - exposed_s / comm_s if world.size > 1 and comm_s > 0 else None,
+        "peak_memory_mb": max(world.comm.allgather_json(peak_memory_mb())),
+        "ranks": world.size,
+        "run_dir": config.run_dir,
+        "records": records,
+    }
+
+
+def report(result: dict[str, Any], failure: OSError | None = None) -> str:
+    """The lines that end a run: what came out, how fast, where it is, what to look at next."""
+    ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
+    if result["comm_hidden"] is None:
+        communication = "none, there is one rank"
+    else:
+        share = result["comm_s"] / result["seconds"]
+        communication = f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s a rank, {share:.1%} of the time"
+    folder = result["run_dir"]
+    lines = [
+        ("test accuracy", f"{result['test_accuracy']:.4f}"),
+        ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
+        ("communication", communication),
+        ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
+        ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
+        ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}"),
+        ("run it again", f"hpcdp train --config {folder}/config.toml"),
+    ]
+    return "\n".join(f"{name:<14} {value}" for name, value in lines)

@@ -1,0 +1,55 @@
+import os
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from hpcdp.train.plots import draw_curves
+
+
+def records(epochs: int, loss: float = 0.5) -> list[dict]:
+    found = []
+    for epoch in range(1, epochs + 1):
+        found.append({"kind": "step", "step": epoch, "epoch": epoch - 0.5, "loss": loss / epoch, "accuracy": 0.9})
+        found.append({"kind": "epoch", "step": epoch, "epoch": epoch, "test_loss": 0.6, "test_accuracy": 0.8})
+    return found
+
+
+def test_the_picture_shows_the_records(tmp_path):
+    draw_curves(records(5), tmp_path / "a.png", "a run")
+    draw_curves(records(5, loss=0.1), tmp_path / "b.png", "a run")
+    first, second = (matplotlib.image.imread(tmp_path / name) for name in ("a.png", "b.png"))
+    assert first.shape == second.shape
+    assert first.shape[0] >= 300
+    differs = np.abs(first - second).max(axis=(0, 2)) > 0.1
+    loss_side, accuracy_lines = differs[: len(differs) // 2], differs[-len(differs) // 3 :]
+    assert loss_side.any()
+    assert not accuracy_lines.any()
+
+
+@pytest.mark.parametrize("lines", [[], records(1), [{"kind": "step", "step": 1, "epoch": 1, "loss": None}]])
+def test_few_or_no_numbers_still_give_a_picture(tmp_path, lines):
+    draw_curves(lines, tmp_path / "curves.png")
+    assert matplotlib.image.imread(tmp_path / "curves.png").size
+
+
+def test_a_perfect_accuracy_and_a_loss_of_zero_are_drawn(tmp_path):
+    lines = [
+        {"kind": "step", "step": s, "epoch": s, "loss": 0.0, "accuracy": 1.0, "test_loss": 0.0, "test_accuracy": 1.0}
+        for s in (1, 2)
+    ]
+    draw_curves(lines, tmp_path / "curves.png")
+    assert matplotlib.image.imread(tmp_path / "curves.png").size
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_raises_and_leaves_nothing(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="Permission denied"):
+        draw_curves(records(2), tmp_path / "curves.png")
+
+
+def test_drawing_again_replaces_the_picture_and_leaves_no_other_file(tmp_path):
+    for epochs in (1, 4):
+        draw_curves(records(epochs), tmp_path / "curves.png")
+    assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]

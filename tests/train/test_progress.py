@@ -1,0 +1,113 @@
+import fcntl
+import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from hpcdp.train import progress
+from hpcdp.train.progress import LogProgress, epoch_line, terminal_columns
+
+LATEST = {"loss": 0.4321, "accuracy": 0.912, "samples_per_s": 12345.6, "step": 3}
+
+SHOW = f"""
+import sys
+from hpcdp.train import progress
+progress._REFRESH_S = 0.0
+display = progress.create(epochs=100, steps=1000)
+for step in range(1, 1001):
+    display.step(100, step, {LATEST})
+display.epoch({LATEST} | {{"epoch": 100, "test_accuracy": 0.9876}})
+display.close()
+print("end", type(display).__name__)
+"""
+
+
+def show_in_a_terminal(columns: int, environment: dict[str, str]) -> str:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    child = subprocess.Popen([sys.executable, "-c", SHOW], stdout=slave, env=environment)
+    os.close(slave)
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:
+        pass  # the terminal's other end was closed
+    assert child.wait() == 0
+    os.close(master)
+    return shown.decode()
+
+
+@pytest.fixture
+def environment(monkeypatch) -> dict[str, str]:
+    for name in ("TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    return dict(os.environ)
+
+
+def test_on_a_terminal_of_80_columns_no_line_wraps(environment):
+    import rich.text
+
+    shown = show_in_a_terminal(80, environment)
+    assert "end TerminalProgress" in shown
+    frames = [rich.text.Text.from_ansi(f).plain for f in shown.replace("\n", "\r").split("\r")]
+    live = [frame for frame in frames if "step 1000/1000" in frame]
+    assert live
+    assert all("epoch 100/100" in f and "loss 0.432 acc 91.2% 12,346/s ETA 0:00" in f for f in live if "ETA" in f)
+    assert max(len(frame) for frame in frames) <= 79
+
+
+def test_a_terminal_of_a_launcher_is_believed(environment):
+    told = environment | {"TTY_INTERACTIVE": "1", "COLUMNS": "100"}
+    shown = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env=told).stdout
+    assert "end TerminalProgress" in shown
+
+
+@pytest.mark.parametrize("told", [{}, {"TTY_INTERACTIVE": "0", "COLUMNS": "80"}])
+def test_a_log_has_plain_lines(environment, told):
+    shown = subprocess.run(
+        [sys.executable, "-c", SHOW], capture_output=True, text=True, check=True, env=environment | told
+    ).stdout
+    *lines, end, _ = shown.split("\n")
+    assert end == "end LogProgress"
+    assert lines == ["epoch 100/100  loss 0.4321  accuracy 91.20%  test 98.76%  12,346 samples/s"]
+
+
+def test_a_long_epoch_gets_a_line_now_and_then(monkeypatch):
+    now = iter(range(0, 10_000, 4))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    stream = io.StringIO()
+    display = LogProgress(2, 50, stream)
+    for step in range(1, 51):
+        display.step(1, step, LATEST if step > 1 else None)
+    lines = stream.getvalue().splitlines()
+    assert 5 < len(lines) < 45
+    assert all(line.startswith("epoch 1/2  step ") and "ETA" in line and line.isprintable() for line in lines)
+
+
+def test_a_pseudo_terminal_without_width_is_a_log_when_the_launcher_writes_to_a_file(environment, tmp_path):
+    """What a rank of Open MPI sees, when mpirun's output was redirected."""
+    ask = "import sys; from hpcdp.train.progress import terminal_columns; print(terminal_columns(sys.stdout))"
+    start = (
+        "import os, pty, subprocess, sys\n"
+        "master, slave = pty.openpty()\n"
+        f"subprocess.run([sys.executable, '-c', {ask!r}], stdout=slave, check=True)\n"
+        "os.write(1, os.read(master, 100))\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", start], capture_output=True, check=True, env=environment).stdout
+    assert shown.split() == [b"0"]
+
+
+def test_a_string_buffer_is_no_terminal(environment):
+    assert terminal_columns(io.StringIO()) == 0
+
+
+def test_an_epoch_line_fits_a_terminal_with_large_numbers():
+    large = {"epoch": 999, "loss": 12.345678, "accuracy": 1.0, "test_accuracy": 1.0, "samples_per_s": 1234567.0}
+    assert len(epoch_line(large, 999)) <= 80
+    assert "test" not in epoch_line({k: v for k, v in large.items() if k != "test_accuracy"}, 999)
