@@ -1,3 +1,58 @@
 """Floor 8: the public face. Imports: every room, each only when it is first used."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcdp import autograd, collectives, comm, data, engine, errors, gradients, kernels, nn, optim, train
+    from hpcdp.collectives import allreduce
+    from hpcdp.comm.world import World, init
+    from hpcdp.errors import HpcdpError
+    from hpcdp.train.trainer import Trainer
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "HpcdpError",
+    "Trainer",
+    "World",
+    "allreduce",
+    "autograd",
+    "collectives",
+    "comm",
+    "data",
+    "engine",
+    "errors",
+    "gradients",
+    "init",
+    "kernels",
+    "nn",
+    "optim",
+    "train",
+]
+
+_HOMES = {
+    "HpcdpError": "hpcdp.errors",
+    "Trainer": "hpcdp.train.trainer",
+    "World": "hpcdp.comm.world",
+    "allreduce": "hpcdp.collectives",
+    "init": "hpcdp.comm.world",
+}
+"""The modules of the names that are no modules themselves."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'hpcdp' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        value = importlib.import_module(f"hpcdp.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

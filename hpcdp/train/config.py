@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -58,9 +59,10 @@ class TrainConfig:
     overwrite: bool = _setting(False, "replace the results of an earlier run in the run folder")
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = _typed(field.name, getattr(self, field.name), hints[field.name])
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                value = _typed(field.name, value)
             object.__setattr__(self, field.name, value)
             if value is not None:
                 _check_range(field, value)
@@ -120,6 +122,20 @@ def names() -> list[str]:
     return [field.name for field in dataclasses.fields(TrainConfig)]
 
 
+def kind_of(name: str) -> type:
+    """The type of a setting that is not None: int, float, str or bool."""
+    hint = typing.get_type_hints(TrainConfig)[name]
+    return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+
+
+def parse(name: str, text: str | bool) -> Any:
+    """The value of setting ``name`` from a command line; `ConfigError` where ``text`` is of another type."""
+    try:
+        return kind_of(name)(text)
+    except ValueError as error:
+        raise ConfigError(f"setting {name}", expected=_TYPE_NAMES[kind_of(name)], got=repr(text)) from error
+
+
 def check_name(kind: str, name: str, valid: Iterable[str], where: object = None) -> None:
     """Raises `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
     valid = list(valid)
@@ -149,6 +165,12 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     except OSError as error:
         raise ConfigError("make the run folder", where=folder, got=error.strerror) from error
     return config
+
+
+def drop_empty_run_dir(config: TrainConfig) -> None:
+    """Removes the reserved run folder of a job that ended before it wrote anything."""
+    with contextlib.suppress(OSError):
+        Path(str(config.run_dir)).rmdir()
 
 
 def _new_run_dir(stem: str) -> Path:
@@ -184,12 +206,9 @@ def _clear_run_dir(folder: Path, overwrite: bool) -> None:
             path.unlink()
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """``value`` as the hint's type: an int serves as float, nothing else is converted."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and types.NoneType in kinds:
-        return None
-    kind = kinds[0]
+def _typed(name: str, value: Any) -> Any:
+    """``value`` as the setting's type: an int serves as float, nothing else is converted."""
+    kind = kind_of(name)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -1,0 +1,223 @@
+"""Floor 8: the command line. Imports: launch, train, comm, errors.
+
+Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
+wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import hpcdp
+from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
+
+_TRAIN_EXAMPLES = """\
+examples:
+  hpcdp train lenet --data digits --ranks 2
+  hpcdp train lenet --data mnist --data-dir ~/mnist --epochs 10 --batch-size 256
+  hpcdp train --config run.toml --lr 0.1       a flag overrides the file
+  mpirun -n 4 hpcdp train mlp --data digits    the ranks that mpirun starts
+
+Settings in a TOML file have the names of the flags with underscores:
+  batch_size = 256
+"""
+_LAUNCH_EXAMPLES = """\
+examples:
+  hpcdp launch -n 4 -- python train.py --epochs 3
+  hpcdp launch -n 2 --mpi-args="--bind-to core" -- python train.py
+"""
+_INFO_EXAMPLES = """\
+examples:
+  hpcdp info
+  hpcdp info --json
+  hpcdp launch -n 4 -- hpcdp info    what every rank of a job sees
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
+    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except HpcdpError as error:
+        from hpcdp.launch import ProgramMissingError
+
+        asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError)
+        return _fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
+
+
+def _fail(reason: object, status: int) -> int:
+    """Says why on one line of stderr; in a job of several ranks the process ends here, without MPI's own farewell.
+
+    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it. MPI_Finalize would
+    wait for ranks that have not failed.
+    """
+    from hpcdp.launch.local import launched_rank
+
+    rank = launched_rank()
+    if rank:
+        time.sleep(0.2)
+    print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
+    if rank is not None:
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage as `ConfigError`, one line, where argparse prints all options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.removeprefix('hpcdp ')}: {message}", remedy=f"{self.prog} -h lists the options")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    from hpcdp.train.config import check_name
+
+    parser = _Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
+    adders = {"train": _add_train, "launch": _add_launch, "info": _add_info, "doctor": _add_doctor}
+    known = {name: add(commands) for name, add in adders.items()}
+    if argv and not argv[0].startswith("-"):
+        check_name("command", argv[0], known)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = known[arguments.command_name]
+        options = [option for option in command._option_string_actions if option.startswith("--")]
+        check_name(f"{arguments.command_name} option", unknown[0].partition("=")[0], options)
+    arguments.argv = list(argv)
+    return arguments
+
+
+def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int], **options: Any) -> _Parser:
+    parser: _Parser = commands.add_parser(
+        name,
+        help=about,
+        description=about[0].upper() + about[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **options,
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_train(commands: Any) -> _Parser:
+    from hpcdp.train.config import TrainConfig, kind_of
+
+    parser = _add_command(
+        commands,
+        "train",
+        "train a network over MPI ranks",
+        run=_train,
+        usage="hpcdp train [MODEL] [--data NAME] [--ranks N] [options]",
+        epilog=_TRAIN_EXAMPLES,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    for field in dataclasses.fields(TrainConfig):
+        kind = kind_of(field.name)
+        about = field.metadata["help"]
+        if field.metadata["choices"]:
+            about += f": {', '.join(field.metadata['choices'])}"
+        if field.default is not None and kind is not bool:
+            about += f" (default: {field.default})"
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "model":
+            parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
+        elif kind is bool:
+            parser.add_argument(flag, action="store_true", help=about)
+        else:
+            parser.add_argument(flag, metavar={int: "N", float: "X", str: "NAME"}[kind], help=about)
+    return parser
+
+
+def _add_launch(commands: Any) -> _Parser:
+    parser = _add_command(
+        commands,
+        "launch",
+        "start a program as MPI ranks on this machine",
+        run=_launch,
+        usage="hpcdp launch -n N [--mpi-args ARGS] -- PROGRAM [ARGUMENT ...]",
+        epilog=_LAUNCH_EXAMPLES,
+    )
+    parser.add_argument("-n", "--ranks", required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="what every rank runs")
+    return parser
+
+
+def _add_info(commands: Any) -> _Parser:
+    parser = _add_command(
+        commands, "info", "show versions, MPI library, cores, memory and devices", run=_info, epilog=_INFO_EXAMPLES
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_doctor(commands: Any) -> _Parser:
+    return _add_command(
+        commands, "doctor", "look for the usual breakages of an installation and say the remedies", run=_doctor
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from hpcdp.launch.local import launch, launched_ranks
+    from hpcdp.train import config as settings
+
+    given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
+    config = settings.load(getattr(arguments, "config", None), given)
+    size = launched_ranks()
+    if size is not None:
+        from hpcdp.train.run import run
+
+        run(config.for_world(size))
+        return 0
+    config = settings.reserve_run_dir(config.for_world(config.ranks or 1))
+    chosen = ["--ranks", str(config.ranks), "--run-dir", str(config.run_dir)]
+    try:
+        status = launch(int(config.ranks or 1), [sys.executable, "-m", "hpcdp.cli", *arguments.argv, *chosen])
+    finally:
+        settings.drop_empty_run_dir(config)
+    if status == 128 + signal.SIGINT:
+        kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
+        return _fail(f"interrupted, all ranks have ended{kept}", status)
+    return status
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from hpcdp.launch.local import launch
+
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not arguments.ranks.isdecimal() or int(arguments.ranks) < 1:
+        raise ConfigError("launch -n", expected="a number of ranks, at least 1", got=repr(arguments.ranks))
+    if not program:
+        raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
+    return launch(int(arguments.ranks), program, arguments.mpi_args)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from hpcdp.launch import info
+
+    return info.show(as_json=arguments.json)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from hpcdp.launch import doctor
+
+    return doctor.show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
