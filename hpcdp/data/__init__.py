@@ -1,0 +1,26 @@
+"""Floor 3: data, data sets, samplers and the loader. Imports: engine, arrays, errors.
+
+Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers. The only importer of h5py beside
+checkpoint, when a file is opened.
+"""
+
+from .catalog import load
+from .datasets import ArrayDataset, Dataset, ImageDataset
+from .hdf5 import HDF5Dataset
+from .loader import DataLoader
+from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler
+from .split import split_batch
+
+__all__ = [
+    "ArrayDataset",
+    "BatchSampler",
+    "DataLoader",
+    "Dataset",
+    "HDF5Dataset",
+    "ImageDataset",
+    "RandomSampler",
+    "SequentialSampler",
+    "ShardedSampler",
+    "load",
+    "split_batch",
+]

@@ -1,0 +1,90 @@
+"""Floor 3: data, what a data set is. Imports: errors."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+
+from ..errors import DataError
+from .images import resize
+
+Batch = tuple[np.ndarray, np.ndarray]
+Index = int | np.integer | slice | np.ndarray
+
+
+class Dataset(abc.ABC):
+    """Samples with labels, numbered from 0. Reading must be safe from several threads at a time."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: Index) -> Batch:
+        """The samples ``(x, y)`` at an index, a slice or an integer array, in its order; an integer drops axis 0.
+
+        Raises:
+            IndexError: a number outside of the data set.
+        """
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one ``x``, without the batch axis."""
+        return self[np.zeros(0, np.int64)][0].shape[1:]
+
+
+class ArrayDataset(Dataset):
+    """Samples that lie in memory.
+
+    Args:
+        x: shape ``(n, ...)``, any dtype; kept, not copied.
+        y: shape ``(n, ...)``, any dtype; kept, not copied.
+
+    Raises:
+        DataError: ``x`` and ``y`` differ in length or have no axis.
+    """
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        self.x, self.y = np.asarray(x), np.asarray(y)
+        if self.x.ndim < 1 or self.y.ndim < 1 or len(self.x) != len(self.y):
+            raise DataError(
+                "ArrayDataset", expected="x and y with one axis 0", got=f"shapes {self.x.shape} and {self.y.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: Index) -> Batch:
+        return self.x[index], self.y[index]
+
+
+class ImageDataset(Dataset):
+    """Images kept as they are stored and turned into float32 of [0, 1] when they are read.
+
+    Args:
+        images: shape ``(n, channels, height, width)``, uint8; kept, not copied.
+        labels: shape ``(n,)``, integers; read as int64.
+        image_size: enlarge to this height and width when reading, see `images.resize`; None leaves the size.
+
+    Raises:
+        DataError: as many labels as images are needed.
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, image_size: int | None = None) -> None:
+        if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
+            raise DataError(
+                "ImageDataset",
+                expected="images (n, channels, height, width) and labels (n,)",
+                got=f"shapes {images.shape} and {labels.shape}",
+            )
+        self.images, self.labels, self.image_size = images, labels.astype(np.int64), image_size
+        resize(np.zeros((0, *images.shape[1:]), np.float32), image_size)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: Index) -> Batch:
+        stored = self.images[index]
+        x = np.multiply(stored, np.float32(1 / 255), dtype=np.float32)
+        return resize(x, self.image_size), self.labels[index]

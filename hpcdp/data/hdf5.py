@@ -1,0 +1,136 @@
+"""Floor 3: data, HDF5 files. Imports: errors. h5py is imported when the first file is opened."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import DataError
+from .datasets import Batch, Dataset, Index
+
+if TYPE_CHECKING:
+    import h5py  # type: ignore[import-untyped]
+
+
+def _open(path: str | Path) -> h5py.File:
+    import h5py
+
+    path = Path(path)
+    if not path.is_file():
+        raise DataError("read HDF5", where=path, expected="a file", got="none")
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise DataError("read HDF5", where=path, expected="an HDF5 file", got=error) from error
+
+
+@contextlib.contextmanager
+def open_hdf5(path: str | Path) -> Iterator[h5py.File]:
+    """The file, open for reading only; damage that h5py reports inside of the block becomes a `DataError`."""
+    with _open(path) as file:
+        try:
+            yield file
+        except (OSError, RuntimeError, KeyError) as error:
+            raise DataError("read HDF5", where=path, expected="undamaged data", got=error) from error
+
+
+class HDF5Dataset(Dataset):
+    """Samples in an HDF5 file, read from it batch by batch; the file is opened read-only and stays open.
+
+    Args:
+        path: the file.
+        x: name of the data set of samples, shape ``(n, ...)``.
+        y: name of the data set of labels, shape ``(n, ...)``.
+
+    Raises:
+        DataError: no such file, no HDF5 file, a name that it lacks (those it has are listed), lengths that differ,
+            values that are no numbers, a virtual data set whose source file is missing (HDF5 gives fill values).
+    """
+
+    def __init__(self, path: str | Path, x: str = "x", y: str = "y") -> None:
+        self.path = Path(path)
+        self._file = _open(path)
+        try:
+            self._x, self._y = self._dataset(x), self._dataset(y)
+            if len(self._x) != len(self._y):
+                raise DataError(
+                    "read HDF5", where=path, expected="x and y of one length", got=f"{len(self._x)} and {len(self._y)}"
+                )
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        import h5py
+
+        found = self._file.get(name)
+        if not isinstance(found, h5py.Dataset):
+            names: list[str] = []
+            self._file.visititems(lambda key, item: names.append(key) if isinstance(item, h5py.Dataset) else None)
+            raise DataError("read HDF5", where=self.path, expected=f"one of {', '.join(names) or 'none'}", got=name)
+        if found.dtype.kind not in "biuf" or found.ndim < 1:
+            raise DataError(
+                "read HDF5",
+                where=f"{self.path}:{name}",
+                expected="an array of numbers",
+                got=f"{found.dtype} of shape {found.shape}",
+            )
+        for source in found.virtual_sources() if found.is_virtual else ():
+            if source.file_name != "." and not (self.path.parent / source.file_name).is_file():
+                raise DataError(
+                    "read HDF5", where=f"{self.path}:{name}", expected=f"the file {source.file_name}", got="none"
+                )
+        return found
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: Index) -> Batch:
+        try:
+            return self._read(self._x, index), self._read(self._y, index)
+        except (OSError, RuntimeError) as error:
+            raise DataError("read HDF5", where=self.path, expected="undamaged data", got=error) from error
+
+    def _read(self, dataset: Any, index: Index) -> np.ndarray:
+        n = len(self)
+        if isinstance(index, slice):
+            start, stop, stride = index.indices(n)
+            if stride > 0:
+                return dataset[start : max(start, stop) : stride]
+            index = np.arange(start, stop, stride)
+        if isinstance(index, (int, np.integer)):
+            if not -n <= index < n:
+                raise IndexError(f"index {index} is out of bounds for {n} samples")
+            return dataset[int(index) % n]
+        wanted = np.asarray(index)
+        if wanted.dtype == bool:
+            wanted = np.flatnonzero(wanted)
+        if wanted.size == 0:
+            return np.empty((0, *dataset.shape[1:]), dataset.dtype)
+        if wanted.min() < -n or wanted.max() >= n:
+            raise IndexError(f"indices {wanted.min()} to {wanted.max()} are out of bounds for {n} samples")
+        return _gather(dataset, wanted % n)
+
+    def close(self) -> None:
+        """Closes the file; nothing can be read afterwards."""
+        self._file.close()
+
+
+def _gather(dataset: Any, wanted: np.ndarray) -> np.ndarray:
+    """Rows in any order, with repetitions. HDF5 wants increasing rows and pays for each run of them, so close runs are
+    read as one slice."""
+    rows, position = np.unique(wanted, return_inverse=True)
+    if len(rows) == rows[-1] - rows[0] + 1:
+        return dataset[int(rows[0]) : int(rows[-1]) + 1][position]
+    out = np.empty((len(rows), *dataset.shape[1:]), dataset.dtype)
+    cuts = np.flatnonzero(np.diff(rows) > 8) + 1
+    start = 0
+    for run in np.split(rows, cuts):
+        first = int(run[0])
+        out[start : start + len(run)] = dataset[first : int(run[-1]) + 1][run - first]
+        start += len(run)
+    return out[position]

@@ -1,0 +1,199 @@
+"""Floor 3: data, which samples come next. Imports: errors.
+
+Samplers are deterministic: the order depends on the arguments and on the epoch alone, and iterating twice without
+``set_epoch`` in between gives the same order twice (`BatchSampler` with ``last="rollover"`` excepted). So all ranks
+agree on a shuffle without talking, and a resumed run sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import ConfigError
+from .split import piece_bounds
+
+
+class Sampler(Protocol):
+    """Sample numbers, in an order that may depend on the epoch."""
+
+    def __iter__(self) -> Iterator[int]: ...
+    def __len__(self) -> int: ...
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class BatchIndices(Protocol):
+    """Batches of sample numbers, int64 arrays of shape ``(count,)``; what a `DataLoader` iterates."""
+
+    def __iter__(self) -> Iterator[np.ndarray]: ...
+    def __len__(self) -> int: ...
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def _at_least(where: str, value: object, low: int) -> int:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
+        raise ConfigError("sampler", where=where, expected=f"an integer >= {low}", got=repr(value))
+    return int(value)
+
+
+def _one_of(where: str, value: str, valid: tuple[str, ...]) -> str:
+    if value not in valid:
+        raise ConfigError("sampler", where=where, expected=f"one of {', '.join(valid)}", got=repr(value))
+    return value
+
+
+def _shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
+
+
+class SequentialSampler:
+    """0, 1, ..., n - 1."""
+
+    def __init__(self, n: int) -> None:
+        self.n = _at_least("n", n, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+    def __len__(self) -> int:
+        return self.n
+
+    def set_epoch(self, epoch: int) -> None:
+        """Changes nothing: the order is the same in every epoch."""
+
+
+class RandomSampler:
+    """Each of n samples once, in an order drawn from ``seed`` and the epoch.
+
+    Args:
+        n: number of samples.
+        seed: an integer >= 0.
+    """
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        self.n, self.seed, self.epoch = _at_least("n", n, 0), _at_least("seed", seed, 0), 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(_shuffled(self.n, self.seed, self.epoch).tolist())
+
+    def __len__(self) -> int:
+        return self.n
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, from the next iteration on."""
+        self.epoch = _at_least("epoch", epoch, 0)
+
+
+class BatchSampler:
+    """Batches of another sampler's numbers, for a single process.
+
+    Args:
+        sampler: e.g. a `RandomSampler`.
+        batch_size: samples a batch.
+        last: what becomes of a short last batch: "keep" yields it, "discard" drops it, "rollover" puts its samples
+            before those of the next epoch.
+    """
+
+    def __init__(self, sampler: Sampler, batch_size: int, last: str = "keep") -> None:
+        self.sampler, self.batch_size = sampler, _at_least("batch_size", batch_size, 1)
+        self.last = _one_of("last", last, ("keep", "discard", "rollover"))
+        self._rest: list[int] = []
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        numbers: Iterable[int] = self.sampler
+        if self._rest:
+            numbers, self._rest = [*self._rest, *self.sampler], []
+        source = iter(numbers)
+        while batch := list(islice(source, self.batch_size)):
+            if len(batch) == self.batch_size or self.last == "keep":
+                yield np.array(batch, np.int64)
+            elif self.last == "rollover":
+                self._rest = batch
+
+    def __len__(self) -> int:
+        """The number of batches of the next iteration."""
+        total = len(self._rest) + len(self.sampler)
+        return -(-total // self.batch_size) if self.last == "keep" else total // self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to the sampler."""
+        self.sampler.set_epoch(epoch)
+
+
+class ShardedSampler:
+    """This part's pieces of **global** batches: one global order, cut into batches, each cut into ``num_parts`` pieces.
+
+    The parts together see in step k exactly the samples that a single part would see in step k, and all parts have the
+    same number of steps, so no part waits for another at the end of an epoch.
+
+    Args:
+        n: number of samples in the data set.
+        batch_size: samples of a **global** batch, all parts together; at least ``num_parts``.
+        num_parts: usually the number of ranks.
+        part_index: usually the rank, 0 to ``num_parts - 1``.
+        shuffle: draw a new order from ``seed`` and the epoch; else 0, 1, ..., n - 1.
+        seed: an integer >= 0, the same on all parts.
+        last: what becomes of a short last global batch: "keep" splits it like the others (pieces may be empty),
+            "discard" drops it, "pad" fills it up with the first samples of the epoch's order.
+        weights: one positive number a part; ``[3, 1]`` gives 192 and 64 of a global batch of 256. Without, the pieces
+            of a batch differ by at most one sample.
+
+    Raises:
+        ConfigError: a value outside of that.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        num_parts: int = 1,
+        part_index: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: str = "keep",
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.n, self.batch_size = _at_least("n", n, 0), _at_least("batch_size", batch_size, 1)
+        self.num_parts, self.part_index = _at_least("num_parts", num_parts, 1), _at_least("part_index", part_index, 0)
+        if part_index >= num_parts:
+            raise ConfigError("sampler", where="part_index", expected=f"0 to {num_parts - 1}", got=part_index)
+        if batch_size < num_parts:
+            raise ConfigError(
+                "sampler",
+                where="batch_size",
+                expected=f"at least one sample for each of {num_parts} ranks",
+                got=batch_size,
+                remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
+            )
+        self.shuffle, self.seed, self.epoch = bool(shuffle), _at_least("seed", seed, 0), 0
+        self.last = _one_of("last", last, ("keep", "discard", "pad"))
+        self.weights = None if weights is None else tuple(weights)
+        self._bounds(batch_size)
+
+    def _bounds(self, count: int) -> tuple[int, int]:
+        bounds = piece_bounds(count, self.num_parts, self.weights)
+        return bounds[self.part_index], bounds[self.part_index + 1]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
+        start, stop = self._bounds(self.batch_size)
+        for k in range(len(self)):
+            batch = order[k * self.batch_size : (k + 1) * self.batch_size]
+            if len(batch) == self.batch_size:
+                yield batch[start:stop]
+            elif self.last == "pad":
+                yield np.resize(np.roll(order, -k * self.batch_size), self.batch_size)[start:stop]
+            else:
+                yield batch[slice(*self._bounds(len(batch)))]
+
+    def __len__(self) -> int:
+        """The number of global batches an epoch, the same on every part (``n // batch_size`` where the last is
+        discarded: the ``epoch_size`` that others compute as N / b / n)."""
+        return self.n // self.batch_size if self.last == "discard" else -(-self.n // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, from the next iteration on; every part must call it with the same number."""
+        self.epoch = _at_least("epoch", epoch, 0)

@@ -1,0 +1,59 @@
+"""Floor 3: data, one batch cut into parts. Imports: errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from ..arrays import Array
+from ..errors import ConfigError
+
+
+def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = None) -> list[int]:
+    """Where ``count`` items are cut into consecutive parts; part ``i`` is ``bounds[i]:bounds[i + 1]``.
+
+    Args:
+        count: number of items, >= 0.
+        num_parts: number of parts, >= 1; without weights their sizes differ by at most one, and may be 0.
+        weights: one positive number a part; ``[3, 1]`` cuts 256 into 192 and 64. Sizes are off by less than one.
+
+    Returns:
+        ``num_parts + 1`` increasing numbers from 0 to ``count``.
+
+    Raises:
+        ConfigError: a number of parts below 1, weights of another number or not positive.
+    """
+    if num_parts < 1:
+        raise ConfigError("split", where="num_parts", expected="an integer >= 1", got=num_parts)
+    if weights is None:
+        return [count * i // num_parts for i in range(num_parts + 1)]
+    if len(weights) != num_parts or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ConfigError("split", where="weights", expected=f"{num_parts} positive numbers", got=list(weights))
+    shares = [Fraction(weight) for weight in weights]
+    total = sum(shares)
+    return [math.floor(count * sum(shares[:i]) / total) for i in range(num_parts + 1)]
+
+
+def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
+    """``x`` cut along axis 0 into ``k`` consecutive views, e.g. one for each device of this process.
+
+    Args:
+        x: shape ``(count, ...)``, any namespace; not copied.
+        k: number of parts.
+        even_split: refuse a count that ``k`` does not divide; if False, sizes differ by at most one.
+
+    Raises:
+        ConfigError: uneven although ``even_split``, or ``k`` below 1.
+    """
+    count = x.shape[0]
+    bounds = piece_bounds(count, k)
+    if even_split and count % k:
+        raise ConfigError(
+            "split_batch",
+            expected=f"a number of samples that {k} divides",
+            got=count,
+            remedy="pass even_split=False, or discard the last batch",
+        )
+    return [x[start:stop] for start, stop in itertools.pairwise(bounds)]
