@@ -187,7 +187,9 @@ class Engine:
         with self._lock:
             write = var.last_write
             if write is not None:
-                self._changed.wait_for(lambda: write.done)
+                self._changed.wait_for(lambda: write.done or self._closed)
+                if not write.done:
+                    raise ConfigError("wait_to_read", where=var.name, expected="a running engine", got="a shutdown")
             error = var.error
             if error is not None and error is self._unraised:
                 self._unraised = None

