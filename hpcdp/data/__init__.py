@@ -5,8 +5,11 @@ checkpoint, when a file is opened.
 """
 
 from .catalog import load
+from .cifar import read_cifar10
+from .csv import read_csv
 from .datasets import ArrayDataset, Dataset, ImageDataset
 from .hdf5 import HDF5Dataset
+from .idx import read_idx
 from .loader import DataLoader
 from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler
 from .split import split_batch
@@ -22,5 +25,8 @@ __all__ = [
     "SequentialSampler",
     "ShardedSampler",
     "load",
+    "read_cifar10",
+    "read_csv",
+    "read_idx",
     "split_batch",
 ]

@@ -1,20 +1,118 @@
-"""Floor 3: data, the data sets that have a name. Imports: errors."""
+"""Floor 3: data, the data sets that have a name. Imports: errors.
+
+Files lie in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licences: digits CC BY 4.0,
+MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017); CIFAR-10 states no licence and
+asks to cite Krizhevsky 2009. Only digits comes with the package.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from ..errors import ConfigError
-from .datasets import Dataset
-from .digits import read_digits
+import numpy as np
 
-NAMES = ("digits",)
+from ..errors import ConfigError, DataError
+from . import cifar
+from .datasets import Dataset, ImageDataset
+from .digits import read_digits
+from .download import check_md5, fetch, folder_lock
+from .idx import read_idx
+
+NAMES = ("cifar10", "digits", "fashion_mnist", "mnist")
 SPLITS = ("train", "test")
+
+_ADDRESSES = {
+    "mnist": (
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    "fashion_mnist": ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+    "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
+}
+_MD5 = {
+    "mnist": {
+        "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+        "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+        "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+    },
+    "fashion_mnist": {
+        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+    },
+    "cifar10": {cifar.ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530"},
+}
 
 
 def load(name: str, split: str = "train", root: str | Path | None = None, image_size: int | None = None) -> Dataset:
+    """A data set by its name, fetched if it is not there yet.
+
+    Any number of processes may call it at the same time: one fetches, the others wait for its file. Where many nodes
+    share no file system, let one process a node call it first.
+
+    Args:
+        name: "digits" (in the package, 8 x 8), "mnist", "fashion_mnist" (28 x 28) or "cifar10" (3 x 32 x 32).
+        split: "train" or "test".
+        root: the folder of all data sets; None for ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``.
+        image_size: None leaves the size; a larger one enlarges, see `images.resize` (LeNet takes 28).
+
+    Returns:
+        A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64.
+
+    Raises:
+        ConfigError: unknown name or split (the valid ones are listed), a size that is too small.
+        DataError: a file cannot be fetched, is damaged, or has another checksum than the published one.
+    """
     if name not in NAMES:
         raise ConfigError("data set", expected=f"one of {', '.join(NAMES)}", got=repr(name))
     if split not in SPLITS:
         raise ConfigError("data set", where=name, expected=f"split {' or '.join(SPLITS)}", got=repr(split))
-    return read_digits(split, image_size)
+    if name == "digits":
+        return read_digits(split, image_size)
+    folder = _root(root) / name
+    if name == "cifar10":
+        return ImageDataset(*_cifar10(folder, split), image_size)
+    return ImageDataset(*_idx_pair(name, folder, split), image_size)
+
+
+def _root(root: str | Path | None) -> Path:
+    if root is not None:
+        return Path(root)
+    chosen = os.environ.get("HPCDP_DATA_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "hpcdp" / "data"
+
+
+def _obtain(name: str, folder: Path, file: str) -> Path:
+    path, md5 = folder / file, _MD5[name][file]
+    fetch(tuple(address + file for address in _ADDRESSES[name]), path, md5)
+    check_md5(path, md5)
+    return path
+
+
+def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    start = "train" if split == "train" else "t10k"
+    arrays = []
+    for kind, ndim in (("images-idx3", 3), ("labels-idx1", 1)):
+        unpacked = folder / f"{start}-{kind}-ubyte"
+        path = unpacked if unpacked.is_file() else _obtain(name, folder, f"{unpacked.name}.gz")
+        array = read_idx(path)
+        if array.ndim != ndim or array.dtype != np.uint8:
+            raise DataError("read idx", where=path, expected=f"{ndim}-D uint8", got=f"{array.ndim}-D {array.dtype}")
+        arrays.append(array)
+    images, labels = arrays
+    if len(images) != len(labels):
+        raise DataError("read idx", where=folder, expected=f"{len(images)} labels", got=len(labels))
+    return images[:, None], labels
+
+
+def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    paths = [folder / file for file in (cifar.TRAIN if split == "train" else cifar.TEST)]
+    if not all(path.is_file() for path in paths):
+        archive = _obtain("cifar10", folder, cifar.ARCHIVE)
+        with folder_lock(folder):
+            if not all(path.is_file() for path in paths):
+                cifar.unpack_cifar10(archive)
+    return cifar.read_cifar10(*paths)

@@ -1,0 +1,112 @@
+"""Floor 3: data, files from the net, checked and whole. Imports: errors."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import DataError
+
+_MAX_NBYTES = 1 << 30
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Makes ``folder`` and holds its lock, so that of all processes that want a file only one fetches it.
+
+    Raises:
+        DataError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115
+    except OSError as error:
+        raise DataError(
+            "data folder", where=folder, expected="a writeable folder", got=error, remedy="set HPCDP_DATA_DIR to one"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def check_md5(path: Path, md5: str) -> None:
+    """Compares a file with its published checksum; MD5 is what is published; it finds damage, not malice.
+
+    Raises:
+        DataError: it differs.
+    """
+    with open(path, "rb") as file:
+        got = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if got != md5:
+        raise DataError(
+            "checksum", where=path, expected=f"MD5 {md5}", got=got, remedy="delete the file to fetch it again"
+        )
+
+
+def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) -> None:
+    """Fetches the first of several addresses that works into ``path``; does nothing if the file is there.
+
+    The file appears whole and checked, or not at all. Any number of processes may call it at the same time. Proxies are
+    those that urllib takes from the environment.
+
+    Args:
+        urls: addresses of the same file.
+        path: where it goes; its folder is made.
+        md5: its checksum.
+        timeout_s: seconds without an answer after which the next address is tried.
+
+    Raises:
+        DataError: no address works (the line names each reason and where to put the file by hand), or the folder cannot
+            be written.
+    """
+    if path.exists():
+        return
+    with folder_lock(path.parent):
+        if path.exists():
+            return
+        reasons = []
+        for url in urls:
+            part = path.with_name(f".{path.name}.part")
+            try:
+                _receive(url, part, timeout_s)
+                check_md5(part, md5)
+                os.replace(part, path)
+                return
+            except DataError as error:
+                reasons.append(f"{url}: {error.operation} {error.got} instead of {error.expected}")
+            except urllib.error.HTTPError as error:
+                reasons.append(f"{url}: HTTP {error.code} {error.reason}")
+            except urllib.error.URLError as error:
+                reasons.append(f"{url}: no network ({error.reason})")
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                reasons.append(f"{url}: {type(error).__name__} {error}")
+            finally:
+                part.unlink(missing_ok=True)
+    raise DataError(
+        "download",
+        where=path.name,
+        expected="an answer from one of its addresses",
+        got="; ".join(reasons),
+        remedy=f"where there is no network, fetch the file elsewhere and put it into {path.parent}, "
+        "or set HPCDP_DATA_DIR to the folder above one that has it",
+    )
+
+
+def _receive(url: str, part: Path, timeout_s: float) -> None:
+    with urllib.request.urlopen(url, timeout=timeout_s) as answer, open(part, "wb") as file:
+        nbytes = 0
+        while block := answer.read(1 << 20):
+            nbytes += len(block)
+            if nbytes > _MAX_NBYTES:
+                raise DataError("length", expected=f"at most {_MAX_NBYTES} bytes", got="more")
+            file.write(block)
+        announced = answer.headers.get("Content-Length")
+        if announced is not None and announced.isdigit() and nbytes != int(announced):
+            raise DataError("length", expected=f"{announced} bytes", got=f"{nbytes} bytes")
