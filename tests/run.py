@@ -1,0 +1,118 @@
+"""Runs the tests as one process, then as 1, 2, 3 and 4 MPI ranks, and sums up all runs together.
+
+    python tests/run.py [--ranks 1,2,3,4] [--limit-s SECONDS] [PYTEST ARGUMENTS ...]
+
+The last line is always ``N passed, N failed, N skipped``. A test that runs in several worlds counts once for each of
+them; it counts as skipped if no run ran it.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NO_TESTS_COLLECTED = 5
+
+
+class Summary:
+    """What all runs did: how many tests passed, which ran, and what failed or was skipped, and why."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failed: list[str] = []
+        self.ran: set[str] = set()
+        self.skipped: dict[str, str] = {}
+
+    def add(self, title: str, reports: list[Path], status: int) -> None:
+        """Takes in one run from what its ranks recorded (a line an event) and its exit status."""
+        passed: set[str] = set()
+        failed: dict[str, str] = {}
+        running: dict[str, list[str]] = {}
+        for path in reports:
+            rank = path.suffix[1:]
+            events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for event in events:
+                if event["outcome"] == "failed":
+                    failed.setdefault(event["test"], f"{title}, rank {rank}: {event['test']}")
+                elif event["outcome"] == "skipped":
+                    self.skipped[event["test"]] = event["reason"]
+                elif event["outcome"] == "passed" and rank == "0":
+                    passed.add(event["test"])
+            if events and events[-1]["outcome"] == "started":
+                running.setdefault(events[-1]["test"], []).append(rank)
+        if status and not failed:
+            for test, ranks in running.items():
+                failed[test] = f"{title}: hung or crashed, rank {', '.join(ranks)}: {test}"
+        if status not in (0, NO_TESTS_COLLECTED) and not failed:
+            failed[title] = f"{title}: ended with status {status}"
+        self.passed += len(passed - failed.keys())
+        self.ran |= passed | failed.keys()
+        self.failed += failed.values()
+
+    def show(self) -> None:
+        skipped = {test: reason for test, reason in self.skipped.items() if test not in self.ran}
+        reasons = Counter(skipped.values())
+        if reasons:
+            print("\nskipped, in every run:")
+            for reason, count in reasons.most_common():
+                print(f"  {count:3} x {reason}")
+        if self.failed:
+            print("\nfailed:")
+            print("".join(f"  {line}\n" for line in self.failed), end="")
+        print(f"\n{self.passed} passed, {len(self.failed)} failed, {len(skipped)} skipped", flush=True)
+
+
+def run(command: list[str], report: Path, limit_s: float) -> int:
+    """Runs one pytest, or an mpirun of several, in a process group of its own; 124 if it is killed at the limit."""
+    environ = os.environ | {"HPCDP_TEST_REPORT": str(report)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"\nkilled: not ended after {limit_s:.0f} s", flush=True)
+        status = 124
+    except KeyboardInterrupt:
+        status = 130
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return status
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--ranks", default="1,2,3,4")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="of one run, in seconds")
+    options, pytest_arguments = parser.parse_known_args()
+    color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"  # an mpirun gives its ranks a pseudo-terminal
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", color, *pytest_arguments]
+    runs = {"one process": pytest}
+    for n in options.ranks.split(","):
+        launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", n, "--"]
+        runs[f"{n} MPI rank{'s' * (n != '1')}"] = [*launch, *pytest, "--with-mpi", "--only-mpi"]
+    summary = Summary()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (title, command) in enumerate(runs.items()):
+            print(f"\n== {title}", flush=True)
+            started = time.monotonic()
+            status = run(command, Path(folder, str(number)), options.limit_s)
+            summary.add(title, sorted(Path(folder).glob(f"{number}.*")), status)
+            print(f"== {title}: {time.monotonic() - started:.0f} s", flush=True)
+            if status == 130:
+                break
+    summary.show()
+    return 1 if summary.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
