@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hpcdp import errors
-from hpcdp.comm.world import World
+from hpcdp.comm import World
 from hpcdp.errors import HpcdpError
 
 T = TypeVar("T")
@@ -47,7 +47,8 @@ def _described(error: HpcdpError | None) -> dict[str, Any] | None:
     if error is None:
         return None
     parts = {name: getattr(error, name) for name in _PARTS}
-    return {"kind": type(error).__name__} | {k: None if v is None else str(v) for k, v in parts.items()}
+    kind = next(base.__name__ for base in type(error).__mro__ if hasattr(errors, base.__name__))
+    return {"kind": kind} | {k: None if v is None else str(v) for k, v in parts.items()}
 
 
 def _raise_first(reports: list[dict[str, Any] | None], own: HpcdpError | None) -> None:
@@ -56,6 +57,6 @@ def _raise_first(reports: list[dict[str, Any] | None], own: HpcdpError | None) -
         return
     report = reports[failed[0]]
     assert report is not None
-    kind = getattr(errors, report["kind"], HpcdpError)
+    kind = getattr(errors, report["kind"])
     rank = failed[0] if len(failed) < len(reports) else None
     raise kind(**{name: report[name] for name in _PARTS}, rank=rank) from own

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcdp.autograd import predict_mode
 from hpcdp.collectives import allreduce
-from hpcdp.comm.world import World, init
+from hpcdp.comm import World, init
 from hpcdp.data import Dataset
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy

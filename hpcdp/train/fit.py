@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdp.autograd import Tensor, record
 from hpcdp.collectives import allreduce
-from hpcdp.comm.world import World, init
+from hpcdp.comm import World, init
 from hpcdp.data import DataLoader
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcdp import data, nn, optim
-from hpcdp.comm.world import World, init
+from hpcdp.comm import World, init
 from hpcdp.nn import models
 
 from .agreement import on_every_rank
@@ -111,16 +110,9 @@ def _blas_threads(config: TrainConfig, world: World) -> Iterator[None]:
 
     threads = config.threads
     if threads is None and not any(os.environ.get(name) for name in _THREAD_VARIABLES):
-        threads = _share_of_cores(world)
+        threads = max(1, world.cores // world.local_size)
     with threadpool_limits(threads, user_api="blas") if threads else contextlib.nullcontext():
         yield
-
-
-def _share_of_cores(world: World) -> int:
-    """The cores of this rank, each divided by the number of the node's ranks that may run on it; at least 1."""
-    usable = world.node_comm.allgather_json(sorted(os.sched_getaffinity(0)))
-    share = sum(1 / sum(core in cores for cores in usable) for core in usable[world.local_rank])
-    return max(1, math.floor(share + 1e-9))
 
 
 @contextlib.contextmanager

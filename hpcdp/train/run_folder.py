@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from types import TracebackType
 
-from hpcdp.comm.world import World
+from hpcdp.comm import World
 from hpcdp.errors import ConfigError
 
 from .agreement import on_rank_0

@@ -1,0 +1,70 @@
+"""What the documentation says is there is there, and the commands that it shows run.
+
+Every line that begins with ``$`` in a ``console`` block of README.md and docs/ is run here, in a new folder with
+examples/ in it; of ``make`` commands only the target is looked for, since they install the package.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLAN = {"Collectives", "Engine", "PyTorch", "Compression", "Stores", "Checkpoints", "Cluster", "Breadth", "GPU"}
+
+
+def commands() -> list:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
+            lines = re.findall(r"^\$ (.*)$", block, re.M)
+            found += [pytest.param(line, id=f"{page.name}: {line}") for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_runs(command, tmp_path):
+    if command.startswith("make "):
+        command = f"make -n -C {shlex.quote(str(ROOT))} {command.removeprefix('make ')}"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    # A command with mpirun in it is meant for any machine; on this one ranks may outnumber cores and be root's.
+    environment |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_btl": "self,sm,tcp",
+    }
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_are_there(page):
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_each_row_of_parity_names_a_test_that_exists_or_says_when_it_comes():
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", (ROOT / "docs" / "parity.md").read_text(), re.M)
+    assert [int(number) for number, _ in rows] == list(range(1, 49))
+    for number, shown in rows:
+        tests = re.findall(r"`(tests/[^`]+)`", shown)
+        later = re.search(r"later: ([\w, ]+)$", shown)
+        assert tests or later, f"row {number}"
+        assert [test for test in tests if not (ROOT / test).is_file()] == [], f"row {number}"
+        assert later is None or set(later[1].split(", ")) <= PLAN, f"row {number}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [page.name for page in PAGES[1:] if page.name != "index.md" and f"({page.name})" not in index] == []

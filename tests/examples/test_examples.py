@@ -1,0 +1,47 @@
+"""The examples run as users run them, over real ranks, and compute the same on any number of them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_example(name: str, ranks: int, *arguments: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "PRTE"))}
+    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable]
+    done = subprocess.run(
+        [*launch, str(ROOT / "examples" / name), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["data_parallel_from_scratch.py", "data_parallel_concise.py"])
+def test_learns_and_computes_the_same_on_1_2_and_3_ranks(name):
+    accuracies = {}
+    for ranks in (1, 2, 3):
+        # 64 does not split evenly over 3 ranks, nor does the last batch of an epoch over any number of them.
+        lines = run_example(name, ranks, "--epochs", "3").splitlines()
+        assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2", "epoch 3"]
+        accuracies[ranks] = [float(re.search(r"test accuracy (\d\.\d+)", line)[1]) for line in lines]
+    assert accuracies[1][-1] > 0.9
+    # Sums over ranks round differently, which may turn single answers.
+    assert accuracies[2] == pytest.approx(accuracies[1], abs=0.012)
+    assert accuracies[3] == pytest.approx(accuracies[1], abs=0.012)
+
+
+def test_the_losses_of_the_one_from_scratch_agree_to_rounding():
+    losses = {}
+    for ranks in (1, 3):
+        lines = run_example("data_parallel_from_scratch.py", ranks, "--epochs", "2", "--batch-size", "100").splitlines()
+        losses[ranks] = [float(re.search(r"loss (\d+\.\d+)", line)[1]) for line in lines]
+    assert losses[3] == pytest.approx(losses[1], rel=2e-3, abs=2e-4)

@@ -1,0 +1,71 @@
+import pytest
+
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, DataError
+from hpcdp.train.agreement import on_every_rank, on_rank_0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_results_are_each_ranks_own(n):
+    assert threads.run(n, lambda world: on_every_rank(world, lambda: world.rank * 10)) == [10 * r for r in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_rank_0_alone_calls_and_all_get_its_result(n):
+    called = []
+
+    def job(world):
+        return on_rank_0(world, lambda: called.append(world.rank) or {"run_dir": "runs/a"})
+
+    assert threads.run(n, job) == [{"run_dir": "runs/a"}] * n
+    assert called == [0]
+
+
+def test_one_ranks_error_is_raised_on_all_and_names_it():
+    def job(world):
+        def read():
+            if world.rank == 2:
+                raise DataError("read", where="train.gz", expected="1797 images", got=3, remedy="fetch it again")
+
+        with pytest.raises(DataError) as caught:
+            on_every_rank(world, read)
+        return str(caught.value)
+
+    line = "rank 2: read [train.gz]: expected 1797 images, got 3; fetch it again"
+    assert threads.run(4, job) == [line] * 4
+
+
+def test_an_error_of_all_ranks_names_none():
+    def job(world):
+        def read():
+            raise ConfigError("unknown model 'x'", remedy="valid: a, b")
+
+        with pytest.raises(ConfigError) as caught:
+            on_every_rank(world, read)
+        return str(caught.value)
+
+    assert threads.run(3, job) == ["unknown model 'x'; valid: a, b"] * 3
+
+
+def test_an_error_of_rank_0_reaches_ranks_that_did_not_call():
+    def job(world):
+        def make():
+            assert world.rank == 0
+            raise ConfigError("run folder exists", where="runs/a")
+
+        with pytest.raises(ConfigError) as caught:
+            on_rank_0(world, make)
+        return str(caught.value)
+
+    assert threads.run(3, job) == ["run folder exists [runs/a]"] * 3
+
+
+def test_another_exception_is_no_agreement():
+    def job(world):
+        def fail():
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            on_every_rank(world, fail)
+
+    threads.run(1, job)

@@ -1,0 +1,109 @@
+import os
+
+import pytest
+
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+from hpcdp.train import config as settings
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.metrics import read_metrics
+from hpcdp.train.run_folder import RunFolder, open_run_folder
+
+STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
+
+
+def open_on(ranks: int, config: TrainConfig) -> list:
+    return threads.run(ranks, lambda world: open_run_folder(config.for_world(world.size), world))
+
+
+def error_on(ranks: int, config: TrainConfig) -> list[str]:
+    def job(world):
+        with pytest.raises(ConfigError) as caught:
+            open_run_folder(config, world)
+        return str(caught.value)
+
+    return threads.run(ranks, job)
+
+
+def test_rank_0_opens_one_new_folder_and_all_know_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        opened = open_on(3, TrainConfig(model="mlp"))
+        assert [config.run_dir for config, _ in opened] == [f"runs/mlp-digits-00{number}"] * 3
+        assert [folder is None for _, folder in opened] == [False, True, True]
+        assert sorted(p.name for p in (tmp_path / "runs").iterdir())[-1] == f"mlp-digits-00{number}"
+
+
+def test_the_settings_in_the_folder_repeat_the_run_elsewhere(tmp_path):
+    config = TrainConfig(model="mlp", lr=0.012, clip_norm=2.5, run_dir=str(tmp_path / "a"), overwrite=True)
+    open_on(2, config)
+    again = settings.load(tmp_path / "a" / "config.toml")
+    assert (again.model, again.lr, again.clip_norm, again.ranks) == ("mlp", 0.012, 2.5, 2)
+    assert (again.run_dir, again.overwrite) == (None, False)
+
+
+def test_an_earlier_run_is_left_alone_and_every_rank_says_so(tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path / "a"))
+    ((_, folder),) = open_on(1, config)
+    with folder:
+        folder.write(STEP)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    lines = error_on(3, config)
+    assert set(lines) == {
+        f"run folder exists and is not empty [{tmp_path}/a]; choose another --run-dir, or add --overwrite"
+    }
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
+
+
+def test_overwrite_replaces_the_run_and_nothing_else(tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path / "a"), overwrite=True)
+    ((_, folder),) = open_on(1, config)
+    with folder:
+        folder.write(STEP)
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    ((_, folder),) = open_on(1, config)
+    with folder:
+        pass
+    names = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert "curves.png" not in names
+    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    assert read_metrics(tmp_path / "a" / "metrics.jsonl") == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("")
+    lines = error_on(2, TrainConfig(run_dir=str(tmp_path / "file" / "a")))
+    assert lines[0] == lines[1]
+    assert str(tmp_path / "file" / "a") in lines[0]
+    assert "Not a directory" in lines[0]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tmp_path):
+    (tmp_path / "config.toml").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"No space left on device; choose another --run-dir") as caught:
+        RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=1))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupted_run_keeps_its_numbers_and_gets_its_curves(tmp_path):
+    folder = RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2))
+    with pytest.raises(KeyboardInterrupt), folder:
+        folder.write(STEP)
+        raise KeyboardInterrupt
+    assert read_metrics(tmp_path / "metrics.jsonl") == [STEP]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_a_run_that_fails_before_its_first_number_has_no_curves(tmp_path):
+    with pytest.raises(ZeroDivisionError), RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2)):
+        raise ZeroDivisionError
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_curves_that_cannot_be_drawn_are_a_failure_of_the_folder_not_of_the_run(tmp_path):
+    folder = RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2))
+    (tmp_path / "curves.png").mkdir()
+    with folder:
+        folder.write(STEP)
+    assert folder.failure is not None
