@@ -1,0 +1,105 @@
+import json
+
+import numpy as np
+import pytest
+
+from hpcdp import optim
+from hpcdp.errors import ArrayMixError, ConfigError, UnsupportedError
+
+ALL = [
+    optim.SGD(0.1),
+    optim.SGD(0.1, momentum=0.9, weight_decay=1e-4),
+    optim.SGD(0.1, momentum=0.9, nesterov=True),
+    optim.Adam(),
+    optim.AdamW(optim.WarmupSchedule(optim.CosineSchedule(0.1, 50), 5)),
+]
+
+
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: f"{optimizer.name}-{optimizer.state_names()}")
+def test_any_split_gives_the_same_bits(optimizer: optim.Optimizer) -> None:
+    rng = np.random.default_rng(3)
+    whole = rng.standard_normal(1009).astype(np.float32)
+    cut = whole.copy()
+    whole_state, cut_state = optimizer.init_state(whole), optimizer.init_state(cut)
+    for step in range(1, 5):
+        grad = rng.standard_normal(1009).astype(np.float32)
+        optimizer.update(whole, grad, whole_state, step=step, scale=1 / 3)
+        for start, stop in ((0, 3), (3, 3), (3, 340), (340, 1009)):
+            pieces = {name: value[start:stop] for name, value in cut_state.items()}
+            optimizer.update(cut[start:stop], grad[start:stop], pieces, step=step, scale=1 / 3)
+    assert whole.tobytes() == cut.tobytes()
+    assert all(whole_state[name].tobytes() == cut_state[name].tobytes() for name in whole_state)
+
+
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: f"{optimizer.name}-{optimizer.state_names()}")
+def test_config_travels_as_json(optimizer: optim.Optimizer) -> None:
+    config = json.loads(json.dumps(optimizer.config()))
+    again = optim.from_config(config)
+    assert again == optimizer and type(again) is type(optimizer)
+    name = config.pop("name")
+    assert optim.create(name, **config) == optimizer
+
+
+def test_a_schedule_drives_the_rate() -> None:
+    optimizer = optim.SGD(optim.StepSchedule(1.0, every=2, factor=0.5))
+    param = np.zeros(1)
+    moved = []
+    for step in range(1, 6):
+        before = param[0]
+        optimizer.update(param, np.ones(1), {}, step=step)
+        moved.append(before - param[0])
+    assert moved == [1.0, 1.0, 0.5, 0.5, 0.25]
+    optimizer.lr = 3.0
+    assert optimizer.learning_rate(99) == 3.0
+    optimizer.lr = float("nan")
+    with pytest.raises(ConfigError, match="sgd lr"):
+        optimizer.update(param, np.ones(1), {}, step=6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: optim.create("sdg", lr=1), "one of adam, adamw, sgd, got 'sdg'"),
+        (lambda: optim.create("sgd", lr=1, moment=0.9), "arguments lr, momentum, nesterov, weight_decay, got moment"),
+        (lambda: optim.create("sgd"), "an argument lr, got none"),
+        (lambda: optim.from_config({"lr": 1.0}), 'a dict with a "name"'),
+        (lambda: optim.from_config(["sgd"]), 'a dict with a "name"'),
+        (lambda: optim.from_config({"name": ["sgd"]}), "one of adam"),
+        (lambda: optim.from_config({"name": "sgd", "lr": {"name": "cos"}}), "one of constant, cosine"),
+    ],
+)
+def test_errors_list_what_is_valid(call, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def ones(*shape: int, dtype: type = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("param", "grad", "message"),
+    [
+        (ones(4, dtype=np.float16), ones(4, dtype=np.float16), "float32 or float64, got float16"),
+        (ones(4), ones(4, dtype=np.float64), "float32, got \\(4,\\) float64"),
+        (ones(4), ones(5), "shape \\(4,\\).*got \\(5,\\)"),
+        (ones(2, 2), ones(2, 2), "got \\(2, 2\\)"),
+        (ones(8)[::2], ones(4), "contiguous"),
+        (ones(4), ones(8)[::2], "contiguous"),
+    ],
+)
+def test_arrays_that_cannot_be_updated_are_refused_untouched(param: np.ndarray, grad: np.ndarray, message: str) -> None:
+    state = {"momentum": np.zeros(param.shape, param.dtype)}
+    with pytest.raises(UnsupportedError, match=message):
+        optim.SGD(0.1, momentum=0.9).update(param, grad, state, step=1)
+    assert (param == 1).all() and not state["momentum"].any()
+
+
+def test_other_faults_of_a_call() -> None:
+    with pytest.raises(ConfigError, match="expected momentum, got m, v"):
+        optim.SGD(0.1, momentum=0.9).update(ones(2), ones(2), {"m": ones(2), "v": ones(2)}, step=1)
+    with pytest.raises(ConfigError, match=">= 1, got 0"):
+        optim.Adam().update(ones(2), ones(2), {"m": ones(2), "v": ones(2)}, step=0)
+    with pytest.raises(ArrayMixError):
+        optim.SGD(0.1).update([1.0], [2.0], {}, step=1)

@@ -1,0 +1,68 @@
+import math
+
+import pytest
+
+from hpcdp import optim
+from hpcdp.errors import ConfigError
+
+
+def rates(schedule: optim.Schedule, steps: int) -> list[float]:
+    return [schedule.learning_rate(step) for step in range(1, steps + 1)]
+
+
+TORCH = {
+    "step": (optim.StepSchedule(0.4, every=3, factor=0.5), lambda lrs, o: lrs.StepLR(o, 3, 0.5)),
+    "multistep": (optim.MultiStepSchedule(0.4, (2, 7), 0.1), lambda lrs, o: lrs.MultiStepLR(o, [2, 7], 0.1)),
+    "exponential": (optim.ExponentialSchedule(0.4, 0.9), lambda lrs, o: lrs.ExponentialLR(o, 0.9)),
+    "cosine": (optim.CosineSchedule(0.4, 10, 0.1), lambda lrs, o: lrs.CosineAnnealingLR(o, 10, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_same_rates_as_torch(name: str) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: torch's schedules are not compared")
+    schedule, make = TORCH[name]
+    peer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler = make(torch.optim.lr_scheduler, peer)
+    expected = []
+    for _ in range(10):
+        expected.append(scheduler.get_last_lr()[0])
+        peer.step()
+        scheduler.step()
+    assert rates(schedule, 10) == pytest.approx(expected)
+
+
+def test_values() -> None:
+    assert rates(optim.ConstantSchedule(0.5), 3) == [0.5] * 3
+    assert rates(optim.StepSchedule(1.0, 2, 0.5), 5) == [1, 1, 0.5, 0.5, 0.25]
+    assert rates(optim.MultiStepSchedule(1.0, [1, 3], 0.5), 5) == [1, 0.5, 0.5, 0.25, 0.25]
+    assert rates(optim.ExponentialSchedule(1.0, 0.25, every=2), 3) == pytest.approx([1, 0.5, 0.25])
+    cosine = optim.CosineSchedule(1.0, 4, 0.2)
+    middle = [0.2 + 0.4 * (1 + math.cos(math.pi * k / 4)) for k in range(4)]
+    assert rates(cosine, 7) == pytest.approx([*middle, 0.2, 0.2, 0.2])
+
+
+def test_warmup_scales_any_schedule_and_keeps_its_steps() -> None:
+    inner = optim.StepSchedule(1.0, every=4, factor=0.5)
+    assert rates(optim.WarmupSchedule(inner, 4), 9) == pytest.approx([0.25, 0.5, 0.75, 1, 0.5, 0.5, 0.5, 0.5, 0.25])
+    assert rates(optim.WarmupSchedule(inner, 2, start=0.5), 3) == pytest.approx([0.75, 1, 1])
+    assert optim.WarmupSchedule(inner.config(), 4) == optim.WarmupSchedule(inner, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.ConstantSchedule(-1), "constant lr"),
+        (lambda: optim.StepSchedule(0.1, 0), "step every.*integer >= 1, got 0"),
+        (lambda: optim.StepSchedule(0.1, 2.5), "step every"),
+        (lambda: optim.MultiStepSchedule(0.1, (5, 2)), "increasing steps"),
+        (lambda: optim.MultiStepSchedule(0.1, 5), "a list of steps, got 5"),
+        (lambda: optim.CosineSchedule(0.1, 0), "cosine steps"),
+        (lambda: optim.CosineSchedule(0.1, 5, math.nan), "cosine final_lr"),
+        (lambda: optim.WarmupSchedule(0.1, 5), 'a dict with a "name", got 0.1'),
+        (lambda: optim.WarmupSchedule(optim.ConstantSchedule(1), 5, 1.5), r"warmup start.*\[0, 1\]"),
+    ],
+)
+def test_wrong_values_are_refused(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
