@@ -1,0 +1,11 @@
+"""Floor 7: benchmarks. Imports: comm, collectives, gradients, train, nn, optim, autograd, kernels, errors.
+
+How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.
+
+- `floor` measures the machine: bare exchanges over shared memory, the copy rate, the latency between two cores.
+- `allreduce` prints OSU-style columns of one algorithm; `compare` alternates it with the floor and other libraries.
+- `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
+- `run` is the suite: it writes ``benchmarks/results.json`` and ``benchmarks/RESULTS.md``.
+
+No benchmark fails because of time; a wrong result does fail it.
+"""

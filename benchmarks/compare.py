@@ -1,0 +1,113 @@
+"""hpcdp's allreduce against the machine's floor and other libraries, turn by turn in one run.
+
+``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In every iteration the four bare patterns of
+`floor`, hpcdp, the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that
+were written just before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's,
+``peer x`` the best peer's over hpcdp's, both as the median of the ratios within iterations. A library that needs an
+environment of its own (MPICH beside Open MPI) is compared by `run`, which alternates whole jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from .. import comm
+from .allreduce import ours
+from .floor import Floor, copy_rates
+from .machine import describe, pin_to_own_core, write_json
+from .measure import Candidate, FreshData, alternate, format_size, iterations_for, median_ratio, size_range
+from .measure import slowest_rank as slowest
+from .peers import Gloo, gloo_or_reason, mpi_exchanges
+
+OURS = "hpcdp"
+
+
+def compare(
+    world: comm.World, floor: Floor, gloo: Gloo | None, nbytes: int, *, iterations: int, warmup: int
+) -> dict[str, Any]:
+    """One size; every rank must call.
+
+    Returns ``nbytes``, ``median_us`` by name, ``floor_share`` and ``peer_ratio`` with the names that they refer to
+    (``floor``, ``peer``; None without peers), and ``wrong``, the wrong elements by name.
+    """
+    count = max(1, nbytes // 4)
+    data = FreshData(world.rank, world.size)
+    x, out = np.empty(count, np.float32), np.empty(count, np.float32)
+    patterns = floor.patterns(count)
+    peers: list[Candidate] = [*mpi_exchanges(world, data, x, out)]
+    if gloo is not None:
+        peers.append(gloo.exchange(data, x))
+    candidates = [ours(OURS, data, x, world, {"algorithm": "auto", "op": "sum"}), *patterns, *peers]
+    found = alternate(candidates, floor.barrier, iterations_for(nbytes, iterations), warmup)
+    gathered = world.comm.allgather_json({name: asdict(series) for name, series in found.items()})
+    taken = {name: slowest([each[name]["ns"] for each in gathered]) for name in found}
+    medians = {name: float(np.median(us)) for name, us in taken.items()}
+    best_pattern = min((each.name for each in patterns), key=medians.__getitem__)
+    best_peer = min((each.name for each in peers), key=medians.__getitem__, default=None)
+    return {
+        "nbytes": count * 4,
+        "median_us": medians,
+        "floor": best_pattern,
+        "floor_share": median_ratio(taken[best_pattern], taken[OURS]),
+        "peer": best_peer,
+        "peer_ratio": None if best_peer is None else median_ratio(taken[best_peer], taken[OURS]),
+        "wrong": {name: sum(each[name]["wrong"] for each in gathered) for name in found},
+    }
+
+
+def print_row(row: dict[str, Any], *, heading: bool) -> None:
+    """One line of the table, under its heading where that is asked for."""
+    if heading:
+        names = "".join(f"{name:>{_width(name)}}" for name in row["median_us"])
+        print(f"{'# Size':<10}{names}{'floor %':>10}{'peer x':>9}  best peer")
+    columns = "".join(f"{us:>{_width(name)}.2f}" for name, us in row["median_us"].items())
+    ratio = "-" if row["peer"] is None else f"{row['peer_ratio']:.2f}"
+    wrong = ", ".join(name for name, count in row["wrong"].items() if count)
+    print(
+        f"{format_size(row['nbytes']):<10}{columns}{100 * row['floor_share']:>10.1f}{ratio:>9}  {row['peer'] or '-'}"
+        + (f"  WRONG: {wrong}" if wrong else ""),
+        flush=True,
+    )
+
+
+def _width(name: str) -> int:
+    return max(11, len(name) + 2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.compare", description=__doc__)
+    parser.add_argument("-m", dest="sizes", default="4:64M", metavar="MIN:MAX", help="message sizes in bytes")
+    parser.add_argument("-f", dest="factor", type=int, default=4, help="each size is so many times the one before")
+    parser.add_argument("-i", dest="iterations", type=int, default=100)
+    parser.add_argument("-x", dest="warmup", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    world = comm.init()
+    pin_to_own_core(world)
+    sizes = size_range(args.sizes, args.factor)
+    gloo, reason = gloo_or_reason(world)
+    if world.rank == 0:
+        print(f"# allreduce, sum of float32, {world.size} ranks, {world.library}; median us of the slowest rank")
+        print(f"# {reason}; not compared" if reason else "# gloo: torch.distributed, one thread")
+    floor = Floor(world, max(sizes))
+    rows = []
+    for nbytes in sizes:
+        rows.append(compare(world, floor, gloo, nbytes, iterations=args.iterations, warmup=args.warmup))
+        if world.rank == 0:
+            print_row(rows[-1], heading=len(rows) == 1)
+    limits = {"line_round_trip_ns": floor.line_round_trip_ns(), **copy_rates(floor)}
+    if world.rank == 0:
+        print("# " + ", ".join(f"{name} {value:.2f}" for name, value in limits.items()))
+    if gloo is not None:
+        gloo.close()
+    report = {"benchmark": "compare", "machine": describe(world), "library": world.library, "limits": limits}
+    write_json(args.json, world, {**report, "skipped": reason, "rows": rows})
+    return 1 if any(count for row in rows for count in row["wrong"].values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

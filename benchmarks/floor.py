@@ -1,0 +1,177 @@
+"""The machine's own limits: bare exchanges over memory shared by the ranks, copy rates, latency between cores.
+
+``mpirun -n 2 python -m hpcdp.benchmarks.floor -m 4:256M`` prints, for each size, what four bare compiled access
+patterns (`hpcdp.kernels.access_patterns`) need for the exchange of an allreduce. The best of them is the floor that
+hpcdp's allreduce is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import comm, kernels
+from ..errors import UnsupportedError
+from .machine import describe, pin_to_own_core, write_json
+from .measure import FreshData, alternate, format_size, iterations_for, size_range, timing
+
+_COPY_BYTES = 256 << 20
+
+
+class Floor:
+    """Shared memory for bare exchanges of up to ``max_nbytes`` a rank; every rank of one node must make it together.
+
+    Args:
+        world: all ranks on one node, at least two.
+        max_nbytes: the largest size that will be asked for.
+
+    Raises:
+        UnsupportedError: a world of one rank, or of several nodes.
+    """
+
+    def __init__(self, world: comm.World, max_nbytes: int) -> None:
+        if world.size < 2 or world.num_nodes > 1:
+            raise UnsupportedError(
+                "floor", expected="2 ranks or more on one node", got=f"{world.size} ranks on {world.num_nodes} nodes"
+            )
+        self.kernel = kernels.load("access_patterns")
+        self.stride = kernels.load("sync").STRIDE
+        self.world = world
+        count = max(1, max_nbytes // 4)
+        memory = world.node_memory
+        self._rows = memory.alloc((world.size * count,), np.float32)
+        self._shared = memory.alloc((count,), np.float32)
+        self._flags = memory.alloc((2 * world.size * self.stride,), np.int32)
+        self._out = np.zeros(count, np.float32)
+        self._clock = np.zeros(3, np.int64)
+        self._epoch = 0
+
+    def rows(self, count: int) -> np.ndarray:
+        """The inputs, shape ``(ranks, count)``, float32, in memory shared by the ranks."""
+        return self._rows[: self.world.size * count].reshape(self.world.size, count)
+
+    def barrier(self) -> None:
+        """Returns within some hundred nanoseconds on all ranks; spins, so it is for ranks with cores of their own."""
+        self._epoch = self.kernel.barrier(self._flags, self.world.rank, self._epoch)
+
+    def exchange(self, pattern: int, count: int) -> int:
+        """One bare exchange of the first ``count`` elements; the nanoseconds that it took this rank."""
+        self._epoch = self.kernel.timed_exchange(
+            pattern,
+            self.rows(count),
+            self._shared[:count],
+            self._out[:count],
+            self._flags,
+            self.world.rank,
+            self._epoch,
+            self._clock,
+        )
+        return int(self._clock[2])
+
+    def result(self, pattern: int, count: int) -> np.ndarray:
+        """Where the sum is after `exchange`."""
+        return self._out[:count] if pattern < 2 else self.rows(count)[self.world.rank]
+
+    def patterns(self, count: int) -> list[BareExchange]:
+        """The four patterns at this size, as candidates of `measure.alternate`."""
+        data = FreshData(self.world.rank, self.world.size)
+        return [BareExchange(name, self, data, i, count) for i, name in enumerate(self.kernel.PATTERNS)]
+
+    def line_round_trip_ns(self, rounds: int = 20000) -> float:
+        """Nanoseconds for one cache line to go from the core of rank 0 to that of rank 1 and back."""
+        self._epoch = self.kernel.ping_pong(self._flags, self.world.rank, self._epoch, rounds, self._clock)
+        elapsed = float(self._clock[2]) / rounds
+        self.barrier()
+        return elapsed
+
+
+@dataclass
+class BareExchange:
+    """One pattern at one size, timed inside the compiled code."""
+
+    name: str
+    floor: Floor
+    data: FreshData
+    pattern: int
+    count: int
+
+    def refresh(self, iteration: int) -> None:
+        self.data.write(self.floor.rows(self.count)[self.floor.world.rank], iteration)
+
+    def timed(self) -> int:
+        return self.floor.exchange(self.pattern, self.count)
+
+    def wrong(self, iteration: int) -> int:
+        return self.data.wrong(self.floor.result(self.pattern, self.count), iteration)
+
+
+def copy_rates(floor: Floor, nbytes: int = _COPY_BYTES, repeats: int = 5) -> dict[str, float]:
+    """GB/s copied (each byte counted once) from one private array to another: rank 0 alone, and all ranks at once.
+
+    Every rank must call.
+    """
+    source, target = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
+    seconds: dict[str, list[float]] = {"one_core": [], "all_cores": []}
+    for _ in range(repeats):
+        for how, taking_part in (("one_core", floor.world.rank == 0), ("all_cores", True)):
+            floor.barrier()
+            begin = time.perf_counter()
+            if taking_part:
+                np.copyto(target, source)
+            seconds[how].append(time.perf_counter() - begin)
+            floor.barrier()
+    medians = floor.world.comm.allgather_json({how: float(np.median(taken)) for how, taken in seconds.items()})
+    return {
+        "one_core_gb_s": nbytes / medians[0]["one_core"] / 1e9,
+        "all_cores_gb_s": floor.world.size * nbytes / max(each["all_cores"] for each in medians) / 1e9,
+    }
+
+
+def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> list[dict[str, Any]]:
+    """Median microseconds of every pattern at every size; every rank must call."""
+    floor = Floor(world, max(sizes))
+    rows = []
+    for nbytes in sizes:
+        found = alternate(
+            floor.patterns(max(1, nbytes // 4)), floor.barrier, iterations_for(nbytes, iterations), warmup
+        )
+        gathered = world.comm.allgather_json({name: asdict(series) for name, series in found.items()})
+        medians = {name: timing([each[name]["ns"] for each in gathered]).median for name in found}
+        wrong = sum(each[name]["wrong"] for each in gathered for name in found)
+        rows.append(
+            {"nbytes": nbytes, "median_us": medians, "best": min(medians, key=medians.__getitem__), "wrong": wrong}
+        )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.floor", description=__doc__)
+    parser.add_argument("-m", dest="sizes", default="4:256M", metavar="MIN:MAX", help="message sizes in bytes")
+    parser.add_argument("-i", dest="iterations", type=int, default=200)
+    parser.add_argument("-x", dest="warmup", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    world = comm.init()
+    core = pin_to_own_core(world)
+    rows = sweep(world, size_range(args.sizes), args.iterations, args.warmup)
+    floor = Floor(world, 4)
+    limits = {"line_round_trip_ns": floor.line_round_trip_ns(), **copy_rates(floor)}
+    if world.rank == 0:
+        print(f"# bare exchanges, float32, {world.size} ranks, rank 0 on core {core} of {os.cpu_count()}; median us")
+        print(f"# {'Size':>10}" + "".join(f"{name:>24}" for name in rows[0]["median_us"]) + f"{'best GB/s':>12}")
+        for row in rows:
+            best = row["nbytes"] / row["median_us"][row["best"]] / 1e3
+            columns = "".join(f"{us:>24.2f}" for us in row["median_us"].values())
+            print(f"{format_size(row['nbytes']):>12}{columns}{best:>12.2f}" + (" WRONG" if row["wrong"] else ""))
+        print("# " + ", ".join(f"{name} {value:.2f}" for name, value in limits.items()))
+    write_json(args.json, world, {"benchmark": "floor", "machine": describe(world), "limits": limits, "rows": rows})
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

