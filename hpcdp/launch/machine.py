@@ -1,0 +1,67 @@
+"""What this process may use of its machine, read from the operating system; nothing is started or imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+_MIB = 1 << 20
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores in this process's affinity mask."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def core_quota() -> float | None:
+    """The cores' worth of time that the control group allows a second, None without a limit."""
+    for path in ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"):
+        try:
+            limit, period = [*Path(path).read_text().split(), "100000"][:2]
+        except OSError:
+            continue
+        return int(limit) / int(period) if limit.isdecimal() else None
+    return None
+
+
+def memory_mib() -> tuple[int, int]:
+    """(total, available) memory in MiB, both at most the control group's limit."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(lines[key].split()[0]) // 1024 for key in ("MemTotal", "MemAvailable"))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal():
+            total, available = min(total, int(limit) // _MIB), min(available, int(limit) // _MIB)
+    return total, available
+
+
+def gpus() -> list[str]:
+    """The models of this machine's NVIDIA GPUs, as their driver names them."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        names.append(lines.get("Model", "unknown").strip())
+    return names
+
+
+def version(distribution: str) -> str | None:
+    """The version of an installed Python distribution, None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers as a list of ranges, the way that taskset writes cores: "0-3,8"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
