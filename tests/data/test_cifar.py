@@ -1,0 +1,74 @@
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdp.data import cifar, read_cifar10
+from hpcdp.errors import DataError
+
+
+def records(count: int, seed: int) -> tuple[bytes, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 10, count, np.uint8)
+    images = rng.integers(0, 256, (count, 3, 32, 32), np.uint8)
+    return b"".join(bytes([y]) + x.tobytes() for x, y in zip(images, labels, strict=True)), images, labels
+
+
+def archive(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_files_one_after_the_other(tmp_path: Path) -> None:
+    first, second = records(4, 1), records(3, 2)
+    (tmp_path / "a.bin").write_bytes(first[0])
+    (tmp_path / "b.bin").write_bytes(second[0])
+    images, labels = read_cifar10(tmp_path / "a.bin", tmp_path / "b.bin")
+    np.testing.assert_array_equal(images, np.concatenate([first[1], second[1]]))
+    np.testing.assert_array_equal(labels, np.concatenate([first[2], second[2]]))
+    assert images.dtype == labels.dtype == np.uint8
+
+
+def test_faults(tmp_path: Path) -> None:
+    path = tmp_path / "batch.bin"
+    data = records(3, 0)[0]
+    cases = ((data[:-1], "multiple of 3073.*got 9218"), (b"", "got 0 bytes"), (b"\x0a" + data[1:], "0 to 9, got 10"))
+    for content, message in cases:
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"batch\.bin.*{message}"):
+            read_cifar10(path)
+    with pytest.raises(DataError, match="got none"):
+        read_cifar10(tmp_path / "missing.bin")
+
+
+def test_unpacking_takes_the_six_files_and_nothing_else(tmp_path: Path) -> None:
+    members = {f"cifar-10-batches-bin/{name}": records(1, i)[0] for i, name in enumerate(cifar.TRAIN + cifar.TEST)}
+    evil = {"../outside.bin": b"x", "cifar-10-batches-bin/readme.html": b"y"}
+    (tmp_path / "in").mkdir()
+    cifar.unpack_cifar10(archive(tmp_path / "in" / cifar.ARCHIVE, {**members, **evil}))
+    assert not (tmp_path / "outside.bin").exists()
+    names = {path.name for path in (tmp_path / "in").iterdir()}
+    assert names == {cifar.ARCHIVE, *cifar.TRAIN, *cifar.TEST}
+    assert (tmp_path / "in" / "data_batch_3.bin").read_bytes() == records(1, 2)[0]
+
+
+def test_archives_that_are_damaged_or_incomplete(tmp_path: Path) -> None:
+    whole = archive(tmp_path / "a.tar.gz", {name: records(5, 0)[0] for name in cifar.TRAIN + cifar.TEST}).read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:100], b"no archive", b""):
+        (tmp_path / "b.tar.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"b\.tar\.gz.*undamaged"):
+            cifar.unpack_cifar10(tmp_path / "b.tar.gz")
+    with pytest.raises(DataError, match=r"expected data_batch_1\.bin, .*none of that name"):
+        cifar.unpack_cifar10(archive(tmp_path / "c.tar.gz", {"test_batch.bin": b""}))
+    link = tarfile.TarInfo("test_batch.bin")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with tarfile.open(tmp_path / "d.tar.gz", "w:gz") as tar:
+        tar.addfile(link)
+    with pytest.raises(DataError, match="none of that name"):
+        cifar.unpack_cifar10(tmp_path / "d.tar.gz")

@@ -1,0 +1,54 @@
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdp.data import read_csv
+from hpcdp.errors import DataError
+
+
+def test_samples_and_labels(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,c\n1,2.5,7\n3,-4e1,8\n")
+    dataset = read_csv(path, skip_rows=1)
+    x, y = dataset[:]
+    np.testing.assert_array_equal(x, np.array([[1, 2.5], [3, -40]], np.float32))
+    assert x.dtype == np.float32 and y.dtype == np.int64 and y.tolist() == [7, 8]
+    x, y = read_csv(path, label_column=1, skip_rows=1)[:]
+    assert y.dtype == np.float32 and y.tolist() == [2.5, -40] and x.tolist() == [[1, 7], [3, 8]]
+    assert read_csv(path, label_column=0, skip_rows=1, sample_shape=(1, 2))[1][0].shape == (1, 2)
+    with gzip.open(tmp_path / "t.csv.gz", "wt") as file:
+        file.write("1;2\n")
+    assert read_csv(tmp_path / "t.csv.gz", delimiter=";")[0][1] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "message"),
+    [
+        ("", {}, "at least one row, got none"),
+        ("1,2\n3\n", {}, "changed from 2 to 1 at row 2"),
+        ("1,2\n3,\n", {}, "row 1"),
+        ("1,2\n3,four\n", {}, "'four'.*row 1"),
+        ("1,2\n", {"label_column": 2}, "label in column 2, got 2 columns"),
+        ("1\n2\n", {}, "got 1 columns"),
+        ("1,2,3\n", {"sample_shape": (3,)}, r"3 values a sample for \(3,\), got 2"),
+        ("1,2,3\n", {"sample_shape": (-1, -2)}, "got 2"),
+    ],
+)
+def test_faults_name_the_file(tmp_path: Path, text: str, args: dict, message: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"table\.csv.*{message}"):
+        read_csv(path, **args)
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="got none"):
+        read_csv(tmp_path / "missing.csv")
+    (tmp_path / "x.csv").write_bytes(bytes(range(256)))
+    with pytest.raises(DataError, match="read csv"):
+        read_csv(tmp_path / "x.csv")
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"1,2\n" * 100)[:20])
+    with pytest.raises(DataError, match="read csv"):
+        read_csv(tmp_path / "x.csv.gz")

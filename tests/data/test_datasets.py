@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from hpcdp.data import ArrayDataset, ImageDataset
+from hpcdp.errors import ConfigError, DataError
+
+
+def test_arrays_by_number_slice_and_array() -> None:
+    x, y = np.arange(12).reshape(4, 3), np.array([5, 6, 7, 8])
+    dataset = ArrayDataset(x, y)
+    assert len(dataset) == 4 and dataset.sample_shape == (3,)
+    np.testing.assert_array_equal(dataset[2][0], [6, 7, 8])
+    assert dataset[2][1] == 7
+    picked = dataset[np.array([3, 0, 3])]
+    np.testing.assert_array_equal(picked[0], x[[3, 0, 3]])
+    np.testing.assert_array_equal(picked[1], [8, 5, 8])
+    assert len(dataset[np.array([], int)][0]) == 0
+    with pytest.raises(IndexError):
+        dataset[np.array([4])]
+    with pytest.raises(DataError, match=r"shapes \(4, 3\) and \(3,\)"):
+        ArrayDataset(x, y[:3])
+    with pytest.raises(DataError):
+        ArrayDataset(np.array(1), np.array(1))
+
+
+def test_images_become_float32_when_read() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (5, 3, 6, 6), np.uint8)
+    labels = np.arange(5, dtype=np.uint8)
+    dataset = ImageDataset(images, labels)
+    x, y = dataset[np.array([4, 1])]
+    assert x.dtype == np.float32 and y.dtype == np.int64 and y.tolist() == [4, 1]
+    np.testing.assert_allclose(x, images[[4, 1]] / 255, rtol=1e-6)
+    assert x.max() <= 1.0
+    one, label = dataset[3]
+    assert one.shape == (3, 6, 6) and label == 3
+    large = ImageDataset(images, labels, 8)
+    np.testing.assert_array_equal(large[1:3][0][:, :, 1:7, 1:7], dataset[1:3][0])
+    assert large.sample_shape == (3, 8, 8)
+    with pytest.raises(ConfigError, match=">= 6, got 5"):
+        ImageDataset(images, labels, 5)
+    with pytest.raises(DataError, match="labels"):
+        ImageDataset(images, labels[:4])

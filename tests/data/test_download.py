@@ -1,0 +1,154 @@
+import gzip
+import hashlib
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcdp.data.download import check_md5, fetch, folder_lock
+from hpcdp.errors import DataError
+
+CONTENT = gzip.compress(b"real digits" * 1000)
+MD5 = hashlib.md5(CONTENT).hexdigest()
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[str] = []
+        self.address = f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        if self.path == "/missing":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        content = CONTENT[:-1] + b"?" if self.path == "/damaged" else CONTENT
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.path == "/slow":
+            time.sleep(0.3)
+        self.wfile.write(content[:50] if self.path == "/short" else content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+def leftovers(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
+def test_arrives_whole_and_once(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "mnist" / "file.gz"
+    fetch((server.address + "file.gz",), path, MD5)
+    assert path.read_bytes() == CONTENT and leftovers(path.parent) == {"file.gz"}
+    fetch((server.address + "file.gz",), path, MD5)
+    assert server.requests == ["/file.gz"]
+
+
+def test_the_next_address_is_tried(server: Server, tmp_path: Path) -> None:
+    urls = tuple(server.address + name for name in ("missing", "damaged", "short", "good"))
+    fetch(urls, tmp_path / "file.gz", MD5)
+    assert server.requests == ["/missing", "/damaged", "/short", "/good"]
+    assert (tmp_path / "file.gz").read_bytes() == CONTENT and leftovers(tmp_path) == {"file.gz"}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("missing", "HTTP 404"), ("damaged", f"checksum .* instead of MD5 {MD5}"), ("short", "instead of|IncompleteRead")],
+)
+def test_failures_leave_nothing_and_say_why(server: Server, tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason) as caught:
+        fetch((server.address + name,), tmp_path / "file.gz", MD5)
+    line = str(caught.value)
+    assert "\n" not in line and "file.gz" in line and str(tmp_path) in line and server.address in line
+    assert leftovers(tmp_path) == set()
+
+
+def test_no_network_says_so_and_where_to_put_the_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(DataError) as caught:
+        fetch((f"http://127.0.0.1:{port}/f",), tmp_path / "mnist" / "f", MD5)
+    line = str(caught.value)
+    assert "no network" in line and "refused" in line and "\n" not in line
+    assert f"put it into {tmp_path / 'mnist'}" in line and "HPCDP_DATA_DIR" in line
+    with pytest.raises(DataError, match="no network"):
+        fetch(("http://no-such-host.invalid/f",), tmp_path / "f", MD5, timeout_s=5)
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/f"
+        start = time.monotonic()
+        with pytest.raises(DataError, match="timed out"):
+            fetch((url,), tmp_path / "f", MD5, timeout_s=0.2)
+        assert time.monotonic() - start < 5
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from hpcdp.data.download import fetch
+fetch((sys.argv[1],), Path(sys.argv[2]), sys.argv[3])
+"""
+
+
+def test_of_several_processes_one_fetches(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "file.gz"
+    command = [sys.executable, "-c", FETCH, server.address + "slow", str(path), MD5]
+    jobs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    errors = [job.communicate(timeout=30)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * 4, errors
+    assert server.requests == ["/slow"] and path.read_bytes() == CONTENT
+
+
+def test_what_a_killed_process_left_is_overwritten(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".file.gz.part").write_bytes(b"half")
+    fetch((server.address + "good",), tmp_path / "file.gz", MD5)
+    assert leftovers(tmp_path) == {"file.gz"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(DataError, match="writeable folder"):
+        fetch(("http://127.0.0.1:1/f",), tmp_path / "sub" / "f", MD5)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "mnist").write_text("")
+    with pytest.raises(DataError, match=r"writeable folder.*HPCDP_DATA_DIR"), folder_lock(tmp_path / "mnist"):
+        pass
+
+
+def test_checksum(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(CONTENT)
+    check_md5(tmp_path / "f", MD5)
+    with pytest.raises(DataError, match=f"expected MD5 {'0' * 32}, got {MD5}; delete the file"):
+        check_md5(tmp_path / "f", "0" * 32)

@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdp.data import HDF5Dataset
+from hpcdp.errors import DataError
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((300, 2, 3), dtype=np.float32), rng.integers(0, 10, 300)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file["x"], file["y"] = x, y
+        file["group/labels"] = y[:10]
+        file["words"] = ["a"] * 300
+        file["scalar"] = 1.0
+    return tmp_path / "v.h5", x, y
+
+
+INDICES = [
+    3,
+    np.int64(-1),
+    slice(None),
+    slice(250, 400),
+    slice(10, 3),
+    slice(1, 100, 7),
+    slice(20, 2, -3),
+    np.array([], np.int64),
+    np.array([5]),
+    np.array([7, 8, 9]),
+    np.array([299, 0, 150, 0, -1]),
+    np.random.default_rng(1).permutation(300)[:64],
+    np.arange(300) % 3 == 0,
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_reads_what_numpy_would_index(values, index) -> None:
+    path, x, y = values
+    dataset = HDF5Dataset(path)
+    got = dataset[index]
+    np.testing.assert_array_equal(got[0], x[index])
+    np.testing.assert_array_equal(got[1], y[index])
+    assert got[0].dtype == np.float32 and len(dataset) == 300 and dataset.sample_shape == (2, 3)
+    dataset.close()
+
+
+def test_opened_for_reading_only(values) -> None:
+    path = values[0]
+    before = path.read_bytes()
+    path.chmod(0o400)
+    dataset = HDF5Dataset(path)
+    with pytest.raises((OSError, ValueError)):
+        dataset._file.create_dataset("z", data=1)
+    dataset.close()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("index", [300, -301, np.array([0, 300]), np.array([-301])])
+def test_out_of_bounds(values, index) -> None:
+    with pytest.raises(IndexError, match="out of bounds for 300"):
+        HDF5Dataset(values[0])[index]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("images", "y"), "expected one of group/labels, scalar, words, x, y, got images"),
+        (("group", "y"), "one of group/labels"),
+        (("x", "group/labels"), "one length, got 300 and 10"),
+        (("x", "words"), "array of numbers, got object"),
+        (("x", "scalar"), r"array of numbers, got float64 of shape \(\)"),
+    ],
+)
+def test_faults_say_what_the_file_has(values, names, message: str) -> None:
+    with pytest.raises(DataError, match=rf"v\.h5.*{message}"):
+        HDF5Dataset(values[0], *names)
+
+
+def test_no_hdf5_file(tmp_path: Path, values) -> None:
+    with pytest.raises(DataError, match="expected a file, got none"):
+        HDF5Dataset(tmp_path / "missing.h5")
+    (tmp_path / "t.h5").write_bytes(values[0].read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"t\.h5.*HDF5 file"):
+        HDF5Dataset(tmp_path / "t.h5")
+
+
+def test_damaged_chunks_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "c.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.arange(1000.0), chunks=(100,), fletcher32=True)
+        file["y"] = np.arange(1000)
+        offset = file["x"].id.get_chunk_info(3).byte_offset
+    content = bytearray(path.read_bytes())
+    content[offset + 11] ^= 1
+    path.write_bytes(content)
+    dataset = HDF5Dataset(path)
+    np.testing.assert_array_equal(dataset[:300][0], np.arange(300.0))
+    with pytest.raises(DataError, match=r"c\.h5.*undamaged"):
+        dataset[np.array([2, 310])]
+
+
+def test_a_virtual_data_set_needs_its_files(tmp_path: Path) -> None:
+    layout = h5py.VirtualLayout((20,), "f8")
+    for i in range(2):
+        with h5py.File(tmp_path / f"part{i}.h5", "w") as file:
+            file["x"] = np.full(10, float(i))
+        layout[10 * i : 10 * i + 10] = h5py.VirtualSource(f"part{i}.h5", "x", (10,))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+        file["y"] = np.arange(20)
+    assert HDF5Dataset(tmp_path / "all.h5")[:][0].sum() == 10
+    (tmp_path / "part1.h5").unlink()
+    with pytest.raises(DataError, match=r"all\.h5:x.*the file part1\.h5, got none"):
+        HDF5Dataset(tmp_path / "all.h5")

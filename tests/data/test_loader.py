@@ -1,0 +1,168 @@
+import gc
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hpcdp.data import ArrayDataset, BatchSampler, DataLoader, RandomSampler, SequentialSampler, ShardedSampler
+from hpcdp.engine import Engine
+from hpcdp.errors import ConfigError
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.shutdown()
+
+
+class Recording(ArrayDataset):
+    """Notes which batches are read, on which thread, and how many reads run or lie unused."""
+
+    def __init__(self, n: int, delay_s: float = 0.0, fail_at: int | None = None) -> None:
+        super().__init__(np.arange(2 * n, dtype=np.float32).reshape(n, 2), np.arange(n))
+        self.delay_s, self.fail_at = delay_s, fail_at
+        self.begun: list[int] = []
+        self.ended = 0
+        self.threads: set[str] = set()
+
+    def __getitem__(self, index):
+        self.begun.append(int(index[0]))
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self.delay_s)
+        if self.fail_at is not None and self.fail_at in index:
+            raise ValueError(f"sample {self.fail_at} is unreadable")
+        self.ended += 1
+        return super().__getitem__(index)
+
+
+def batches(n: int, size: int) -> BatchSampler:
+    return BatchSampler(SequentialSampler(n), size)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
+def test_every_batch_once_in_order_and_again(engine: Engine, prefetch: int) -> None:
+    dataset = Recording(25)
+    loader = DataLoader(dataset, batches(25, 4), prefetch, engine=engine)
+    assert len(loader) == 7
+    for _ in range(2):
+        seen = list(loader)
+        assert [len(x) for x, _ in seen] == [4] * 6 + [1]
+        np.testing.assert_array_equal(np.concatenate([y for _, y in seen]), np.arange(25))
+        np.testing.assert_array_equal(np.concatenate([x for x, _ in seen]), dataset.x)
+    reader = {"MainThread"} if prefetch == 0 else dataset.threads - {"MainThread"}
+    assert dataset.threads == reader
+
+
+def test_batches_belong_to_the_loop(engine: Engine) -> None:
+    dataset = Recording(12)
+    kept = []
+    for x, y in DataLoader(dataset, batches(12, 4), engine=engine):
+        kept.append((x, y.copy()))
+        y[:] = -1
+    for i, (x, y) in enumerate(kept):
+        np.testing.assert_array_equal(x, dataset.x[4 * i : 4 * i + 4])
+        np.testing.assert_array_equal(y, np.arange(4 * i, 4 * i + 4))
+    np.testing.assert_array_equal(dataset.y, np.arange(12))
+
+
+def test_reads_ahead_but_not_further_than_asked(engine: Engine) -> None:
+    dataset = Recording(40)
+    loop = iter(DataLoader(dataset, batches(40, 4), prefetch=2, engine=engine))
+    for used in range(1, 6):
+        next(loop)
+        engine.waitall()
+        assert len(dataset.begun) == used + 2
+    loop.close()
+
+
+def test_sharded_epochs_are_deterministic_and_reshuffled(engine: Engine) -> None:
+    dataset = Recording(50)
+
+    def epoch(number: int, seed: int = 1) -> list[int]:
+        loader = DataLoader(dataset, ShardedSampler(50, 8, 3, 1, seed=seed), engine=engine)
+        loader.set_epoch(number)
+        return np.concatenate([y for _, y in loader]).tolist()
+
+    assert epoch(0) == epoch(0) != epoch(1)
+    assert epoch(1) == epoch(1) != epoch(1, seed=2)
+
+
+def test_empty_pieces_are_yielded(engine: Engine) -> None:
+    dataset = ArrayDataset(np.zeros((9, 3), np.float32), np.arange(9))
+    shapes = [
+        [x.shape for x, _ in DataLoader(dataset, ShardedSampler(9, 4, 4, part), engine=engine)] for part in range(4)
+    ]
+    assert all(part[:2] == [(1, 3), (1, 3)] for part in shapes)
+    assert sorted(part[2] for part in shapes) == [(0, 3), (0, 3), (0, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_unreadable_sample_is_raised_where_it_is_asked_for(engine: Engine, prefetch: int) -> None:
+    loader = DataLoader(Recording(20, fail_at=9), batches(20, 4), prefetch, engine=engine)
+    seen = []
+    with pytest.raises(ValueError, match="sample 9 is unreadable") as caught:
+        for _, y in loader:
+            seen.append(y[0])
+    assert seen == [0, 4]
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "__getitem__"
+    engine.waitall()
+    assert [y[0] for _, y in DataLoader(Recording(8), batches(8, 4), engine=engine)] == [0, 4]
+
+
+def test_a_loop_that_is_left_early_leaves_nothing_running(engine: Engine) -> None:
+    dataset = Recording(400, delay_s=0.02, fail_at=13)
+    for _ in DataLoader(dataset, batches(400, 4), prefetch=50, engine=engine):
+        break
+    gc.collect()
+    begun = len(dataset.begun)
+    assert begun < 25
+    time.sleep(0.05)
+    assert len(dataset.begun) == begun and dataset.ended >= begun - 1
+    engine.waitall()
+
+
+def test_an_exception_in_the_loop_is_the_one_that_is_seen(engine: Engine) -> None:
+    dataset = Recording(40, delay_s=0.005)
+    with pytest.raises(ZeroDivisionError):
+        for _ in DataLoader(dataset, batches(40, 4), engine=engine):
+            raise ZeroDivisionError
+    gc.collect()
+    engine.waitall()
+    assert len(dataset.begun) <= 3
+
+
+def test_transform(engine: Engine) -> None:
+    names = set()
+
+    def double(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        names.add(threading.current_thread().name)
+        return 2 * x, y + 1
+
+    dataset = Recording(10)
+    seen = list(DataLoader(dataset, batches(10, 3), transform=double, engine=engine))
+    np.testing.assert_array_equal(np.concatenate([x for x, _ in seen]), 2 * dataset.x)
+    np.testing.assert_array_equal(np.concatenate([y for _, y in seen]), np.arange(1, 11))
+    assert names == dataset.threads and "MainThread" not in names
+
+
+def test_two_loops_at_a_time_share_the_lane(engine: Engine) -> None:
+    loader = DataLoader(Recording(40), BatchSampler(RandomSampler(40, 5), 4), engine=engine)
+    for (_, ours), (_, theirs) in zip(loader, loader, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_process_engine_is_the_default() -> None:
+    dataset = Recording(8)
+    assert len(list(DataLoader(dataset, batches(8, 4)))) == 2
+    assert dataset.threads == {"hpcdp-io"}
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, None])
+def test_wrong_prefetch(prefetch) -> None:
+    with pytest.raises(ConfigError, match=r"prefetch.*integer >= 0"):
+        DataLoader(Recording(8), batches(8, 4), prefetch)

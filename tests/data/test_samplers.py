@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdp.data import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler
+from hpcdp.errors import ConfigError
+
+
+def test_sequential_and_random() -> None:
+    assert list(SequentialSampler(4)) == [0, 1, 2, 3] and len(SequentialSampler(4)) == 4
+    sampler = RandomSampler(50, seed=3)
+    first = list(sampler)
+    assert sorted(first) == list(range(50)) and first != list(range(50))
+    assert list(sampler) == first == list(RandomSampler(50, seed=3)) != list(RandomSampler(50, seed=4))
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert sorted(second) == sorted(first) and second != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_batches_keep_discard_and_roll_over() -> None:
+    def batches(sampler: BatchSampler) -> list[list[int]]:
+        made = [batch.tolist() for batch in sampler]
+        assert len(made) == len(sampler)
+        return made
+
+    assert batches(BatchSampler(SequentialSampler(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert batches(BatchSampler(SequentialSampler(7), 3, "discard")) == [[0, 1, 2], [3, 4, 5]]
+    assert batches(BatchSampler(SequentialSampler(6), 3)) == [[0, 1, 2], [3, 4, 5]]
+    assert batches(BatchSampler(SequentialSampler(0), 3)) == []
+    rolling = BatchSampler(SequentialSampler(7), 3, "rollover")
+    assert len(rolling) == 2
+    assert [batch.tolist() for batch in rolling] == [[0, 1, 2], [3, 4, 5]]
+    assert len(rolling) == 2
+    assert [batch.tolist() for batch in rolling] == [[6, 0, 1], [2, 3, 4]]
+    assert len(rolling) == 3
+    assert [batch.tolist() for batch in rolling] == [[5, 6, 0], [1, 2, 3], [4, 5, 6]]
+    assert next(iter(rolling)).dtype == np.int64
+
+
+def test_sixty_thousand_leave_ninety_six() -> None:
+    sizes = [len(batch) for batch in BatchSampler(RandomSampler(60000), 256)]
+    assert sizes == [256] * 234 + [96]
+
+
+@given(
+    n=st.integers(0, 200),
+    batch_size=st.integers(1, 40),
+    num_parts=st.integers(1, 8),
+    last=st.sampled_from(["keep", "discard", "pad"]),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=200, deadline=None)
+def test_parts_together_see_what_one_part_sees(
+    n: int, batch_size: int, num_parts: int, last: str, shuffle: bool, epoch: int
+) -> None:
+    batch_size = max(batch_size, num_parts)
+    one = ShardedSampler(n, batch_size, 1, 0, shuffle, 7, last)
+    parts = [ShardedSampler(n, batch_size, num_parts, i, shuffle, 7, last) for i in range(num_parts)]
+    for sampler in (one, *parts):
+        sampler.set_epoch(epoch)
+    whole = list(one)
+    pieces = list(zip(*parts, strict=True))
+    assert len(whole) == len(pieces) == len(one) == len(parts[0])
+    for batch, piece in zip(whole, pieces, strict=True):
+        np.testing.assert_array_equal(np.concatenate(piece), batch)
+        sizes = [len(part) for part in piece]
+        assert max(sizes) - min(sizes) <= 1
+    seen = np.concatenate([np.zeros(0, int), *whole])
+    if last == "keep":
+        assert sorted(seen) == list(range(n))
+    elif last == "discard":
+        assert len(seen) == len(set(seen)) == n // batch_size * batch_size
+    else:
+        assert all(len(batch) == batch_size for batch in whole) and set(seen) == set(range(n))
+        assert len(whole) == -(-n // batch_size)
+
+
+def test_epochs_and_seeds_change_the_order() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        sampler = ShardedSampler(100, 10, seed=seed)
+        sampler.set_epoch(epoch)
+        return np.concatenate(list(sampler)).tolist()
+
+    assert order(1, 2) == order(1, 2)
+    assert len({tuple(order(*key)) for key in ((0, 0), (0, 1), (1, 0), (1, 1))}) == 4
+
+
+def test_epoch_size_is_the_same_on_every_part() -> None:
+    """The documents' epoch_size = N / b / n, with b samples a worker."""
+    for part in range(3):
+        sampler = ShardedSampler(50_000, 128 * 3, 3, part, last="discard")
+        assert len(sampler) == 50_000 // 128 // 3 == sum(1 for _ in sampler)
+        assert all(len(batch) == 128 for batch in sampler)
+
+
+def test_weights_cut_as_work_load_list() -> None:
+    sizes = [[len(batch) for batch in ShardedSampler(600, 256, 2, i, weights=[3, 1])] for i in range(2)]
+    assert sizes == [[192, 192, 66], [64, 64, 22]]
+    together = np.concatenate([next(iter(ShardedSampler(600, 256, 2, i, weights=[3, 1]))) for i in range(2)])
+    np.testing.assert_array_equal(together, next(iter(ShardedSampler(600, 256))))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ShardedSampler(10, 2, 3, 0), "3 ranks, got 2.*smaller than the ranks"),
+        (lambda: ShardedSampler(10, 4, 2, 2), "part_index.*0 to 1, got 2"),
+        (lambda: ShardedSampler(10, 4, 2, -1), "part_index"),
+        (lambda: ShardedSampler(-1, 4), "sampler .n."),
+        (lambda: ShardedSampler(10, 4, last="rollover"), "keep, discard, pad, got 'rollover'"),
+        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1]), "2 positive numbers"),
+        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1, float("nan")]), "2 positive numbers"),
+        (lambda: ShardedSampler(10, 4, 2, 0, weights=[1, 0]), "2 positive numbers"),
+        (lambda: BatchSampler(SequentialSampler(3), 0), "batch_size.*>= 1, got 0"),
+        (lambda: BatchSampler(SequentialSampler(3), 2, "pad"), "keep, discard, rollover"),
+        (lambda: RandomSampler(3, seed=-1), "seed"),
+        (lambda: RandomSampler(3).set_epoch(-1), "epoch"),
+    ],
+)
+def test_wrong_values_are_refused(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

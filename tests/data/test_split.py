@@ -1,0 +1,41 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdp.data import split_batch
+from hpcdp.data.split import piece_bounds
+from hpcdp.errors import ConfigError
+
+
+def test_the_documents_matrix() -> None:
+    x = np.arange(20).reshape(4, 5)
+    first, second = split_batch(x, 2)
+    np.testing.assert_array_equal(first, x[[0, 1]])
+    np.testing.assert_array_equal(second, x[[2, 3]])
+    assert np.shares_memory(first, x)
+
+
+def test_uneven_is_an_error_unless_asked_for() -> None:
+    x = np.arange(256)
+    with pytest.raises(ConfigError, match="3 divides, got 256; pass even_split=False"):
+        split_batch(x, 3)
+    parts = split_batch(x, 3, even_split=False)
+    assert sorted(len(part) for part in parts) == [85, 85, 86]
+    np.testing.assert_array_equal(np.concatenate(parts), x)
+    assert [len(part) for part in split_batch(x[:2], 3, even_split=False)].count(1) == 2
+    with pytest.raises(ConfigError, match=r"num_parts.*>= 1, got 0"):
+        split_batch(x, 0)
+
+
+def test_weights() -> None:
+    assert piece_bounds(256, 2, [3, 1]) == [0, 192, 256]
+    assert piece_bounds(256, 2, [0.75, 0.25]) == [0, 192, 256]
+
+
+@given(count=st.integers(0, 10**6), weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))
+def test_pieces_are_off_by_less_than_one(count: int, weights: list[float]) -> None:
+    bounds = piece_bounds(count, len(weights), weights)
+    assert bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
+    for i, weight in enumerate(weights):
+        assert abs(bounds[i + 1] - bounds[i] - count * weight / sum(weights)) < 1 + 1e-6
