@@ -60,7 +60,8 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
         image_size: None leaves the size; a larger one enlarges, see `images.resize` (LeNet takes 28).
 
     Returns:
-        A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64.
+        A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64; its
+        ``num_classes`` is 10.
 
     Raises:
         ConfigError: unknown name or split (the valid ones are listed), a size that is too small.
@@ -70,12 +71,15 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
         raise ConfigError("data set", expected=f"one of {', '.join(NAMES)}", got=repr(name))
     if split not in SPLITS:
         raise ConfigError("data set", where=name, expected=f"split {' or '.join(SPLITS)}", got=repr(split))
-    if name == "digits":
-        return read_digits(split, image_size)
-    folder = _root(root) / name
-    if name == "cifar10":
-        return ImageDataset(*_cifar10(folder, split), image_size)
-    return ImageDataset(*_idx_pair(name, folder, split), image_size)
+    dataset = read_digits(split, image_size) if name == "digits" else _read(name, split, _root(root), image_size)
+    dataset.num_classes = 10
+    return dataset
+
+
+def _read(name: str, split: str, root: Path, image_size: int | None) -> Dataset:
+    folder = root / name
+    images, labels = _cifar10(folder, split) if name == "cifar10" else _idx_pair(name, folder, split)
+    return ImageDataset(images, labels, image_size)
 
 
 def _root(root: str | Path | None) -> Path:

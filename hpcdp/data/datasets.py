@@ -16,6 +16,9 @@ Index = int | np.integer | slice | np.ndarray
 class Dataset(abc.ABC):
     """Samples with labels, numbered from 0. Reading must be safe from several threads at a time."""
 
+    num_classes: int | None = None
+    """Labels are 0 to ``num_classes - 1``; None where they are no classes, or nobody has said how many."""
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """The number of samples."""
@@ -34,12 +37,18 @@ class Dataset(abc.ABC):
         return self[np.zeros(0, np.int64)][0].shape[1:]
 
 
+def _count_classes(labels: np.ndarray) -> int | None:
+    if labels.ndim != 1 or labels.size == 0 or labels.dtype.kind not in "iu" or labels.min() < 0:
+        return None
+    return int(labels.max()) + 1
+
+
 class ArrayDataset(Dataset):
     """Samples that lie in memory.
 
     Args:
         x: shape ``(n, ...)``, any dtype; kept, not copied.
-        y: shape ``(n, ...)``, any dtype; kept, not copied.
+        y: shape ``(n, ...)``, any dtype; kept, not copied. Whole numbers from 0 on, of shape ``(n,)``, are classes.
 
     Raises:
         DataError: ``x`` and ``y`` differ in length or have no axis.
@@ -51,6 +60,7 @@ class ArrayDataset(Dataset):
             raise DataError(
                 "ArrayDataset", expected="x and y with one axis 0", got=f"shapes {self.x.shape} and {self.y.shape}"
             )
+        self.num_classes = _count_classes(self.y)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -79,6 +89,7 @@ class ImageDataset(Dataset):
                 got=f"shapes {images.shape} and {labels.shape}",
             )
         self.images, self.labels, self.image_size = images, labels.astype(np.int64), image_size
+        self.num_classes = _count_classes(self.labels)
         resize(np.zeros((0, *images.shape[1:]), np.float32), image_size)
 
     def __len__(self) -> int:

@@ -51,6 +51,7 @@ def test_files_put_by_hand_are_used(small_mnist, monkeypatch, how: str) -> None:
     assert x.shape == (6, 1, 28, 28) and x.dtype == np.float32 and y.dtype == np.int64
     np.testing.assert_allclose(x[:, 0], images / 255, rtol=1e-6)
     np.testing.assert_array_equal(y, labels)
+    assert dataset.num_classes == data.load("digits").num_classes == 10
     assert data.load("mnist", "train", root=root, image_size=32).sample_shape == (1, 32, 32)
 
 

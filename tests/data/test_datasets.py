@@ -23,6 +23,15 @@ def test_arrays_by_number_slice_and_array() -> None:
         ArrayDataset(np.array(1), np.array(1))
 
 
+def test_classes_are_counted_where_labels_are_classes() -> None:
+    x = np.zeros((3, 1))
+    assert ArrayDataset(x, np.array([0, 4, 1], np.uint8)).num_classes == 5
+    for labels in (np.array([0.5, 1, 2]), np.array([-1, 0, 1]), np.zeros((3, 2), int)):
+        assert ArrayDataset(x, labels).num_classes is None
+    assert ArrayDataset(x[:0], np.zeros(0, int)).num_classes is None
+    assert ImageDataset(np.zeros((2, 1, 4, 4), np.uint8), np.array([2, 0])).num_classes == 3
+
+
 def test_images_become_float32_when_read() -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 3, 6, 6), np.uint8)
     labels = np.arange(5, dtype=np.uint8)
