@@ -36,7 +36,10 @@ class Optimizer(Configurable, abc.ABC):
     def __post_init__(self) -> None:
         if isinstance(self.lr, dict):
             self.lr = schedule_from_config(self.lr)
-        self.learning_rate(1)
+        if isinstance(self.lr, Schedule):
+            self.learning_rate(1)
+        else:
+            self.lr = number(f"{self.name} lr", self.lr)
 
     def learning_rate(self, step: int) -> float:
         """The rate of update number ``step``, counted from 1.
@@ -73,23 +76,32 @@ class Optimizer(Configurable, abc.ABC):
 
         Raises:
             UnsupportedError: shape, dtype or layout differ from the above.
-            ConfigError: the learning rate is negative or not finite, the step is below 1.
+            ArrayMixError: not all arrays are of one namespace.
+            ConfigError: the learning rate is negative or not finite, the step is below 1, the state is of another rule.
         """
-        arrays = (param, grad, *(state[name] for name in self.state_names()))
-        check_flat(f"{self.name}.update", arrays)
+        operation = f"{self.name}.update"
+        names = self.state_names()
+        if not all(name in state for name in names):
+            raise ConfigError(operation, where="state", expected=", ".join(names), got=", ".join(state) or "nothing")
+        arrays = (param, grad, *(state[name] for name in names))
         if step < 1:
-            raise ConfigError(f"{self.name}.update", where="step", expected="an integer >= 1", got=step)
+            raise ConfigError(operation, where="step", expected="an integer >= 1", got=step)
         name, coefficients = self.kernel(step, scale)
-        rules = kernels.load("update") if is_host(param) else reference_update
-        getattr(rules, name)(*arrays, coefficients)
+        if not is_host(param):
+            _check_alike(operation, arrays)
+            getattr(reference_update, name)(*arrays, coefficients)
+            return
+        if any(x.shape != param.shape for x in arrays):
+            _check_alike(operation, arrays)
+        try:
+            getattr(kernels.load("update"), name)(*arrays, coefficients)
+        except TypeError:  # Numba has no version for these types; checking them first would cost 10 us a call
+            _check_alike(operation, arrays)
+            raise
 
 
-def check_flat(operation: str, arrays: tuple[Array, ...]) -> None:
-    """Refuses what the kernels cannot update in place.
-
-    Raises:
-        UnsupportedError: not 1-D, not contiguous, not float32 or float64, not all alike.
-    """
+def _check_alike(operation: str, arrays: tuple[Array, ...]) -> None:
+    array_namespace(*arrays)
     param = arrays[0]
     dtype = str(param.dtype)
     if dtype not in ("float32", "float64"):
@@ -101,8 +113,10 @@ def check_flat(operation: str, arrays: tuple[Array, ...]) -> None:
                 expected=f"arrays of shape ({param.size},) and dtype {dtype}",
                 got=f"{tuple(x.shape)} {x.dtype}",
             )
-        if is_host(x) and not (x.flags.c_contiguous and x.flags.aligned):
-            raise UnsupportedError(operation, expected="contiguous arrays", got=f"strides {x.strides}")
+        if is_host(x) and not (x.flags.c_contiguous and x.flags.aligned and x.flags.writeable):
+            raise UnsupportedError(
+                operation, expected="contiguous, aligned, writeable arrays", got=f"strides {x.strides}"
+            )
 
 
 def create(name: str, **args: Any) -> Optimizer:

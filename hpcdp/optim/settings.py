@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, ClassVar, TypeVar
 
 from ..errors import ConfigError
@@ -68,15 +69,15 @@ def number(where: str, value: object, *, low: float = 0.0, high: float = math.in
     Raises:
         ConfigError: it is something else.
     """
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or not (low <= value < high or (include_high and value == high)):  # type: ignore[operator]
-        bound = (
-            f"a number >= {low:g}"
-            if high == math.inf
-            else f"a number in [{low:g}, {high:g}{']' if include_high else ')'}"
-        )
+    try:
+        got = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        got = math.inf
+    if not (low <= got < high or (include_high and got == high)):
+        upper = f"{high:g}{']' if include_high else ')'}"
+        bound = f"a number >= {low:g}" if high == math.inf else f"a number in [{low:g}, {upper}"
         raise ConfigError("argument", where=where, expected=bound, got=repr(value))
-    return float(value)  # type: ignore[arg-type]
+    return got
 
 
 def count(where: str, value: object, *, low: int = 1) -> int:
@@ -85,6 +86,6 @@ def count(where: str, value: object, *, low: int = 1) -> int:
     Raises:
         ConfigError: it is something else.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < low:
         raise ConfigError("argument", where=where, expected=f"an integer >= {low}", got=repr(value))
-    return value
+    return int(value)

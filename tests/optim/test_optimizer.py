@@ -40,6 +40,11 @@ def test_config_travels_as_json(optimizer: optim.Optimizer) -> None:
     assert optim.create(name, **config) == optimizer
 
 
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    optimizer = optim.SGD(np.float32(0.5), momentum=np.float64(0.25))
+    assert json.dumps(optimizer.config()) == json.dumps(optim.SGD(0.5, 0.25).config())
+
+
 def test_a_schedule_drives_the_rate() -> None:
     optimizer = optim.SGD(optim.StepSchedule(1.0, every=2, factor=0.5))
     param = np.zeros(1)

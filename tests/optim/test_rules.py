@@ -101,6 +101,8 @@ def test_state_is_named_flat_and_zero() -> None:
         (lambda: optim.SGD(float("inf")), "sgd lr.*got inf"),
         (lambda: optim.SGD("0.1"), "sgd lr.*got '0.1'"),
         (lambda: optim.SGD(True), "sgd lr.*got True"),
+        (lambda: optim.SGD(10**400), "sgd lr.*got 1000"),
+        (lambda: optim.SGD([0.1]), "sgd lr.*got"),
         (lambda: optim.SGD(0.1, momentum=9), "momentum.*in \\[0, 1\\), got 9"),
         (lambda: optim.SGD(0.1, nesterov=True), "nesterov.*momentum > 0"),
         (lambda: optim.SGD(0.1, weight_decay=-1), "weight_decay.*got -1"),
