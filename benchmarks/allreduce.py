@@ -19,11 +19,13 @@ from .machine import describe, pin_to_own_core, write_json
 from .measure import (
     Exchange,
     FreshData,
+    Schedule,
     alternate,
     bus_factor,
-    iterations_for,
+    gather,
     size_range,
     timing,
+    wrong,
 )
 
 
@@ -49,10 +51,9 @@ def sweep(
     rows = []
     for nbytes in sizes:
         exchange = make(nbytes)
-        count = iterations_for(nbytes, iterations)
-        series = alternate([exchange], world.comm.barrier, count, warmup, validate)[exchange.name]
-        gathered = world.comm.allgather_json(asdict(series))
-        taken = timing([each["ns"] for each in gathered])
+        schedule = Schedule.for_size(nbytes, iterations, warmup)
+        ranks = gather(world, alternate([exchange], world.comm.barrier, schedule, validate))[exchange.name]
+        taken = timing(ranks)
         algbw = exchange.x.nbytes / taken.avg / 1e3
         rows.append(
             {
@@ -60,7 +61,7 @@ def sweep(
                 **asdict(taken),
                 "algbw_gb_s": algbw,
                 "busbw_gb_s": algbw * bus_factor(world.size),
-                "wrong": sum(each["wrong"] for each in gathered),
+                "wrong": wrong(ranks),
             }
         )
     return rows

@@ -10,7 +10,6 @@ environment of its own (MPICH beside Open MPI) is compared by `run`, which alter
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,18 @@ from .. import comm
 from .allreduce import ours
 from .floor import Floor, copy_rates
 from .machine import describe, pin_to_own_core, write_json
-from .measure import Candidate, FreshData, alternate, format_size, iterations_for, median_ratio, size_range
-from .measure import slowest_rank as slowest
+from .measure import (
+    Candidate,
+    FreshData,
+    Schedule,
+    alternate,
+    format_size,
+    gather,
+    median_ratio,
+    size_range,
+    turn_medians,
+    wrong,
+)
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
 
 OURS = "hpcdp"
@@ -41,10 +50,9 @@ def compare(
     peers: list[Candidate] = [*mpi_exchanges(world, data, x, out)]
     if gloo is not None:
         peers.append(gloo.exchange(data, x))
-    candidates = [ours(OURS, data, x, world, {"algorithm": "auto", "op": "sum"}), *patterns, *peers]
-    found = alternate(candidates, floor.barrier, iterations_for(nbytes, iterations), warmup)
-    gathered = world.comm.allgather_json({name: asdict(series) for name, series in found.items()})
-    taken = {name: slowest([each[name]["ns"] for each in gathered]) for name in found}
+    candidates: list[Candidate] = [ours(OURS, data, x, world, {"algorithm": "auto", "op": "sum"}), *patterns, *peers]
+    found = gather(world, alternate(candidates, floor.barrier, Schedule.for_size(nbytes, iterations, warmup)))
+    taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     medians = {name: float(np.median(us)) for name, us in taken.items()}
     best_pattern = min((each.name for each in patterns), key=medians.__getitem__)
     best_peer = min((each.name for each in peers), key=medians.__getitem__, default=None)
@@ -55,7 +63,7 @@ def compare(
         "floor_share": median_ratio(taken[best_pattern], taken[OURS]),
         "peer": best_peer,
         "peer_ratio": None if best_peer is None else median_ratio(taken[best_peer], taken[OURS]),
-        "wrong": {name: sum(each[name]["wrong"] for each in gathered) for name in found},
+        "wrong": {name: wrong(ranks) for name, ranks in found.items()},
     }
 
 
@@ -66,10 +74,10 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
         print(f"{'# Size':<10}{names}{'floor %':>10}{'peer x':>9}  best peer")
     columns = "".join(f"{us:>{_width(name)}.2f}" for name, us in row["median_us"].items())
     ratio = "-" if row["peer"] is None else f"{row['peer_ratio']:.2f}"
-    wrong = ", ".join(name for name, count in row["wrong"].items() if count)
+    faulty = ", ".join(name for name, count in row["wrong"].items() if count)
     print(
         f"{format_size(row['nbytes']):<10}{columns}{100 * row['floor_share']:>10.1f}{ratio:>9}  {row['peer'] or '-'}"
-        + (f"  WRONG: {wrong}" if wrong else ""),
+        + (f"  WRONG: {faulty}" if faulty else ""),
         flush=True,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from .. import comm, kernels
 from ..errors import UnsupportedError
 from .machine import describe, pin_to_own_core, write_json
-from .measure import FreshData, alternate, format_size, iterations_for, size_range, timing
+from .measure import FreshData, Schedule, alternate, format_size, gather, size_range, timing, wrong
 
 _COPY_BYTES = 256 << 20
 
@@ -137,14 +137,16 @@ def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> 
     floor = Floor(world, max(sizes))
     rows = []
     for nbytes in sizes:
-        found = alternate(
-            floor.patterns(max(1, nbytes // 4)), floor.barrier, iterations_for(nbytes, iterations), warmup
-        )
-        gathered = world.comm.allgather_json({name: asdict(series) for name, series in found.items()})
-        medians = {name: timing([each[name]["ns"] for each in gathered]).median for name in found}
-        wrong = sum(each[name]["wrong"] for each in gathered for name in found)
+        schedule = Schedule.for_size(nbytes, iterations, warmup)
+        found = gather(world, alternate(floor.patterns(max(1, nbytes // 4)), floor.barrier, schedule))
+        medians = {name: timing(ranks).median for name, ranks in found.items()}
         rows.append(
-            {"nbytes": nbytes, "median_us": medians, "best": min(medians, key=medians.__getitem__), "wrong": wrong}
+            {
+                "nbytes": nbytes,
+                "median_us": medians,
+                "best": min(medians, key=medians.__getitem__),
+                "wrong": sum(map(wrong, found.values())),
+            }
         )
     return rows
 

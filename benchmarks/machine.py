@@ -68,7 +68,7 @@ def processor() -> dict[str, Any]:
 
 def describe(world: comm.World | None = None) -> dict[str, Any]:
     """Everything that a reader needs to judge the figures, ready for JSON."""
-    facts = {
+    facts: dict[str, Any] = {
         "processor": processor(),
         "python": platform.python_version(),
         "versions": versions(),

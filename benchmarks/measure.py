@@ -9,12 +9,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..comm import World
 from ..errors import ConfigError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 # A prime, so that a segment that ends at the wrong place never looks right.
 _PERIOD = 8191
+
+# Gloo's threads still send to other ranks when a call has returned; a rank that spun for the next barrier at once would
+# keep them from the core. All candidates start their turns after the same pause.
+_SETTLE_S = 0.0005
 
 
 def parse_size(text: str) -> int:
@@ -97,22 +102,29 @@ class FreshData:
             x[:whole].reshape(-1, _PERIOD)[...] = block
         x[whole:] = block[: x.size - whole]
 
-    def wrong(self, result: np.ndarray, iteration: int) -> int:
-        """How many elements of ``result``, shape ``(count,)``, are not the reduction over all ranks."""
+    def reduced(self, iteration: int) -> np.ndarray:
+        """What all ranks' inputs lead to: a block that a right result repeats."""
         blocks = np.stack([self._block(rank, iteration) for rank in range(self._ranks)])
         if self._op == "mean":
-            wanted = blocks.mean(axis=0).astype(self._dtype)
-        else:
-            reduction = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[self._op]
-            wanted = reduction.reduce(blocks, axis=0, dtype=self._dtype)
-        tolerance = 0.01 if self._dtype.itemsize == 2 else 1e-5
+            return blocks.mean(axis=0).astype(self._dtype)
+        reduction = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[self._op]
+        return np.asarray(reduction.reduce(blocks, axis=0, dtype=self._dtype))
+
+    def wrong(self, result: np.ndarray, iteration: int) -> int:
+        """How many elements of ``result``, shape ``(count,)``, are not the reduction over all ranks."""
         exact = self._op in ("sum", "min", "max")
-        count = 0
-        for start in range(0, result.size, _PERIOD):
-            piece = result[start : start + _PERIOD]
-            good = wanted[: piece.size]
-            count += np.count_nonzero(piece != good if exact else ~np.isclose(piece, good, rtol=tolerance))
-        return int(count)
+        return count_wrong(result, self.reduced(iteration), 0.0 if exact else 10 * float(np.finfo(self._dtype).eps))
+
+
+def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
+    """How many elements of ``result``, shape ``(count,)``, differ relatively by more from a repetition of ``block``."""
+    count = 0
+    for start in range(0, result.size, block.size):
+        piece = result[start : start + block.size]
+        wanted = block[: piece.size]
+        close = piece == wanted if tolerance == 0 else np.isclose(piece, wanted, rtol=tolerance)
+        count += piece.size - int(np.count_nonzero(close))
+    return count
 
 
 @dataclass
@@ -125,8 +137,6 @@ class Exchange:
         x: this rank's input, shape ``(count,)``.
         result: where the sum ends; may be ``x``.
         call: does the allreduce.
-        settle_s: how long this rank sleeps after each timing, for a library whose threads still send to the others when
-            the call returns: a rank that spun for the next barrier would keep them from the core.
     """
 
     name: str
@@ -134,7 +144,6 @@ class Exchange:
     x: np.ndarray
     result: np.ndarray
     call: Callable[[], Any]
-    settle_s: float = 0.0
 
     def refresh(self, iteration: int) -> None:
         self.data.write(self.x, iteration)
@@ -142,10 +151,7 @@ class Exchange:
     def timed(self) -> int:
         begin = time.perf_counter_ns()
         self.call()
-        elapsed = time.perf_counter_ns() - begin
-        if self.settle_s:
-            time.sleep(self.settle_s)
-        return elapsed
+        return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
         return self.data.wrong(self.result, iteration)
@@ -153,40 +159,73 @@ class Exchange:
 
 @dataclass
 class Series:
-    """One candidate's timings on this rank (nanoseconds, in order) and its wrong elements."""
+    """One candidate's timings on one rank: nanoseconds in order, ``repeats`` a turn, and its wrong elements."""
 
     ns: list[int]
+    repeats: int
     wrong: int = 0
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How often to time a candidate: ``turns`` of ``repeats`` in a row, after ``warmup`` single ones."""
+
+    turns: int
+    repeats: int
+    warmup: int
+
+    @classmethod
+    def for_size(cls, nbytes: int, iterations: int, warmup: int) -> Schedule:
+        """About ``iterations`` timings up to 1 MB and fewer above, at least 5.
+
+        Small exchanges are repeated within a turn: after an idle millisecond the first one takes some 20 us more.
+        """
+        if nbytes > 1 << 20:
+            iterations = max(min(iterations, 5), iterations * (1 << 20) // nbytes)
+        repeats = max(1, min(10, iterations // 3, (4 << 20) // nbytes))
+        return cls(max(1, iterations // repeats), repeats, warmup)
+
+
 def alternate(
-    candidates: Sequence[Candidate], barrier: Callable[[], Any], iterations: int, warmup: int, validate: bool = True
+    candidates: Sequence[Candidate], barrier: Callable[[], Any], schedule: Schedule, validate: bool = True
 ) -> dict[str, Series]:
     """Time the candidates turn by turn, so that whatever else the machine does meets all of them.
 
-    Every rank must call with the same candidates. Each timing starts after ``barrier()`` with data written just
-    before. Results are checked in the warm-up and in the last iteration, outside the timings.
+    Every rank must call with the same candidates. Each timing starts after ``barrier()`` with data written just before.
+    Results are checked in the warm-up and after each candidate's last timing.
     """
-    series = {candidate.name: Series([]) for candidate in candidates}
-    for iteration in range(warmup + iterations):
-        turn = iteration % len(candidates)
-        for candidate in (*candidates[turn:], *candidates[:turn]):
-            candidate.refresh(iteration)
-            barrier()
-            ns = candidate.timed()
-            if iteration >= warmup:
-                series[candidate.name].ns.append(ns)
-            if validate and (iteration < warmup or iteration == warmup + iterations - 1):
+    series = {candidate.name: Series([], schedule.repeats) for candidate in candidates}
+    iteration = 0
+    for turn in range(schedule.warmup + schedule.turns):
+        warming_up = turn < schedule.warmup
+        first = turn % len(candidates)
+        for candidate in (*candidates[first:], *candidates[:first]):
+            if len(candidates) > 1:
+                time.sleep(_SETTLE_S)
+            for _ in range(1 if warming_up else schedule.repeats):
+                iteration += 1
+                candidate.refresh(iteration)
+                barrier()
+                ns = candidate.timed()
+                if not warming_up:
+                    series[candidate.name].ns.append(ns)
+            if validate and (warming_up or turn == schedule.warmup + schedule.turns - 1):
                 series[candidate.name].wrong += candidate.wrong(iteration)
                 barrier()
     return series
+
+
+def gather(world: World, found: dict[str, Series]) -> dict[str, list[Series]]:
+    """Every rank's series by candidate, in the order of the ranks; every rank must call."""
+    ranks = world.comm.allgather_json({name: [each.ns, each.repeats, each.wrong] for name, each in found.items()})
+    return {name: [Series(*rank[name]) for rank in ranks] for name in found}
 
 
 @dataclass
 class Timing:
     """Latencies in microseconds. ``avg``, ``minimum``, ``maximum`` are OSU's: over the ranks' means.
 
-    ``median`` is that of the iterations, each counted by its slowest rank.
+    ``median`` is over `turn_medians`.
     """
 
     avg: float
@@ -196,16 +235,17 @@ class Timing:
     iterations: int
 
 
-def slowest_rank(ns: Sequence[Sequence[int]]) -> np.ndarray:
-    """Microseconds of every iteration, shape ``(iterations,)``, from nanoseconds by rank and iteration."""
-    return np.asarray(ns, np.float64).max(axis=0) / 1e3
+def turn_medians(ranks: Sequence[Series]) -> np.ndarray:
+    """Microseconds of a candidate's turns, shape ``(turns,)``: the median timing of each, by the slowest rank."""
+    slowest = np.max([each.ns for each in ranks], axis=0) / 1e3
+    return np.asarray(np.median(slowest.reshape(-1, ranks[0].repeats), axis=1))
 
 
-def timing(ns: Sequence[Sequence[int]]) -> Timing:
-    """The latencies of one candidate, from nanoseconds by rank and iteration."""
-    means = np.asarray(ns, np.float64).mean(axis=1) / 1e3
-    median = float(np.median(slowest_rank(ns)))
-    return Timing(float(means.mean()), float(means.min()), float(means.max()), median, len(ns[0]))
+def timing(ranks: Sequence[Series]) -> Timing:
+    """The latencies of one candidate, from every rank's series."""
+    means = np.array([np.mean(each.ns) for each in ranks]) / 1e3
+    median = float(np.median(turn_medians(ranks)))
+    return Timing(float(means.mean()), float(means.min()), float(means.max()), median, len(ranks[0].ns))
 
 
 def median_ratio(numerator: Sequence[float] | np.ndarray, denominator: Sequence[float] | np.ndarray) -> float:
@@ -213,6 +253,6 @@ def median_ratio(numerator: Sequence[float] | np.ndarray, denominator: Sequence[
     return float(np.median(np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64)))
 
 
-def iterations_for(nbytes: int, iterations: int) -> int:
-    """``iterations`` up to 1 MB, fewer above it, at least 5, so that no size takes much longer than the others."""
-    return iterations if nbytes <= 1 << 20 else max(min(iterations, 5), iterations * (1 << 20) // nbytes)
+def wrong(ranks: Sequence[Series]) -> int:
+    """The wrong elements of one candidate, over all ranks."""
+    return sum(each.wrong for each in ranks)
