@@ -70,3 +70,8 @@ def to_host(x: Array) -> np.ndarray:
     if hasattr(x, "to_host"):
         return x.to_host()
     return np.asarray(x)
+
+
+def from_host(x: np.ndarray, like: Array) -> Array:
+    """The NumPy array ``x`` in the namespace of ``like``: itself for NumPy (no copy), else a copy on that device."""
+    return x if isinstance(like, np.ndarray) else array_namespace(like).asarray(x)

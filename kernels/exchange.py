@@ -3,9 +3,9 @@
 Both take the array in chunks that stay in a core's cache, and use the two halves of the staging buffer in turn: whoever
 writes a half again has waited for everybody at the chunk between, so nobody reads it any more.
 
-`state`, shape ``(4,)`` int64, is what a machine remembers: the sequence number of the last post and the half in use (kept
-from call to call), the first element of the current chunk, and the phase within it. A call returns false when a peer was not there in time;
-the same call again goes on where it stopped.
+`state`, shape ``(4,)`` int64, is what a machine remembers: the sequence number of the last post and the half in use
+(kept from call to call), the first element of the current chunk, and the phase within it. A call returns false when a
+peer was not there in time; the same call again goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def read_all(x, staging, counters, me, state, patience, op):  # type: ignore[no-
 def read_shards(x, staging, counters, me, state, patience, op):  # type: ignore[no-untyped-def]
     """Every rank reduces its shard of what all have staged, then collects the shards: ``2 (n - 1) / n`` sizes read.
 
-    The reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) by reading
-    neighbours' memory. Arguments as `read_all`.
+    The reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) by
+    reading neighbours' memory. Arguments as `read_all`.
     """
     n, chunk = staging.shape[1], staging.shape[2]
     while state[POSITION] < x.size:

@@ -1,7 +1,7 @@
 """N-way reductions of memory shared by a node's ranks.
 
-All sums run in the order of the ranks, whatever the blocking, so the result has the same bits on every rank and in every
-run. float16 is accumulated in float32 and rounded once.
+All sums run in the order of the ranks, whatever the blocking, so the result has the same bits on every rank and in
+every run. float16 is accumulated in float32 and rounded once.
 
 A block is accumulated in a small buffer of its own before it is written anywhere: an array that is read and written in
 one loop defeats LLVM's alias check, and then nothing is vectorised (5 instead of 52 GB/s).
@@ -73,7 +73,7 @@ def _start(partial, row):  # type: ignore[no-untyped-def]
 
 @njit(**_options)
 def _accumulate(partial, row, op):  # type: ignore[no-untyped-def]
-    if op == SUM or op == MEAN:
+    if op in (SUM, MEAN):
         for i in range(row.size):
             partial[i] += _widen(row[i])
     elif op == PROD:
@@ -121,7 +121,7 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
 
 @njit(**_options)
 def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
-    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or where it is -1 into all."""
+    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or all where that is -1."""
     partial = np.empty(_BLOCK, type(_widen(rows[0, 0])))
     first = 0 if row == EVERY_ROW else row
     last = rows.shape[0] if row == EVERY_ROW else row + 1

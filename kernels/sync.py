@@ -141,7 +141,7 @@ def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: 
 @njit(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64), nogil=True, cache=True)
 def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: int) -> bool:
     """Wait until the counters 0 to ``n - 1`` have all reached ``target``; false as `wait`."""
-    for index in range(n):
+    for index in range(n):  # noqa: SIM110, Numba has no all()
         if not wait(counters, index, target, spins, timeout_ns):
             return False
     return True

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, is_host, to_host
+from ..arrays import Array, from_host, to_host
 from ..comm import World, init
 from ..comm.communicator import check_op
 from ..errors import UnsupportedError
@@ -54,7 +53,7 @@ def allreduce(
     if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
         raise UnsupportedError("allreduce", where="x", expected="a writeable array", got="a read-only one")
     _run(staged, op, world, algorithm)
-    target[...] = staged if is_host(target) else _like(target, staged)
+    target[...] = from_host(staged, target)
     return target
 
 
@@ -65,11 +64,6 @@ def _receiver(x: Array, out: Array) -> Array:
         )
     out[...] = x
     return out
-
-
-def _like(target: Array, staged: np.ndarray) -> Any:
-    namespace = target.__array_namespace__()
-    return namespace.asarray(staged)
 
 
 def _run(x: np.ndarray, op: str, world: World, algorithm: str) -> None:
@@ -84,7 +78,7 @@ def _run(x: np.ndarray, op: str, world: World, algorithm: str) -> None:
 
 
 def choose(x: np.ndarray, world: World) -> str:
-    """What ``algorithm="auto"`` runs: ``shared`` where all ranks share memory and it knows the dtype, else ``native``."""
+    """What ``algorithm="auto"`` runs: ``shared`` where all ranks share memory and it knows the dtype, or ``native``."""
     if world.node_memory.size == world.size and x.dtype.char in shared.DTYPE_CHARS:
         return "shared"
     return "native"

@@ -1,8 +1,8 @@
 """Memory shared by the ranks of a node, and waiting for one another through it.
 
-Memory comes from ``os.memfd_create``, opened by the neighbours through ``/proc/PID/fd``: no limit of /dev/shm, no file to
-leave behind when a job is killed, and alive for as long as an array views it. Where /proc is out of reach (containers
-with process namespaces of their own) it comes from a window of MPI.
+Memory comes from ``os.memfd_create``, opened by the neighbours through ``/proc/PID/fd``: no limit of /dev/shm, no file
+to leave behind when a job is killed, and alive for as long as an array views it. Where /proc is out of reach
+(containers with process namespaces of their own) it comes from a window of MPI.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PrivateMemory:
 
 
 def memfd(comm: Communicator, nbytes: int) -> np.ndarray | None:
-    """``nbytes`` zeroed bytes of an anonymous file, mapped by every rank of ``comm``; None on all ranks where that fails."""
+    """``nbytes`` zeroed bytes of an anonymous file, mapped by all ranks of ``comm``; None on all where that fails."""
     descriptor, offer, block = -1, None, None
     if comm.rank == 0:
         with contextlib.suppress(OSError, AttributeError):

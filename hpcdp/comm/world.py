@@ -171,13 +171,9 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _share_memory(
-    MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int
-) -> NodeMemory:
+def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:
     if sharing not in SHARED_MEMORY:
         raise ConfigError("init", where="HPCDP_SHARED_MEMORY", expected=" or ".join(SHARED_MEMORY), got=repr(sharing))
-    if node_comm.size == 1 and sharing != "none":
-        return PrivateMemory()
     windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
 
     def window(node: Communicator, nbytes: int) -> Any:
@@ -200,7 +196,7 @@ def _share_memory(
 
     for name, allocate in (("memfd", memfd), ("window", window)):
         if sharing in ("auto", name) and usable(allocate):
-            return ProcessMemory(node_comm, allocate, cores)
+            return ProcessMemory(node_comm, allocate, cores) if node_comm.size > 1 else PrivateMemory()
     if sharing != "none" and comm.rank == 0:
         warnings.warn(
             "the ranks of a node cannot share memory (neither /proc/PID/fd nor an MPI window works): "

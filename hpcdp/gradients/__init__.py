@@ -1,0 +1,14 @@
+"""Floor 4: gradients. Imports: collectives, comm, optim, autograd, kernels, arrays, errors.
+
+From a model's gradients to its update:
+
+- `buckets` fuses parameters into flat buckets: a pure function of the model.
+- `reducer` keeps the state of every bucket and sums it over the ranks.
+- `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.
+"""
+
+from .buckets import Layout, Slot
+from .owners import EveryRank, ShardOwner
+from .reducer import Reducer
+
+__all__ = ["EveryRank", "Layout", "Reducer", "ShardOwner", "Slot"]

@@ -1,0 +1,98 @@
+"""Which bucket a parameter's gradient lies in, and where: a pure function of the model.
+
+Nothing here depends on ranks, time or earlier steps, so all ranks agree and a resumed run sums in the same order.
+Fusing gradients into buckets is from Sergeev and Del Balso, "Horovod", 2018, section 4; closing them in the order in
+which backward produces gradients, with a small first one, from Li et al., "PyTorch Distributed", 2020, section 3.2.3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ConfigError
+
+MIB = 2**20
+LINE_NBYTES = 64
+"""Slots and shards begin at multiples of a cache line: no two ranks write to the same line, and loads are aligned."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+    """In elements from the bucket's beginning."""
+
+    @property
+    def count(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Buckets and the slots in them, in the order in which backward is expected to fill them."""
+
+    slots: tuple[Slot, ...]
+    """In the order of the model's parameters."""
+    counts: tuple[int, ...]
+    """Elements of every bucket, whole cache lines."""
+    dtypes: tuple[np.dtype, ...]
+    """Of every bucket: parameters of different dtypes never share one."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of all of it, the same on every rank and in every run of the same model."""
+        text = repr((self.slots, self.counts, [dtype.str for dtype in self.dtypes]))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def shard(self, bucket: int, parts: int, part: int) -> tuple[int, int]:
+        """The first element of shard ``part`` of ``parts`` of a bucket and the one after its last, on whole lines."""
+        per_line = LINE_NBYTES // self.dtypes[bucket].itemsize
+        lines = self.counts[bucket] // per_line
+        return lines * part // parts * per_line, lines * (part + 1) // parts * per_line
+
+
+def plan(
+    params: Sequence[tuple[str, tuple[int, ...], np.dtype]], bucket_cap_mb: float = 25, first_cap_mb: float = 1
+) -> Layout:
+    """Lay out parameters in buckets, last parameter first, since backward produces its gradient first.
+
+    Args:
+        params: name, shape and dtype of every parameter, in order of first use.
+        bucket_cap_mb: a bucket is closed before it would exceed so many MiB; a larger parameter has one to itself.
+        first_cap_mb: the same for the first bucket, small so that communication starts early.
+
+    Raises:
+        ConfigError: a cap that is not positive, or two parameters of one name.
+    """
+    if not (bucket_cap_mb > 0 and first_cap_mb > 0):
+        raise ConfigError("bucket plan", where="bucket_cap_mb", expected="a positive size", got=bucket_cap_mb)
+    names = [name for name, _, _ in params]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise ConfigError("bucket plan", where="params", expected="different names", got=f"{twice!r} twice")
+    counts: list[int] = []
+    dtypes: list[np.dtype] = []
+    slots: dict[str, Slot] = {}
+    filling: dict[np.dtype, int] = {}  # the open bucket of every dtype
+    for name, shape, dtype in reversed(params):
+        per_line = LINE_NBYTES // dtype.itemsize
+        room = -(-math.prod(shape) // per_line) * per_line
+        bucket = filling.get(dtype)
+        cap_mb = first_cap_mb if bucket == 0 else bucket_cap_mb
+        if bucket is None or (counts[bucket] and (counts[bucket] + room) * dtype.itemsize > cap_mb * MIB):
+            bucket = filling[dtype] = len(counts)
+            counts.append(0)
+            dtypes.append(dtype)
+        slots[name] = Slot(name, tuple(shape), bucket, counts[bucket])
+        counts[bucket] += room
+    return Layout(tuple(slots[name] for name in names), tuple(counts), tuple(dtypes))

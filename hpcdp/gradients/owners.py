@@ -1,0 +1,154 @@
+"""Who updates: every rank all parameters, or the owner of a shard its part of parameters that a node holds once.
+
+Both take the optimizer to the flat buckets, element by element, so they give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from ..arrays import Array, array_namespace, is_host
+from ..optim import Optimizer
+from .reducer import Bucket, Parameter, Reducer
+
+BLOCK_ELEMENTS = 16 * 1024
+"""The fused path sums and updates so many elements at a time: the sum is still in the cache when it is used."""
+
+
+class Owner(Protocol):
+    """Who updates the parameters, and where those and the optimizer's state live."""
+
+    states: list[dict[str, Array]]
+    """For every bucket the optimizer's state of the elements that this rank updates, flat."""
+    nbytes_state: int
+    """Bytes of optimizer state on this rank."""
+
+    def span(self, bucket: Bucket) -> tuple[int, int]:
+        """Which columns of a bucket this rank updates: first, and one after the last."""
+        ...
+
+    def reduce(self) -> None:
+        """Sum the gradients that this rank will update over all ranks; every rank must call, all having left backward."""
+        ...
+
+    def update(self, step: int, scale: float) -> None:
+        """Update from gradients that are summed already, over this rank's `span` at least; every rank must call."""
+        ...
+
+    def reduce_and_update(self, step: int, scale: float) -> None:
+        """Both at once, with fewer passes over memory where that is possible; every rank must call."""
+        ...
+
+
+class _Flat:
+    """Parameters laid out as their buckets, and what both owners do alike."""
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
+        self.reducer = reducer
+        self.optimizer = optimizer
+        self.flats: list[Array] = []
+        self.states: list[dict[str, Array]] = []
+        for bucket in reducer.buckets:
+            self.flats.append(self._home(bucket))
+        for slot in reducer.layout.slots:
+            param = reducer.params[slot.name]
+            place = self.flats[slot.bucket][slot.offset : slot.offset + slot.count].reshape(slot.shape)
+            self._move(param, place)
+        reducer.gate.barrier()
+        for bucket, flat in zip(reducer.buckets, self.flats, strict=True):
+            first, last = self.span(bucket)
+            self.states.append(optimizer.init_state(flat[first:last]))
+
+    def span(self, bucket: Bucket) -> tuple[int, int]:
+        return 0, bucket.mine.shape[0]
+
+    def _home(self, bucket: Bucket) -> Array:
+        return array_namespace(bucket.rows).zeros((bucket.mine.shape[0],), dtype=bucket.mine.dtype)
+
+    def _move(self, param: Parameter, place: Array) -> None:
+        place[...] = param.data
+        param.data = place
+
+    @property
+    def nbytes_state(self) -> int:
+        return sum(array.nbytes for state in self.states for array in state.values())
+
+    def _update_span(self, number: int, grad: Array, step: int, scale: float) -> None:
+        first, last = self.span(self.reducer.buckets[number])
+        if last > first:
+            self.optimizer.update(self.flats[number][first:last], grad, self.states[number], step=step, scale=scale)
+
+
+class EveryRank(_Flat):
+    """Each rank holds and updates all parameters: the reference, and the way where memory is not shared."""
+
+    def reduce(self) -> None:
+        self.reducer.reduce_everywhere()
+
+    def reduce_and_update(self, step: int, scale: float) -> None:
+        self.reduce()
+        self.update(step, scale)
+
+    def update(self, step: int, scale: float) -> None:
+        for bucket in self.reducer.buckets:
+            self._update_span(bucket.number, bucket.mine, step, scale)
+
+
+class ShardOwner(_Flat):
+    """Parameters live once per node; each rank updates its shard of every bucket, with 1/n of the optimizer's state.
+
+    Nothing is gathered inside the node: when the owners are done, every rank sees the new parameters (Rajbhandari et
+    al., "ZeRO", 2020, stage 1, with the allgather replaced by shared memory).
+    """
+
+    def _home(self, bucket: Bucket) -> Array:
+        memory = self.reducer.memory
+        if memory.size == 1:
+            return super()._home(bucket)
+        return memory.alloc((bucket.mine.shape[0],), bucket.mine.dtype)
+
+    def _move(self, param: Parameter, place: Array) -> None:
+        if self.reducer.memory.rank == 0:
+            place[...] = param.data
+        param.data = place
+
+    def span(self, bucket: Bucket) -> tuple[int, int]:
+        return bucket.shard
+
+    def reduce(self) -> None:
+        for bucket in self.reducer.buckets:
+            self.reducer.reduce_shard(bucket)
+
+    def reduce_and_update(self, step: int, scale: float) -> None:
+        reducer = self.reducer
+        across_nodes = reducer.rail is None or reducer.rail.size > 1
+        for bucket in reducer.buckets:
+            if across_nodes or reducer.memory.size == 1 or not is_host(bucket.rows):
+                self._update_span(bucket.number, reducer.reduce_shard(bucket), step, scale)
+            else:
+                self._sum_and_update_in_blocks(bucket, step, scale)
+        reducer.gate.barrier()
+
+    def _sum_and_update_in_blocks(self, bucket: Bucket, step: int, scale: float) -> None:
+        flat, state = self.flats[bucket.number], self.states[bucket.number]
+        first, last = self.span(bucket)
+        block = np.empty(min(BLOCK_ELEMENTS, max(last - first, 1)), bucket.mine.dtype)
+        for start, stop in _blocks(first, last, block.size):
+            grad = block[: stop - start]
+            self.reducer.sum_over_node(bucket, start, stop, grad)
+            part = {name: array[start - first : stop - first] for name, array in state.items()}
+            self.optimizer.update(flat[start:stop], grad, part, step=step, scale=scale)
+
+    def update(self, step: int, scale: float) -> None:
+        for bucket in self.reducer.buckets:
+            first, last = self.span(bucket)
+            self._update_span(bucket.number, bucket.mine[first:last], step, scale)
+        self.reducer.gate.barrier()
+
+
+def _blocks(first: int, last: int, length: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, last, length):
+        yield start, min(start + length, last)

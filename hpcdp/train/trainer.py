@@ -1,0 +1,229 @@
+"""The Trainer: from the gradients of each rank's samples to one update by the global batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import from_host, to_host
+from ..collectives import allreduce
+from ..comm import World, init
+from ..comm.agreement import require_same
+from ..errors import ConfigError, StaleGradientError
+from ..gradients import EveryRank, Reducer, ShardOwner
+from ..gradients.buckets import plan
+from ..gradients.reducer import Parameter
+from ..optim import Optimizer
+from . import trainer_states
+
+OWNERS = ("auto", "rank", "shard")
+"""The valid values of ``owner``."""
+
+
+@dataclass
+class CommunicationStats:
+    """Where the time of a trainer's steps went, on this rank, in seconds."""
+
+    steps: int = 0
+    total_s: float = 0.0
+    """In communication: waiting for other ranks, summing over them, and updates that are fused into the sum."""
+    exposed_s: float = 0.0
+    """The part of it during which this rank did nothing else."""
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of communication that ran beside computation, 0 to 1."""
+        return 1.0 - self.exposed_s / self.total_s if self.total_s else 0.0
+
+
+class Trainer:
+    """Updates a model's parameters by the gradients of all ranks. Every rank must make it, with the same model.
+
+    A loss is per sample and gradients are sums (as in Gluon), so each rank says how many samples its gradients stand
+    for and the trainer divides by the global number once: uneven and empty shards give exactly the global batch's
+    gradient.
+
+    From construction on, ``param.data`` and ``param.grad`` are views of flat buckets; with ``owner="shard"`` the
+    parameters lie in memory shared by the node, once. All ranks start with rank 0's values.
+
+    Args:
+        params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
+        optimizer: the update rule, with the same settings on every rank.
+        world: the ranks; default `hpcdp.init()`.
+        owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
+            optimizer's state. ``"auto"``: ``"shard"`` where the node's ranks share memory, else ``"rank"``. The numbers
+            are the same to the bit.
+        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1.
+        clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
+
+    Raises:
+        MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
+        ConfigError: no parameters, an unknown owner, a clip_norm that is not positive.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        optimizer: Optimizer,
+        world: World | None = None,
+        *,
+        owner: str = "auto",
+        bucket_cap_mb: float = 25,
+        clip_norm: float | None = None,
+    ) -> None:
+        trained = [param for param in params if param.grad_req != "null"]
+        if not trained:
+            raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
+        if owner not in OWNERS:
+            raise ConfigError("Trainer", where="owner", expected=" or ".join(OWNERS), got=repr(owner))
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=clip_norm)
+        self.world = init() if world is None else world
+        self.optimizer = optimizer
+        self.stats = CommunicationStats()
+        self.step_count = 0
+        """Updates made so far."""
+        self._clip_norm = clip_norm
+        self._syncing = True
+        self._held_count = 0
+        described = [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in trained]
+        items = [f"{name} {shape} {dtype}" for name, shape, dtype in described]
+        items += [f"optimizer {optimizer.config()}", f"owner={owner} {bucket_cap_mb=} {clip_norm=}"]
+        require_same(self.world.comm, "Trainer", items)
+        for param in trained:
+            values = np.ascontiguousarray(to_host(param.data))
+            self.world.comm.native_broadcast(values, 0)
+            param.data[...] = from_host(values, param.data)
+        self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world)
+        by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
+        self.owner: EveryRank | ShardOwner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
+
+    def step(self, count: int) -> int:
+        """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.
+
+        The gradients are not changed in a way to rely on; see `allreduce_grads` for looking at their sum.
+
+        Args:
+            count: samples of this rank whose gradients backward has written. A rank that has run out of data passes 0
+                and needs no backward.
+
+        Returns:
+            The global count; 0 when no rank had samples, and then nothing is updated. Inside `no_sync` the count held
+            back so far on this rank.
+
+        Raises:
+            StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank.
+        """
+        if not self._syncing:
+            self._held_count += count
+            return self._held_count
+        began = time.perf_counter()
+        total = self._close_step(count)
+        if total:
+            self.step_count += 1
+            scale = 1.0 / total
+            if self._clip_norm is None:
+                self.owner.reduce_and_update(self.step_count, scale)
+            else:
+                self.owner.reduce()
+                self.owner.update(self.step_count, scale * self._clip_factor(scale))
+        self._begin_step()
+        self._account(began)
+        return total
+
+    def allreduce_grads(self) -> None:
+        """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` is to follow.
+
+        Every rank must call, after backward. For gradients that are changed by hand before the update.
+        """
+        began = time.perf_counter()
+        self._close_step(0 if len(self.reducer.missing) == len(self.reducer.params) else 1)
+        self.reducer.reduce_everywhere()
+        self._account(began)
+
+    def update(self, count: int) -> int:
+        """Update from gradients that `allreduce_grads` has summed; every rank must call. Changes parameters in place.
+
+        Args:
+            count: samples of this rank behind the sum.
+
+        Returns:
+            The global count; 0 when no rank had samples, and then nothing is updated.
+        """
+        total = int(allreduce(np.array([count + self._held_count], np.int64), world=self.world)[0])
+        if total:
+            self.step_count += 1
+            scale = 1.0 / total
+            self.owner.update(self.step_count, scale if self._clip_norm is None else scale * self._clip_factor(scale))
+        self._begin_step()
+        return total
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it `step` only counts: backward adds to the gradients, and the next step outside takes them all.
+
+        Ranks may accumulate different numbers of batches.
+        """
+        self.reducer.accumulate()
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def _close_step(self, count: int) -> int:
+        """The step's one small exchange: when it returns, every rank has left backward. The global count."""
+        count, self._held_count = count + self._held_count, 0
+        if count == 0:
+            self.reducer.fill_missing_with_zeros()
+        stale = self.reducer.missing if count and not self.reducer.accumulating else []
+        total, num_stale = allreduce(np.array([count, bool(stale)], np.int64), world=self.world)
+        if num_stale:
+            by_rank = self.world.comm.allgather_json(stale[:3])
+            rank = next(rank for rank, names in enumerate(by_rank) if names)
+            raise StaleGradientError(
+                "step",
+                where=f"rank {rank}",
+                expected="a gradient for every parameter since the last step",
+                got="none for " + ", ".join(by_rank[rank]),
+                remedy="call backward() before step(), or give unused parameters grad_req='null'",
+            )
+        return int(total)
+
+    def _begin_step(self) -> None:
+        self.reducer.reset()
+        self.reducer.overwrite()
+        self._held_count = 0
+
+    def _clip_factor(self, scale: float) -> float:
+        assert self._clip_norm is not None
+        squares = allreduce(np.array([self.reducer.sum_of_squares()]), world=self.world)
+        norm = float(squares[0]) ** 0.5 * scale
+        return min(1.0, self._clip_norm / norm) if norm > 0 else 1.0
+
+    def _account(self, began: float) -> None:
+        spent = time.perf_counter() - began
+        self.stats.steps += 1
+        self.stats.total_s += spent
+        self.stats.exposed_s += spent
+
+    def save_states(self, path: str | Path) -> None:
+        """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.
+
+        Raises:
+            DataError: rank 0 cannot write there; on every rank.
+        """
+        trainer_states.save(self, Path(path))
+
+    def load_states(self, path: str | Path) -> None:
+        """Restore what `save_states` wrote, whatever the number of ranks and the owner then; every rank must call.
+
+        Raises:
+            DataError: the file is missing, damaged or of another model or optimizer; on every rank, nothing is changed.
+        """
+        trainer_states.load(self, Path(path))

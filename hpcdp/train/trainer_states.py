@@ -1,0 +1,105 @@
+"""The optimizer's state as a file: one array a parameter and name, whoever owned it.
+
+A NumPy .npz archive, read with pickles refused. Names are ``"<parameter>/<state>"``, so any number of ranks, any owner
+and any bucket size can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import from_host, to_host
+from ..errors import DataError
+from .agreement import on_every_rank, on_rank_0
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+_HEADER = "hpcdp/trainer"
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    """See `Trainer.save_states`."""
+    arrays: dict[str, np.ndarray] = {}
+    for number, bucket in enumerate(trainer.reducer.buckets):
+        for name in trainer.optimizer.state_names():
+            whole = _gather(trainer, number, name)
+            for slot in bucket.slots:
+                arrays[f"{slot.name}/{name}"] = whole[slot.offset : slot.offset + slot.count].reshape(slot.shape)
+    header = {"version": 1, "step_count": trainer.step_count, "optimizer": trainer.optimizer.config()["name"]}
+
+    def write() -> None:
+        torn = path.with_name(path.name + ".part")
+        try:
+            with open(torn, "wb") as file:
+                np.savez(file, **{_HEADER: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(torn, path)
+        except OSError as error:
+            torn.unlink(missing_ok=True)
+            raise DataError("save_states", where=path, expected="a file that can be written", got=error) from error
+
+    on_rank_0(trainer.world, write)
+
+
+def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
+    """The whole flat state of a bucket on every rank: shards are disjoint, so a sum of their bits joins them."""
+    bucket = trainer.reducer.buckets[number]
+    first, last = trainer.owner.span(bucket)
+    part = to_host(trainer.owner.states[number][name])
+    if last - first == bucket.mine.shape[0]:
+        return part
+    whole = np.zeros(bucket.mine.shape[0], part.dtype)
+    if trainer.reducer.rail is not None and trainer.reducer.rail.rank == 0:  # every node holds the same shards
+        whole[first:last] = part
+    trainer.world.comm.native_allreduce(whole.view(f"u{whole.dtype.itemsize}"), "sum")
+    return whole
+
+
+def load(trainer: Trainer, path: Path) -> None:
+    """See `Trainer.load_states`."""
+    step_count, arrays = on_every_rank(trainer.world, lambda: _read(trainer, path))
+    for number, bucket in enumerate(trainer.reducer.buckets):
+        first, last = trainer.owner.span(bucket)
+        for name, state in trainer.owner.states[number].items():
+            whole = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
+            for slot in bucket.slots:
+                whole[slot.offset : slot.offset + slot.count] = arrays[f"{slot.name}/{name}"].reshape(-1)
+            state[...] = from_host(whole[first:last], state)
+    trainer.step_count = step_count
+
+
+def _read(trainer: Trainer, path: Path) -> tuple[int, dict[str, np.ndarray]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            header = json.loads(str(file[_HEADER][()]))
+            arrays = {name: file[name] for name in file.files if name != _HEADER}
+            step_count, optimizer = int(header["step_count"]), header["optimizer"]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError("load_states", where=path, expected="a file of save_states", got=error) from error
+    mine = trainer.optimizer.config()["name"]
+    if optimizer != mine:
+        raise DataError("load_states", where=path, expected=f"states of {mine}", got=f"states of {optimizer}")
+    expected = {
+        f"{slot.name}/{name}": slot.shape
+        for slot in trainer.reducer.layout.slots
+        for name in trainer.optimizer.state_names()
+    }
+    found = {name: array.shape for name, array in arrays.items()}
+    if found != expected:
+        odd = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
+        raise DataError(
+            "load_states",
+            where=f"{path}, {odd}",
+            expected=expected.get(odd, "no such array"),
+            got=found.get(odd, "no such array"),
+            remedy="build the model and optimizer that the states were saved from",
+        )
+    return step_count, arrays

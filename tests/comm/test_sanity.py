@@ -1,0 +1,42 @@
+import pytest
+
+from hpcdp.comm.sanity import refuse_lonely_world
+from hpcdp.errors import LaunchError
+
+MPIRUN_2 = {"OMPI_COMM_WORLD_SIZE": "2"}
+HYDRA_2 = {"PMI_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("library", "environ", "remedy"),
+    [
+        ("MPICH", MPIRUN_2, "use the mpirun of MPICH"),
+        ("Open MPI", HYDRA_2, "use the mpirun of Open MPI"),
+        ("Open MPI", MPIRUN_2, "the mpirun installed with the library"),
+        ("Open MPI", {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmix"),
+        ("MPICH", {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2"),
+        ("Intel MPI", {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=list"),
+    ],
+)
+def test_separate_worlds_of_one_are_refused_with_the_remedy(library, environ, remedy):
+    with pytest.raises(LaunchError) as caught:
+        refuse_lonely_world(library, 1, environ)
+    assert remedy in str(caught.value)
+    assert f"separate worlds of one under {library}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("library", "size", "environ"),
+    [
+        ("Open MPI", 1, {}),
+        ("Open MPI", 1, {"OMPI_COMM_WORLD_SIZE": "1"}),
+        ("Open MPI", 2, MPIRUN_2),
+        ("Open MPI", 1, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}),  # mpirun in an sbatch job
+        ("MPICH", 1, {"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}),  # hydra started by a rank of Open MPI
+        ("Open MPI", 1, {"SLURM_NTASKS": "8"}),  # a batch script before any srun
+        ("Open MPI", 1, {"OMPI_COMM_WORLD_SIZE": "many"}),
+    ],
+)
+def test_good_jobs_are_not_refused(library, size, environ):
+    refuse_lonely_world(library, size, environ)

@@ -1,0 +1,149 @@
+"""Real ranks; run under mpirun by tests/run.py."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp.comm import mpi
+from hpcdp.comm.agreement import require_same
+from hpcdp.comm.shared import Gate
+from hpcdp.errors import ConfigError, LaunchError, MismatchError
+
+
+@pytest.fixture
+def world():
+    return hpcdp.init()
+
+
+@pytest.mark.mpi
+def test_ranks_of_one_machine_share_a_node(world):
+    assert world is hpcdp.init()
+    assert (world.num_nodes, world.node, world.local_rank, world.local_size) == (1, 0, world.rank, world.size)
+    assert world.num_rails == world.size
+    assert world.node_memory.size == world.size
+    assert world.comm.allgather_json(world.rank) == list(range(world.size))
+
+
+@pytest.mark.mpi
+def test_shared_memory_is_the_same_bytes_for_all_and_starts_zeroed(world):
+    x = world.node_memory.alloc((world.size, 1000), np.float64)
+    gate = Gate(world.node_memory)
+    assert not x.any()
+    gate.barrier()
+    x[world.rank] = world.rank + 1
+    gate.barrier()
+    assert (x == np.arange(1, world.size + 1)[:, None]).all()
+    assert os.listdir("/dev/shm") == [] or not any("hpcdp" in name for name in os.listdir("/dev/shm"))
+
+
+@pytest.mark.mpi
+def test_messages_and_pieces_arrive(world, monkeypatch):
+    monkeypatch.setattr(mpi, "MAX_ELEMENTS", 7)
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    for dtype in (np.float16, np.float32, np.int64):
+        sent, got = (np.arange(20) + world.rank).astype(dtype), np.zeros(20, dtype)
+        receive = world.comm.irecv(got, left)
+        send = world.comm.isend(sent, right)
+        receive.wait()
+        send.wait()
+        np.testing.assert_array_equal(got, (np.arange(20) + left).astype(dtype))
+        x = (np.arange(20) + world.rank).astype(dtype)
+        world.comm.native_broadcast(x, world.size - 1)
+        np.testing.assert_array_equal(x, (np.arange(20) + world.size - 1).astype(dtype))
+        world.comm.native_allreduce(x, "max")
+        np.testing.assert_array_equal(x, (np.arange(20) + world.size - 1).astype(dtype))
+
+
+@pytest.mark.mpi
+def test_a_mismatch_names_rank_and_item_on_every_rank(world):
+    last = world.size - 1
+    if last == 0:
+        require_same(world.comm, "check", ["a"])
+        return
+    with pytest.raises(MismatchError, match=f"expected a as on rank 0, got b on rank {last}"):
+        require_same(world.comm, "check", ["b" if world.rank == last else "a"])
+
+
+@pytest.mark.mpi
+def test_init_refuses_another_node_size_later(world):
+    with pytest.raises(ConfigError, match="what the first call said"):
+        hpcdp.init(ranks_per_node=17)
+
+
+def launched(n, code, **environ):
+    """Run ``code`` on ``n`` ranks of its own."""
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(n), "--", sys.executable, "-c"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX", "PRTE"))}
+    return subprocess.run(
+        [*command, textwrap.dedent(code)], env=env | environ, capture_output=True, text=True, timeout=100
+    )
+
+
+SHARED_SUM = """
+    import numpy as np, hpcdp
+    from hpcdp.comm.shared import Gate
+    world = hpcdp.init()
+    x = world.node_memory.alloc((world.node_memory.size,), np.int64)
+    gate = Gate(world.node_memory)
+    x[world.node_memory.rank] = 10 ** world.rank
+    gate.barrier()
+    sums = world.comm.allgather_json([int(x.sum()), world.node, world.local_rank, world.num_rails])
+    if world.rank == 0: print(sums)
+"""
+
+
+@pytest.mark.parametrize("sharing", ["memfd", "window", "none"])
+def test_every_way_of_sharing(sharing):
+    result = launched(3, SHARED_SUM, HPCDP_SHARED_MEMORY=sharing)
+    assert result.returncode == 0, result.stderr
+    expected = [[111, 0, 0, 3], [111, 0, 1, 3], [111, 0, 2, 3]]
+    if sharing == "none":
+        expected = [[1, 0, 0, 1], [10, 0, 1, 1], [100, 0, 2, 1]]
+    assert eval(result.stdout) == expected
+
+
+def test_virtual_nodes_split_a_machine():
+    result = launched(3, SHARED_SUM, HPCDP_RANKS_PER_NODE="2")
+    assert result.returncode == 0, result.stderr
+    assert eval(result.stdout) == [[11, 0, 0, 1], [11, 0, 1, 1], [100, 1, 0, 1]]
+
+
+def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback():
+    result = launched(
+        2,
+        """
+        import hpcdp
+        world = hpcdp.init()
+        if world.rank == 1:
+            raise ValueError("only here")
+        world.barrier()
+        """,
+    )
+    assert result.returncode != 0
+    assert "rank 1 of 2 failed" in result.stderr
+    assert "ValueError: only here" in result.stderr
+
+
+def test_wrong_settings_are_refused_by_name(monkeypatch):
+    from hpcdp.comm import world
+
+    with pytest.raises(ConfigError, match="expected a positive integer, got '0'"):
+        world._virtual_node_size(0)
+    monkeypatch.setenv("HPCDP_RANKS_PER_NODE", "two")
+    with pytest.raises(ConfigError, match="got 'two'"):
+        world._virtual_node_size(None)
+
+
+def test_a_lonely_world_is_refused_for_real():
+    code = "import hpcdp; hpcdp.init()"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX", "PRTE"))}
+    env["PMI_SIZE"] = env["SLURM_STEP_NUM_TASKS"] = "2"
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert LaunchError.__name__ in result.stderr
+    assert "2 separate worlds of one" in result.stderr
