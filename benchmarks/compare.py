@@ -3,7 +3,8 @@
 ``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In every iteration the four bare patterns of
 `floor`, hpcdp, the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that
 were written just before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's,
-``peer x`` the best peer's over hpcdp's, both as the median of the ratios within iterations. A library that needs an
+``peer x`` the best peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets in
+the node's memory (``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``). A library that needs an
 environment of its own (MPICH beside Open MPI) is compared by `run`, which alternates whole jobs.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from .. import comm
 from .allreduce import ours
 from .floor import Floor, copy_rates
+from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core, write_json
 from .measure import (
     Candidate,
@@ -32,7 +34,7 @@ from .measure import (
 )
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
 
-OURS = "hpcdp"
+OURS = ("hpcdp buckets", "hpcdp any array")
 
 
 def compare(
@@ -40,8 +42,8 @@ def compare(
 ) -> dict[str, Any]:
     """One size; every rank must call.
 
-    Returns ``nbytes``, ``median_us`` by name, ``floor_share`` and ``peer_ratio`` with the names that they refer to
-    (``floor``, ``peer``; None without peers), and ``wrong``, the wrong elements by name.
+    Returns ``nbytes``, ``median_us`` by name, the best pattern (``floor``) and the best ``peer`` (None without any), the
+    ``floor_share`` and ``peer_ratio`` of each of `OURS`, and ``wrong``, the wrong elements by name.
     """
     count = max(1, nbytes // 4)
     data = FreshData(world.rank, world.size)
@@ -50,7 +52,12 @@ def compare(
     peers: list[Candidate] = [*mpi_exchanges(world, data, x, out)]
     if gloo is not None:
         peers.append(gloo.exchange(data, x))
-    candidates: list[Candidate] = [ours(OURS, data, x, world, {"algorithm": "auto", "op": "sum"}), *patterns, *peers]
+    candidates: list[Candidate] = [
+        GradientAllreduce(OURS[0], world, data, count),
+        ours(OURS[1], data, x, world, {"algorithm": "auto", "op": "sum"}),
+        *patterns,
+        *peers,
+    ]
     found = gather(world, alternate(candidates, floor.barrier, Schedule.for_size(nbytes, iterations, warmup)))
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     medians = {name: float(np.median(us)) for name, us in taken.items()}
@@ -60,9 +67,9 @@ def compare(
         "nbytes": count * 4,
         "median_us": medians,
         "floor": best_pattern,
-        "floor_share": median_ratio(taken[best_pattern], taken[OURS]),
+        "floor_share": {name: median_ratio(taken[best_pattern], taken[name]) for name in OURS},
         "peer": best_peer,
-        "peer_ratio": None if best_peer is None else median_ratio(taken[best_peer], taken[OURS]),
+        "peer_ratio": {name: median_ratio(taken[best_peer], taken[name]) for name in OURS} if best_peer else {},
         "wrong": {name: wrong(ranks) for name, ranks in found.items()},
     }
 
@@ -71,12 +78,13 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
     """One line of the table, under its heading where that is asked for."""
     if heading:
         names = "".join(f"{name:>{_width(name)}}" for name in row["median_us"])
-        print(f"{'# Size':<10}{names}{'floor %':>10}{'peer x':>9}  best peer")
+        print(f"{'# Size':<8}{names}{'floor %':>14}{'peer x':>14}  best peer")
     columns = "".join(f"{us:>{_width(name)}.2f}" for name, us in row["median_us"].items())
-    ratio = "-" if row["peer"] is None else f"{row['peer_ratio']:.2f}"
+    shares = " ".join(f"{100 * share:.0f}" for share in row["floor_share"].values())
+    ratios = " ".join(f"{ratio:.2f}" for ratio in row["peer_ratio"].values())
     faulty = ", ".join(name for name, count in row["wrong"].items() if count)
     print(
-        f"{format_size(row['nbytes']):<10}{columns}{100 * row['floor_share']:>10.1f}{ratio:>9}  {row['peer'] or '-'}"
+        f"{format_size(row['nbytes']):<8}{columns}{shares:>14}{ratios:>14}  {row['peer'] or '-'}"
         + (f"  WRONG: {faulty}" if faulty else ""),
         flush=True,
     )

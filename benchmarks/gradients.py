@@ -2,8 +2,8 @@
 
 ``mpirun -n 2 python -m hpcdp.benchmarks.gradients -m 64K:64M`` (one node). A model here is nothing but flat parameters;
 gradients are written anew before each step of SGD with momentum. The peers reduce a private array and update it with
-the fastest fused kernel at hand: the MPI library with hpcdp's own, gloo with PyTorch's. Every candidate's parameters are
-checked against the same updates in plain NumPy.
+the fastest fused kernel at hand: the MPI library with hpcdp's own, gloo with PyTorch's. Every candidate's parameters
+are checked against the same updates in plain NumPy.
 """
 
 from __future__ import annotations
@@ -130,38 +130,28 @@ class TrainerStep:
         return sum(self._reference.wrong(param.data) for param in self._gradients.params)
 
 
+@dataclass
 class PeerStep:
-    """A peer's allreduce of a private array, then an update of private parameters.
+    """A peer's allreduce of the private array ``grad``, then an update of ``param``; ``step`` does both."""
 
-    Args:
-        step: reduces ``grad`` and updates ``param``.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        world: comm.World,
-        data: FreshData,
-        grad: np.ndarray,
-        param: np.ndarray,
-        step: Callable[[], None],
-    ) -> None:
-        self.name = name
-        self._data = data
-        self._grad, self._param, self._step = grad, param, step
-        self._reference = _Reference(world, data)
+    name: str
+    data: FreshData
+    reference: _Reference
+    grad: np.ndarray
+    param: np.ndarray
+    step: Callable[[], None]
 
     def refresh(self, iteration: int) -> None:
-        self._data.write(self._grad, iteration)
-        self._reference.step(iteration)
+        self.data.write(self.grad, iteration)
+        self.reference.step(iteration)
 
     def timed(self) -> int:
         begin = time.perf_counter_ns()
-        self._step()
+        self.step()
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
-        return self._reference.wrong(self._param)
+        return self.reference.wrong(self.param)
 
 
 def mpi_step(world: comm.World, data: FreshData, count: int) -> PeerStep:
@@ -177,7 +167,7 @@ def mpi_step(world: comm.World, data: FreshData, count: int) -> PeerStep:
         world.comm.native_allreduce(grad, "sum")
         optimizer.update(param, grad, state, step=steps, scale=1 / world.size)
 
-    return PeerStep("MPI, fused SGD", world, data, grad, param, step)
+    return PeerStep("MPI, fused SGD", data, _Reference(world, data), grad, param, step)
 
 
 def gloo_step(world: comm.World, gloo: Gloo, data: FreshData, count: int) -> PeerStep:
@@ -193,7 +183,7 @@ def gloo_step(world: comm.World, gloo: Gloo, data: FreshData, count: int) -> Pee
         tensor.grad.mul_(1 / world.size)
         optimizer.step()
 
-    return PeerStep("gloo, torch SGD", world, data, grad, param, step)
+    return PeerStep("gloo, torch SGD", data, _Reference(world, data), grad, param, step)
 
 
 def compare_updates(
