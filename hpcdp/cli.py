@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import hpcdp
 from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
 
+_INTERRUPTED = 128 + signal.SIGINT
 _TRAIN_EXAMPLES = """\
 examples:
   hpcdp train lenet --data digits --ranks 2
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except HpcdpError as error:
         from hpcdp.launch import ProgramMissingError
 
@@ -57,17 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(reason: object, status: int) -> int:
-    """Says why on one line of stderr; in a job of several ranks the process ends here, without MPI's own farewell.
+    """Says why on one line of stderr; a rank of a job ends here, without MPI_Finalize, which waits for all ranks.
 
-    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it. MPI_Finalize would
-    wait for ranks that have not failed.
+    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it. Of an interrupt the
+    launcher speaks.
     """
     from hpcdp.launch.local import launched_rank
 
     rank = launched_rank()
     if rank:
         time.sleep(0.2)
-    print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
+    if rank is None or status != _INTERRUPTED:
+        print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
     if rank is not None:
         sys.stdout.flush()
         os._exit(status)
@@ -184,13 +186,15 @@ def _train(arguments: argparse.Namespace) -> int:
 
         run(config.for_world(size))
         return 0
-    config = settings.reserve_run_dir(config.for_world(config.ranks or 1))
+    config = config.for_world(config.ranks or 1)
+    settings.check_inputs(config)
+    config = settings.reserve_run_dir(config)
     chosen = ["--ranks", str(config.ranks), "--run-dir", str(config.run_dir)]
     try:
         status = launch(int(config.ranks or 1), [sys.executable, "-m", "hpcdp.cli", *arguments.argv, *chosen])
     finally:
         settings.drop_empty_run_dir(config)
-    if status == 128 + signal.SIGINT:
+    if status == _INTERRUPTED:
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
         return _fail(f"interrupted, all ranks have ended{kept}", status)
     return status

@@ -149,6 +149,17 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
     )
 
 
+def check_inputs(config: TrainConfig) -> None:
+    """Loads the data set and makes the network, for what they say: one process's errors are better than those of all."""
+    from hpcdp import data
+    from hpcdp.nn import models
+
+    for split in ("train", "test"):
+        dataset = data.load(config.data, split=split, root=config.data_dir)
+    x, _ = dataset[0]
+    models.create(config.model, input_shape=x.shape, num_classes=dataset.num_classes, seed=config.seed)
+
+
 def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     """``config`` with a ``run_dir`` that exists and is empty; called by one process of the job.
 
@@ -211,7 +222,8 @@ def _typed(name: str, value: Any) -> Any:
     kind = kind_of(name)
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind:
+    given: type = type(value)
+    if given is not kind:
         raise ConfigError(f"setting {name}", expected=_TYPE_NAMES[kind], got=repr(value))
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"setting {name}", expected="a finite number", got=value)

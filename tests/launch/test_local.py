@@ -1,0 +1,180 @@
+"""The launcher from outside: what the ranks see, and that none of them outlives it."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcdp.launch import local
+
+CORES = len(os.sched_getaffinity(0))
+SLEEPER = """
+import os, signal, sys, time
+from mpi4py import MPI
+from pathlib import Path
+signal.signal(signal.SIGUSR1, lambda *_: Path(sys.argv[1], f"usr1-{MPI.COMM_WORLD.rank}").touch())
+MPI.COMM_WORLD.barrier()
+Path(sys.argv[1], f"ready-{MPI.COMM_WORLD.rank}").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def launch(ranks: int, *program: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def python(code: str) -> tuple[str, str, str]:
+    return sys.executable, "-c", code
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Job:
+    """Two sleeping ranks under a launcher; all its processes carry a mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
+        name, _, value = self.mark.partition("=")
+        command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(SLEEPER), str(folder)]
+        self.launcher = subprocess.Popen(
+            command, env=os.environ | {name: value}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        wait_for(lambda: all((folder / f"ready-{rank}").exists() for rank in (0, 1)))
+
+    def rank_pid(self, rank: int) -> int:
+        path = self.folder / f"ready-{rank}"
+        wait_for(path.read_text)
+        return int(path.read_text())
+
+    def processes(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def end(self) -> int:
+        """The launcher's exit status, once it is seen that nothing of the job is left."""
+        status = self.launcher.wait(20)
+        assert self.launcher.stderr is not None
+        self.launcher.stderr.close()
+        wait_for(lambda: not self.processes(), limit_s=10)
+        return status
+
+
+def test_ranks_form_one_world() -> None:
+    done = launch(3, *python("from mpi4py import MPI; c = MPI.COMM_WORLD; print(c.allgather(c.rank), c.rank)"))
+    assert sorted(done.stdout.split("\n")) == ["", *(f"[0, 1, 2] {rank}" for rank in range(3))], done.stderr
+
+
+def test_exit_status_of_a_rank() -> None:
+    code = "import os, time; from mpi4py import MPI; os._exit(7) if MPI.COMM_WORLD.rank == 1 else time.sleep(60)"
+    assert launch(2, *python(code)).returncode == 7
+
+
+def test_cores_are_shared_out_unless_the_user_says() -> None:
+    code = "import os; print(*(os.environ.get(n) for n in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS')), flush=True)"
+    bare = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    share = max(1, CORES // 2)
+    assert launch(2, *python(code), env=bare).stdout.split("\n")[0] == f"{share} {share}"
+    assert launch(2, *python(code), env=bare | {"OMP_NUM_THREADS": "5"}).stdout.split("\n")[0] == "5 None"
+
+
+def test_a_user_setting_wins() -> None:
+    library = local.mpi.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
+    environ = local.environment(library, Path("/x/bin/mpirun"), CORES + 1, {"OMPI_MCA_btl": "self,tcp"})
+    assert environ["OMPI_MCA_btl"] == "self,tcp"
+    assert environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert "OMPI_MCA_mpi_yield_when_idle" not in local.environment(library, Path("/x/bin/mpirun"), CORES, {})
+
+
+def test_standard_input_reaches_rank_0() -> None:
+    code = "import sys; print('read', sys.stdin.readline())"  # Open MPI 5.0 passes a pipe's lines on, not its end
+    assert "read a line" in launch(1, *python(code), input="a line\n").stdout
+
+
+def test_a_missing_program() -> None:
+    done = launch(2, "no-such-program")
+    assert done.returncode == 127
+    assert done.stderr == "hpcdp: launch 'no-such-program': got no such program; check its name and PATH\n"
+
+
+def test_a_missing_library(tmp_path: Path) -> None:
+    done = launch(2, *python("pass"), env=os.environ | {"MPI4PY_LIBMPI": str(tmp_path)})
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "hpcdp[openmpi]" in done.stderr
+
+
+def test_inside_a_job_it_is_refused() -> None:
+    done = launch(2, *python("pass"), env=os.environ | {"OMPI_COMM_WORLD_SIZE": "4"})
+    assert done.returncode == 2
+    assert "a rank of a job of 4" in done.stderr
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.launcher.send_signal(sign)
+    assert job.end() == 128 + sign
+
+
+@pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])
+def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
+    os.kill({"launcher": job.launcher.pid, "mpirun": int(children[0]), "rank": job.rank_pid(1)}[whose], signal.SIGKILL)
+    status = job.end()
+    assert status in ({-9} if whose == "launcher" else {9, 137})
+
+
+def test_usr1_reaches_every_rank(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.launcher.send_signal(signal.SIGUSR1)
+    wait_for(lambda: all((tmp_path / f"usr1-{rank}").exists() for rank in (0, 1)), limit_s=10)
+    job.launcher.terminate()
+    job.end()
+
+
+def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(SLEEPER), str(tmp_path)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command)
+    wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
+    os.write(terminal, b"\x03")
+    pids = [int((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    os.close(terminal)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
+
+
+@pytest.mark.mpi
+def test_rank_and_size_are_read_from_the_environment() -> None:
+    from mpi4py import MPI
+
+    assert (local.launched_rank(), local.launched_ranks()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+
+
+def test_info_under_the_launcher() -> None:
+    done = launch(2, sys.executable, "-m", "hpcdp.cli", "info", "--json")
+    facts = json.loads(done.stdout)
+    assert facts["ranks"] == 2
+    assert [row["rank"] for row in facts["world"]] == [0, 1]

