@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -15,14 +16,44 @@ Transform = Callable[..., Batch]
 
 
 class _Read:
-    """One batch on its way: read on the engine's lane, taken by the loop."""
+    """One batch on its way: filled on the engine's lane, taken by the loop.
 
-    def __init__(self, variable: Variable) -> None:
-        self.variable = variable
+    The error is kept here and not in the engine: that of a batch that nobody takes any more must not surface elsewhere.
+    """
+
+    def __init__(self, fill: Callable[[], Batch], variable: Variable) -> None:
+        self.fill, self.variable = fill, variable
         self.batch: Batch | None = None
-        # Kept here and not in the engine: an error of a batch that nobody takes any more must not surface elsewhere.
         self.error: BaseException | None = None
         self.abandoned = False
+        self.thread: int | None = None
+        self.lock, self.done = threading.RLock(), threading.Event()
+
+    def run(self) -> None:
+        with self.lock:
+            if self.abandoned:
+                return
+            self.thread = threading.get_ident()
+        try:
+            self.batch = self.fill()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+    def abandon(self) -> None:
+        """It will not begin any more."""
+        with self.lock:
+            self.abandoned = True
+
+    def wait_if_begun(self) -> None:
+        """Returns when an abandoned read does not run.
+
+        A loop that was left in a reference cycle ends wherever the garbage collector happens to run: on the lane's
+        thread, or inside of the engine. So this neither waits for its own thread nor calls the engine.
+        """
+        if self.thread not in (None, threading.get_ident()):
+            self.done.wait()
 
 
 class DataLoader:
@@ -90,20 +121,11 @@ class DataLoader:
                 yield read.batch
         finally:
             for read in ahead:
-                read.abandoned = True
+                read.abandon()
             for read in ahead:
-                engine.wait_to_read(read.variable)
+                read.wait_if_begun()
 
     def _push(self, engine: Engine, indices: object) -> _Read:
-        read = _Read(engine.variable("batch"))
-
-        def fill() -> None:
-            if read.abandoned:
-                return
-            try:
-                read.batch = self._read(indices)
-            except BaseException as error:
-                read.error = error
-
-        engine.push(fill, writes=(read.variable,), lane="io")
+        read = _Read(lambda: self._read(indices), engine.variable("batch"))
+        engine.push(read.run, writes=(read.variable,), lane="io")
         return read

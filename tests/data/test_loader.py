@@ -126,6 +126,24 @@ def test_a_loop_that_is_left_early_leaves_nothing_running(engine: Engine) -> Non
     engine.waitall()
 
 
+def test_a_forgotten_loop_may_end_on_the_lane_itself(engine: Engine) -> None:
+    """The collector closes a loop that lies in a reference cycle on whatever thread it runs, here the reading one."""
+    loop = iter(DataLoader(Recording(40, delay_s=0.01), batches(40, 4), prefetch=5, engine=engine))
+    next(loop)
+    cycle = [loop]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        del loop, cycle
+        engine.push(gc.collect, lane="io", priority=1)
+        waiting = threading.Thread(target=engine.waitall, daemon=True)
+        waiting.start()
+        waiting.join(timeout=10)
+        assert not waiting.is_alive()
+    finally:
+        gc.enable()
+
+
 def test_an_exception_in_the_loop_is_the_one_that_is_seen(engine: Engine) -> None:
     dataset = Recording(40, delay_s=0.005)
     with pytest.raises(ZeroDivisionError):
