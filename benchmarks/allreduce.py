@@ -85,6 +85,7 @@ def print_table(rows: list[dict[str, Any]], title: str, validated: bool) -> None
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.allreduce", description=__doc__)
     parser.add_argument("-m", dest="sizes", default="4:64M", metavar="MIN:MAX", help="message sizes in bytes")
+    parser.add_argument("-f", dest="factor", type=int, default=2, help="each size is so many times the one before")
     parser.add_argument("-i", dest="iterations", type=int, default=200)
     parser.add_argument("-x", dest="warmup", type=int, default=10)
     parser.add_argument("-c", dest="validate", type=int, choices=(0, 1), default=1, help="check the results")
@@ -95,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     world = comm.init()
     pin_to_own_core(world)
-    sizes = size_range(args.sizes)
+    sizes = size_range(args.sizes, args.factor)
     dtype = np.dtype(args.dtype)
     data = FreshData(world.rank, world.size, dtype, args.op)
     how = {"algorithm": args.algorithm, "op": args.op}

@@ -3,8 +3,8 @@
 ``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In every iteration the four bare patterns of
 `floor`, hpcdp, the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that
 were written just before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's,
-``peer x`` the best peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets in
-the node's memory (``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``). A library that needs an
+``peer x`` the best peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets
+in the node's memory (``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``). A library that needs an
 environment of its own (MPICH beside Open MPI) is compared by `run`, which alternates whole jobs.
 """
 
@@ -42,8 +42,8 @@ def compare(
 ) -> dict[str, Any]:
     """One size; every rank must call.
 
-    Returns ``nbytes``, ``median_us`` by name, the best pattern (``floor``) and the best ``peer`` (None without any), the
-    ``floor_share`` and ``peer_ratio`` of each of `OURS`, and ``wrong``, the wrong elements by name.
+    Returns ``nbytes``, ``median_us`` by name, the best pattern (``floor``) and the best ``peer`` (None without any),
+    the ``floor_share`` and ``peer_ratio`` of each of `OURS`, and ``wrong``, the wrong elements by name.
     """
     count = max(1, nbytes // 4)
     data = FreshData(world.rank, world.size)

@@ -1,0 +1,250 @@
+"""RESULTS.md from what the jobs reported: every target, what was measured, met or missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .measure import format_size
+
+_KB, _MB = 1 << 10, 1 << 20
+_OURS = ("hpcdp buckets", "hpcdp any array")
+_OWNERS = "owners of shards"
+
+
+@dataclass
+class Verdict:
+    """One target and what became of it; ``measured`` is None where nothing could be measured."""
+
+    target: str
+    what: str
+    wanted: str
+    measured: str | None
+    met: bool
+
+
+def median_by_size(
+    reports: Iterable[dict[str, Any]], pick: Callable[[dict[str, Any]], float | None]
+) -> dict[int, float]:
+    """The median over rounds of ``pick(row)`` for every message size; rows where it is None are left out."""
+    found: dict[int, list[float]] = {}
+    for report in reports:
+        for row in report["rows"]:
+            value = pick(row)
+            if value is not None:
+                found.setdefault(row["nbytes"], []).append(value)
+    return {nbytes: float(np.median(values)) for nbytes, values in sorted(found.items())}
+
+
+def with_peer(results: dict[str, Any], kind: str, add: Callable[[dict[str, Any]], dict[str, float]]) -> list[Any]:
+    """The rounds of ``kind``, each row's ``median_us`` joined by what ``add`` takes from the same round's MPICH row."""
+    rounds = []
+    for number, report in enumerate(results.get(kind, [])):
+        others = results.get(f"{kind} MPICH", [])
+        rows = others[number]["rows"] if number < len(others) else []
+        extra = {row["nbytes"]: add(row) for row in rows}
+        joined = [{**row, "median_us": {**row["median_us"], **extra.get(row["nbytes"], {})}} for row in report["rows"]]
+        rounds.append({**report, "rows": joined})
+    return rounds
+
+
+def peer_names(rounds: list[dict[str, Any]], own: Iterable[str]) -> list[str]:
+    """Everything in the rounds' tables that is neither ours nor a bare pattern."""
+    names: dict[str, None] = {}
+    for report in rounds:
+        for row in report["rows"]:
+            names |= dict.fromkeys(row["median_us"])
+    return [name for name in names if name not in own]
+
+
+def best_peer_ratio(rounds: list[dict[str, Any]], ours: str, peers: list[str]) -> dict[int, tuple[float, str]]:
+    """For every size the smallest of the peers' median ratios to ``ours``, over rounds, and whose it is."""
+    best: dict[int, tuple[float, str]] = {}
+    for peer in peers:
+        ratios = median_by_size(
+            rounds,
+            lambda row, peer=peer: (
+                row["median_us"][peer] / row["median_us"][ours] if peer in row["median_us"] else None
+            ),
+        )
+        for nbytes, ratio in ratios.items():
+            best[nbytes] = min(best.get(nbytes, (np.inf, "")), (ratio, peer))
+    return best
+
+
+def _worst(target: str, what: str, wanted: float, by_size: dict[int, float], unit: str = "x") -> Verdict:
+    """A target that must hold at every size: the smallest value decides."""
+    percent = unit == "%"
+    shown = f"at least {100 * wanted:.0f}%" if percent else f"at least {wanted:g}{unit}"
+    if not by_size:
+        return Verdict(target, what, shown, None, False)
+    nbytes = min(by_size, key=by_size.__getitem__)
+    value = f"{100 * by_size[nbytes]:.0f}%" if percent else f"{by_size[nbytes]:.2f}{unit}"
+    held = sum(each >= wanted for each in by_size.values())
+    measured = f"{value} at worst ({format_size(nbytes)}); holds at {held} of {len(by_size)} sizes"
+    return Verdict(target, what, shown, measured, held == len(by_size))
+
+
+def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int, Any]:
+    return {nbytes: value for nbytes, value in values.items() if low <= nbytes <= high}
+
+
+def verdicts(results: dict[str, Any]) -> list[Verdict]:
+    """S1, S5, S6 and S11 from the results of the suite."""
+    return [*_allreduce(results), *_updates(results), *_lenet(results), *_scaling(results), *_startup(results)]
+
+
+def _patterns(results: dict[str, Any]) -> set[str]:
+    return {row["floor"] for report in results.get("allreduce", []) for row in report["rows"]}
+
+
+def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rounds of the allreduce comparison with MPICH joined, and the peers' names."""
+    rounds = with_peer(results, "allreduce", lambda row: {"MPICH": row["median"]})
+    peers = [name for name in peer_names(rounds, _OURS) if name in ("MPI", "MPI in place", "gloo", "MPICH")]
+    return rounds, peers
+
+
+def _allreduce(results: dict[str, Any]) -> list[Verdict]:
+    rounds, peers = allreduce_rounds(results)
+    found = []
+    for ours in _OURS:
+        share = median_by_size(rounds, lambda row, ours=ours: row["floor_share"][ours])
+        ratios = {nbytes: each[0] for nbytes, each in best_peer_ratio(rounds, ours, peers).items()}
+        name = f"allreduce, {ours.removeprefix('hpcdp ')}"
+        found.append(_worst("S1", f"{name}: share of the floor above 64 KB", 0.85, _between(share, 64 * _KB + 1), "%"))
+        found.append(_worst("S1", f"{name}: best peer, 1 to 16 MB", 1.3, _between(ratios, _MB, 16 * _MB)))
+        found.append(_worst("S1", f"{name}: best peer, from 64 MB", 4, _between(ratios, 64 * _MB)))
+    slower = {
+        nbytes: us for nbytes, us in median_by_size(rounds, _microseconds_behind_mpi).items() if nbytes <= 64 * _KB
+    }
+    worst = max(slower, key=slower.__getitem__) if slower else 0
+    measured = f"{slower[worst]:+.1f} us at worst ({format_size(worst)})" if slower else None
+    found.append(
+        Verdict(
+            "S1",
+            "allreduce, any array: up to 64 KB, behind the MPI library",
+            "at most 1 us",
+            measured,
+            bool(slower) and slower[worst] <= 1,
+        )
+    )
+    return found
+
+
+def _microseconds_behind_mpi(row: dict[str, Any]) -> float | None:
+    mpi = [us for name, us in row["median_us"].items() if name in ("MPI", "MPI in place")]
+    return row["median_us"][_OURS[1]] - min(mpi) if mpi else None
+
+
+def _updates(results: dict[str, Any]) -> list[Verdict]:
+    rounds = update_rounds(results)
+    ratios = best_peer_ratio(rounds, _OWNERS, peer_names(rounds, (_OWNERS, "every rank")))
+    by_size = {nbytes: each[0] for nbytes, each in _between(ratios, _MB).items()}
+    return [_worst("S1", "reduce and update by owners: best peer's allreduce and update, from 1 MB", 3, by_size)]
+
+
+def update_rounds(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rounds of reduce and update, with MPICH joined."""
+    return with_peer(results, "updates", lambda row: {"MPICH, fused SGD": row["median_us"]["MPI, fused SGD"]})
+
+
+def _lenet(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for batch in sorted({report["batch"] for report in results.get("lenet", [])}):
+        ratios = [each["ratio"] for each in results["lenet"] if each["batch"] == batch and each["ratio"] is not None]
+        rates = [each["samples_s"]["hpcdp"] for each in results["lenet"] if each["batch"] == batch]
+        what = f"LeNet on one core, batch {batch}, against PyTorch ({np.median(rates):.0f} samples/s here)"
+        measured = f"{np.median(ratios):.2f}x" if ratios else None
+        found.append(Verdict("S5", what, "at least 1x", measured, bool(ratios) and np.median(ratios) >= 1))
+    return found
+
+
+def efficiency(reports: list[dict[str, Any]], batch: int) -> float | None:
+    """Samples/s on 2 ranks over twice those on 1: the median over rounds; None without both."""
+    rates = {n: [r["samples_s"] for r in reports if r["batch"] == batch and r["ranks"] == n] for n in (1, 2)}
+    pairs = min(len(rates[1]), len(rates[2]))
+    if pairs == 0:
+        return None
+    return float(np.median([two / (2 * one) for one, two in zip(rates[1][:pairs], rates[2][:pairs], strict=True)]))
+
+
+def _scaling(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    reports = results.get("scaling", [])
+    for batch in sorted({report["batch"] for report in reports}):
+        ours, ddp = efficiency(reports, batch), efficiency(results.get("scaling DDP", []), batch)
+        what = f"LeNet, 1 to 2 ranks, batch {batch} a rank" + (f" (DDP over gloo: {ddp:.2f})" if ddp else "")
+        measured = None if ours is None else f"{ours:.2f}"
+        found.append(Verdict("S6", what, "at least 0.95", measured, ours is not None and ours >= 0.95))
+    return found
+
+
+def _startup(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for report in results.get("startup", [])[:1]:
+        for key, what, limit in (
+            ("import_s", "import hpcdp", 0.2),
+            ("launch_s", f"hpcdp launch -n {report['ranks']} until the world is known", 0.5),
+        ):
+            found.append(Verdict("S11", what, f"at most {limit} s", f"{report[key]:.3f} s", report[key] <= limit))
+    return found
+
+
+def _table(heading: list[str], rows: Iterable[list[str]]) -> str:
+    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def _medians(rounds: list[dict[str, Any]], leave_out: Iterable[str] = ()) -> str:
+    names = [name for name in peer_names(rounds, ()) if name not in leave_out]
+    columns = {name: median_by_size(rounds, lambda row, name=name: row["median_us"].get(name)) for name in names}
+    sizes = sorted({nbytes for column in columns.values() for nbytes in column})
+    rows = [
+        [format_size(nbytes), *(f"{columns[name][nbytes]:.1f}" if nbytes in columns[name] else "-" for name in names)]
+        for nbytes in sizes
+    ]
+    return _table(["size", *names], rows)
+
+
+def render(results: dict[str, Any]) -> str:
+    """The text of RESULTS.md."""
+    machine = results["machine"]
+    processor = machine["processor"]
+    caches = ", ".join(f"{name} {size}" for name, size in processor["caches"].items())
+    libraries = sorted({each["library"] for each in results.get("allreduce", [])})
+    limits = [report["limits"] for report in results.get("allreduce", [])]
+    parts = [
+        "# Results\n",
+        "Written by `make bench` (`python -m hpcdp.benchmarks.run`); what is measured, and why that is the limit, is in "
+        "[docs/benchmarks.md](../docs/benchmarks.md). Times are medians in microseconds of the slowest rank; every ratio "
+        "is the median over rounds in which the candidates alternate.\n",
+        f"{processor['model']}, {processor['cores']} cores ({caches}), {processor['system']}; Python {machine['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        + f"; {', '.join(libraries)}; commit {machine['commit']}, {machine['date']}.\n",
+    ]
+    if limits:
+        typical = {name: float(np.median([each[name] for each in limits])) for name in limits[0]}
+        parts.append(
+            f"The machine in the same run: copies {typical['one_core_gb_s']:.1f} GB/s on one core and "
+            f"{typical['all_cores_gb_s']:.1f} GB/s on all ranks' cores at once (256 MB, each byte counted once); a cache "
+            f"line goes from one core to the other and back in {typical['line_round_trip_ns']:.0f} ns.\n"
+        )
+    for name in ("skipped", "failures"):
+        if results.get(name):
+            parts.append(f"{name.capitalize()}: " + "; ".join(results[name]) + ".\n")
+    rows = [
+        [each.target, each.what, each.wanted, each.measured or "not measured"]
+        + ["-" if each.measured is None else "met" if each.met else "**missed**"]
+        for each in verdicts(results)
+    ]
+    parts.append("## Targets\n\n" + _table(["", "what", "target", "measured", ""], rows))
+    rounds, _ = allreduce_rounds(results)
+    if rounds:
+        parts.append("## Allreduce, sum of float32, fresh data\n\n" + _medians(rounds))
+    if results.get("updates"):
+        parts.append("## Reduce and update, SGD with momentum\n\n" + _medians(update_rounds(results)))
+    return "\n".join(parts)

@@ -1,0 +1,135 @@
+"""The suite: ``python -m hpcdp.benchmarks.run`` (``make bench``) measures every target that has a benchmark here.
+
+It starts one job after another, in rounds, so that what is compared alternates; it takes under ten minutes and wants
+quiet cores. It writes ``benchmarks/results.json`` and rewrites ``benchmarks/RESULTS.md``. The exit status is 1 when a
+result was wrong or a job failed, never because of time. Peers that are missing are named and skipped: PyTorch by its
+absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python of an environment with mpi4py, MPICH and Numba.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .machine import describe
+from .report import render
+
+_HERE = Path(__file__).resolve().parent
+_JOB_TIMEOUT_S = 240
+
+
+@dataclass
+class Suite:
+    """Starts jobs and keeps what they report.
+
+    Args:
+        ranks: of the jobs that compare collectives.
+        largest: the largest message.
+        rounds: how often every job is run.
+        brief: fewer and shorter turns, to see that everything works.
+        mpich: the Python of an environment with MPICH, or empty.
+    """
+
+    ranks: int
+    largest: str
+    rounds: int
+    brief: bool
+    mpich: str
+    results: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def job(self, kind: str, benchmark: str, arguments: list[str], *, ranks: int, python: str = sys.executable) -> None:
+        """Run ``hpcdp.benchmarks.<benchmark>`` on ``ranks`` ranks and append its report to ``results[kind]``."""
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            report = Path(folder, "report.json")
+            command = [python, "-m", f"hpcdp.benchmarks.{benchmark}", *arguments, "--json", str(report)]
+            if benchmark != "startup":
+                command = [python, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *command]
+            print(f"# {kind}: {benchmark} {' '.join(arguments)}", flush=True)
+            begin = time.monotonic()
+            done = _run(command)
+            print(f"#   {time.monotonic() - begin:.1f} s, status {done.returncode}", flush=True)
+            if report.exists():
+                self.results.setdefault(kind, []).append(json.loads(report.read_text()))
+            if done.returncode:
+                last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+                self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): {' '.join(last)}")
+
+    def collectives(self) -> None:
+        """One round of the jobs that compare allreduce, and reduce and update, with other libraries."""
+        iterations = ["-i", "4" if self.brief else "60"]
+        sizes = ["-m", f"4:{self.largest}", *iterations]
+        updates = ["-m", f"64K:{self.largest}", *iterations]
+        self.job("allreduce", "compare", sizes, ranks=self.ranks)
+        if self.mpich:
+            native = [*sizes, "-f", "4", "--algorithm", "native"]
+            self.job("allreduce MPICH", "allreduce", native, ranks=self.ranks, python=self.mpich)
+        self.job("updates", "gradients", updates, ranks=self.ranks)
+        if self.mpich:
+            self.job("updates MPICH", "gradients", updates, ranks=self.ranks, python=self.mpich)
+
+    def training(self, batch: int) -> None:
+        """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each."""
+        turns = ["--turns", "2", "--seconds", "0.02"] if self.brief else ["--turns", "8"]
+        arguments = ["--batch", str(batch), *turns]
+        self.job("lenet", "train_lenet", arguments, ranks=1)
+        for ranks in (1, 2):
+            self.job("scaling", "train_lenet", [*arguments, "--framework", "hpcdp"], ranks=ranks)
+        if "torch" in self.results["machine"]["versions"]:
+            for ranks in (1, 2):
+                self.job("scaling DDP", "train_lenet", [*arguments, "--framework", "torch"], ranks=ranks)
+
+    def run(self) -> dict[str, Any]:
+        """Every job in its rounds; what they reported, by kind."""
+        self.results["machine"] = describe()
+        self.results["skipped"] = [] if self.mpich else ["MPICH: no environment was named (--mpich PYTHON)"]
+        self.job("startup", "startup", ["--repeats", "1" if self.brief else "9"], ranks=1)
+        for _ in range(self.rounds):
+            self.collectives()
+            for batch in (64, 256):
+                self.training(batch)
+        if "torch" not in self.results["machine"]["versions"]:
+            self.results["skipped"].append("gloo and PyTorch: torch is not installed")
+        self.results["failures"] = self.failures
+        return self.results
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    try:
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"stopped after {_JOB_TIMEOUT_S} s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.run", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--largest", default="256M", metavar="SIZE", help="the largest message")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--brief", action="store_true", help="few and short turns, only to see that everything works")
+    parser.add_argument("--mpich", default=os.environ.get("HPCDP_BENCH_MPICH", ""), metavar="PYTHON")
+    parser.add_argument("--into", default=str(_HERE), metavar="FOLDER", help="where the results are written")
+    args = parser.parse_args(argv)
+    results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich).run()
+    folder = Path(args.into)
+    folder.joinpath("results.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = render(results)
+    folder.joinpath("RESULTS.md").write_text(text)
+    print(text)
+    return 1 if results["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
