@@ -182,9 +182,10 @@ def _train(arguments: argparse.Namespace) -> int:
     config = settings.load(getattr(arguments, "config", None), given)
     size = launched_ranks()
     if size is not None:
+        config = config.for_world(size)
         from hpcdp.train.run import run
 
-        run(config.for_world(size))
+        run(config)
         return 0
     config = config.for_world(config.ranks or 1)
     settings.check_inputs(config)

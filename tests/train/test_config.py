@@ -92,7 +92,7 @@ def test_results_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     kept = tmp_path / "notes.txt"
     for name in ("config.toml", "metrics.jsonl", "notes.txt"):
         (tmp_path / name).write_text("a result")
-    with pytest.raises(ConfigError, match="exists and is not empty .*; choose another --run-dir, or add --overwrite"):
+    with pytest.raises(ConfigError, match=r"exists and is not empty .*; choose another --run-dir, or add --overwrite"):
         config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path)))
     assert len(list(tmp_path.iterdir())) == 3
     config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))

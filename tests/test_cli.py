@@ -1,0 +1,134 @@
+"""The command line from outside: help, bad input, and a run that does what its flags say."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("", "train", "launch", "info", "doctor")
+QUICK = ("--epochs", "1", "--seed", "3")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hpcdp.cli", *arguments]
+
+
+def hpcdp(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=120, cwd=cwd, env=os.environ | environ
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_terminal(name: str) -> None:
+    shown = hpcdp(*filter(None, [name]), "-h", COLUMNS="80")
+    assert shown.returncode == 0
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-h"], ["train", "-h"], ["launch", "-n", "0", "--", "x"], ["train", "--lr", "x"]]
+)
+def test_neither_help_nor_an_error_loads_mpi_or_numpy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from hpcdp import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'mpi4py', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True).returncode == 0
+
+
+def test_import_is_lazy() -> None:
+    code = "import sys, hpcdp; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    assert "hpcdp" in loaded
+    assert not {"numpy", "mpi4py", "numba", "h5py", "matplotlib", "rich", "tensorboardX", "hpcdp.comm"} & set(loaded)
+
+
+def test_the_public_face() -> None:
+    import hpcdp
+
+    for name in hpcdp.__all__:
+        assert getattr(hpcdp, name) is getattr(hpcdp, name)
+    assert set(hpcdp.__all__) <= set(dir(hpcdp))
+    with pytest.raises(AttributeError, match=r"no attribute 'Trianer'; it has .*Trainer"):
+        hpcdp.Trianer  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, launch, info, doctor"),
+        ([], "the following arguments are required: COMMAND"),
+        (["train", "--epoch", "3"], "unknown train option '--epoch'; did you mean '--epochs'? valid: "),
+        (["train", "--epochs", "x"], "setting epochs: expected an integer, got 'x'"),
+        (["train", "--lr", "0"], "setting lr: expected more than 0, got 0.0"),
+        (["train", "--lr"], "train: argument --lr: expected one argument; hpcdp train -h lists the options"),
+        (["train", "lenett"], "'lenett'"),
+        (["train", "--data", "digitz"], "'digitz'"),
+        (["train", "--batch-size", "3", "--ranks", "4"], "at least one sample for each of the 4 ranks, got 3"),
+        (["train", "--config", "none.toml"], "[none.toml]: got No such file or directory"),
+        (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, at least 1, got 'two'"),
+        (["launch", "-n", "2"], "expected a program after --"),
+        (["launch", "--", "x"], "required: -n/--ranks"),
+        (["info", "--xml"], "unknown info option '--xml'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = hpcdp(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_train_over_two_ranks(tmp_path: Path) -> None:
+    done = hpcdp("train", "lenet", "--data", "digits", "--ranks", "2", *QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1]) > 0.5
+    run = tmp_path / "runs" / "lenet-digits-001"
+    assert {"config.toml", "metrics.jsonl", "curves.png"} <= {path.name for path in run.iterdir()}
+    config = (run / "config.toml").read_text()
+    assert "ranks = 2\n" in config and "epochs = 1\n" in config and "seed = 3\n" in config
+
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    refused = hpcdp("train", "--run-dir", str(run), "--ranks", "2", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "run folder exists and is not empty" in refused.stderr and refused.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+    again = hpcdp("train", "--config", str(run / "config.toml"), "--run-dir", str(run), "--overwrite", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (run / "config.toml").read_text() == config
+
+
+@pytest.mark.slow
+def test_ranks_that_contradict_mpirun(tmp_path: Path) -> None:
+    inner = command("train", "--ranks", "3", *QUICK)
+    done = hpcdp("launch", "-n", "2", "--", *inner, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "expected 2, the ranks that the launcher started, got 3" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_interrupting_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+    arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
+    job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == 130
+    assert said.splitlines()[-1] == "hpcdp: interrupted, all ranks have ended; what it had written is in run"
+    assert all(line.startswith("{") and line.endswith("}") for line in metrics.read_text().splitlines())
