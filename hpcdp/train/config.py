@@ -44,13 +44,14 @@ class TrainConfig:
     epochs: int = _setting(20, "passes over the training set", least=1)
     batch_size: int = _setting(64, "samples a step over all ranks together (the global batch)", least=1)
     optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw"))
-    lr: float = _setting(0.05, "learning rate at the global batch", least=0.0, above=True)
+    lr: float = _setting(0.1, "learning rate at the global batch", least=0.0, above=True)
     momentum: float = _setting(0.9, "momentum of sgd; adam and adamw do not use it", least=0.0)
-    weight_decay: float = _setting(0.0, "weight decay per step, times the learning rate", least=0.0)
+    weight_decay: float = _setting(0.001, "weight decay per step, times the learning rate", least=0.0)
     schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
-    warmup_epochs: float = _setting(0.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
+    warmup_epochs: float = _setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
     clip_norm: float | None = _setting(None, "largest L2 norm of a step's mean gradient", least=0.0, above=True)
     seed: int = _setting(0, "seed of the initial parameters and of the shuffles", least=0)
+    shift: int = _setting(2, "training images move by up to so many pixels, anew each epoch", least=0)
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
     threads: int | None = _setting(None, "BLAS threads a rank (default: the node's usable cores / its ranks)", least=1)
@@ -150,14 +151,10 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Loads the data set and makes the network, for what they say: one process's errors are better than those of all."""
-    from hpcdp import data
-    from hpcdp.nn import models
+    """Loads the data set and makes the network, for what they say: better by one process than by all."""
+    from . import inputs
 
-    for split in ("train", "test"):
-        dataset = data.load(config.data, split=split, root=config.data_dir)
-    x, _ = dataset[0]
-    models.create(config.model, input_shape=x.shape, num_classes=dataset.num_classes, seed=config.seed)
+    inputs.network(config, inputs.datasets(config)[0])
 
 
 def reserve_run_dir(config: TrainConfig) -> TrainConfig:

@@ -43,7 +43,7 @@ def fit(
 
     Args:
         net: changed in place, through the parameters that ``trainer`` has.
-        loader: has a length and yields ``(x, y)``; its sampler is told the epoch, counted from 0.
+        loader: has a length and yields ``(x, y)``; it is told the epoch, counted from 0.
         loss: per sample, shape ``(batch,)``.
         evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``.
         callbacks: may differ between ranks, see `Callback`.
@@ -59,7 +59,7 @@ def fit(
         callback.on_start(epochs, steps)
     try:
         for epoch in range(1, epochs + 1):
-            loader.sampler.set_epoch(epoch - 1)
+            loader.set_epoch(epoch - 1)
             meter.start_epoch()
             batches = iter(loader)
             for step in range(1, steps + 1):
@@ -154,5 +154,5 @@ class _Meter:
             "samples_per_s": count / seconds,
             "comm_s": comm,
             "comm_exposed_s": exposed,
-            "learning_rate": self._trainer.optimizer.learning_rate(self._step),
+            "learning_rate": self._trainer.optimizer.learning_rate(max(1, self._trainer.step_count)),
         }

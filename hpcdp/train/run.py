@@ -9,13 +9,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from hpcdp import data, nn, optim
+from hpcdp import data
 from hpcdp.comm import World, init
-from hpcdp.nn import models
 
+from . import inputs
 from .agreement import on_every_rank
+from .augment import ShiftedImages, ShiftedLoader
 from .callbacks import Callback, KeepMetrics, ShowProgress
 from .config import TrainConfig
 from .evaluate import evaluate
@@ -43,12 +42,12 @@ def run(config: TrainConfig) -> dict[str, Any]:
     world = init()
     config = config.for_world(world.size)
     with _interruptible(), _blas_threads(config, world):
-        train_set, test_set = on_every_rank(world, lambda: _datasets(config))
-        net = on_every_rank(world, lambda: _network(config, train_set))
-        loader = _loader(config, train_set, world)
+        train_set, test_set = on_every_rank(world, lambda: inputs.datasets(config))
+        net = on_every_rank(world, lambda: inputs.network(config, train_set))
+        loader = on_every_rank(world, lambda: _loader(config, train_set, world))
         trainer = Trainer(
             net.parameters(),
-            _optimizer(config, len(loader)),
+            inputs.optimizer(config, len(loader)),
             world=world,
             owner=config.owner,
             clip_norm=config.clip_norm,
@@ -71,36 +70,13 @@ def run(config: TrainConfig) -> dict[str, Any]:
     return result
 
 
-def _datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
-    return (
-        data.load(config.data, split="train", root=config.data_dir),
-        data.load(config.data, split="test", root=config.data_dir),
-    )
-
-
-def _network(config: TrainConfig, train_set: data.Dataset) -> nn.Module:
-    x, _ = train_set[np.arange(1)]
-    return models.create(config.model, input_shape=x.shape[1:], num_classes=train_set.num_classes, seed=config.seed)
-
-
 def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.DataLoader:
     sampler = data.ShardedSampler(
-        len(train_set), config.batch_size, world.size, world.rank, shuffle=True, seed=config.seed, last="keep"
+        len(train_set), config.batch_size, num_parts=world.size, part_index=world.rank, seed=config.seed
     )
-    return data.DataLoader(train_set, sampler)
-
-
-def _optimizer(config: TrainConfig, steps: int) -> optim.Optimizer:
-    """The update rule, its rate following the schedule over epochs of ``steps`` steps."""
-    lr: float | optim.Schedule = config.lr
-    if config.schedule == "cosine":
-        lr = optim.CosineSchedule(config.lr, steps=config.epochs * steps)
-    warmup_steps = round(config.warmup_epochs * steps)
-    if warmup_steps:
-        inner = lr if isinstance(lr, optim.Schedule) else optim.ConstantSchedule(lr)
-        lr = optim.WarmupSchedule(inner, steps=warmup_steps)
-    momentum = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
-    return optim.create(config.optimizer, lr=lr, weight_decay=config.weight_decay, **momentum)
+    if config.shift == 0:
+        return data.DataLoader(train_set, sampler)
+    return ShiftedLoader(ShiftedImages(train_set, config.shift, config.seed), sampler)
 
 
 @contextlib.contextmanager

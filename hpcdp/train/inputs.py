@@ -1,0 +1,40 @@
+"""What a run's settings name: the data set, the network and the update rule."""
+
+from __future__ import annotations
+
+from hpcdp import data, nn, optim
+from hpcdp.nn import models
+
+from .config import TrainConfig
+
+_IMAGE_SIZE = {"digits": 28}
+"""Data sets that are enlarged: the digits have 8x8 pixels, and LeNet's layers want 28x28."""
+
+
+def datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
+    """The training and the test set; this rank alone. Raises ConfigError or DataError."""
+    train_set, test_set = (
+        data.load(config.data, split=split, root=config.data_dir, image_size=_IMAGE_SIZE.get(config.data))
+        for split in ("train", "test")
+    )
+    return train_set, test_set
+
+
+def network(config: TrainConfig, dataset: data.Dataset) -> nn.Module:
+    """The network for samples like those of ``dataset``, the same on every rank. Raises ConfigError."""
+    return models.create(
+        config.model, input_shape=dataset.sample_shape, num_classes=dataset.num_classes, seed=config.seed
+    )
+
+
+def optimizer(config: TrainConfig, steps: int) -> optim.Optimizer:
+    """The update rule; its learning rate follows the schedule over epochs of ``steps`` steps."""
+    lr: float | optim.Schedule = config.lr
+    if config.schedule == "cosine":
+        lr = optim.CosineSchedule(config.lr, steps=config.epochs * steps)
+    warmup_steps = round(config.warmup_epochs * steps)
+    if warmup_steps:
+        inner = lr if isinstance(lr, optim.Schedule) else optim.ConstantSchedule(lr)
+        lr = optim.WarmupSchedule(inner, steps=warmup_steps)
+    momentum = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    return optim.create(config.optimizer, lr=lr, weight_decay=config.weight_decay, **momentum)

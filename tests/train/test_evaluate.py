@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+from hpcdp.autograd import is_recording, is_training
+
+from hpcdp import nn
+from hpcdp.comm import threads
+from hpcdp.data import ArrayDataset
+from hpcdp.train.evaluate import evaluate
+
+
+def dataset(n: int) -> ArrayDataset:
+    rng = np.random.default_rng(n)
+    return ArrayDataset(rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, 4, size=n))
+
+
+def expected(x: np.ndarray, y: np.ndarray) -> tuple[int, float]:
+    """Right answers and mean cross-entropy of a network that gives the first four inputs as scores."""
+    scores = x[:, :4].astype(np.float64)
+    chances = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    return int((scores.argmax(axis=1) == y).sum()), float(-np.log(chances[np.arange(len(y)), y]).mean())
+
+
+def first_four() -> nn.Module:
+    net = nn.Dense(6, 4)
+    for param in net.parameters():
+        param.data[...] = np.eye(6, 4) if param.ndim == 2 else 0
+    return net
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("n", [1, 2, 5, 64])
+def test_any_number_of_ranks_sees_every_sample_once(ranks, n):
+    samples = dataset(n)
+    results = threads.run(ranks, lambda world: evaluate(first_four(), samples, world, batch_size=3))
+    correct, loss = expected(samples.x, samples.y)
+    assert set(results) == {results[0]}
+    assert (results[0].correct, results[0].count) == (correct, n)
+    assert results[0].accuracy == correct / n
+    assert results[0].loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_no_samples_give_zeros():
+    results = threads.run(2, lambda world: evaluate(first_four(), dataset(0), world))
+    assert results == [(0.0, 0.0, 0, 0)] * 2
+
+
+def test_the_network_is_in_predict_mode():
+    seen = []
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            seen.append((is_training(), is_recording()))
+            return first_four()(x)
+
+    threads.run(1, lambda world: evaluate(Watched(), dataset(4), world))
+    assert seen == [(False, False)]

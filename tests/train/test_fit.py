@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+
+from hpcdp import nn, optim
+from hpcdp.comm import threads
+from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.train.callbacks import Callback
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
+
+RNG = np.random.default_rng(11)
+CENTRES = RNG.normal(size=(3, 5)) * 2
+LABELS = RNG.integers(0, 3, size=70)
+SAMPLES = ArrayDataset((CENTRES[LABELS] + RNG.normal(size=(70, 5))).astype(np.float32), LABELS)
+
+
+class Batches:
+    """A sampler of fixed batches."""
+
+    def __init__(self, *batches: list[int]) -> None:
+        self.batches = [np.array(batch, np.int64) for batch in batches]
+        self.epochs: list[int] = []
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def network() -> nn.Module:
+    net = nn.Sequential(nn.Dense(5, 8), nn.ReLU(), nn.Dense(8, 3))
+    rng = np.random.default_rng(5)
+    for param in net.parameters():
+        param.data[...] = rng.normal(size=param.shape) * 0.3
+    return net
+
+
+def train(world, sampler, epochs=1, callbacks=(), owner="rank"):
+    net = network()
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.2, momentum=0.9), world=world, owner=owner)
+    records = fit(
+        net,
+        trainer,
+        DataLoader(SAMPLES, sampler, prefetch=0),
+        epochs=epochs,
+        evaluate=lambda: evaluate(net, SAMPLES, world),
+        callbacks=callbacks,
+        world=world,
+    )
+    return records, [np.array(param.data) for param in net.parameters()]
+
+
+def assert_same_parameters(some, others):
+    for a, b in zip(some, others, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_trains_as_one(ranks, owner):
+    def job(world):
+        sampler = ShardedSampler(len(SAMPLES), 16, world.size, world.rank, seed=4)
+        return train(world, sampler, epochs=3, owner=owner)
+
+    ((one_records, one_params),) = threads.run(1, job)
+    for records, params in threads.run(ranks, job):
+        assert_same_parameters(params, one_params)
+        for record, one in zip(records, one_records, strict=True):
+            assert record["loss"] == pytest.approx(one["loss"], rel=1e-4)
+            for name in ("accuracy", "test_accuracy", "samples", "step", "epoch", "learning_rate"):
+                assert record[name] == pytest.approx(one[name]), name
+    assert one_records[-1]["loss"] < 0.7 * one_records[0]["loss"]
+
+
+def test_records_are_alike_on_every_rank():
+    def job(world):
+        told: list[dict] = []
+
+        class Listen(Callback):
+            def on_record(self, record):
+                told.append(record)
+
+        sampler = ShardedSampler(len(SAMPLES), 7, world.size, world.rank, seed=1)
+        return train(world, sampler, epochs=2, callbacks=[Listen()])[0], told
+
+    results = threads.run(3, job)
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+    records, told = results[0]
+    assert [r for r in told if r["kind"] == "epoch"] == records
+    assert [r["step"] for r in told if r["kind"] == "step"] == [10, 20]
+    assert [r["epoch"] for r in told] == [1, 1, 2, 2]
+    assert sum(r["samples"] for r in records) == 2 * len(SAMPLES)
+    assert all(r["comm_exposed_s"] <= r["comm_s"] <= r["seconds"] for r in records)
+
+
+def test_ranks_with_fewer_batches_and_empty_ones_take_part_in_every_step():
+    pieces = {
+        0: [[0, 1, 2, 3], [4, 5], [6, 7, 8]],
+        1: [[], [9, 10, 11]],
+        2: [],
+    }
+    whole = [[0, 1, 2, 3], [4, 5, 9, 10, 11], [6, 7, 8]]
+    ((one_records, one_params),) = threads.run(1, lambda world: train(world, Batches(*whole), epochs=2))
+    for records, params in threads.run(3, lambda world: train(world, Batches(*pieces[world.rank]), epochs=2)):
+        assert_same_parameters(params, one_params)
+        assert [r["samples"] for r in records] == [12, 12]
+        assert records[-1]["loss"] == pytest.approx(one_records[-1]["loss"], rel=1e-4)
+
+
+def test_an_epoch_without_any_samples_changes_nothing():
+    before = [np.array(p.data) for p in network().parameters()]
+    for records, params in threads.run(2, lambda world: train(world, Batches([], []))):
+        assert_same_parameters(params, before)
+        assert (records[0]["samples"], records[0]["loss"]) == (0, 0)
+
+
+def test_the_sampler_is_told_each_epoch():
+    sampler = Batches([0, 1])
+    threads.run(1, lambda world: train(world, sampler, epochs=3))
+    assert sampler.epochs == [0, 1, 2]
+
+
+def test_callbacks_are_told_every_step_and_the_end_also_of_a_failure():
+    events: list[tuple] = []
+
+    class Watch(Callback):
+        def on_start(self, epochs, steps):
+            events.append(("start", epochs, steps))
+
+        def on_step(self, epoch, step):
+            events.append(("step", epoch, step))
+            if (epoch, step) == (2, 1):
+                raise RuntimeError("stop here")
+
+        def on_end(self):
+            events.append(("end",))
+
+    def job(world):
+        with pytest.raises(RuntimeError, match="stop here"):
+            train(world, Batches([0, 1], [2]), epochs=5, callbacks=[Watch()])
+
+    threads.run(1, job)
+    assert events == [("start", 5, 2), ("step", 1, 1), ("step", 1, 2), ("step", 2, 1), ("end",)]
