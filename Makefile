@@ -19,7 +19,7 @@ EXTRAS := $(filter-out system,$(MPI))
 BIN := $(VENV)/bin
 empty :=
 comma := ,
-extras = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
+bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1)))])
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -60,10 +60,10 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml | $(BIN)/python
 	@echo "installing hpcdp into $(VENV), a minute the first time"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(call extras,$(EXTRAS))]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS))'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the test tools into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(call extras,$(EXTRAS) dev)]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev)'
 	@touch $@
