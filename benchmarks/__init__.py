@@ -4,8 +4,10 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 
 - `floor` measures the machine: bare exchanges over shared memory, the copy rate, the latency between two cores.
 - `allreduce` prints OSU-style columns of one algorithm; `compare` alternates it with the floor and other libraries.
+- `gradients` does so for gradients through a Trainer: reduce and update by owners.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
-- `run` is the suite: it writes ``benchmarks/results.json`` and ``benchmarks/RESULTS.md``.
+- `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.
+- `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries.
 
 No benchmark fails because of time; a wrong result does fail it.
 """

@@ -112,7 +112,7 @@ class FreshData:
 
     def wrong(self, result: np.ndarray, iteration: int) -> int:
         """How many elements of ``result``, shape ``(count,)``, are not the reduction over all ranks."""
-        exact = self._op in ("sum", "min", "max")
+        exact = self._op in ("sum", "min", "max") or self._dtype.kind in "iu"
         return count_wrong(result, self.reduced(iteration), 0.0 if exact else 10 * float(np.finfo(self._dtype).eps))
 
 

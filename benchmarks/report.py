@@ -26,9 +26,11 @@ class Verdict:
     met: bool
 
 
-def median_by_size(
-    reports: Iterable[dict[str, Any]], pick: Callable[[dict[str, Any]], float | None]
-) -> dict[int, float]:
+Row = dict[str, Any]
+Pick = Callable[[Row], float | None]
+
+
+def median_by_size(reports: Iterable[dict[str, Any]], pick: Pick) -> dict[int, float]:
     """The median over rounds of ``pick(row)`` for every message size; rows where it is None are left out."""
     found: dict[int, list[float]] = {}
     for report in reports:
@@ -64,15 +66,21 @@ def best_peer_ratio(rounds: list[dict[str, Any]], ours: str, peers: list[str]) -
     """For every size the smallest of the peers' median ratios to ``ours``, over rounds, and whose it is."""
     best: dict[int, tuple[float, str]] = {}
     for peer in peers:
-        ratios = median_by_size(
-            rounds,
-            lambda row, peer=peer: (
-                row["median_us"][peer] / row["median_us"][ours] if peer in row["median_us"] else None
-            ),
-        )
-        for nbytes, ratio in ratios.items():
+        for nbytes, ratio in median_by_size(rounds, _ratio(peer, ours)).items():
             best[nbytes] = min(best.get(nbytes, (np.inf, "")), (ratio, peer))
     return best
+
+
+def _median(name: str) -> Pick:
+    return lambda row: row["median_us"].get(name)
+
+
+def _share(name: str) -> Pick:
+    return lambda row: row["floor_share"][name]
+
+
+def _ratio(peer: str, ours: str) -> Pick:
+    return lambda row: row["median_us"][peer] / row["median_us"][ours] if peer in row["median_us"] else None
 
 
 def _worst(target: str, what: str, wanted: float, by_size: dict[int, float], unit: str = "x") -> Verdict:
@@ -97,10 +105,6 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
     return [*_allreduce(results), *_updates(results), *_lenet(results), *_scaling(results), *_startup(results)]
 
 
-def _patterns(results: dict[str, Any]) -> set[str]:
-    return {row["floor"] for report in results.get("allreduce", []) for row in report["rows"]}
-
-
 def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """The rounds of the allreduce comparison with MPICH joined, and the peers' names."""
     rounds = with_peer(results, "allreduce", lambda row: {"MPICH": row["median"]})
@@ -112,26 +116,17 @@ def _allreduce(results: dict[str, Any]) -> list[Verdict]:
     rounds, peers = allreduce_rounds(results)
     found = []
     for ours in _OURS:
-        share = median_by_size(rounds, lambda row, ours=ours: row["floor_share"][ours])
+        share = median_by_size(rounds, _share(ours))
         ratios = {nbytes: each[0] for nbytes, each in best_peer_ratio(rounds, ours, peers).items()}
         name = f"allreduce, {ours.removeprefix('hpcdp ')}"
         found.append(_worst("S1", f"{name}: share of the floor above 64 KB", 0.85, _between(share, 64 * _KB + 1), "%"))
         found.append(_worst("S1", f"{name}: best peer, 1 to 16 MB", 1.3, _between(ratios, _MB, 16 * _MB)))
         found.append(_worst("S1", f"{name}: best peer, from 64 MB", 4, _between(ratios, 64 * _MB)))
-    slower = {
-        nbytes: us for nbytes, us in median_by_size(rounds, _microseconds_behind_mpi).items() if nbytes <= 64 * _KB
-    }
+    slower = _between(median_by_size(rounds, _microseconds_behind_mpi), 0, 64 * _KB)
     worst = max(slower, key=slower.__getitem__) if slower else 0
     measured = f"{slower[worst]:+.1f} us at worst ({format_size(worst)})" if slower else None
-    found.append(
-        Verdict(
-            "S1",
-            "allreduce, any array: up to 64 KB, behind the MPI library",
-            "at most 1 us",
-            measured,
-            bool(slower) and slower[worst] <= 1,
-        )
-    )
+    what = "allreduce, any array: up to 64 KB, behind the MPI library"
+    found.append(Verdict("S1", what, "at most 1 us", measured, bool(slower) and slower[worst] <= 1))
     return found
 
 
@@ -199,48 +194,55 @@ def _table(heading: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
-def _medians(rounds: list[dict[str, Any]], leave_out: Iterable[str] = ()) -> str:
-    names = [name for name in peer_names(rounds, ()) if name not in leave_out]
-    columns = {name: median_by_size(rounds, lambda row, name=name: row["median_us"].get(name)) for name in names}
+def _medians(rounds: list[dict[str, Any]]) -> str:
+    columns = {name: median_by_size(rounds, _median(name)) for name in peer_names(rounds, ())}
     sizes = sorted({nbytes for column in columns.values() for nbytes in column})
     rows = [
-        [format_size(nbytes), *(f"{columns[name][nbytes]:.1f}" if nbytes in columns[name] else "-" for name in names)]
-        for nbytes in sizes
+        [format_size(size), *(f"{column[size]:.1f}" if size in column else "-" for column in columns.values())]
+        for size in sizes
     ]
-    return _table(["size", *names], rows)
+    return _table(["size", *columns], rows)
+
+
+def _about(results: dict[str, Any]) -> str:
+    """What the figures were measured on."""
+    machine = results["machine"]
+    processor = machine["processor"]
+    caches = ", ".join(f"{name} {size}" for name, size in processor["caches"].items())
+    found = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
+    found += sorted({each["library"] for each in results.get("allreduce", [])})
+    text = f"{processor['model']}, {processor['cores']} cores ({caches}), {processor['system']}; {', '.join(found)}; "
+    text += f"commit {machine['commit']}, {machine['date']}.\n"
+    limits = [report["limits"] for report in results.get("allreduce", [])]
+    if limits:
+        one, all_cores, line_ns = (
+            float(np.median([each[name] for each in limits]))
+            for name in ("one_core_gb_s", "all_cores_gb_s", "line_round_trip_ns")
+        )
+        text += (
+            f"\nThe machine in the same run: it copies {one:.1f} GB/s on one core and {all_cores:.1f} GB/s on all "
+            "ranks' cores at once (256 MB, each byte counted once); a cache line goes from one core to the other and "
+            f"back in {line_ns:.0f} ns.\n"
+        )
+    return text
 
 
 def render(results: dict[str, Any]) -> str:
     """The text of RESULTS.md."""
-    machine = results["machine"]
-    processor = machine["processor"]
-    caches = ", ".join(f"{name} {size}" for name, size in processor["caches"].items())
-    libraries = sorted({each["library"] for each in results.get("allreduce", [])})
-    limits = [report["limits"] for report in results.get("allreduce", [])]
     parts = [
         "# Results\n",
-        "Written by `make bench` (`python -m hpcdp.benchmarks.run`); what is measured, and why that is the limit, is in "
-        "[docs/benchmarks.md](../docs/benchmarks.md). Times are medians in microseconds of the slowest rank; every ratio "
-        "is the median over rounds in which the candidates alternate.\n",
-        f"{processor['model']}, {processor['cores']} cores ({caches}), {processor['system']}; Python {machine['python']}, "
-        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        + f"; {', '.join(libraries)}; commit {machine['commit']}, {machine['date']}.\n",
+        "Written by `make bench` (`python -m hpcdp.benchmarks.run`). What is measured, and why that is the limit, is "
+        "in [docs/benchmarks.md](../docs/benchmarks.md). Times are medians in microseconds of the slowest rank; every "
+        "ratio is the median over rounds in which the candidates alternate.\n",
+        _about(results),
     ]
-    if limits:
-        typical = {name: float(np.median([each[name] for each in limits])) for name in limits[0]}
-        parts.append(
-            f"The machine in the same run: copies {typical['one_core_gb_s']:.1f} GB/s on one core and "
-            f"{typical['all_cores_gb_s']:.1f} GB/s on all ranks' cores at once (256 MB, each byte counted once); a cache "
-            f"line goes from one core to the other and back in {typical['line_round_trip_ns']:.0f} ns.\n"
-        )
     for name in ("skipped", "failures"):
         if results.get(name):
             parts.append(f"{name.capitalize()}: " + "; ".join(results[name]) + ".\n")
-    rows = [
-        [each.target, each.what, each.wanted, each.measured or "not measured"]
-        + ["-" if each.measured is None else "met" if each.met else "**missed**"]
-        for each in verdicts(results)
-    ]
+    rows = []
+    for each in verdicts(results):
+        verdict = "-" if each.measured is None else "met" if each.met else "**missed**"
+        rows.append([each.target, each.what, each.wanted, each.measured or "not measured", verdict])
     parts.append("## Targets\n\n" + _table(["", "what", "target", "measured", ""], rows))
     rounds, _ = allreduce_rounds(results)
     if rounds:

@@ -3,14 +3,16 @@
 It starts one job after another, in rounds, so that what is compared alternates; it takes under ten minutes and wants
 quiet cores. It writes ``benchmarks/results.json`` and rewrites ``benchmarks/RESULTS.md``. The exit status is 1 when a
 result was wrong or a job failed, never because of time. Peers that are missing are named and skipped: PyTorch by its
-absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python of an environment with mpi4py, MPICH and Numba.
+absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python that has mpi4py, MPICH and Numba.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,8 +62,10 @@ class Suite:
             if report.exists():
                 self.results.setdefault(kind, []).append(json.loads(report.read_text()))
             if done.returncode:
-                last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-                self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): {' '.join(last)}")
+                lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+                reasons = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+                reason = (reasons or lines[-1:] or ["it said nothing"])[0]
+                self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): status {done.returncode}, {reason}")
 
     def collectives(self) -> None:
         """One round of the jobs that compare allreduce, and reduce and update, with other libraries."""
@@ -102,8 +106,15 @@ class Suite:
         return self.results
 
 
+def _import_path() -> str:
+    """The folder that holds this ``hpcdp``, for an environment with MPICH in which it is not installed."""
+    spec = importlib.util.find_spec("hpcdp")
+    assert spec is not None and spec.origin is not None
+    return str(Path(spec.origin).resolve().parent.parent)
+
+
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [_import_path(), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     try:
         return subprocess.run(

@@ -1,0 +1,66 @@
+"""The bare patterns sum what all ranks wrote, and their check can fail."""
+
+import numpy as np
+import pytest
+
+from hpcdp.benchmarks import floor
+from hpcdp.benchmarks.floor import Floor
+from hpcdp.benchmarks.measure import Schedule, alternate
+from hpcdp.comm import World, threads
+from hpcdp.errors import UnsupportedError
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_pattern_sums(ranks: int) -> None:
+    counts = [1, 15, 16, 17, 63, 1000, 70_001, 300_007]
+
+    def each(world: World) -> list[tuple[str, int, int]]:
+        limits = Floor(world, 4 * max(counts))
+        bad = []
+        for count in counts:
+            found = alternate(limits.patterns(count), limits.barrier, Schedule(2, 2, 1))
+            bad += [(name, count, series.wrong) for name, series in found.items() if series.wrong]
+            assert all(min(series.ns) > 0 for series in found.values())
+        return bad
+
+    assert threads.run(ranks, each) == [[]] * ranks
+
+
+def test_a_missing_contribution_is_wrong() -> None:
+    def each(world: World) -> list[int]:
+        limits = Floor(world, 4000)
+        found = []
+        for candidate in limits.patterns(1000):
+            candidate.refresh(1)
+            limits.barrier()
+            if world.rank == 1:
+                limits.rows(1000)[1, 500] += 1
+            candidate.timed()
+            found.append(candidate.wrong(1))
+            limits.barrier()
+        return found
+
+    assert np.array_equal(threads.run(2, each), np.ones((2, 4)))
+
+
+def test_limits_of_the_machine_are_positive() -> None:
+    def each(world: World) -> tuple[float, dict[str, float]]:
+        limits = Floor(world, 4)
+        return limits.line_round_trip_ns(10), floor.copy_rates(limits, 1 << 16, 1)
+
+    for round_trip, rates in threads.run(2, each):
+        assert round_trip > 0
+        assert set(rates) == {"one_core_gb_s", "all_cores_gb_s"}
+        assert min(rates.values()) > 0
+
+
+def test_sweep_names_the_best_pattern() -> None:
+    for row in threads.run(2, lambda world: floor.sweep(world, [4, 4096], 3, 1))[0]:
+        assert row["median_us"][row["best"]] == min(row["median_us"].values())
+        assert row["wrong"] == 0
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 1)])
+def test_ranks_that_share_no_memory_are_refused(ranks: int, per_node: int) -> None:
+    with pytest.raises(UnsupportedError, match="2 ranks or more on one node"):
+        threads.run(ranks, lambda world: Floor(world, 4), per_node)

@@ -1,0 +1,137 @@
+"""RESULTS.md says met or missed by what was measured, and the suite keeps what its jobs report."""
+
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdp.benchmarks import report, run, startup
+
+_SIZES = (4, 1 << 20, 64 << 20)
+
+
+def _results(ours: dict[int, float]) -> dict[str, Any]:
+    """One round in which the floor takes 10 us at every size, MPI 40, and hpcdp what is asked for."""
+    rows = []
+    for nbytes in _SIZES:
+        medians = {
+            "hpcdp buckets": ours[nbytes],
+            "hpcdp any array": ours[nbytes],
+            "owner writes back": 10.0,
+            "MPI": 40.0,
+        }
+        share = dict.fromkeys(("hpcdp buckets", "hpcdp any array"), 10 / ours[nbytes])
+        rows.append({"nbytes": nbytes, "median_us": medians, "floor_share": share})
+    limits = {"one_core_gb_s": 1.0, "all_cores_gb_s": 2.0, "line_round_trip_ns": 100.0}
+    processor = {"model": "A processor", "cores": 2, "caches": {"L2": "1M"}, "system": "Linux"}
+    update = {"nbytes": 1 << 20, "median_us": {"owners of shards": 10.0, "every rank": 20.0, "MPI, fused SGD": 40.0}}
+    lenet = {"batch": 64, "samples_s": {"hpcdp": 900.0, "torch": 1000.0}, "ratio": 0.9}
+    return {
+        "machine": {"processor": processor, "python": "3", "versions": {}, "commit": "abc", "date": "today"},
+        "allreduce": [{"library": "Open MPI", "limits": limits, "rows": rows}],
+        "updates": [{"rows": [update]}],
+        "lenet": [lenet],
+        "scaling": [{"batch": 64, "ranks": n, "samples_s": 1000.0 * n * 0.96 ** (n - 1)} for n in (1, 2)],
+        "startup": [{"ranks": 2, "import_s": 0.1, "launch_s": 0.7}],
+    }
+
+
+def _met(results: dict[str, Any]) -> dict[str, bool]:
+    return {each.what: each.met for each in report.verdicts(results)}
+
+
+def test_targets_are_met_or_missed_by_what_was_measured() -> None:
+    good = _met(_results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0}))
+    assert good["allreduce, buckets: share of the floor above 64 KB"]
+    assert good["allreduce, buckets: best peer, from 64 MB"]
+    assert good["allreduce, any array: up to 64 KB, behind the MPI library"]
+    assert good["reduce and update by owners: best peer's allreduce and update, from 1 MB"]
+    assert good["LeNet, 1 to 2 ranks, batch 64 a rank"]
+    assert good["import hpcdp"]
+    assert not good["hpcdp launch -n 2 until the world is known"]
+    assert not next(met for what, met in good.items() if what.startswith("LeNet on one core"))
+    bad = _met(_results({4: 41.1, 1 << 20: 12.0, 64 << 20: 10.1}))
+    assert not bad["allreduce, buckets: share of the floor above 64 KB"]
+    assert bad["allreduce, buckets: best peer, 1 to 16 MB"]
+    assert not bad["allreduce, buckets: best peer, from 64 MB"]
+    assert not bad["allreduce, any array: up to 64 KB, behind the MPI library"]
+
+
+def test_the_best_peer_counts_also_from_another_environment() -> None:
+    results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+    results["allreduce MPICH"] = [{"rows": [{"nbytes": 64 << 20, "median": 20.0}]}]
+    results["updates MPICH"] = [{"rows": [{"nbytes": 1 << 20, "median_us": {"MPI, fused SGD": 15.0}}]}]
+    rounds, peers = report.allreduce_rounds(results)
+    assert report.best_peer_ratio(rounds, "hpcdp buckets", peers)[64 << 20] == (2.0, "MPICH")
+    met = _met(results)
+    assert not met["allreduce, buckets: best peer, from 64 MB"]
+    assert not met["reduce and update by owners: best peer's allreduce and update, from 1 MB"]
+    assert "MPICH" in report.render(results)
+
+
+def test_ratios_are_medians_over_rounds() -> None:
+    results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+    slow = copy.deepcopy(results["allreduce"][0])
+    for row in slow["rows"]:
+        row["median_us"]["MPI"] = 400.0
+    results["allreduce"] = [results["allreduce"][0], slow, slow]
+    rounds, peers = report.allreduce_rounds(results)
+    assert report.best_peer_ratio(rounds, "hpcdp buckets", peers)[64 << 20] == (40.0, "MPI")
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+    results |= {"allreduce": [], "updates": [], "failures": ["allreduce (compare): no"], "skipped": ["gloo"]}
+    text = report.render(results)
+    assert text.count("not measured | -") == 8
+    assert "Failures: allreduce (compare): no." in text
+    assert "Skipped: gloo." in text
+
+
+def test_efficiency_needs_both_sizes() -> None:
+    assert report.efficiency([{"batch": 64, "ranks": 1, "samples_s": 1.0}], 64) is None
+    pairs = [{"batch": 64, "ranks": n, "samples_s": s} for n, s in ((1, 100.0), (2, 190.0), (1, 100.0), (2, 170.0))]
+    assert report.efficiency(pairs, 64) == pytest.approx(0.9)
+
+
+def test_a_job_reports_or_fails() -> None:
+    suite = run.Suite(2, "4K", 1, True, "")
+    suite.job("allreduce", "allreduce", ["-m", "4:64", "-i", "2", "-x", "1"], ranks=2)
+    assert [row["nbytes"] for row in suite.results["allreduce"][0]["rows"]] == [4, 8, 16, 32, 64]
+    assert suite.failures == []
+    suite.job("allreduce", "allreduce", ["-m", "64:4"], ranks=2)
+    assert len(suite.results["allreduce"]) == 1
+    assert "64:4" in suite.failures[0]
+    assert "MIN <= MAX" in suite.failures[0]
+
+
+def test_the_suite_writes_json_and_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = []
+
+    def pretend(command: list[str]) -> subprocess.CompletedProcess[str]:
+        started.append(command[command.index("-m") + 1 :])
+        if "hpcdp.benchmarks.startup" in command:
+            text = json.dumps({"ranks": 2, "import_s": 0.01, "launch_s": 0.4})
+            Path(command[command.index("--json") + 1]).write_text(text)
+            return subprocess.CompletedProcess(command, 0, "", "")
+        return subprocess.CompletedProcess(command, 3, "", "RuntimeError: of the test")
+
+    monkeypatch.setattr(run, "_run", pretend)
+    assert run.main(["--brief", "--rounds", "1", "--into", str(tmp_path)]) == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["startup"][0]["import_s"] == 0.01
+    assert len(results["failures"]) == len(started) - 1
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "| S11 | import hpcdp | at most 0.2 s | 0.010 s | met |" in text
+    assert "RuntimeError: of the test" in text
+
+
+def test_start_up_is_measured() -> None:
+    assert 0 < startup.import_seconds(1) < 60
+    slowest = startup.slowest_imports(3)
+    assert len(slowest) == 3
+    assert slowest[0][1] >= slowest[1][1] >= slowest[2][1] > 0
+    assert 0 < startup.launch_seconds(2, 1) < 60
