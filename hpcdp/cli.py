@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        return 128 + signal.SIGPIPE
     except HpcdpError as error:
         from hpcdp.launch import ProgramMissingError
 

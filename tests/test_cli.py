@@ -132,3 +132,11 @@ def test_interrupting_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Pat
     assert job.returncode == 130
     assert said.splitlines()[-1] == "hpcdp: interrupted, all ranks have ended; what it had written is in run"
     assert all(line.startswith("{") and line.endswith("}") for line in metrics.read_text().splitlines())
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    process = subprocess.Popen(command("info"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE
