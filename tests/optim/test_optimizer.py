@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import standin
 
 from hpcdp import optim
 from hpcdp.errors import ArrayMixError, ConfigError, UnsupportedError
@@ -29,6 +30,36 @@ def test_any_split_gives_the_same_bits(optimizer: optim.Optimizer) -> None:
             optimizer.update(cut[start:stop], grad[start:stop], pieces, step=step, scale=1 / 3)
     assert whole.tobytes() == cut.tobytes()
     assert all(whole_state[name].tobytes() == cut_state[name].tobytes() for name in whole_state)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: f"{optimizer.name}-{optimizer.state_names()}")
+def test_a_device_gets_the_same_bits_in_place(optimizer: optim.Optimizer, dtype: type) -> None:
+    rng = np.random.default_rng(4)
+    host = rng.standard_normal(33).astype(dtype)
+    buffer = standin.asarray(np.concatenate([host, host]))
+    device = buffer[33:]
+    host_state, device_state = optimizer.init_state(host), optimizer.init_state(device)
+    untouched = host.copy()
+    for step in range(1, 4):
+        grad = rng.standard_normal(33).astype(dtype)
+        optimizer.update(host, grad, host_state, step=step, scale=0.3)
+        optimizer.update(device, standin.asarray(grad), device_state, step=step, scale=0.3)
+    both = buffer.to_host()
+    assert both[33:].tobytes() == host.tobytes() and both[:33].tobytes() == untouched.tobytes()
+    assert list(device_state) == list(host_state)
+    for name, value in device_state.items():
+        assert value.to_host().tobytes() == host_state[name].tobytes()
+
+
+def test_host_and_device_do_not_mix() -> None:
+    param = standin.asarray(ones(3))
+    with pytest.raises(ArrayMixError):
+        optim.SGD(0.1).update(param, ones(3), {}, step=1)
+    with pytest.raises(ArrayMixError):
+        optim.SGD(0.1).update(ones(3), param, {}, step=1)
+    with pytest.raises(UnsupportedError, match=r"shape \(3,\).*got \(4,\)"):
+        optim.SGD(0.1).update(param, standin.asarray(ones(4)), {}, step=1)
 
 
 @pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: f"{optimizer.name}-{optimizer.state_names()}")
