@@ -10,8 +10,8 @@ from hpcdp.comm import World
 from hpcdp.errors import ConfigError
 
 from .agreement import on_rank_0
-from .config import TrainConfig, reserve_run_dir
-from .metrics import MetricsLog, Record
+from .config import TrainConfig, load, reserve_run_dir
+from .metrics import MetricsLog, Record, read_metrics
 from .plots import draw_curves
 
 
@@ -33,6 +33,20 @@ def open_run_folder(config: TrainConfig, world: World) -> tuple[TrainConfig, Run
     return dataclasses.replace(config, run_dir=run_dir), folder
 
 
+def draw_run(folder: Path) -> None:
+    """Draw ``curves.png`` from the other files of a run folder; nothing where there are no numbers yet.
+
+    Of a run that was killed too. Raises OSError where a file cannot be read or written.
+    """
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        return
+    config = load(folder / "config.toml")
+    ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
+    title = f"{config.model} on {config.data}, {ranks}, global batch {config.batch_size}"
+    draw_curves(records, folder / "curves.png", title)
+
+
 class RunFolder:
     """One run's files: ``config.toml``, ``metrics.jsonl``, TensorBoard events and, when closed, ``curves.png``.
 
@@ -41,8 +55,8 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = Path(str(config.run_dir))
-        self._config = config
-        self._records: list[Record] = []
+        self.failure: OSError | None = None
+        """Why the folder is not complete, or None."""
         try:
             settings = dataclasses.replace(config, run_dir=None, overwrite=False).to_toml()
             (self.path / "config.toml").write_text(settings, encoding="utf-8")
@@ -52,25 +66,10 @@ class RunFolder:
                 "write the run folder", where=self.path, got=error.strerror, remedy="choose another --run-dir"
             ) from error
 
-    @property
-    def failure(self) -> OSError | None:
-        """Why the folder is not complete, or None."""
-        return self._log.failure
-
     def write(self, record: Record) -> None:
         """Log ``record`` at once; a failure is kept in `failure` and does not raise."""
-        self._records.append(record)
         self._log.write(record)
-
-    def draw(self) -> None:
-        """Draw ``curves.png`` from the records so far; a failure is kept in `failure` and does not raise."""
-        config = self._config
-        ranks = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
-        title = f"{config.model} on {config.data}, {ranks}, global batch {config.batch_size}"
-        try:
-            draw_curves(self._records, self.path / "curves.png", title)
-        except OSError as error:
-            self._log.failure = self._log.failure or error
+        self.failure = self._log.failure
 
     def __enter__(self) -> RunFolder:
         return self
@@ -79,5 +78,7 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._log.close()
-        if self._records:
-            self.draw()
+        try:
+            draw_run(self.path)
+        except OSError as failure:
+            self.failure = self.failure or failure

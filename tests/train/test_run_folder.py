@@ -7,7 +7,7 @@ from hpcdp.errors import ConfigError
 from hpcdp.train import config as settings
 from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.run_folder import RunFolder, open_run_folder
+from hpcdp.train.run_folder import RunFolder, draw_run, open_run_folder
 
 STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
 
@@ -107,3 +107,13 @@ def test_curves_that_cannot_be_drawn_are_a_failure_of_the_folder_not_of_the_run(
     with folder:
         folder.write(STEP)
     assert folder.failure is not None
+
+
+def test_the_curves_of_a_killed_run_can_be_drawn_later(tmp_path):
+    folder = RunFolder(TrainConfig(run_dir=str(tmp_path), ranks=2))
+    for number in (1, 2, 3):
+        folder.write(STEP | {"step": number})
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-9])
+    draw_run(tmp_path)
+    assert (tmp_path / "curves.png").stat().st_size > 1000
