@@ -1,11 +1,11 @@
 """hpcdp's allreduce against the machine's floor and other libraries, turn by turn in one run.
 
-``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In every iteration the four bare patterns of
-`floor`, hpcdp, the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that
-were written just before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's,
-``peer x`` the best peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets
-in the node's memory (``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``). A library that needs an
-environment of its own (MPICH beside Open MPI) is compared by `run`, which alternates whole jobs.
+``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In every turn the bare patterns of `floor`, hpcdp,
+the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that were written just
+before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's, ``peer x`` the best
+peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets in the node's memory
+(``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``). A library that needs an environment of its own
+(MPICH beside Open MPI) is compared by `run`, which alternates whole jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import comm
 from .allreduce import ours
-from .floor import Floor, copy_rates
+from .floor import STAGED, Floor, copy_rates
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core, write_json
 from .measure import (
@@ -43,7 +43,8 @@ def compare(
     """One size; every rank must call.
 
     Returns ``nbytes``, ``median_us`` by name, the best pattern (``floor``) and the best ``peer`` (None without any),
-    the ``floor_share`` and ``peer_ratio`` of each of `OURS`, and ``wrong``, the wrong elements by name.
+    the ``floor_share`` and ``peer_ratio`` of each of `OURS`, ``staged_share``, that of the bare exchange of private
+    arrays for any array, and ``wrong``, the wrong elements by name.
     """
     count = max(1, nbytes // 4)
     data = FreshData(world.rank, world.size)
@@ -61,13 +62,14 @@ def compare(
     found = gather(world, alternate(candidates, floor.barrier, Schedule.for_size(nbytes, iterations, warmup)))
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     medians = {name: float(np.median(us)) for name, us in taken.items()}
-    best_pattern = min((each.name for each in patterns), key=medians.__getitem__)
+    best_pattern = min((each.name for each in patterns[:STAGED]), key=medians.__getitem__)
     best_peer = min((each.name for each in peers), key=medians.__getitem__, default=None)
     return {
         "nbytes": count * 4,
         "median_us": medians,
         "floor": best_pattern,
         "floor_share": {name: median_ratio(taken[best_pattern], taken[name]) for name in OURS},
+        "staged_share": median_ratio(taken[patterns[STAGED].name], taken[OURS[1]]),
         "peer": best_peer,
         "peer_ratio": {name: median_ratio(taken[best_peer], taken[name]) for name in OURS} if best_peer else {},
         "wrong": {name: wrong(ranks) for name, ranks in found.items()},

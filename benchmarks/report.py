@@ -122,6 +122,9 @@ def _allreduce(results: dict[str, Any]) -> list[Verdict]:
         found.append(_worst("S1", f"{name}: share of the floor above 64 KB", 0.85, _between(share, 64 * _KB + 1), "%"))
         found.append(_worst("S1", f"{name}: best peer, 1 to 16 MB", 1.3, _between(ratios, _MB, 16 * _MB)))
         found.append(_worst("S1", f"{name}: best peer, from 64 MB", 4, _between(ratios, 64 * _MB)))
+    staged = _between(median_by_size(rounds, lambda row: row["staged_share"]), 64 * _KB + 1)
+    what = "allreduce, any array: share of the bare exchange of private arrays above 64 KB"
+    found.append(_worst("S1", what, 0.85, staged, "%"))
     slower = _between(median_by_size(rounds, _microseconds_behind_mpi), 0, 64 * _KB)
     worst = max(slower, key=slower.__getitem__) if slower else 0
     measured = f"{slower[worst]:+.1f} us at worst ({format_size(worst)})" if slower else None

@@ -18,8 +18,8 @@ from numba import njit, types
 
 from . import sync
 
-PATTERNS = ("everyone sums all", "owner sums, others copy", "owner writes back", "pipelined pull")
-"""The names of patterns 0 to 3 of `timed_exchange`."""
+PATTERNS = ("everyone sums all", "owner sums, others copy", "owner writes back", "pipelined pull", "staged in and out")
+"""The names of the patterns of `timed_exchange`; the last one is for arrays that are not in shared memory."""
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 _PATTERN = "int64(float32[:, ::1], float32[::1], float32[::1], int32[::1], int64, int64)"
@@ -177,6 +177,32 @@ def _pipelined_pull(
     return barrier(flags, rank, epoch)
 
 
+@njit(_PATTERN, **_OPTIONS)
+def _staged_in_and_out(
+    rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
+) -> int:
+    ranks, count = rows.shape
+    start, stop = _shard_start(rank, ranks, count), _shard_start(rank + 1, ranks, count)
+    _copy(rows[rank, :start], out[:start])
+    _copy(rows[rank, stop:], out[stop:])
+    epoch = barrier(flags, rank, epoch)
+    if ranks == 2:
+        _accumulate_in_both(out[start:stop], rows[1 - rank, start:stop])
+    else:
+        for first in range(start, stop, _BLOCK):
+            last = min(stop, first + _BLOCK)
+            for row in range(ranks):
+                if row != rank:
+                    _accumulate(out[first:last], rows[row, first:last])
+            for row in range(ranks):
+                if row != rank:
+                    _copy(rows[row, first:last], out[first:last])
+    epoch = barrier(flags, rank, epoch)
+    _copy(out[:start], rows[rank, :start])
+    _copy(out[stop:], rows[rank, stop:])
+    return barrier(flags, rank, epoch)
+
+
 @njit(
     "int64(int64, float32[:, ::1], float32[::1], float32[::1], int32[::1], int64, int64, int64[::1])",
     **_OPTIONS,
@@ -198,8 +224,10 @@ def timed_exchange(
     2, owner writes back: each rank sums its shard and writes it into every row.
     3, pipelined pull: each rank sums a segment of its shard in its own row, then pulls the others' previous segment:
     only reads cross between cores.
+    4, staged in and out: the input is in ``out``; each rank copies what others own into its row, adds the rows to its
+    shard, writes the sum back into the lines that it has just read, and copies out what the others have written there.
     ``shared`` (one for all ranks) and ``out`` (one for each) have shape ``(count,)``. The sum is in ``out`` after
-    patterns 0 and 1, and in the rows after 2 and 3.
+    patterns 0, 1 and 4, and in the rows after 2 and 3.
     """
     epoch = barrier(flags, rank, epoch)
     begin = _now_ns(clock)
@@ -209,8 +237,10 @@ def timed_exchange(
         epoch = _owner_sums_others_copy(rows, shared, out, flags, rank, epoch)
     elif pattern == 2:
         epoch = _owner_writes_back(rows, shared, out, flags, rank, epoch)
-    else:
+    elif pattern == 3:
         epoch = _pipelined_pull(rows, shared, out, flags, rank, epoch)
+    else:
+        epoch = _staged_in_and_out(rows, shared, out, flags, rank, epoch)
     clock[2] = _now_ns(clock) - begin
     return epoch
 

@@ -58,7 +58,7 @@ def test_compare_reports_floor_and_ratios() -> None:
     assert row["peer"] is None
     assert row["peer_ratio"] == {}
     assert set(row["floor_share"]) == set(compare.OURS) < set(row["median_us"])
-    assert len(row["median_us"]) == 6
+    assert len(row["median_us"]) == 7
     assert all(share > 0 for share in row["floor_share"].values())
 
 

@@ -34,13 +34,13 @@ def test_a_missing_contribution_is_wrong() -> None:
             candidate.refresh(1)
             limits.barrier()
             if world.rank == 1:
-                limits.rows(1000)[1, 500] += 1
+                limits.input(candidate.pattern, 1000)[300] += 1
             candidate.timed()
             found.append(candidate.wrong(1))
             limits.barrier()
         return found
 
-    assert np.array_equal(threads.run(2, each), np.ones((2, 4)))
+    assert np.array_equal(threads.run(2, each), np.ones((2, 5)))
 
 
 def test_limits_of_the_machine_are_positive() -> None:
@@ -56,7 +56,7 @@ def test_limits_of_the_machine_are_positive() -> None:
 
 def test_sweep_names_the_best_pattern() -> None:
     for row in threads.run(2, lambda world: floor.sweep(world, [4, 4096], 3, 1))[0]:
-        assert row["median_us"][row["best"]] == min(row["median_us"].values())
+        assert row["median_us"][row["best"]] == min(list(row["median_us"].values())[:4])
         assert row["wrong"] == 0
 
 

@@ -24,7 +24,7 @@ def _results(ours: dict[int, float]) -> dict[str, Any]:
             "MPI": 40.0,
         }
         share = dict.fromkeys(("hpcdp buckets", "hpcdp any array"), 10 / ours[nbytes])
-        rows.append({"nbytes": nbytes, "median_us": medians, "floor_share": share})
+        rows.append({"nbytes": nbytes, "median_us": medians, "floor_share": share, "staged_share": 0.9})
     limits = {"one_core_gb_s": 1.0, "all_cores_gb_s": 2.0, "line_round_trip_ns": 100.0}
     processor = {"model": "A processor", "cores": 2, "caches": {"L2": "1M"}, "system": "Linux"}
     update = {"nbytes": 1 << 20, "median_us": {"owners of shards": 10.0, "every rank": 20.0, "MPI, fused SGD": 40.0}}
@@ -86,7 +86,7 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
     results |= {"allreduce": [], "updates": [], "failures": ["allreduce (compare): no"], "skipped": ["gloo"]}
     text = report.render(results)
-    assert text.count("not measured | -") == 8
+    assert text.count("not measured | -") == 9
     assert "Failures: allreduce (compare): no." in text
     assert "Skipped: gloo." in text
 
