@@ -1,4 +1,4 @@
-"""Floor 0: compute kernels. Imports: errors.
+"""Floor 0: compute kernels. Imports: arrays, errors.
 
 ``reference`` is the specification, in the functions that NumPy and CuPy share; the other modules are Numba versions for
 NumPy arrays. Those are compiled when they are imported, so they are reached through `load`, which lets one process of
