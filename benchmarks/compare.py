@@ -1,6 +1,6 @@
 """hpcdp's allreduce against the machine's floor and other libraries, turn by turn in one run.
 
-``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In every turn the bare patterns of `floor`, hpcdp,
+``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In a turn the bare patterns of `floor`, hpcdp,
 the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that were written just
 before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's, ``peer x`` the best
 peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets in the node's memory
