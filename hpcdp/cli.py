@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
-        return command(arguments)
+        status = command(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
