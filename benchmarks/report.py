@@ -207,6 +207,10 @@ def _medians(rounds: list[dict[str, Any]]) -> str:
     return _table(["size", *columns], rows)
 
 
+def _cores(results: dict[str, Any]) -> int:
+    return int(results["machine"]["processor"]["cores"])
+
+
 def _about(results: dict[str, Any]) -> str:
     """What the figures were measured on."""
     machine = results["machine"]
@@ -214,7 +218,7 @@ def _about(results: dict[str, Any]) -> str:
     caches = ", ".join(f"{name} {size}" for name, size in processor["caches"].items())
     found = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
     found += sorted({each["library"] for each in results.get("allreduce", [])})
-    text = f"{processor['model']}, {processor['cores']} cores ({caches}), {processor['system']}; {', '.join(found)}; "
+    text = f"{processor['model']}, {_cores(results)} cores ({caches}), {processor['system']}; {', '.join(found)}; "
     text += f"commit {machine['commit']}, {machine['date']}.\n"
     limits = [report["limits"] for report in results.get("allreduce", [])]
     if limits:
@@ -250,6 +254,8 @@ def render(results: dict[str, Any]) -> str:
     rounds, _ = allreduce_rounds(results)
     if rounds:
         parts.append("## Allreduce, sum of float32, fresh data\n\n" + _medians(rounds))
+    for kind in sorted(kind for kind in results if kind.startswith("allreduce ") and kind[10:].isdigit()):
+        parts.append(f"## Allreduce, {kind[10:]} ranks on {_cores(results)} cores\n\n" + _medians(results[kind]))
     if results.get("updates"):
         parts.append("## Reduce and update, SGD with momentum\n\n" + _medians(update_rounds(results)))
     return "\n".join(parts)

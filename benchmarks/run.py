@@ -80,6 +80,12 @@ class Suite:
         if self.mpich:
             self.job("updates MPICH", "gradients", updates, ranks=self.ranks, python=self.mpich)
 
+    def more_ranks(self) -> None:
+        """Allreduce by 3 and 4 ranks, which share two cores where the machine has no more."""
+        iterations = ["-i", "4" if self.brief else "30"]
+        for ranks in (3, 4):
+            self.job(f"allreduce {ranks}", "compare", ["-m", "4:16M", "-f", "16", *iterations], ranks=ranks)
+
     def training(self, batch: int) -> None:
         """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each."""
         turns = ["--turns", "2", "--seconds", "0.02"] if self.brief else ["--turns", "8"]
@@ -100,6 +106,7 @@ class Suite:
             self.collectives()
             for batch in (64, 256):
                 self.training(batch)
+        self.more_ranks()
         if "torch" not in self.results["machine"]["versions"]:
             self.results["skipped"].append("gloo and PyTorch: torch is not installed")
         self.results["failures"] = self.failures
