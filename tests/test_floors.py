@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "hpcdp"
 ONLY_IMPORTERS = {"mpi4py": {"comm"}, "h5py": {"data", "checkpoint"}, "torch": {"torch"}}
-THREADS = {"Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread"}
+THREADS = r"(.*\.)?(Thread|ThreadPool|ThreadPoolExecutor|start_new_thread)|threading\.Timer"
 THREAD_STARTERS = {"engine.py", "comm/threads.py", "comm/watchdog.py"}
 FILES = [Path(d, f) for d, _, files in os.walk(ROOT, followlinks=True) for f in sorted(files) if f.endswith(".py")]
 
@@ -40,7 +40,7 @@ def faults(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         where = f"hpcdp/{'/'.join(parts)}:{getattr(node, 'lineno', 0)}: {room} (floor {floor})"
-        starts_thread = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in THREADS
+        starts_thread = isinstance(node, ast.Call) and re.fullmatch(THREADS, ast.unparse(node.func))
         if starts_thread and "/".join(parts) not in THREAD_STARTERS:
             found.append(f"{where} starts a thread; only {', '.join(sorted(THREAD_STARTERS))} may")
         for name in imported(node, ["hpcdp", *parts[:-1]]):
@@ -72,6 +72,7 @@ def test_file_keeps_to_its_floor(path: Path) -> None:
         ("import hpcdp.engine", "imports engine (floor 1), which it does not declare"),
         ("import h5py", "imports h5py; only checkpoint and data may"),
         ("from threading import Thread\nThread(target=print)", "planted.py:2: comm (floor 2) starts a thread"),
+        ("import threading\nthreading.Timer(1, print)", "planted.py:2: comm (floor 2) starts a thread"),
     ],
 )
 def test_a_planted_fault_is_found(line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
