@@ -69,7 +69,7 @@ class Suite:
 
     def collectives(self) -> None:
         """One round of the jobs that compare allreduce, and reduce and update, with other libraries."""
-        iterations = ["-i", "4" if self.brief else "60"]
+        iterations = ["-i", "4" if self.brief else "40"]
         sizes = ["-m", f"4:{self.largest}", *iterations]
         updates = ["-m", f"64K:{self.largest}", *iterations]
         self.job("allreduce", "compare", sizes, ranks=self.ranks)
