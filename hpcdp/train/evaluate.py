@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from hpcdp.nn.functional import softmax_cross_entropy
 from .metrics import number_correct
 
 
-class Evaluation(NamedTuple):
+@dataclass(frozen=True)
+class Evaluation:
     """The result of `evaluate`, alike on every rank."""
 
     accuracy: float

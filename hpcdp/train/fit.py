@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from .metrics import Record, number_correct
 from .trainer import Trainer
 
 _EXCHANGE_EVERY = 10
-"""Steps between two exchanges of metrics: one small allreduce in ten steps cannot be seen in the run's time."""
+"""Steps between two exchanges of metrics, about: one small allreduce in ten steps cannot be seen in the run's time."""
 
 
 def fit(
@@ -53,6 +54,7 @@ def fit(
     """
     world = world or init()
     steps = max(world.comm.allgather_json(len(loader)))
+    exchange_every = math.ceil(steps / max(1, round(steps / _EXCHANGE_EVERY)))
     meter = _Meter(trainer, world)
     records: list[Record] = []
     for callback in callbacks:
@@ -64,7 +66,7 @@ def fit(
             batches = iter(loader)
             for step in range(1, steps + 1):
                 meter.add(*_train_step(net, trainer, next(batches, None), loss))
-                if step % _EXCHANGE_EVERY == 0 or step == steps:
+                if step % exchange_every == 0 or step == steps:
                     _tell(callbacks, meter.exchange(epoch - 1 + step / steps))
                 for callback in callbacks:
                     callback.on_step(epoch, step)

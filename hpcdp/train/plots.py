@@ -23,7 +23,7 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
     # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
     figure = Figure(figsize=(9.0, 3.6), dpi=110, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -42,6 +42,9 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
         axes.legend(frameon=False, loc="upper right" if name == "loss" else "lower right")
     if any(value and value > 0 for value in _points(records, "step", "loss")[1]):
         loss_axes.set_yscale("log")
+        loss_axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        loss_axes.yaxis.set_major_formatter("{x:g}")
+        loss_axes.yaxis.set_minor_locator(NullLocator())
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _zoom_to_the_end(accuracy_axes, [value for _, value in _pairs(records)])
     if title:

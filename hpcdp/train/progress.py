@@ -45,8 +45,8 @@ def terminal_columns(stream: TextIO) -> int:
     """
     told = os.environ.get("TTY_INTERACTIVE")
     if told is not None:
-        columns = os.environ.get("COLUMNS", "80")
-        return int(columns) if told == "1" and columns.isdecimal() else 0
+        width = os.environ.get("COLUMNS", "80")
+        return int(width) if told == "1" and width.isdecimal() else 0
     try:
         if not stream.isatty():
             return 0

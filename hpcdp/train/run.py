@@ -9,8 +9,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from hpcdp import data
+from hpcdp.autograd import record
+from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
+from hpcdp.nn.functional import softmax_cross_entropy
 
 from . import inputs
 from .agreement import on_every_rank
@@ -52,6 +57,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             owner=config.owner,
             clip_norm=config.clip_norm,
         )
+        _load_kernels(config, train_set, world)
         config, folder = open_run_folder(config, world)
         with folder or contextlib.nullcontext():
             callbacks: list[Callback] = [] if folder is None else [ShowProgress(), KeepMetrics(folder)]
@@ -68,6 +74,19 @@ def run(config: TrainConfig) -> dict[str, Any]:
     if folder is not None:
         print(report(result, folder.failure), flush=True)
     return result
+
+
+def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) -> None:
+    """Have the kernels compiled or loaded before the clock runs, by a step of a network that is thrown away."""
+    net = inputs.network(config, train_set)
+    x, y = train_set[np.arange(min(2, len(train_set)))]
+    with record():
+        losses = softmax_cross_entropy(net(x), y)
+    losses.backward()
+    flat = np.zeros(1, np.float32)
+    rule = inputs.optimizer(config, steps=1)
+    rule.update(flat, np.zeros_like(flat), rule.init_state(flat), step=1)
+    allreduce(np.zeros(1), world=world)
 
 
 def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.DataLoader:

@@ -5,7 +5,7 @@ from hpcdp.autograd import is_recording, is_training
 from hpcdp import nn
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset
-from hpcdp.train.evaluate import evaluate
+from hpcdp.train.evaluate import Evaluation, evaluate
 
 
 def dataset(n: int) -> ArrayDataset:
@@ -41,7 +41,7 @@ def test_any_number_of_ranks_sees_every_sample_once(ranks, n):
 
 def test_no_samples_give_zeros():
     results = threads.run(2, lambda world: evaluate(first_four(), dataset(0), world))
-    assert results == [(0.0, 0.0, 0, 0)] * 2
+    assert results == [Evaluation(0.0, 0.0, 0, 0)] * 2
 
 
 def test_the_network_is_in_predict_mode():
