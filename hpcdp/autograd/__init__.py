@@ -1,49 +1,30 @@
-"""Floor 2: autograd. Imports: kernels, arrays, errors.
+"""Floor 2: autograd, reverse-mode differentiation on a tape. Imports: kernels, arrays, errors.
 
-Reverse-mode differentiation on a tape, with the words of MXNet's autograd.
-
-- `modes`: whether operations are recorded, and whether layers train or predict.
-- `tape`: what was recorded, and running it backward.
-- `tensor`: the array that operations are recorded for.
-- `operators`: the operations.
+Operations on tensors are put on the tape while this thread records, and `backward` runs the tape in reverse (Griewank
+and Walther, "Evaluating Derivatives", 2008, chapter 3). The faces are those of MXNet's autograd.
 """
 
 from .modes import is_recording, is_training, pause, predict_mode, record, train_mode
-from .operators import (
-    absolute,
-    concatenate,
-    exp,
-    log,
-    maximum,
-    minimum,
-    relu,
-    sigmoid,
-    sqrt,
-    tanh,
-    where,
-)
-from .tape import backward, grad
-from .tensor import Tensor
+from .operators import concatenate, maximum, minimum, stack, where
+from .tape import Gradient, backward, grad
+from .tensor import Tensor, as_tensor, on_tape
 
 __all__ = [
+    "Gradient",
     "Tensor",
-    "absolute",
+    "as_tensor",
     "backward",
     "concatenate",
-    "exp",
     "grad",
     "is_recording",
     "is_training",
-    "log",
     "maximum",
     "minimum",
+    "on_tape",
     "pause",
     "predict_mode",
     "record",
-    "relu",
-    "sigmoid",
-    "sqrt",
-    "tanh",
+    "stack",
     "train_mode",
     "where",
 ]

@@ -1,63 +1,62 @@
-"""Whether operations are recorded, and whether layers behave as in training: per thread, changed by contexts."""
+"""Whether this thread records operations, and whether layers behave as in training.
+
+Both flags are a thread's own: ranks that are threads of one process would otherwise mix their tapes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from types import TracebackType
+from collections.abc import Iterator
 
 
-class _Flags(threading.local):
+class _Modes(threading.local):
     recording = False
     training = False
 
 
-_flags = _Flags()
+modes = _Modes()
+"""The flags of the calling thread."""
 
 
 def is_recording() -> bool:
-    """Whether operations of this thread are recorded."""
-    return _flags.recording
+    """Whether operations of this thread are put on the tape."""
+    return modes.recording
 
 
 def is_training() -> bool:
-    """Whether layers with two behaviours (dropout, batch normalisation) train, on this thread."""
-    return _flags.training
+    """Whether dropout drops and batch normalisation uses the batch's statistics in this thread."""
+    return modes.training
 
 
-class _Mode:
-    """A context that sets flags and restores them however it is left; None leaves a flag as it is."""
-
-    def __init__(self, recording: bool | None, training: bool | None) -> None:
-        self._wanted = (recording, training)
-        self._before: list[tuple[bool, bool]] = []
-
-    def __enter__(self) -> None:
-        self._before.append((_flags.recording, _flags.training))
-        recording, training = self._wanted
-        if recording is not None:
-            _flags.recording = recording
-        if training is not None:
-            _flags.training = training
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _flags.recording, _flags.training = self._before.pop()
+@contextlib.contextmanager
+def _set(recording: bool | None = None, training: bool | None = None) -> Iterator[None]:
+    before = modes.recording, modes.training
+    if recording is not None:
+        modes.recording = recording
+    if training is not None:
+        modes.training = training
+    try:
+        yield
+    finally:
+        modes.recording, modes.training = before
 
 
-def record(train_mode: bool = True) -> _Mode:
-    """A context whose operations are recorded, so that `backward` can follow; layers train unless told otherwise."""
-    return _Mode(True, train_mode)
+def record(train_mode: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Put this thread's operations on the tape inside the ``with`` block; layers train if ``train_mode`` is true."""
+    return _set(recording=True, training=train_mode)
 
 
-def pause(train_mode: bool = False) -> _Mode:
-    """A context inside `record` whose operations are not recorded; layers predict unless told otherwise."""
-    return _Mode(False, train_mode)
+def pause(train_mode: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Keep this thread's operations off the tape inside the ``with`` block."""
+    return _set(recording=False, training=train_mode)
 
 
-def train_mode() -> _Mode:
-    """A context in which layers train, recorded or not."""
-    return _Mode(None, True)
+def train_mode() -> contextlib.AbstractContextManager[None]:
+    """Let layers behave as in training inside the ``with`` block; recording stays as it is."""
+    return _set(training=True)
 
 
-def predict_mode() -> _Mode:
-    """A context in which layers predict, recorded or not."""
-    return _Mode(None, False)
+def predict_mode() -> contextlib.AbstractContextManager[None]:
+    """Let layers behave as in prediction inside the ``with`` block; recording stays as it is."""
+    return _set(training=False)

@@ -1,288 +1,288 @@
-"""The operations of tensors. Each computes at once, and records how its gradients are found if that is asked for."""
+"""Operations on tensors. Operands are tensors, arrays of the same namespace or numbers; shapes broadcast as NumPy's.
+
+Each function computes its value and hands `on_tape` what backward does: the vector-Jacobian product of each input.
+"""
 
 from __future__ import annotations
 
 import builtins
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays import Array, array_namespace
-from ..errors import ArrayMixError
-from .tape import NEW, SKIP, Backward, Into, Node, needs_record
-from .tensor import Tensor
+from . import tensor
+from .tape import Gradient
+from .tensor import Tensor, as_tensor, value_of
 
-Operand = Any
-"""A tensor, an array of its namespace, or a number."""
-
-
-def result(name: str, data: Array, inputs: Sequence[Tensor], backward: Backward) -> Tensor:
-    """A tensor of ``data``, recorded if any of ``inputs`` is tracked. Layers with kernels of their own use it too."""
-    out = Tensor(data)
-    if needs_record(inputs):
-        out.node = Node(name, tuple(inputs), backward)
-    return out
+Derivative = Callable[[Array], Array]
 
 
-def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
-    """``x`` itself if it is a tensor, else a tensor that is not tracked, of the namespace and dtype of ``like``."""
-    if isinstance(x, Tensor):
-        return x
-    if like is not None and isinstance(x, (int, float)):
-        return Tensor(array_namespace(like.data).asarray(x, dtype=like.dtype))
-    return Tensor(x)
+def index(key: Any) -> Any:
+    """An index with the tensors in it replaced by their arrays."""
+    return tuple(value_of(each) for each in key) if isinstance(key, tuple) else value_of(key)
 
 
-def unbroadcast(gradient: Array, shape: tuple[int, ...], into: Into = NEW) -> Array:
-    """Sum ``gradient`` over the axes along which an operand of ``shape`` was repeated."""
-    if tuple(gradient.shape) == shape:
-        return gradient
-    xp = array_namespace(gradient)
-    extra = gradient.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(
-        axis + extra for axis, length in enumerate(shape) if length == 1 and gradient.shape[axis + extra] != 1
-    )
-    return xp.sum(gradient, axis=axes, keepdims=True).reshape(shape)
+def _sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
+    """``gy`` summed over the axes along which an input of ``shape`` was broadcast."""
+    if gy.shape == shape:
+        return gy
+    lead = gy.ndim - len(shape)
+    axes = tuple(range(lead)) + tuple(lead + i for i, n in enumerate(shape) if n == 1 and gy.shape[lead + i] != 1)
+    return gy.sum(axis=axes).reshape(shape)
 
 
-def _pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    first = a if isinstance(a, Tensor) else b
-    x, y = as_tensor(a, first), as_tensor(b, first)
-    array_namespace(x.data, y.data)
-    return x, y
+def _unary(x: Any, value: Array, derivative: Derivative) -> Tensor:
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(derivative(gy))
+
+    return tensor.on_tape(value, (x,), pullback)
 
 
-def _binary(
-    name: str, a: Tensor, b: Tensor, data: Array, da: Callable[[Array], Array], db: Callable[[Array], Array]
-) -> Tensor:
-    def backward(g: Array, into: Sequence[Into]) -> list[Array | None]:
-        return [
-            None if place is SKIP else unbroadcast(part(g), x.shape)
-            for x, place, part in zip((a, b), into, (da, db), strict=True)
-        ]
+def _binary(a: Any, b: Any, value: Array, for_a: Derivative, for_b: Derivative) -> Tensor:
+    def pullback(gy: Array, da: Gradient | None, db: Gradient | None) -> None:
+        if da is not None:
+            da.add(_sum_to(for_a(gy), da.shape))
+        if db is not None:
+            db.add(_sum_to(for_b(gy), db.shape))
 
-    return result(name, data, (a, b), backward)
+    return tensor.on_tape(value, (a, b), pullback)
 
 
-def add(a: Operand, b: Operand) -> Tensor:
-    """a + b, broadcast."""
-    x, y = _pair(a, b)
-    return _binary("add", x, y, x.data + y.data, lambda g: g, lambda g: g)
+def add(a: Any, b: Any) -> Tensor:
+    """``a + b``."""
+    return _binary(a, b, value_of(a) + value_of(b), lambda gy: gy, lambda gy: gy)
 
 
-def subtract(a: Operand, b: Operand) -> Tensor:
-    """a - b, broadcast."""
-    x, y = _pair(a, b)
-    return _binary("subtract", x, y, x.data - y.data, lambda g: g, lambda g: -g)
+def subtract(a: Any, b: Any) -> Tensor:
+    """``a - b``."""
+    return _binary(a, b, value_of(a) - value_of(b), lambda gy: gy, lambda gy: -gy)
 
 
-def multiply(a: Operand, b: Operand) -> Tensor:
-    """a * b, broadcast."""
-    x, y = _pair(a, b)
-    return _binary("multiply", x, y, x.data * y.data, lambda g: g * y.data, lambda g: g * x.data)
+def multiply(a: Any, b: Any) -> Tensor:
+    """``a * b``, elementwise."""
+    x, y = value_of(a), value_of(b)
+    return _binary(a, b, x * y, lambda gy: gy * y, lambda gy: gy * x)
 
 
-def divide(a: Operand, b: Operand) -> Tensor:
-    """a / b, broadcast."""
-    x, y = _pair(a, b)
-    data = x.data / y.data
-    return _binary("divide", x, y, data, lambda g: g / y.data, lambda g: -g * data / y.data)
+def divide(a: Any, b: Any) -> Tensor:
+    """``a / b``, elementwise."""
+    x, y = value_of(a), value_of(b)
+    value = x / y
+    return _binary(a, b, value, lambda gy: gy / y, lambda gy: -gy * value / y)
 
 
-def maximum(a: Operand, b: Operand) -> Tensor:
-    """The larger of a and b, broadcast; among equals the gradient goes to a."""
-    x, y = _pair(a, b)
-    first = x.data >= y.data
-    xp = array_namespace(x.data)
-    return _binary("maximum", x, y, xp.where(first, x.data, y.data), lambda g: g * first, lambda g: g * ~first)
+def power(a: Any, b: Any) -> Tensor:
+    """``a ** b``; the gradient with respect to ``b`` needs ``a > 0``."""
+    x, y = value_of(a), value_of(b)
+    value = x**y
+    return _binary(a, b, value, lambda gy: gy * (y * x ** (y - 1)), lambda gy: gy * value * array_namespace(y).log(x))
 
 
-def minimum(a: Operand, b: Operand) -> Tensor:
-    """The smaller of a and b, broadcast; among equals the gradient goes to a."""
-    x, y = _pair(a, b)
-    first = x.data <= y.data
-    xp = array_namespace(x.data)
-    return _binary("minimum", x, y, xp.where(first, x.data, y.data), lambda g: g * first, lambda g: g * ~first)
+def matmul(a: Any, b: Any) -> Tensor:
+    """``a @ b``: vectors, matrices, or stacks of matrices in the leading axes, which broadcast."""
+    x, y = value_of(a), value_of(b)
+    xp = array_namespace(x, y)
+    wide_x = x if x.ndim > 1 else x[None, :]
+    wide_y = y if y.ndim > 1 else y[:, None]
+    wide_x_t, wide_y_t = xp.swapaxes(wide_x, -1, -2), xp.swapaxes(wide_y, -1, -2)
+
+    def pullback(gy: Array, da: Gradient | None, db: Gradient | None) -> None:
+        if x.ndim == 1:
+            gy = xp.expand_dims(gy, -2 if y.ndim > 1 else -1)
+        if y.ndim == 1:
+            gy = xp.expand_dims(gy, -1)
+        for gradient, left, right in ((da, gy, wide_y_t), (db, wide_x_t, gy)):
+            if gradient is None:
+                continue
+            if len(gradient.shape) == 2 and left.ndim == right.ndim == 2:
+                gradient.add(xp.matmul(left, right, out=gradient.empty()))
+            else:
+                product = xp.matmul(left, right)
+                shape = gradient.shape
+                if len(shape) == 1:
+                    product = product.sum(axis=tuple(range(product.ndim - 2))).reshape(shape)
+                gradient.add(_sum_to(product, shape))
+
+    return tensor.on_tape(xp.matmul(x, y), (a, b), pullback)
 
 
-def where(condition: Array, a: Operand, b: Operand) -> Tensor:
-    """a where the boolean array ``condition`` holds, else b; broadcast."""
-    x, y = _pair(a, b)
-    mask = getattr(condition, "data", condition) if isinstance(condition, Tensor) else condition
-    xp = array_namespace(x.data, mask)
-    return _binary("where", x, y, xp.where(mask, x.data, y.data), lambda g: g * mask, lambda g: g * ~mask)
+def maximum(a: Any, b: Any) -> Tensor:
+    """The larger of each pair of elements; where they are equal each gets half of the gradient."""
+    return _extreme(a, b, "maximum", lambda x, y: x > y)
 
 
-def power(x: Tensor, exponent: float) -> Tensor:
-    """x to a constant power."""
-    return _unary("power", x, x.data**exponent, lambda g, out: g * (exponent * x.data ** (exponent - 1)))
+def minimum(a: Any, b: Any) -> Tensor:
+    """The smaller of each pair of elements; where they are equal each gets half of the gradient."""
+    return _extreme(a, b, "minimum", lambda x, y: x < y)
 
 
-def _unary(name: str, x: Tensor, data: Array, derive: Callable[[Array, Array], Array]) -> Tensor:
-    return result(name, data, (x,), lambda g, into: [None if into[0] is SKIP else derive(g, data)])
+def _extreme(a: Any, b: Any, name: str, wins: Callable[[Any, Any], Any]) -> Tensor:
+    x, y = value_of(a), value_of(b)
+    value = getattr(array_namespace(x, y), name)(x, y)
+    return _binary(
+        a, b, value,
+        lambda gy: gy * wins(x, y) + gy * (0.5 * (x == y)).astype(gy.dtype),
+        lambda gy: gy * wins(y, x) + gy * (0.5 * (x == y)).astype(gy.dtype),
+    )  # fmt: skip
 
 
-def exp(x: Operand) -> Tensor:
-    """e to the power x."""
-    x = as_tensor(x)
-    return _unary("exp", x, array_namespace(x.data).exp(x.data), lambda g, out: g * out)
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    """``a`` where ``condition`` is true, else ``b``."""
+    chosen = value_of(condition)
+    xp = array_namespace(chosen)
+    value = xp.where(chosen, value_of(a), value_of(b))
+    return _binary(a, b, value, lambda gy: xp.where(chosen, gy, 0), lambda gy: xp.where(chosen, 0, gy))
 
 
-def log(x: Operand) -> Tensor:
+def negative(x: Any) -> Tensor:
+    """``-x``."""
+    return _unary(x, -value_of(x), lambda gy: -gy)
+
+
+def abs(x: Any) -> Tensor:
+    """``|x|``; the derivative at 0 is 0."""
+    a = value_of(x)
+    xp = array_namespace(a)
+    return _unary(x, xp.abs(a), lambda gy: gy * xp.sign(a))
+
+
+def exp(x: Any) -> Tensor:
+    """e to the power of ``x``."""
+    value = array_namespace(value_of(x)).exp(value_of(x))
+    return _unary(x, value, lambda gy: gy * value)
+
+
+def log(x: Any) -> Tensor:
     """The natural logarithm."""
-    x = as_tensor(x)
-    return _unary("log", x, array_namespace(x.data).log(x.data), lambda g, out: g / x.data)
+    a = value_of(x)
+    return _unary(x, array_namespace(a).log(a), lambda gy: gy / a)
 
 
-def sqrt(x: Operand) -> Tensor:
+def sqrt(x: Any) -> Tensor:
     """The square root."""
-    x = as_tensor(x)
-    return _unary("sqrt", x, array_namespace(x.data).sqrt(x.data), lambda g, out: g * 0.5 / out)
+    value = array_namespace(value_of(x)).sqrt(value_of(x))
+    return _unary(x, value, lambda gy: gy / (2 * value))
 
 
-def tanh(x: Operand) -> Tensor:
+def tanh(x: Any) -> Tensor:
     """The hyperbolic tangent."""
-    x = as_tensor(x)
-    return _unary("tanh", x, array_namespace(x.data).tanh(x.data), lambda g, out: g * (1 - out * out))
+    value = array_namespace(value_of(x)).tanh(value_of(x))
+    return _unary(x, value, lambda gy: gy * (1 - value * value))
 
 
-def sigmoid(x: Operand) -> Tensor:
-    """1 / (1 + e^-x), by tanh, which does not overflow."""
-    x = as_tensor(x)
-    data = 0.5 * array_namespace(x.data).tanh(0.5 * x.data) + 0.5
-    return _unary("sigmoid", x, data, lambda g, out: g * out * (1 - out))
+def sigmoid(x: Any) -> Tensor:
+    """``1 / (1 + exp(-x))``, by the hyperbolic tangent, which does not overflow."""
+    a = value_of(x)
+    value = 0.5 * array_namespace(a).tanh(0.5 * a) + 0.5
+    return _unary(x, value, lambda gy: gy * (value * (1 - value)))
 
 
-def absolute(x: Operand) -> Tensor:
-    """The absolute value; the gradient at 0 is 0."""
-    x = as_tensor(x)
+def astype(x: Tensor, dtype: Any) -> Tensor:
+    """A copy in another dtype; the gradient comes back in the old one."""
+    return _unary(x, x.data.astype(dtype), lambda gy: gy)
+
+
+def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+    """The sum over ``axis``, over all axes if it is None."""
     xp = array_namespace(x.data)
-    return _unary("absolute", x, xp.abs(x.data), lambda g, out: g * xp.sign(x.data))
+    spread = _spread(x.shape, axis, keepdims)
+    return _unary(x, xp.sum(x.data, axis=axis, keepdims=keepdims), lambda gy: xp.broadcast_to(spread(gy), x.shape))
 
 
-def relu(x: Operand) -> Tensor:
-    """The larger of x and 0; the gradient at 0 is 0."""
-    x = as_tensor(x)
-    data = array_namespace(x.data).maximum(x.data, 0)
-    return _unary("relu", x, data, lambda g, out: g * (out > 0))
+def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+    """The mean over ``axis``, over all axes if it is None."""
+    total = sum(x, axis, keepdims)
+    return divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
 
 
-def matmul(a: Operand, b: Operand) -> Tensor:
-    """The matrix product of (..., m, k) and (..., k, n); leading axes broadcast. Vectors are not taken."""
-    x, y = _pair(a, b)
-    if x.ndim < 2 or y.ndim < 2 or x.shape[-1] != y.shape[-2]:
-        raise ArrayMixError("matmul", expected="shapes (..., m, k) and (..., k, n)", got=f"{x.shape} and {y.shape}")
+def max(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+    """The largest element over ``axis``; equal ones share the gradient."""
+    return _extremum(x, "max", axis, keepdims)
+
+
+def min(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+    """The smallest element over ``axis``; equal ones share the gradient."""
+    return _extremum(x, "min", axis, keepdims)
+
+
+def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
+    a = x.data
+    value = getattr(array_namespace(a), name)(a, axis=axis, keepdims=keepdims)
+    spread = _spread(x.shape, axis, keepdims)
+
+    def derivative(gy: Array) -> Array:
+        chosen = (a == spread(value)).astype(gy.dtype)
+        return chosen * (spread(gy) / chosen.sum(axis=axis, keepdims=True))
+
+    return _unary(x, value, derivative)
+
+
+def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
+    """What gives a reduced array its axes of length 1 back."""
+    if keepdims:
+        return lambda y: y
+    axes = range(len(shape)) if axis is None else (axis,) if isinstance(axis, int) else axis
+    reduced = {each % len(shape) for each in axes} if shape else set()
+    kept = tuple(1 if i in reduced else n for i, n in enumerate(shape))
+    return lambda y: y.reshape(kept)
+
+
+def reshape(x: Tensor, *shape: Any) -> Tensor:
+    """The same elements in another shape, given as numbers or one tuple; one may be -1."""
+    wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    old = x.shape
+    return _unary(x, x.data.reshape(tuple(wanted)), lambda gy: gy.reshape(old))
+
+
+def transpose(x: Tensor, *axes: Any) -> Tensor:
+    """The axes in another order, given as numbers or one tuple; reversed if none are given."""
+    order = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+    order = tuple(each % x.ndim for each in order) if order else tuple(range(x.ndim))[::-1]
+    back = tuple(order.index(i) for i in range(len(order)))
+    return _unary(x, x.data.transpose(order), lambda gy: gy.transpose(back))
+
+
+def getitem(x: Tensor, key: Any) -> Tensor:
+    """``x[key]``; elements taken more than once sum their gradients."""
+    plain = index(key)
     xp = array_namespace(x.data)
+    parts = plain if isinstance(plain, tuple) else (plain,)
+    is_view = all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
+    shape = x.shape
 
-    def backward(g: Array, into: Sequence[Into]) -> list[Array | None]:
-        return [
-            None if into[0] is SKIP else _product(xp, g, _swapped(y.data), x.shape, into[0]),
-            None if into[1] is SKIP else _product(xp, _swapped(x.data), g, y.shape, into[1]),
-        ]
-
-    return result("matmul", xp.matmul(x.data, y.data), (x, y), backward)
-
-
-def _product(xp: Any, a: Array, b: Array, shape: tuple[int, ...], into: Into) -> Array:
-    if into is not NEW and a.ndim == b.ndim == len(shape):
-        return xp.matmul(a, b, out=into)
-    return unbroadcast(xp.matmul(a, b), shape)
-
-
-def _swapped(x: Array) -> Array:
-    return array_namespace(x).swapaxes(x, -1, -2)
-
-
-def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-    """See `Tensor.sum`."""
-    xp = array_namespace(x.data)
-    axes = _axes(axis, x.ndim)
-    kept = tuple(1 if i in axes else length for i, length in enumerate(x.shape))
-
-    def backward(g: Array, into: Sequence[Into]) -> list[Array | None]:
-        return [None if into[0] is SKIP else xp.broadcast_to(g.reshape(kept), x.shape)]
-
-    data = xp.asarray(xp.sum(x.data, axis=axes, keepdims=keepdims))
-    return result("sum", data, (x,), backward)
-
-
-def mean(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-    """See `Tensor.mean`."""
-    count = math.prod(x.shape[i] for i in _axes(axis, x.ndim))
-    return sum(x, axis, keepdims) * (1.0 / builtins.max(count, 1))
-
-
-def _axes(axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    chosen = range(ndim) if axis is None else [axis] if isinstance(axis, int) else axis
-    return tuple(i % ndim for i in chosen) if ndim else ()
-
-
-def extremum(x: Tensor, axis: int | None, keepdims: bool, where: str) -> Tensor:
-    """See `Tensor.max` and `Tensor.min`; ``where`` is ``"argmax"`` or ``"argmin"``."""
-    xp = array_namespace(x.data)
-    flat = x.data.reshape(-1) if axis is None else x.data
-    along = 0 if axis is None else axis % x.ndim
-    at = xp.expand_dims(getattr(xp, where)(flat, axis=along), along)
-    kept = xp.take_along_axis(flat, at, along)
-    data = kept.reshape((1,) * x.ndim) if axis is None else kept
-    if not keepdims:
-        data = data.reshape(()) if axis is None else xp.squeeze(data, axis=along)
-
-    def backward(g: Array, into: Sequence[Into]) -> list[Array | None]:
-        if into[0] is SKIP:
-            return [None]
-        gradient = xp.zeros(flat.shape, dtype=x.dtype)
-        xp.put_along_axis(gradient, at, g.reshape(at.shape), along)
-        return [gradient.reshape(x.shape)]
-
-    return result(where.removeprefix("arg"), data, (x,), backward)
-
-
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """See `Tensor.reshape`."""
-    data = x.data.reshape(tuple(shape))
-    return result("reshape", data, (x,), lambda g, into: [None if into[0] is SKIP else g.reshape(x.shape)])
-
-
-def transpose(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """See `Tensor.transpose`."""
-    back = tuple(sorted(range(len(axes)), key=lambda i: axes[i] % x.ndim))
-    data = x.data.transpose(tuple(axes))
-    return result("transpose", data, (x,), lambda g, into: [None if into[0] is SKIP else g.transpose(back)])
-
-
-def index(x: Tensor, key: Any) -> Tensor:
-    """x[key] for integers, slices and arrays of integers or booleans; repeated elements' gradients add up."""
-    xp = array_namespace(x.data)
-    keys = key if isinstance(key, tuple) else (key,)
-    repeats = any(not isinstance(k, (int, slice)) and k is not None and k is not Ellipsis for k in keys)
-
-    def backward(g: Array, into: Sequence[Into]) -> list[Array | None]:
-        if into[0] is SKIP:
-            return [None]
-        gradient = xp.zeros(x.shape, dtype=x.dtype)
-        if repeats:
-            xp.add.at(gradient, key, g)
+    def derivative(gy: Array) -> Array:
+        dx = xp.zeros(shape, dtype=gy.dtype)
+        if is_view:
+            dx[plain] = gy
         else:
-            gradient[key] = g
-        return [gradient]
+            xp.add.at(dx, plain, gy)
+        return dx
 
-    return result("index", xp.asarray(x.data[key]), (x,), backward)
+    return _unary(x, xp.asarray(x.data[plain]), derivative)
 
 
-def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Tensors one after the other along an axis."""
-    inputs = [as_tensor(x) for x in tensors]
-    xp = array_namespace(*(x.data for x in inputs))
-    data = xp.concatenate([x.data for x in inputs], axis=axis)
-    ends = [0]
-    for x in inputs:
-        ends.append(ends[-1] + x.shape[axis])
+def concatenate(xs: Sequence[Any], axis: int = 0) -> Tensor:
+    """The tensors one behind the other along ``axis``."""
+    tensors = [as_tensor(x) for x in xs]
+    xp = array_namespace(*(x.data for x in tensors))
+    value = xp.concatenate([x.data for x in tensors], axis=axis)
+    along = axis % value.ndim
 
-    def backward(g: Array, into: Sequence[Into]) -> list[Array | None]:
-        moved = xp.moveaxis(g, axis, 0)
-        pieces = [xp.moveaxis(moved[lo:hi], 0, axis) for lo, hi in itertools.pairwise(ends)]
-        return [None if place is SKIP else piece for place, piece in zip(into, pieces, strict=True)]
+    def pullback(gy: Array, *gradients: Gradient | None) -> None:
+        first = 0
+        for gradient, x in zip(gradients, shapes, strict=True):
+            last = first + x[along]
+            if gradient is not None:
+                gradient.add(gy[(slice(None),) * along + (slice(first, last),)])
+            first = last
 
-    return result("concatenate", data, inputs, backward)
+    shapes = [x.shape for x in tensors]
+    return tensor.on_tape(value, tuple(tensors), pullback)
+
+
+def stack(xs: Sequence[Any], axis: int = 0) -> Tensor:
+    """The tensors, all of one shape, along a new ``axis``."""
+    tensors = [as_tensor(x) for x in xs]
+    place = axis % (tensors[0].ndim + 1)
+    return concatenate([x[(slice(None),) * place + (None,)] for x in tensors], axis=place)

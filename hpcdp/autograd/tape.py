@@ -1,8 +1,7 @@
-"""What was recorded, and running it backward.
+"""The tape: what was computed from what, and the way back.
 
-An operation that is recorded leaves a `Node` with its inputs and a function for its gradients. Backward visits nodes
-from the last to the first (Griewank and Walther, "Evaluating Derivatives", 2008, chapter 3.2), so a leaf's gradient is
-complete as early as it can be, and its hook is called there and then.
+A node is one recorded operation. Nodes are numbered as they are made, so descending numbers are an order in which every
+operation comes after all that used its result; no recursion is needed, however deep the graph.
 """
 
 from __future__ import annotations
@@ -11,194 +10,269 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..arrays import Array, array_namespace
-from ..errors import GraphError
-from .modes import is_recording
+from ..errors import HpcdpError
+from ..kernels.buffers import empty
 
 if TYPE_CHECKING:
     from .tensor import Tensor
 
-SKIP = False
-"""In `into`: this input needs no gradient."""
-NEW = None
-"""In `into`: return the gradient as an array of its own (so ``out=into[i]`` does right in both cases)."""
+Pullback = Callable[..., None]
+"""``pullback(gy, *gradients)``: from the gradient ``gy`` of an operation's result, add to that of each of its inputs.
 
-Into = Any
-"""`SKIP`, `NEW`, or the array to write the gradient to and return."""
-
-Backward = Callable[[Array, Sequence[Into]], Sequence[Array | None]]
-"""Takes the output's gradient, and for each input where its gradient is to go; returns the inputs' gradients. Must not
-change the output's gradient, which may be another node's too."""
+There is one `Gradient` for every input, None where nobody asks for it. ``gy`` must not be changed.
+"""
 
 _numbers = itertools.count()
 
 
 class Node:
-    """One recorded operation."""
+    """One recorded operation.
 
-    __slots__ = ("backward", "inputs", "name", "number")
+    ``inputs`` holds for every input the node that made it, the leaf tensor that it is, or None where no gradient is
+    wanted. When the tape is freed, both ``inputs`` and ``pullback``, and with it the saved arrays, are dropped.
+    """
 
-    def __init__(self, name: str, inputs: tuple[Tensor, ...], backward: Backward) -> None:
-        self.name = name
+    __slots__ = ("dtype", "inputs", "number", "pullback", "shape")
+
+    def __init__(self, value: Array, inputs: tuple[Node | Tensor | None, ...], pullback: Pullback) -> None:
+        self.shape: tuple[int, ...] = value.shape
+        self.dtype = value.dtype
         self.inputs = inputs
-        self.backward: Backward | None = backward
+        self.pullback: Pullback | None = pullback
         self.number = next(_numbers)
 
+    def free(self) -> None:
+        """Drop what only this operation's backward needs."""
+        self.inputs = ()
+        self.pullback = None
 
-def needs_record(inputs: Sequence[Tensor]) -> bool:
-    """Whether an operation on ``inputs`` is to be recorded."""
-    return is_recording() and any(x.node is not None or x.grad_req != "null" for x in inputs)
+
+class Gradient:
+    """The gradient of one tensor while backward sums its contributions.
+
+    For a leaf it lies in ``leaf.grad`` from the first contribution on, so that nothing is copied.
+    """
+
+    __slots__ = ("_given", "_home", "_private", "_xp", "dtype", "shape", "value")
+
+    def __init__(self, of: Node | Tensor, xp: Any, home: Array | None = None, adds: bool = False) -> None:
+        self.shape = of.shape
+        self.dtype = of.dtype
+        self._xp = xp
+        self.value: Array = home if adds else None
+        self._home: Array = home
+        self._private = adds
+        self._given: Array = None
+
+    def empty(self) -> Array:
+        """Where to write a whole contribution before `add`: a contiguous array of its shape and dtype."""
+        at_home = self.value is None and self._home is not None and self._home.flags.c_contiguous
+        self._given = self._home if at_home else empty(self.shape, self.dtype, self._xp)
+        return self._given
+
+    def add(self, contribution: Array) -> None:
+        """Add an array of the tensor's shape. It may be kept, so it must not be changed afterwards."""
+        if self.value is None:
+            if self._home is None:
+                self.value = contribution if contribution.dtype == self.dtype else contribution.astype(self.dtype)
+                self._private = contribution is self._given
+            else:
+                if contribution is not self._given:
+                    self._home[...] = contribution
+                self.value = self._home
+                self._private = True
+        elif self._private:
+            self.value += contribution
+        else:  # the first contribution is somebody else's array
+            self.value = self._xp.add(self.value, contribution, out=empty(self.shape, self.dtype, self._xp))
+            self._private = True
+
+    def finish(self) -> Array:
+        """The sum; zeros where nothing was added."""
+        if self.value is None:
+            zeros = self.empty()
+            zeros[...] = 0
+            self.add(zeros)
+        return self.value
+
+    def take(self) -> Array:
+        """The sum as an array that nobody else has."""
+        value = self.finish()
+        return value if self._private else self._xp.asarray(value).copy()
 
 
 def backward(
-    heads: Sequence[Tensor], head_grads: Sequence[Array | None] | None = None, retain_graph: bool = False
+    heads: Tensor | Sequence[Tensor],
+    head_grads: Array | Tensor | Sequence[Any] | None = None,
+    retain_graph: bool = False,
 ) -> None:
-    """Differentiate ``heads`` with respect to all leaves that have a gradient attached; see `Tensor.backward`.
+    """Compute the gradients of the sum of ``heads`` with respect to all leaves and leave them in ``leaf.grad``.
+
+    A leaf's gradient is overwritten, added to or left alone as ``leaf.grad_req`` says ("write", "add", "null"), always
+    in place. As soon as it is complete, ``leaf.grad_hook(leaf)`` is called, in this thread, before backward goes on.
 
     Args:
-        heads: what to differentiate; their gradients add up.
-        head_grads: for each head the gradient to start from, of its shape; ones where None.
-        retain_graph: keep the record for another backward.
+        heads: tensors computed while recording.
+        head_grads: for each head an array of its shape, or None for ones, so that gradients of a loss of shape
+            ``(batch,)`` are sums over the batch.
+        retain_graph: keep the tape, so that backward can run through it again.
+
+    Raises:
+        HpcdpError: a head was not recorded, its tape is freed, or a head gradient has another shape.
     """
-    _Pass(heads, head_grads, retain_graph, {}).run()
+    pairs = _pairs(heads, head_grads)
+    _Pass(pairs, None).run(pairs, retain_graph)
 
 
 def grad(
-    heads: Sequence[Tensor] | Tensor,
-    variables: Sequence[Tensor],
-    head_grads: Sequence[Array | None] | None = None,
+    heads: Tensor | Sequence[Tensor],
+    variables: Tensor | Sequence[Tensor],
+    head_grads: Array | Tensor | Sequence[Any] | None = None,
     retain_graph: bool = False,
-) -> list[Array]:
-    """The gradients of ``heads`` with respect to ``variables``, as new arrays; no ``.grad`` is changed, no hook called.
+) -> Any:
+    """The gradients of the sum of ``heads`` with respect to ``variables``, as new arrays; no ``.grad`` is touched.
+
+    Args:
+        variables: leaves with a gradient attached, or results of recorded operations.
+
+    Returns:
+        One array for a single variable, else a list; zeros where the heads do not depend on a variable.
 
     Raises:
-        GraphError: a variable is not part of the recorded computation.
+        HpcdpError: as `backward`.
     """
-    heads = [heads] if not isinstance(heads, (list, tuple)) else heads
-    caught: dict[int, Array | None] = {id(variable): None for variable in variables}
-    _Pass(heads, head_grads, retain_graph, caught).run()
-    found = [caught[id(variable)] for variable in variables]
-    for variable, gradient in zip(variables, found, strict=True):
-        if gradient is None:
-            raise GraphError(
-                "grad", where=f"variable of shape {variable.shape}", expected="a variable that heads depend on"
+    wanted: Sequence[Tensor] = variables if isinstance(variables, Sequence) else [variables]
+    pairs = _pairs(heads, head_grads)
+    walk = _Pass(pairs, [variable.node or variable for variable in wanted])
+    walk.run(pairs, retain_graph)
+    found = [walk.found(variable) for variable in wanted]
+    return found if isinstance(variables, Sequence) else found[0]
+
+
+def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
+    if not isinstance(heads, Sequence):
+        heads, head_grads = [heads], [head_grads]
+    elif head_grads is None:
+        head_grads = [None] * len(heads)
+    if len(head_grads) != len(heads):
+        raise HpcdpError("backward", expected=f"{len(heads)} head gradients", got=len(head_grads))
+    pairs = []
+    for head, seed in zip(heads, head_grads, strict=True):
+        if head.node is None and head.grad_req == "null":
+            raise HpcdpError(
+                "backward",
+                expected="a head computed from attached tensors while recording",
+                got=f"a tensor of shape {head.shape} that is not on the tape",
+                remedy="compute it inside `with autograd.record():`",
             )
-    return found
+        xp = array_namespace(head.data)
+        if seed is None:
+            seed = xp.ones(head.shape, dtype=head.dtype)
+        elif not hasattr(seed, "shape"):
+            seed = xp.full(head.shape, seed, dtype=head.dtype)
+        seed = getattr(seed, "data", seed) if hasattr(seed, "grad_req") else seed
+        if tuple(seed.shape) != head.shape:
+            raise HpcdpError("backward", where="head_grads", expected=f"shape {head.shape}", got=tuple(seed.shape))
+        pairs.append((head, seed))
+    return pairs
 
 
 class _Pass:
-    """One run backward. With ``caught`` gradients go there, by id of the variable, and nowhere else."""
+    """One run through the tape; ``wanted`` are the nodes and leaves that `grad` asks for, None means backward."""
 
-    def __init__(
-        self,
-        heads: Sequence[Tensor],
-        head_grads: Sequence[Array | None] | None,
-        retain_graph: bool,
-        caught: dict[int, Array | None],
-    ) -> None:
-        self.heads = heads
-        self.head_grads = [None] * len(heads) if head_grads is None else head_grads
-        self.retain_graph = retain_graph
-        self.caught = caught
-        self.grads: dict[Node, Array] = {}
-        self.uses: dict[int, int] = {}
-        self.touched: set[int] = set()
+    def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:
+        self._wanted = None if wanted is None else set(wanted)
+        self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
+        self._gradients: dict[Any, Gradient] = {}
+        self._kept: dict[Any, Array] = {}
+        self._uses: dict[Any, int] = {}
+        self._nodes: list[Node] = []
+        stack: list[Any] = [head.node or head for head, _ in pairs]
+        seen = set()
+        while stack:
+            each = stack.pop()
+            if not isinstance(each, Node):
+                self._uses[each] = self._uses.get(each, 0) + 1
+            elif each not in seen:
+                if each.pullback is None:
+                    raise HpcdpError(
+                        "backward",
+                        expected="a tape that is still there",
+                        got="one that an earlier backward has freed",
+                        remedy="call the earlier one with retain_graph=True",
+                    )
+                seen.add(each)
+                self._nodes.append(each)
+                stack.extend(source for source in each.inputs if source is not None)
+        self._nodes.sort(key=lambda node: node.number)
 
-    def run(self) -> None:
-        for head in self.heads:
-            if head.node is None and head.grad_req == "null":
-                raise GraphError(
-                    "backward",
-                    expected="a result computed inside autograd.record() from tensors with attach_grad()",
-                    got=f"a tensor of shape {head.shape} without a record",
-                )
-        nodes = self._collect()
-        for head, gradient in zip(self.heads, self.head_grads, strict=True):
-            start = _seed(head, gradient)
-            self._give(head, start)
-        for node in nodes:
-            gradient = self.grads.pop(node, None)
+    def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
+        for head, seed in pairs:
+            source: Node | Tensor = head.node or head
+            gradient = self._gradient(source)
             if gradient is not None:
-                self._visit(node, gradient)
+                gradient.add(seed)
+            if source is head:
+                self._used(head)
+        while self._nodes:
+            node = self._nodes.pop()
+            gradient = self._gradients.pop(node, None)
+            if gradient is not None:
+                gy = gradient.finish()
+                if self._wanted is not None and node in self._wanted:
+                    self._kept[node] = gradient.take()
+                assert node.pullback is not None
+                node.pullback(gy, *[self._gradient(source) for source in node.inputs])
+            for each in node.inputs:
+                if each is not None and not isinstance(each, Node):
+                    self._used(each)
+            if not retain_graph:
+                node.free()
+
+    def found(self, variable: Tensor) -> Array:
+        """What `grad` returns for one variable."""
+        source = variable.node or variable
+        if source not in self._kept:
+            xp = array_namespace(variable.data)
+            self._kept[source] = xp.zeros(variable.shape, dtype=variable.dtype)
+        return self._kept[source]
+
+    def _gradient(self, source: Any) -> Gradient | None:
+        """Where contributions to ``source`` go; None where they are not wanted."""
+        if source is None:
+            return None
+        gradient = self._gradients.get(source)
+        if gradient is None:
+            if isinstance(source, Node):
+                gradient = Gradient(source, self._xp)
+            elif self._wanted is not None:
+                if source not in self._wanted:
+                    return None
+                gradient = Gradient(source, self._xp)
+            elif source.grad_req == "null":
+                return None
             else:
-                for x in node.inputs:
-                    self._one_use_less(x)
-            if not self.retain_graph:
-                node.backward, node.inputs = None, ()
+                if source.grad is None:
+                    source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
+                gradient = Gradient(source, self._xp, home=source.grad, adds=source.grad_req == "add")
+            self._gradients[source] = gradient
+        return gradient
 
-    def _collect(self) -> list[Node]:
-        """All nodes that heads depend on, last first; counts how often each leaf is used."""
-        for head in self.heads:
-            self.uses[id(head)] = self.uses.get(id(head), 0) + 1
-        found = {head.node for head in self.heads if head.node is not None}
-        pending = list(found)
-        while pending:
-            node = pending.pop()
-            if node.backward is None:
-                raise GraphError(
-                    "backward",
-                    where=node.name,
-                    expected="a record that is still there",
-                    got="one that an earlier backward has freed",
-                    remedy="pass retain_graph=True to the earlier backward",
-                )
-            for x in node.inputs:
-                self.uses[id(x)] = self.uses.get(id(x), 0) + 1
-                if x.node is not None and x.node not in found:
-                    found.add(x.node)
-                    pending.append(x.node)
-        return sorted(found, key=lambda node: -node.number)
-
-    def _visit(self, node: Node, gradient: Array) -> None:
-        assert node.backward is not None
-        seen: set[int] = set()  # an operation on twice the same leaf must not get its buffer twice
-        into = []
-        for x in node.inputs:
-            into.append(NEW if id(x) in seen else self._into(x))
-            seen.add(id(x))
-        for x, place, part in zip(node.inputs, into, node.backward(gradient, into), strict=True):
-            if place is not SKIP and part is not None:
-                self._give(x, part)
-            else:
-                self._one_use_less(x)
-
-    def _into(self, x: Tensor) -> Into:
-        if id(x) in self.caught or x.node is not None:
-            return NEW
-        if x.grad_req == "null" or self.caught:
-            return SKIP
-        return x.grad if x.grad_req == "write" and id(x) not in self.touched else NEW
-
-    def _give(self, x: Tensor, gradient: Array) -> None:
-        """Add a part of x's gradient to where it belongs."""
-        if id(x) in self.caught:
-            before = self.caught[id(x)]
-            self.caught[id(x)] = gradient + 0 if before is None else before + gradient
-        if x.node is not None:
-            before = self.grads.get(x.node)
-            self.grads[x.node] = gradient if before is None else before + gradient
-        elif x.grad_req != "null" and not self.caught:
-            if gradient is not x.grad:
-                if x.grad_req == "write" and id(x) not in self.touched:
-                    x.grad[...] = gradient
-                else:
-                    x.grad += gradient
-            self.touched.add(id(x))
-            self._one_use_less(x)
-
-    def _one_use_less(self, x: Tensor) -> None:
-        if x.node is None:
-            self.uses[id(x)] -= 1
-            complete = self.uses[id(x)] == 0 and id(x) in self.touched
-            if complete and x.grad_hook is not None:
-                x.grad_hook(x)
-
-
-def _seed(head: Tensor, gradient: Array | None) -> Array:
-    xp = array_namespace(head.data)
-    if gradient is None:
-        return xp.ones(head.shape, dtype=head.dtype)
-    gradient = getattr(gradient, "data", gradient) if not hasattr(gradient, "__array_namespace__") else gradient
-    if tuple(gradient.shape) != head.shape:
-        raise GraphError("backward", where="head_grad", expected=f"shape {head.shape}", got=f"shape {gradient.shape}")
-    return gradient
+    def _used(self, leaf: Any) -> None:
+        """One use of ``leaf`` is done; after the last one its gradient is complete."""
+        self._uses[leaf] -= 1
+        if self._uses[leaf]:
+            return
+        gradient = self._gradient(leaf)
+        if gradient is None:
+            return
+        del self._gradients[leaf]
+        if self._wanted is not None:
+            self._kept[leaf] = gradient.take()
+            return
+        gradient.finish()
+        if leaf.grad_hook is not None:
+            leaf.grad_hook(leaf)

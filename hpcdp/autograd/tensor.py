@@ -1,47 +1,48 @@
-"""The array that operations are recorded for."""
+"""Tensors: arrays that operations on the tape are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, array_namespace, to_host
-from ..errors import ConfigError
-from . import tape
+from ..errors import HpcdpError
+from .modes import modes
+from .tape import Node, Pullback, backward
 
 GRAD_REQS = ("write", "add", "null")
-"""What backward does with a leaf's gradient: overwrite it, add to it, or nothing."""
 
 
 class Tensor:
-    """An array and, if `attach_grad` was called, the gradient that backward leaves for it.
+    """An array of any namespace, ``data``, that may have a gradient.
 
-    Operations make new tensors; none of them replaces ``data`` or ``grad``, so both may be views of other memory.
+    Operators and methods work as NumPy's and make new tensors; other operands may be arrays or numbers. In-place
+    operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
+    replace it: it may be memory that other ranks see.
 
     Args:
-        data: an array of NumPy, CuPy or a stand-in, used as it is; anything else becomes float32 NumPy.
+        data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
     """
 
-    __array_ufunc__ = None  # so that ``ndarray + tensor`` asks the tensor
-    __slots__ = ("data", "grad", "grad_hook", "grad_req", "node")
+    __slots__ = ("__weakref__", "data", "grad", "grad_hook", "grad_req", "node")
+    __array_ufunc__ = None  # array + tensor is the tensor's business
 
     def __init__(self, data: Any) -> None:
         if isinstance(data, Tensor):
             data = data.data
-        elif not (isinstance(data, np.ndarray) or hasattr(data, "__array_namespace__")):
+        elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
             data = np.asarray(data, np.float32)
         self.data: Array = data
-        self.grad: Array = None
+        self.grad: Array | None = None
         self.grad_req = "null"
-        self.grad_hook: Callable[[Any], None] | None = None
-        """Called with the tensor during backward, as soon as its gradient is complete."""
-        self.node: tape.Node | None = None
+        self.grad_hook: Callable[[Any], object] | None = None
+        self.node: Node | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.data.shape)
+        return self.data.shape
 
     @property
     def dtype(self) -> Any:
@@ -53,69 +54,102 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        return int(self.data.size)
+        return self.data.size
+
+    @property
+    def T(self) -> Tensor:
+        return operators.transpose(self)
 
     def attach_grad(self, grad_req: str = "write") -> None:
-        """Ask backward for this tensor's gradient, in ``grad`` (zeros until then); it becomes a leaf.
+        """Make this a leaf of the tape with a gradient: zeros of its shape in ``grad``, in its namespace.
 
         Args:
-            grad_req: ``"write"``: each backward overwrites; ``"add"``: it adds; ``"null"``: no gradient.
+            grad_req: what backward does with ``grad``: "write" over it, "add" to it, or "null", leave it alone.
         """
         if grad_req not in GRAD_REQS:
-            raise ConfigError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
+            raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
         self.node = None
         self.grad_req = grad_req
         self.grad = None if grad_req == "null" else array_namespace(self.data).zeros(self.shape, dtype=self.dtype)
 
-    def backward(self, head_grad: Array | None = None, retain_graph: bool = False) -> None:
-        """Leave the gradient of this tensor's sum in the ``grad`` of every leaf that it was computed from.
-
-        Args:
-            head_grad: the gradient to start from, of this shape; ones where None, so gradients are sums over samples.
-            retain_graph: keep the record, so that backward can be called again.
-
-        Raises:
-            GraphError: nothing was recorded, or the record is freed.
-        """
-        tape.backward([self], [head_grad], retain_graph)
+    def backward(self, head_grad: Any = None, retain_graph: bool = False) -> None:
+        """`autograd.backward` from this tensor; ``head_grad`` has its shape, None means ones."""
+        backward(self, head_grad, retain_graph)
 
     def detach(self) -> Tensor:
-        """The same data without a record."""
+        """The same ``data`` as a tensor that is on no tape."""
         return Tensor(self.data)
 
     def asnumpy(self) -> np.ndarray:
-        """The data as a NumPy array; no copy where it is one."""
-        return to_host(self.data)
+        """A copy in host memory."""
+        return np.array(to_host(self.data))
 
     def item(self) -> Any:
-        """The only element as a Python number."""
-        return self.asnumpy().item()
+        """The only element, as a Python number."""
+        return self.data.item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.asnumpy(), dtype=dtype, copy=copy)
+        host = to_host(self.data)
+        if dtype is not None and host.dtype != dtype:
+            return host.astype(dtype)
+        return np.array(host) if copy else host
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({np.array2string(self.asnumpy(), precision=4, separator=', ')})"
+    def __float__(self) -> float:
+        return float(self.data)
+
+    def __int__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
+    def __repr__(self) -> str:
+        body = np.array2string(to_host(self.data), separator=", ", prefix="Tensor(", threshold=100)
+        tape = ", recorded" if self.node is not None else f", grad_req={self.grad_req!r}" * (self.grad_req != "null")
+        return f"{type(self).__name__}({body}, shape={tuple(self.shape)}, dtype={self.dtype}{tape})"
 
-    def __bool__(self) -> bool:
-        return bool(self.asnumpy())
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if modes.recording and (self.node is not None or self.grad_req != "null"):
+            raise self._on_tape()
+        self.data[operators.index(key)] = value_of(value)
 
-    def __float__(self) -> float:
-        return float(self.item())
+    def _on_tape(self) -> HpcdpError:
+        return HpcdpError(
+            "in-place change",
+            expected="a tensor that is not on the tape",
+            got=f"one of shape {self.shape} while recording",
+            remedy="make a new tensor, or use `with autograd.pause():`",
+        )
 
-    def __int__(self) -> int:
-        return int(self.item())
+    def _in_place(self, operation: Callable[[Any, Any], Tensor], other: Any) -> Tensor:
+        """``total += loss`` while recording is a new tensor, as the tape needs; a leaf may not change then."""
+        if modes.recording:
+            if self.grad_req != "null":
+                raise self._on_tape()
+            return operation(self, other)
+        self.data[...] = operation(self, other).data
+        return self
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return operators.getitem(self, key)
+
+    def __neg__(self) -> Tensor:
+        return operators.negative(self)
+
+    def __abs__(self) -> Tensor:
+        return operators.abs(self)
 
     def __add__(self, other: Any) -> Tensor:
         return operators.add(self, other)
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Tensor:
+        return operators.add(other, self)
+
+    def __iadd__(self, other: Any) -> Tensor:
+        return self._in_place(operators.add, other)
 
     def __sub__(self, other: Any) -> Tensor:
         return operators.subtract(self, other)
@@ -123,10 +157,17 @@ class Tensor:
     def __rsub__(self, other: Any) -> Tensor:
         return operators.subtract(other, self)
 
+    def __isub__(self, other: Any) -> Tensor:
+        return self._in_place(operators.subtract, other)
+
     def __mul__(self, other: Any) -> Tensor:
         return operators.multiply(self, other)
 
-    __rmul__ = __mul__
+    def __rmul__(self, other: Any) -> Tensor:
+        return operators.multiply(other, self)
+
+    def __imul__(self, other: Any) -> Tensor:
+        return self._in_place(operators.multiply, other)
 
     def __truediv__(self, other: Any) -> Tensor:
         return operators.divide(self, other)
@@ -134,11 +175,14 @@ class Tensor:
     def __rtruediv__(self, other: Any) -> Tensor:
         return operators.divide(other, self)
 
-    def __pow__(self, exponent: float) -> Tensor:
+    def __itruediv__(self, other: Any) -> Tensor:
+        return self._in_place(operators.divide, other)
+
+    def __pow__(self, exponent: Any) -> Tensor:
         return operators.power(self, exponent)
 
-    def __neg__(self) -> Tensor:
-        return operators.multiply(self, -1.0)
+    def __rpow__(self, base: Any) -> Tensor:
+        return operators.power(base, self)
 
     def __matmul__(self, other: Any) -> Tensor:
         return operators.matmul(self, other)
@@ -146,36 +190,49 @@ class Tensor:
     def __rmatmul__(self, other: Any) -> Tensor:
         return operators.matmul(other, self)
 
-    def __getitem__(self, key: Any) -> Tensor:
-        return operators.index(self, key)
+    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
+        return Tensor(self.data == value_of(other))
+
+    def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
+        return Tensor(self.data != value_of(other))
+
+    def __lt__(self, other: Any) -> Tensor:
+        return Tensor(self.data < value_of(other))
+
+    def __le__(self, other: Any) -> Tensor:
+        return Tensor(self.data <= value_of(other))
+
+    def __gt__(self, other: Any) -> Tensor:
+        return Tensor(self.data > value_of(other))
+
+    def __ge__(self, other: Any) -> Tensor:
+        return Tensor(self.data >= value_of(other))
+
+    __hash__ = object.__hash__
+
+    def astype(self, dtype: Any) -> Tensor:
+        return operators.astype(self, dtype)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape; one length may be -1."""
-        return operators.reshape(self, shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+        return operators.reshape(self, *shape)
 
-    def transpose(self, *axes: int) -> Tensor:
-        """The axes in another order, reversed where none is given."""
-        return operators.transpose(self, axes or tuple(range(self.ndim))[::-1])
+    def transpose(self, *axes: Any) -> Tensor:
+        return operators.transpose(self, *axes)
 
-    @property
-    def T(self) -> Tensor:
-        return self.transpose()
-
-    def sum(self, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-        """The sum over some axes, all where None."""
+    def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         return operators.sum(self, axis, keepdims)
 
-    def mean(self, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-        """The mean over some axes, all where None."""
+    def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
         return operators.mean(self, axis, keepdims)
 
-    def max(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
-        """The largest element along an axis, of all where None; among equals the gradient goes to the first."""
-        return operators.extremum(self, axis, keepdims, "argmax")
+    def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        return operators.max(self, axis, keepdims)
 
-    def min(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
-        """The smallest element along an axis, of all where None; among equals the gradient goes to the first."""
-        return operators.extremum(self, axis, keepdims, "argmin")
+    def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        return operators.min(self, axis, keepdims)
+
+    def argmax(self, axis: Any = None) -> Tensor:
+        return Tensor(array_namespace(self.data).argmax(self.data, axis=axis))
 
     def exp(self) -> Tensor:
         return operators.exp(self)
@@ -183,9 +240,48 @@ class Tensor:
     def log(self) -> Tensor:
         return operators.log(self)
 
-    def argmax(self, axis: int | None = None) -> Array:
-        """Where the largest element is; an array, since it has no gradient."""
-        return array_namespace(self.data).argmax(self.data, axis=axis)
+    def sqrt(self) -> Tensor:
+        return operators.sqrt(self)
+
+    def tanh(self) -> Tensor:
+        return operators.tanh(self)
+
+    def sigmoid(self) -> Tensor:
+        return operators.sigmoid(self)
 
 
-from . import operators  # noqa: E402  (operators need Tensor)
+def as_tensor(x: Any) -> Tensor:
+    """``x`` itself if it is a tensor, else a tensor of that array or number."""
+    return x if isinstance(x, Tensor) else Tensor(x)
+
+
+def value_of(x: Any) -> Any:
+    """The array of a tensor; arrays and Python numbers as they are, which keeps the other operand's dtype."""
+    return x.data if isinstance(x, Tensor) else x
+
+
+def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback) -> Tensor:
+    """The result of an operation, recorded if this thread records and an input wants a gradient.
+
+    Args:
+        value: the result's array.
+        inputs: the operation's tensors; arrays and numbers among them have no gradient.
+        pullback: ``pullback(gy, *gradients)``, see `tape.Pullback`; it keeps alive what it refers to, so it should
+            refer to arrays, never to the resulting tensor.
+    """
+    result = Tensor(value)
+    if modes.recording:
+        sources: list[Node | Tensor | None] = []
+        for x in inputs:
+            if not isinstance(x, Tensor):
+                sources.append(None)
+            elif x.node is not None:
+                sources.append(x.node)
+            else:
+                sources.append(x if x.grad_req != "null" else None)
+        if any(source is not None for source in sources):
+            result.node = Node(value, tuple(sources), pullback)
+    return result
+
+
+from . import operators  # noqa: E402  tensors and operators need each other

@@ -1,0 +1,26 @@
+"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, kernels, arrays, errors."""
+
+from . import functional, init, models
+from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
+from .module import Module, Parameter, Sequential
+from .regularisation import BatchNorm, Dropout
+
+__all__ = [
+    "AvgPool2D",
+    "BatchNorm",
+    "Conv2D",
+    "Dense",
+    "Dropout",
+    "Flatten",
+    "GlobalAvgPool2D",
+    "MaxPool2D",
+    "Module",
+    "Parameter",
+    "ReLU",
+    "Sequential",
+    "Sigmoid",
+    "Tanh",
+    "functional",
+    "init",
+    "models",
+]

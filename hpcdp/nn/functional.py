@@ -1,0 +1,328 @@
+"""Operations of neural networks on tensors. Operands are tensors or arrays; images are ``(batch, channels, h, w)``.
+
+Arrays in host memory go to the Numba kernels, those of other namespaces to `kernels.reference`; both write into memory
+that is used again (`kernels.buffers`) or straight into a leaf's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..arrays import Array, array_namespace, from_host, is_host
+from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
+from ..errors import DataError, UnsupportedError
+from ..kernels import reference
+from ..kernels.buffers import empty
+
+Pair = tuple[int, int]
+Size = int | tuple[int, int]
+
+
+def pair(size: Size) -> Pair:
+    """(vertical, horizontal) of a size given as one number or two."""
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def _kernels(name: str, x: Array) -> Any:
+    return kernels.load(name) if is_host(x) else reference
+
+
+def _alike(operation: str, x: Array, *others: Array | None) -> Any:
+    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
+    given = [x, *(other for other in others if other is not None)]
+    if str(x.dtype) not in ("float32", "float64") or any(each.dtype != x.dtype for each in given):
+        raise UnsupportedError(
+            operation,
+            where="dtype",
+            expected="float32 or float64, the same for all operands",
+            got=", ".join(str(each.dtype) for each in given),
+            remedy="convert with astype",
+        )
+    return array_namespace(*given)
+
+
+def _images(operation: str, x: Any) -> Array:
+    value = as_tensor(x).data
+    if value.ndim != 4:
+        raise UnsupportedError(operation, expected="images (batch, channels, height, width)", got=tuple(value.shape))
+    return array_namespace(value).ascontiguousarray(value)
+
+
+def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+    """The output's height and width."""
+    size = tuple(reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True))
+    if min(size) < 1 or min(stride) < 1 or min(padding) < 0:
+        raise UnsupportedError(
+            operation,
+            expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}",
+            got=f"height and width {tuple(x.shape[2:])}",
+        )
+    return size[0], size[1]
+
+
+def _contiguous(gy: Array) -> Array:
+    return array_namespace(gy).ascontiguousarray(gy)
+
+
+def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Tensor:
+    """``activation(x @ weight + bias)``.
+
+    Args:
+        x: shape ``(..., in)``.
+        weight: shape ``(in, out)``.
+        bias: shape ``(out,)`` or None.
+        activation: "relu", computed in the same pass over memory, or None.
+    """
+    a, w = as_tensor(x).data, as_tensor(weight).data
+    b = None if bias is None else as_tensor(bias).data
+    relu = _is_relu(activation)
+    xp = _alike("dense", a, w, b)
+    if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
+        raise UnsupportedError(
+            "dense",
+            expected="shapes (..., in), (in, out) and (out,)",
+            got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
+        )
+    rows = _contiguous(a).reshape(-1, w.shape[0])
+    out = xp.matmul(rows, w, out=empty((rows.shape[0], w.shape[1]), a.dtype, xp))
+    if b is not None or relu:
+        added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else _contiguous(b)
+        _kernels("epilogue", a).add_bias(out, added, relu)
+
+    def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None = None) -> None:
+        g = _contiguous(gy).reshape(out.shape)
+        if relu:
+            masked = empty(out.shape, out.dtype, xp)
+            _kernels("epilogue", g).relu_gradient(g, out, masked)
+            g = masked
+        if dbias is not None:
+            dbias.add(xp.sum(g, axis=0, out=dbias.empty()))
+        if dweight is not None:
+            dweight.add(xp.matmul(rows.T, g, out=dweight.empty()))
+        if dx is not None:
+            place = dx.empty()
+            xp.matmul(g, w.T, out=place.reshape(rows.shape))
+            dx.add(place)
+
+    return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback)
+
+
+def _is_relu(activation: str | None) -> bool:
+    if activation not in (None, "relu"):
+        raise UnsupportedError("activation", expected="'relu' or None", got=repr(activation))
+    return activation == "relu"
+
+
+def conv2d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    activation: str | None = None,
+) -> Tensor:
+    """``activation(weight * x + bias)``, where ``*`` is cross-correlation over height and width.
+
+    Args:
+        x: shape ``(batch, in, height, width)``.
+        weight: shape ``(out, in, kernel height, kernel width)``.
+        bias: shape ``(out,)`` or None.
+        padding: zeros added on both sides.
+        activation: "relu", computed in the same pass over memory, or None.
+
+    Returns:
+        Shape ``(batch, out, (height + 2 padding - kernel) // stride + 1, ...)``.
+    """
+    a, w = _images("conv2d", x), _contiguous(as_tensor(weight).data)
+    b = None if bias is None else _contiguous(as_tensor(bias).data)
+    relu, steps, zeros = _is_relu(activation), pair(stride), pair(padding)
+    xp = _alike("conv2d", a, w, b)
+    if w.ndim != 4 or a.shape[1] != w.shape[1] or (b is not None and b.shape != w.shape[:1]):
+        raise UnsupportedError(
+            "conv2d",
+            expected="shapes (batch, in, height, width), (out, in, kernel height, kernel width) and (out,)",
+            got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
+        )
+    size = _windows("conv2d", a, w.shape[2:], steps, zeros)
+    out = empty((a.shape[0], w.shape[0], *size), a.dtype, xp)
+    _kernels("conv", a).conv2d(a, w, b, out, steps, zeros, relu)
+
+    def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None = None) -> None:
+        wanted = (dx, dweight, dbias)
+        into = tuple(None if each is None else each.empty() for each in wanted)
+        _kernels("conv", a).conv2d_gradients(a, w, _contiguous(gy), out if relu else None, into, steps, zeros)
+        for gradient, place in zip(wanted, into, strict=True):
+            if gradient is not None:
+                gradient.add(place)
+
+    return on_tape(out, (x, weight, bias), pullback)
+
+
+def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
+    """The mean of each window, padding counted as zeros; ``stride`` is the window's size if it is None."""
+    a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
+    steps = kernel if stride is None else pair(stride)
+    xp = _alike("avg_pool2d", a)
+    out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
+    _kernels("pool", a).average_pool(a, out, kernel, steps, zeros)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = dx.empty()
+            _kernels("pool", gy).average_pool_gradient(_contiguous(gy), place, kernel, steps, zeros)
+            dx.add(place)
+
+    return on_tape(out, (x,), pullback)
+
+
+def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
+    """The largest element of each window, never padding; ``stride`` is the window's size if it is None."""
+    a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
+    steps = kernel if stride is None else pair(stride)
+    xp = _alike("max_pool2d", a)
+    if zeros[0] * 2 > kernel[0] or zeros[1] * 2 > kernel[1]:
+        raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
+    out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
+    chosen = empty(out.shape, xp.int32, xp)
+    _kernels("pool", a).max_pool(a, out, chosen, kernel, steps, zeros)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = dx.empty()
+            _kernels("pool", gy).max_pool_gradient(_contiguous(gy), chosen, place, kernel, steps, zeros)
+            dx.add(place)
+
+    return on_tape(out, (x,), pullback)
+
+
+def relu(x: Any) -> Tensor:
+    """``max(x, 0)``; the derivative at 0 is 0."""
+    a = as_tensor(x).data
+    xp = array_namespace(a)
+    out = xp.maximum(a, 0, out=empty(a.shape, a.dtype, xp))
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = dx.empty()
+            _kernels("epilogue", gy).relu_gradient(_contiguous(gy), out, place)
+            dx.add(place)
+
+    return on_tape(out, (x,), pullback)
+
+
+sigmoid = operators.sigmoid
+tanh = operators.tanh
+
+
+def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
+    """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014)."""
+    a = as_tensor(x).data
+    xp = array_namespace(a)
+    mask = np.multiply(generator.random(a.shape, np.float32) >= p, np.asarray(1 / (1 - p), str(a.dtype)))
+    scale = from_host(mask, a)
+    out = xp.multiply(a, scale, out=empty(a.shape, a.dtype, xp))
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(xp.multiply(gy, scale, out=dx.empty()))
+
+    return on_tape(out, (x,), pullback)
+
+
+def batch_norm(x: Any, scale: Any, shift: Any, eps: float) -> tuple[Tensor, Array, Array]:
+    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with the statistics of the batch, for each channel.
+
+    Args:
+        x: shape ``(batch, channels, ...)``.
+        scale: shape ``(channels,)``; ``shift`` likewise.
+
+    Returns:
+        The result, and mean and biased variance of each channel.
+    """
+    a, gamma, beta = (_contiguous(as_tensor(each).data) for each in (x, scale, shift))
+    xp = _alike("batch_norm", a, gamma, beta)
+    planes = a.reshape(a.shape[0], a.shape[1], -1)
+    mean, variance = xp.empty(gamma.shape, dtype=a.dtype), xp.empty(gamma.shape, dtype=a.dtype)
+    out = empty(planes.shape, a.dtype, xp)
+    _kernels("batch_norm", a).batch_norm(planes, gamma, beta, out, (mean, variance), eps)
+
+    def pullback(gy: Array, *gradients: Gradient | None) -> None:
+        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
+        dx = empty(planes.shape, planes.dtype, xp)
+        g = _contiguous(gy).reshape(planes.shape)
+        _kernels("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
+        for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
+            if gradient is not None:
+                gradient.add(place)
+
+    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback), mean, variance
+
+
+def softmax(x: Any) -> Tensor:
+    """``exp(x)`` normalised to sum 1 over the last axis."""
+    a = as_tensor(x).data
+    xp = array_namespace(a)
+    out = xp.exp(a - a.max(axis=-1, keepdims=True))
+    out /= out.sum(axis=-1, keepdims=True)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(out * (gy - (gy * out).sum(axis=-1, keepdims=True)))
+
+    return on_tape(out, (x,), pullback)
+
+
+def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
+    """``-log(softmax(logits)[label])`` of each sample, not averaged.
+
+    Args:
+        logits: shape ``(batch, classes)``.
+        labels: integers in ``0 .. classes - 1``, shape ``(batch,)``, in the namespace of ``logits`` or NumPy's.
+
+    Returns:
+        Shape ``(batch,)``.
+
+    Raises:
+        UnsupportedError: other shapes, or labels that are no integers.
+        DataError: a label is out of range.
+    """
+    a, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
+    xp = array_namespace(a)
+    y = from_host(y, a) if is_host(y) else y
+    if a.ndim != 2 or y.shape != a.shape[:1] or y.dtype.kind not in "iu":
+        raise UnsupportedError(
+            "softmax_cross_entropy",
+            expected="logits (batch, classes) and integer labels (batch,)",
+            got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
+        )
+    if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
+        raise DataError(
+            "softmax_cross_entropy",
+            where="labels",
+            expected=f"0 to {a.shape[1] - 1}",
+            got=f"{int(y.min())} to {int(y.max())}",
+        )
+    rows = xp.arange(a.shape[0])
+    shifted = a - a.max(axis=1, keepdims=True)
+    chances = xp.exp(shifted)
+    total = chances.sum(axis=1)
+    losses = xp.log(total) - shifted[rows, y]
+    chances /= total[:, None]
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = xp.multiply(chances, gy[:, None], out=dx.empty())
+            place[rows, y] -= gy
+            dx.add(place)
+
+    return on_tape(losses, (logits,), pullback)
+
+
+def l2_loss(predictions: Any, targets: Any) -> Tensor:
+    """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``."""
+    error = operators.subtract(predictions, targets)
+    halves = error * error * 0.5
+    return halves if halves.ndim < 2 else halves.reshape(len(halves), -1).mean(axis=1)

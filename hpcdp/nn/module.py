@@ -1,0 +1,155 @@
+"""Modules and their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..arrays import Array, from_host, to_host
+from ..autograd import Tensor, as_tensor
+from ..errors import ConfigError
+
+
+class Parameter(Tensor):
+    """A tensor that is learnt: a leaf with a gradient.
+
+    ``name`` is its path in the network, e.g. "0.weight", set by the network's `Module.parameters`.
+
+    Args:
+        data: the initial values, kept as they are.
+        name: what to call it until then.
+        grad_req: "write", "add" or "null".
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
+        super().__init__(data)
+        self.name = name
+        self.attach_grad(grad_req)
+
+
+class Module:
+    """A part of a network. Subclasses set their parts as attributes and define ``forward``.
+
+    Attributes that are a `Parameter` are learnt, other tensors are buffers (kept with the network, not learnt), modules
+    are parts; the order of assignment is their order. Whether layers train or predict is the calling thread's
+    `autograd.is_training`.
+    """
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the module computes from tensors; subclasses define it."""
+        raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="none")
+
+    def __call__(self, *inputs: Any) -> Any:
+        """``forward`` of the inputs, arrays among them made tensors."""
+        return self.forward(*[as_tensor(x) for x in inputs])
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Name and module of every direct part."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+
+    def _tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                yield prefix + name, value
+            elif isinstance(value, Module):
+                yield from value._tensors(f"{prefix}{name}.")
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Path and parameter, each parameter once, in the order of assignment, which is that of first use."""
+        seen = set()
+        for name, tensor in self._tensors():
+            if isinstance(tensor, Parameter) and tensor not in seen:
+                seen.add(tensor)
+                yield name, tensor
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters, each once; sets each one's ``name`` to its path from this module."""
+        found = []
+        for name, parameter in self.named_parameters():
+            parameter.name = name
+            found.append(parameter)
+        return found
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Path and tensor of what is kept but not learnt, such as running statistics."""
+        for name, tensor in self._tensors():
+            if not isinstance(tensor, Parameter):
+                yield name, tensor
+
+    def to(self, dtype: Any = None, like: Array = None) -> Module:
+        """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.
+
+        Gradients start again from zero. Before a `Trainer` has the parameters, not after.
+        """
+        for _, tensor in self._tensors():
+            data = tensor.data if dtype is None else tensor.data.astype(dtype)
+            tensor.data = data if like is None else from_host(to_host(data), like)
+            if isinstance(tensor, Parameter):
+                tensor.attach_grad(tensor.grad_req)
+        return self
+
+    def state_dict(self) -> dict[str, Array]:
+        """Parameters and buffers by path: the arrays themselves, not copies."""
+        return {name: tensor.data for name, tensor in self._tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Copy the arrays of a `state_dict` into this module's, in place; nothing is changed if any does not fit.
+
+        Raises:
+            ConfigError: a key is missing or too many, or a shape differs.
+        """
+        own = dict(self._tensors())
+        for name in [*own, *state]:
+            if name not in state or name not in own:
+                held, lacks = ("the network", "the state") if name in own else ("the state", "the network")
+                raise ConfigError("load_state_dict", where=name, expected=f"it in {lacks}", got=f"it in {held} only")
+            if tuple(state[name].shape) != tuple(own[name].shape):
+                raise ConfigError(
+                    "load_state_dict",
+                    where=name,
+                    expected=f"shape {tuple(own[name].shape)}",
+                    got=f"shape {tuple(state[name].shape)}",
+                )
+        for name, tensor in own.items():
+            tensor.data[...] = from_host(to_host(state[name]), tensor.data)
+
+    def describe(self) -> str:
+        """What stands in the parentheses of this module's own line in ``repr``."""
+        return ""
+
+    def __repr__(self) -> str:
+        parts = [f"  ({name}): {part!r}".replace("\n", "\n  ") for name, part in self.children()]
+        head = f"{type(self).__name__}({self.describe()}"
+        return "\n".join([head, *parts, ")"]) if parts else head + ")"
+
+
+class Sequential(Module):
+    """Modules one after the other, each called with the result of the one before; they are named "0", "1", ..."""
+
+    def __init__(self, *modules: Module) -> None:
+        self.add(*modules)
+
+    def add(self, *modules: Module) -> None:
+        """Put modules at the end."""
+        for module in modules:
+            if not isinstance(module, Module):
+                raise ConfigError("Sequential", expected="modules", got=type(module).__name__)
+            setattr(self, str(len(self)), module)
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            x = module(x)
+        return x
+
+    def __iter__(self) -> Iterator[Module]:
+        return (module for _, module in self.children())
+
+    def __len__(self) -> int:
+        return len(vars(self))
+
+    def __getitem__(self, index: int) -> Module:
+        return list(self)[index]

@@ -1,0 +1,79 @@
+"""Layers that behave differently in training and in prediction."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import array_namespace
+from ..autograd import Tensor, is_training
+from ..errors import ConfigError, UnsupportedError
+from . import functional
+from .module import Module, Parameter
+
+
+class BatchNorm(Module):
+    """Batch normalisation of each channel (Ioffe and Szegedy 2015).
+
+    In training by the batch's mean and biased variance, which also move ``running_mean`` and ``running_var`` (buffers):
+    ``running = momentum * running + (1 - momentum) * batch``; in prediction by those.
+
+    Args:
+        channels: the input is ``(batch, channels, ...)``.
+        momentum: how much of the running statistics stays.
+        eps: added to the variance.
+    """
+
+    def __init__(self, channels: int, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        self.gamma = Parameter(np.ones(channels, np.float32))
+        self.beta = Parameter(np.zeros(channels, np.float32))
+        self.running_mean = Tensor(np.zeros(channels, np.float32))
+        self.running_var = Tensor(np.ones(channels, np.float32))
+        self.momentum, self.eps = momentum, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.gamma.shape[0]
+        if x.ndim < 2 or x.shape[1] != channels:
+            raise UnsupportedError(
+                "forward", where=repr(self), expected=f"input of shape (batch, {channels}, ...)", got=tuple(x.shape)
+            )
+        if is_training() and x.size:
+            y, mean, variance = functional.batch_norm(x, self.gamma, self.beta, self.eps)
+            for running, batch in ((self.running_mean.data, mean), (self.running_var.data, variance)):
+                running *= self.momentum
+                running += (1 - self.momentum) * batch
+            return y
+        shape = (channels,) + (1,) * (x.ndim - 2)
+        xp = array_namespace(self.running_var.data)
+        inverse = 1.0 / xp.sqrt(self.running_var.data + self.eps)
+        scale = self.gamma * inverse
+        shift = self.beta - scale * self.running_mean.data
+        return x * scale.reshape(shape) + shift.reshape(shape)
+
+    def describe(self) -> str:
+        return f"{self.gamma.shape[0]}, momentum={self.momentum}, eps={self.eps}"
+
+
+class Dropout(Module):
+    """In training each element is zero with probability ``p``, else divided by ``1 - p``; in prediction it stays.
+
+    Args:
+        p: in [0, 1).
+        seed: of this layer's own generator; None takes fresh entropy.
+
+    Raises:
+        ConfigError: ``p`` is outside of that.
+    """
+
+    def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
+        if not 0 <= p < 1:
+            raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=p)
+        self.p = p
+        self._generator = np.random.default_rng(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not is_training():
+            return x
+        return functional.dropout(x, self.p, self._generator)
+
+    def describe(self) -> str:
+        return str(self.p)

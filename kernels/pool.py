@@ -1,0 +1,111 @@
+"""Floor 0: average and max pooling of NumPy arrays. Imports: numba.
+
+`reference` is the specification. Windows of 2 x 2 without overlap or padding, the usual ones, have loops of their own
+that vectorise.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+_FLOATS = (numba.float32, numba.float64)
+_PAIR = numba.types.UniTuple(numba.int64, 2)
+_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+def _compile(*shapes):  # type: ignore[no-untyped-def]
+    """Eager signatures for float32 and float64; a shape is ``f`` (float array) or an array type."""
+    signatures = [
+        numba.void(*[f[:, :, :, ::1] if each == "f" else each for each in shapes], _PAIR, _PAIR, _PAIR) for f in _FLOATS
+    ]
+    return numba.njit(signatures, **_OPTIONS)
+
+
+@numba.njit(inline="always")
+def _plain(kernel, stride, padding):  # type: ignore[no-untyped-def]
+    return kernel == (2, 2) and stride == (2, 2) and padding == (0, 0)
+
+
+@_compile("f", "f")
+def average_pool(x, out, kernel, stride, padding):  # type: ignore[no-untyped-def]
+    """See `reference.average_pool`."""
+    share = x.dtype.type(1.0 / (kernel[0] * kernel[1]))
+    for n in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            for y in range(out.shape[2]):
+                if _plain(kernel, stride, padding):
+                    for z in range(out.shape[3]):
+                        upper = x[n, c, 2 * y, 2 * z] + x[n, c, 2 * y, 2 * z + 1]
+                        lower = x[n, c, 2 * y + 1, 2 * z] + x[n, c, 2 * y + 1, 2 * z + 1]
+                        out[n, c, y, z] = (upper + lower) * share
+                    continue
+                for z in range(out.shape[3]):
+                    total = x.dtype.type(0)
+                    for i in range(max(0, y * stride[0] - padding[0]), y * stride[0] - padding[0] + kernel[0]):
+                        for j in range(max(0, z * stride[1] - padding[1]), z * stride[1] - padding[1] + kernel[1]):
+                            if i < x.shape[2] and j < x.shape[3]:
+                                total += x[n, c, i, j]
+                    out[n, c, y, z] = total * share
+
+
+@_compile("f", "f")
+def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
+    """See `reference.average_pool_gradient`."""
+    share = dx.dtype.type(1.0 / (kernel[0] * kernel[1]))
+    for n in range(gy.shape[0]):
+        for c in range(gy.shape[1]):
+            if _plain(kernel, stride, padding):
+                for y in range(gy.shape[2]):
+                    for z in range(gy.shape[3]):
+                        part = gy[n, c, y, z] * share
+                        dx[n, c, 2 * y, 2 * z] = part
+                        dx[n, c, 2 * y, 2 * z + 1] = part
+                    for z in range(2 * gy.shape[3], dx.shape[3]):
+                        dx[n, c, 2 * y, z] = 0
+                    dx[n, c, 2 * y + 1, :] = dx[n, c, 2 * y, :]
+                dx[n, c, 2 * gy.shape[2] :, :] = 0
+                continue
+            dx[n, c, :, :] = 0
+            for y in range(gy.shape[2]):
+                for z in range(gy.shape[3]):
+                    part = gy[n, c, y, z] * share
+                    for i in range(max(0, y * stride[0] - padding[0]), y * stride[0] - padding[0] + kernel[0]):
+                        for j in range(max(0, z * stride[1] - padding[1]), z * stride[1] - padding[1] + kernel[1]):
+                            if i < dx.shape[2] and j < dx.shape[3]:
+                                dx[n, c, i, j] += part
+
+
+@_compile("f", "f", numba.int32[:, :, :, ::1])
+def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untyped-def]
+    """See `reference.max_pool`."""
+    for n in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            for y in range(out.shape[2]):
+                for z in range(out.shape[3]):
+                    top, left = y * stride[0] - padding[0], z * stride[1] - padding[1]
+                    largest = x.dtype.type(-np.inf)
+                    number = 0
+                    for i in range(max(0, -top), min(kernel[0], x.shape[2] - top)):
+                        for j in range(max(0, -left), min(kernel[1], x.shape[3] - left)):
+                            value = x[n, c, top + i, left + j]
+                            if value > largest:
+                                largest = value
+                                number = i * kernel[1] + j
+                    out[n, c, y, z] = largest
+                    chosen[n, c, y, z] = number
+
+
+@_compile("f", numba.int32[:, :, :, ::1], "f")
+def max_pool_gradient(gy, chosen, dx, kernel, stride, padding):  # type: ignore[no-untyped-def]
+    """See `reference.max_pool_gradient`."""
+    dx[:] = 0
+    for n in range(gy.shape[0]):
+        for c in range(gy.shape[1]):
+            for y in range(gy.shape[2]):
+                for z in range(gy.shape[3]):
+                    number = chosen[n, c, y, z]
+                    i = y * stride[0] - padding[0] + number // kernel[1]
+                    j = z * stride[1] - padding[1] + number % kernel[1]
+                    if 0 <= i < dx.shape[2] and 0 <= j < dx.shape[3]:
+                        dx[n, c, i, j] += gy[n, c, y, z]
