@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 COMMANDS = ("", "train", "launch", "info", "doctor")
-QUICK = ("--epochs", "1", "--seed", "3")
+QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
 
 
 def command(*arguments: str) -> list[str]:
