@@ -17,7 +17,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 SUM, PROD, MIN, MAX, MEAN = 0, 1, 2, 3, 4
-_BLOCK = 2048
+BLOCK = 2048
+"""Elements that are accumulated at a time: they stay in a core's first-level cache."""
 
 _half = types.uint16
 
@@ -41,7 +42,7 @@ def _c(dtype: Any, ndim: int) -> Any:
 
 
 @intrinsic
-def _widen(typingctx: Any, value: Any) -> Any:
+def widen(typingctx: Any, value: Any) -> Any:
     """The value as its accumulator's type: float16 as float32, anything else unchanged."""
     if value != _half:
         return value(value), lambda context, builder, signature, args: args[0]
@@ -53,7 +54,7 @@ def _widen(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _narrow(typingctx: Any, value: Any, like: Any) -> Any:
+def narrow(typingctx: Any, value: Any, like: Any) -> Any:
     """An accumulator as an element of the array ``like``, rounded to nearest even."""
     dtype = like.dtype
     if dtype != _half:
@@ -66,40 +67,59 @@ def _narrow(typingctx: Any, value: Any, like: Any) -> Any:
 
 
 @njit(**_options)
-def _start(partial, row):  # type: ignore[no-untyped-def]
+def start(partial, row):  # type: ignore[no-untyped-def]
+    """Begin a block: ``partial`` becomes ``row``."""
     for i in range(row.size):
-        partial[i] = _widen(row[i])
+        partial[i] = widen(row[i])
 
 
 @njit(**_options)
-def _accumulate(partial, row, op):  # type: ignore[no-untyped-def]
+def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
+    """Reduce ``row`` into ``partial``, element by element."""
     if op in (SUM, MEAN):
         for i in range(row.size):
-            partial[i] += _widen(row[i])
+            partial[i] += widen(row[i])
     elif op == PROD:
         for i in range(row.size):
-            partial[i] *= _widen(row[i])
+            partial[i] *= widen(row[i])
     elif op == MIN:  # a NaN wins, as in numpy.minimum
         for i in range(row.size):
-            a, b = partial[i], _widen(row[i])
+            a, b = partial[i], widen(row[i])
             partial[i] = a if (a < b or a != a) else b
     else:
         for i in range(row.size):
-            a, b = partial[i], _widen(row[i])
+            a, b = partial[i], widen(row[i])
             partial[i] = a if (a > b or a != a) else b
 
 
 @njit(**_options)
-def _divide(partial, n):  # type: ignore[no-untyped-def]
+def divide(partial, n):  # type: ignore[no-untyped-def]
+    """Make a sum over ``n`` rows their mean."""
     divisor = type(partial[0])(n)
     for i in range(partial.size):
         partial[i] = partial[i] / divisor
 
 
 @njit(**_options)
-def _finish(partial, out):  # type: ignore[no-untyped-def]
+def finish(partial, out):  # type: ignore[no-untyped-def]
+    """Write an accumulated block to ``out``, rounded to its dtype."""
     for i in range(out.size):
-        out[i] = _narrow(partial[i], out)
+        out[i] = narrow(partial[i], out)
+
+
+@njit(**_options)
+def sum_in_both(a, b):  # type: ignore[no-untyped-def]
+    """Replace both ``a`` and ``b``, shape ``(count,)``, by their sum: the lines that are read are those written."""
+    for i in range(a.size):
+        total = narrow(widen(a[i]) + widen(b[i]), a)
+        a[i] = total
+        b[i] = total
+
+
+@njit(**_options)
+def _sum_of_two(a, b, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = narrow(widen(a[i]) + widen(b[i]), out)
 
 
 @njit(**_options)
@@ -108,38 +128,70 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
 
     ``out`` must not overlap ``rows``; see `combine_into` for that.
     """
-    partial = np.empty(_BLOCK, type(_widen(rows[0, 0])))
-    for start in range(lo, hi, _BLOCK):
-        stop = min(start + _BLOCK, hi)
-        _start(partial, rows[0, start:stop])
+    if rows.shape[0] == 2 and op == SUM:
+        _sum_of_two(rows[0, lo:hi], rows[1, lo:hi], out)
+        return
+    partial = np.empty(BLOCK, type(widen(rows[0, 0])))
+    for first in range(lo, hi, BLOCK):
+        last = min(first + BLOCK, hi)
+        start(partial, rows[0, first:last])
         for row in range(1, rows.shape[0]):
-            _accumulate(partial, rows[row, start:stop], op)
+            accumulate(partial, rows[row, first:last], op)
         if op == MEAN:
-            _divide(partial, rows.shape[0])
-        _finish(partial, out[start - lo : stop - lo])
+            divide(partial, rows.shape[0])
+        finish(partial, out[first - lo : last - lo])
 
 
 @njit(**_options)
 def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
-    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or all where that is -1."""
-    partial = np.empty(_BLOCK, type(_widen(rows[0, 0])))
-    first = 0 if row == EVERY_ROW else row
-    last = rows.shape[0] if row == EVERY_ROW else row + 1
-    for start in range(lo, hi, _BLOCK):
-        stop = min(start + _BLOCK, hi)
-        _start(partial, rows[0, start:stop])
+    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or all if that is -1."""
+    if rows.shape[0] == 2 and op == SUM and row == EVERY_ROW:
+        sum_in_both(rows[0, lo:hi], rows[1, lo:hi])
+        return
+    partial = np.empty(BLOCK, type(widen(rows[0, 0])))
+    targets = range(rows.shape[0]) if row == EVERY_ROW else range(row, row + 1)
+    for first in range(lo, hi, BLOCK):
+        last = min(first + BLOCK, hi)
+        start(partial, rows[0, first:last])
         for other in range(1, rows.shape[0]):
-            _accumulate(partial, rows[other, start:stop], op)
+            accumulate(partial, rows[other, first:last], op)
         if op == MEAN:
-            _divide(partial, rows.shape[0])
-        for target in range(first, last):
-            _finish(partial, rows[target, start:stop])
+            divide(partial, rows.shape[0])
+        for target in targets:
+            finish(partial, rows[target, first:last])
+
+
+@njit(**_options)
+def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
+    """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, row ``me`` being ``x``: into ``x`` and all others.
+
+    The lines that are read are those that are written, so each changes hands between cores once.
+    """
+    n = rows.shape[0]
+    if n == 2 and op == SUM:
+        sum_in_both(x[lo:hi], rows[1 - me, lo:hi])
+        return
+    partial = np.empty(BLOCK, type(widen(rows[0, 0])))
+    for first in range(lo, hi, BLOCK):
+        last = min(first + BLOCK, hi)
+        start(partial, x[first:last] if me == 0 else rows[0, first:last])
+        for other in range(1, n):
+            accumulate(partial, x[first:last] if me == other else rows[other, first:last], op)
+        if op == MEAN:
+            divide(partial[: last - first], n)
+        finish(partial, x[first:last])
+        for other in range(n):
+            if other != me:
+                finish(partial, rows[other, first:last])
 
 
 for _t in _common:
-    _start.compile(types.void(_c(_t, 1), _c(_t, 1)))
-    _accumulate.compile(types.void(_c(_t, 1), _c(_t, 1), types.intp))
-    _divide.compile(types.void(_c(_t, 1), types.intp))
-    _finish.compile(types.void(_c(_t, 1), _c(_t, 1)))
+    start.compile(types.void(_c(_t, 1), _c(_t, 1)))
+    accumulate.compile(types.void(_c(_t, 1), _c(_t, 1), types.intp))
+    sum_in_both.compile(types.void(_c(_t, 1), _c(_t, 1)))
+    _sum_of_two.compile(types.void(_c(_t, 1), _c(_t, 1), _c(_t, 1)))
+    divide.compile(types.void(_c(_t, 1), types.intp))
+    finish.compile(types.void(_c(_t, 1), _c(_t, 1)))
     combine.compile(types.void(_c(_t, 2), types.intp, types.intp, _c(_t, 1), types.intp))
     combine_into.compile(types.void(_c(_t, 2), types.intp, types.intp, types.intp, types.intp))
+    combine_staged.compile(types.void(_c(_t, 1), _c(_t, 2), types.intp, types.intp, types.intp, types.intp))

@@ -59,24 +59,16 @@ class Gate:
         self._memory = memory
         self._sync = kernels.load("sync")
         self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
+        self._patience = tuple(int(number) for number in memory.patience)
         self._passed = 0
 
-    def arrive(self) -> None:
-        """Say that this rank has come, without waiting."""
-        self._passed += 1
-        self._sync.post(self._counters, self._memory.rank, np.int32(self._passed & 0x7FFFFFFF))
-
-    def wait(self) -> None:
-        """Block until every rank has come as often as this one."""
-        target = np.int32(self._passed & 0x7FFFFFFF)
-        spins, sleep_ns = self._memory.patience
-        while not self._sync.wait_all(self._counters, self._memory.size, target, spins, sleep_ns):
-            self._memory.check()
-
     def barrier(self) -> None:
-        """`arrive`, then `wait`."""
-        self.arrive()
-        self.wait()
+        """Block until every rank has come as often as this one."""
+        self._passed = (self._passed + 1 + 2**31) % 2**32 - 2**31  # wraps as the counters do
+        memory, number = self._memory, self._passed
+        if not self._sync.meet(self._counters, memory.rank, memory.size, number, *self._patience):
+            while not self._sync.wait_all(self._counters, memory.size, number, *self._patience):
+                memory.check()
 
 
 class ProcessMemory:
