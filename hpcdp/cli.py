@@ -13,10 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hpcdp
 from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
+
+if TYPE_CHECKING:
+    from hpcdp.train.config import TrainConfig
 
 _INTERRUPTED = 128 + signal.SIGINT
 _TRAIN_EXAMPLES = """\
@@ -103,7 +106,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         command = known[arguments.command_name]
         options = [option for option in command._option_string_actions if option.startswith("--")]
         check_name(f"{arguments.command_name} option", unknown[0].partition("=")[0], options)
-    arguments.argv = list(argv)
     return arguments
 
 
@@ -195,15 +197,20 @@ def _train(arguments: argparse.Namespace) -> int:
     config = config.for_world(config.ranks or 1)
     settings.check_inputs(config)
     config = settings.reserve_run_dir(config)
-    chosen = ["--ranks", str(config.ranks), "--run-dir", str(config.run_dir)]
     try:
-        status = launch(int(config.ranks or 1), [sys.executable, "-m", "hpcdp.cli", *arguments.argv, *chosen])
+        status = launch(int(config.ranks or 1), [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)])
     finally:
         settings.drop_empty_run_dir(config)
     if status == _INTERRUPTED:
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
         return _fail(f"interrupted, all ranks have ended{kept}", status)
     return status
+
+
+def _as_arguments(config: TrainConfig) -> list[str]:
+    """The settings as ranks take them, who may no longer find the file: a run folder's own may be overwritten."""
+    given = {name: value for name, value in dataclasses.asdict(config).items() if type(value) not in (type(None), bool)}
+    return [given.pop("model"), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
 
 
 def _launch(arguments: argparse.Namespace) -> int:
