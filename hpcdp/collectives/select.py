@@ -12,12 +12,14 @@ from ..comm.communicator import check_op
 from ..errors import UnsupportedError
 from . import native, reference, shared
 
-ALGORITHMS: dict[str, Callable[[np.ndarray, str, World], None]] = {
+Algorithm = Callable[[np.ndarray, str, World], None]
+"""Takes a contiguous host array, the name of a reduction and the world; works in place."""
+
+ALGORITHMS: dict[str, Algorithm] = {
     "reference": reference.allreduce,
     "native": native.allreduce,
     "shared": shared.allreduce,
 }
-"""Each takes a contiguous host array, the name of a reduction and the world; it works in place."""
 
 
 def allreduce(
@@ -44,15 +46,20 @@ def allreduce(
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
     world = init() if world is None else world
-    check_op("allreduce", op, np.dtype(x.dtype))
+    reduce = world.keep(
+        ("allreduce", x.dtype, op, algorithm),
+        lambda: _validated("allreduce", np.dtype(str(x.dtype)), op, algorithm, world),
+    )
     target = x if out is None else _receiver(x, out)
     if type(target) is np.ndarray and target.flags.c_contiguous and target.flags.writeable:
-        _run(target, op, world, algorithm)
+        if target.size and world.size > 1:
+            reduce(target, op, world)
         return target
     staged = np.ascontiguousarray(to_host(target))
     if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
         raise UnsupportedError("allreduce", where="x", expected="a writeable array", got="a read-only one")
-    _run(staged, op, world, algorithm)
+    if staged.size and world.size > 1:
+        reduce(staged, op, world)
     target[...] = from_host(staged, target)
     return target
 
@@ -66,19 +73,19 @@ def _receiver(x: Array, out: Array) -> Array:
     return out
 
 
-def _run(x: np.ndarray, op: str, world: World, algorithm: str) -> None:
-    chosen = choose(x, world) if algorithm == "auto" else algorithm
-    if chosen not in ALGORITHMS:
+def _validated(operation: str, dtype: np.dtype, op: str, algorithm: str, world: World) -> Algorithm:
+    """What to call for such arrays, once checked: looked up again at every later call."""
+    check_op(operation, op, dtype)
+    if algorithm != "auto" and algorithm not in ALGORITHMS:
         valid = " or ".join(["auto", *ALGORITHMS])
-        raise UnsupportedError("allreduce", where="algorithm", expected=valid, got=repr(algorithm))
-    if x.dtype.kind not in "iuf" or not x.dtype.isnative:
-        raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=x.dtype.str)
-    if x.size and world.size > 1:
-        ALGORITHMS[chosen](x, op, world)
+        raise UnsupportedError(operation, where="algorithm", expected=valid, got=repr(algorithm))
+    if dtype.kind not in "iuf" or not dtype.isnative:
+        raise UnsupportedError(operation, where="dtype", expected="a native integer or float", got=dtype.str)
+    return ALGORITHMS[choose(dtype, world) if algorithm == "auto" else algorithm]
 
 
-def choose(x: np.ndarray, world: World) -> str:
+def choose(dtype: np.dtype, world: World) -> str:
     """What ``algorithm="auto"`` runs: ``shared`` where all ranks share memory and it knows the dtype, or ``native``."""
-    if world.node_memory.size == world.size and x.dtype.char in shared.DTYPE_CHARS:
+    if world.node_memory.size == world.size and dtype.char in shared.DTYPE_CHARS:
         return "shared"
     return "native"

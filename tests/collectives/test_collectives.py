@@ -151,9 +151,9 @@ def test_shared_refuses_several_nodes_by_name():
 def test_auto_uses_shared_memory_inside_a_node_and_the_library_elsewhere():
     from hpcdp.collectives.select import choose
 
-    assert threads.run(2, lambda world: choose(np.zeros(3), world))[0] == "shared"
-    assert threads.run(2, lambda world: choose(np.zeros(3, np.int16), world))[0] == "native"
-    assert threads.run(2, lambda world: choose(np.zeros(3), world), ranks_per_node=1)[0] == "native"
+    assert threads.run(2, lambda world: choose(np.dtype("f8"), world))[0] == "shared"
+    assert threads.run(2, lambda world: choose(np.dtype("i2"), world))[0] == "native"
+    assert threads.run(2, lambda world: choose(np.dtype("f8"), world), ranks_per_node=1)[0] == "native"
 
 
 @pytest.mark.mpi
