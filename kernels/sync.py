@@ -135,7 +135,7 @@ def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: 
         timed_out = timed_out and now == seen
         seen = now
     add(counters, at + 1, -1)
-    return np.int32(seen - target) >= 0
+    return bool(np.int32(seen - target) >= 0)
 
 
 @njit(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64), nogil=True, cache=True)

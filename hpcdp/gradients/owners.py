@@ -31,7 +31,7 @@ class Owner(Protocol):
         ...
 
     def reduce(self) -> None:
-        """Sum the gradients that this rank will update over all ranks; every rank must call, all having left backward."""
+        """Sum the gradients that this rank will update over all ranks; every rank must call, outside of backward."""
         ...
 
     def update(self, step: int, scale: float) -> None:

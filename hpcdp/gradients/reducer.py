@@ -183,7 +183,7 @@ class Reducer:
         return float(sum(float(xp.sum(shard * shard, dtype=xp.float64)) for shard in shards))
 
     def reduce_everywhere(self) -> None:
-        """Make every rank's row of every bucket the sum over all ranks; every rank must call, all having left backward."""
+        """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
         for bucket in self.buckets:
             first, last = bucket.shard
             if self.rail is None or self.rail.size == 1:
