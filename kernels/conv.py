@@ -14,6 +14,8 @@ import numpy as np
 from .buffers import empty
 
 _BLOCK_NBYTES = 512 * 1024
+_BLOCK_POSITIONS = 256
+"""A block has so many output positions at least: with fewer, going over deep layers' weights costs more than the cache."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
@@ -40,8 +42,11 @@ def _unfold(x, image, patches, kernel, size, stride, padding):  # type: ignore[n
             for z in range(size[1]):
                 first = z * stride[1] * channels
                 for i in range(kernel[0]):
+                    # Slices start at 0, so that no index may be negative: only then the copy vectorises.
+                    source = flat[y * stride[0] + i, first : first + run]
+                    target = patches[row, i * run : (i + 1) * run]
                     for k in range(run):
-                        patches[row, i * run + k] = flat[y * stride[0] + i, first + k]
+                        target[k] = source[k]
                 row += 1
 
 
@@ -60,8 +65,10 @@ def _fold(patches, image, dx, kernel, size, stride, padding):  # type: ignore[no
             for z in range(size[1]):
                 first = z * stride[1] * channels
                 for i in range(kernel[0]):
+                    target = flat[y * stride[0] + i, first : first + run]
+                    source = patches[row, i * run : (i + 1) * run]
                     for k in range(run):
-                        flat[y * stride[0] + i, first + k] += patches[row, i * run + k]
+                        target[k] += source[k]
                 row += 1
         for c in range(channels):
             for y in range(height):
@@ -69,19 +76,23 @@ def _fold(patches, image, dx, kernel, size, stride, padding):  # type: ignore[no
                     dx[n, c, y, z] = image[y + padding[0], z + padding[1], c]
 
 
-@numba.njit([numba.void(f[:, ::1], f[::1], numba.boolean) for f in _FLOATS], **_OPTIONS)
-def _finish(out, bias, relu):  # type: ignore[no-untyped-def]
-    """Add each channel's bias to its plane of one image, then ReLU if asked for."""
+@numba.njit([numba.void(f[:, ::1], f[::1], numba.boolean, f[:, :, ::1]) for f in _FLOATS], **_OPTIONS)
+def _finish(product, bias, relu, out):  # type: ignore[no-untyped-def]
+    """``out``, shape (images, channels, positions), from ``product`` (channels, images * positions): bias and ReLU."""
     zero = out.dtype.type(0)
-    for c in range(out.shape[0]):
-        b = bias[c]
-        if relu:
-            for i in range(out.shape[1]):
-                value = out[c, i] + b
-                out[c, i] = value if value > zero or np.isnan(value) else zero
-        else:
-            for i in range(out.shape[1]):
-                out[c, i] += b
+    size = out.shape[2]
+    for n in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            b = bias[c]
+            source = product[c, n * size : (n + 1) * size]
+            target = out[n, c]
+            if relu:
+                for i in range(size):
+                    value = source[i] + b
+                    target[i] = value if value > zero or np.isnan(value) else zero
+            else:
+                for i in range(size):
+                    target[i] = source[i] + b
 
 
 @numba.njit(
@@ -130,8 +141,11 @@ class _Geometry:
         self.positions = self.size[0] * self.size[1]
         self.depth = weight[0].size
         dtype = x.dtype
-        self.images = max(1, min(self.batch, _BLOCK_NBYTES // max(1, self.positions * self.depth * dtype.itemsize)))
+        fitting = _BLOCK_NBYTES // max(1, self.positions * self.depth * dtype.itemsize)
+        enough = -(-_BLOCK_POSITIONS // max(1, self.positions))
+        self.images = max(1, min(self.batch, max(fitting, enough)))
         self.patches = empty((self.images * self.positions, self.depth), dtype)
+        self.product = empty((self.channels * self.images * self.positions,), dtype)
         top, left = padding
         self.image = empty((x.shape[2] + 2 * top, x.shape[3] + 2 * left, x.shape[1]), dtype)
 
@@ -166,13 +180,12 @@ def conv2d(
     rows = _rows(weight)
     if bias is None:
         bias = np.zeros(len(weight), weight.dtype)
-    planes = out.reshape(geometry.batch, geometry.channels, -1)
+    planes = out.reshape(geometry.batch, geometry.channels, geometry.positions)
     for first, last in geometry.blocks():
-        patches = geometry.unfold(x[first:last])
-        for n in range(first, last):
-            mine = patches[(n - first) * geometry.positions : (n - first + 1) * geometry.positions]
-            np.matmul(rows, mine.T, out=planes[n])
-            _finish(planes[n], bias, relu)
+        product = geometry.product[: geometry.channels * (last - first) * geometry.positions]
+        product = product.reshape(geometry.channels, -1)
+        np.matmul(rows, geometry.unfold(x[first:last]).T, out=product)
+        _finish(product, bias, relu, planes[first:last])
 
 
 def conv2d_gradients(
@@ -193,7 +206,7 @@ def conv2d_gradients(
     sums = np.zeros((channels, geometry.depth), gy.dtype)
     part = np.empty_like(sums)
     bias_sums = np.zeros(channels, gy.dtype)
-    gy_planes = gy.reshape(geometry.batch, channels, -1)
+    gy_planes = gy.reshape(geometry.batch, channels, positions)
     out_planes = None if out is None else out.reshape(gy_planes.shape)
     for first, last in geometry.blocks():
         g = g_of_block[: channels * (last - first) * positions].reshape(channels, -1)

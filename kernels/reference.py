@@ -38,11 +38,12 @@ def _offsets(kernel: Pair) -> list[Pair]:
 
 
 def _unfolded(x: Array, kernel: Pair, stride: Pair, padding: Pair, size: Pair) -> Array:
-    """Patches (im2col): shape ``(channels, kernel positions, batch, output positions)``."""
+    """Patches (im2col): shape ``(channels * kernel positions, batch * output positions)``."""
     xp = array_namespace(x)
     wide = _padded(x, padding)
     patches = xp.stack([_window(wide, at, size, stride) for at in _offsets(kernel)], axis=0)
-    return patches.transpose(2, 0, 1, 3, 4).reshape(x.shape[1], len(patches), x.shape[0], -1)
+    rows = x.shape[1] * kernel[0] * kernel[1]
+    return patches.transpose(2, 0, 1, 3, 4).reshape(rows, x.shape[0] * size[0] * size[1])
 
 
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
@@ -53,7 +54,7 @@ def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair
     """
     xp = array_namespace(x, weight)
     batch, channels, height, width = out.shape
-    columns = _unfolded(x, weight.shape[2:], stride, padding, (height, width)).reshape(weight[0].size, -1)
+    columns = _unfolded(x, weight.shape[2:], stride, padding, (height, width))
     product = xp.matmul(weight.reshape(channels, -1), columns).reshape(channels, batch, height, width)
     if bias is not None:
         product = product + bias[:, None, None, None]
@@ -82,11 +83,11 @@ def conv2d_gradients(
     if out is not None:
         gy = gy * (out > 0)
     channels, kernel, size = gy.shape[1], weight.shape[2:], gy.shape[2:]
-    flat = gy.transpose(1, 0, 2, 3).reshape(channels, -1)
+    flat = gy.transpose(1, 0, 2, 3).reshape(channels, x.shape[0] * size[0] * size[1])
     if dbias is not None:
         dbias[...] = flat.sum(axis=1)
     if dweight is not None:
-        columns = _unfolded(x, kernel, stride, padding, size).reshape(weight[0].size, -1)
+        columns = _unfolded(x, kernel, stride, padding, size)
         dweight[...] = xp.matmul(flat, columns.T).reshape(weight.shape)
     if dx is not None:
         columns = xp.matmul(weight.reshape(channels, -1).T, flat)

@@ -80,7 +80,7 @@ class Gradient:
                 self.value = contribution if contribution.dtype == self.dtype else contribution.astype(self.dtype)
                 self._private = contribution is self._given
             else:
-                if contribution is not self._given:
+                if contribution is not self._home:
                     self._home[...] = contribution
                 self.value = self._home
                 self._private = True

@@ -1,0 +1,136 @@
+"""Every operation's gradient against central differences, and its value against NumPy."""
+
+import numpy as np
+import pytest
+from finite_differences import assert_gradients
+
+from hpcdp import autograd
+from hpcdp.autograd import Tensor, concatenate, maximum, minimum, operators, stack, where
+
+RNG = np.random.default_rng(0)
+A = RNG.uniform(0.5, 2.0, (3, 4))
+B = RNG.uniform(0.5, 2.0, (3, 4))
+ROW = RNG.uniform(0.5, 2.0, 4)
+COLUMN = RNG.uniform(0.5, 2.0, (3, 1))
+CUBE = RNG.uniform(-1.0, 1.0, (2, 3, 4))
+PICK = np.array([[0, 2], [2, 2]])
+
+BINARY = {
+    "add": (lambda a, b: a + b, np.add),
+    "subtract": (lambda a, b: a - b, np.subtract),
+    "multiply": (lambda a, b: a * b, np.multiply),
+    "divide": (lambda a, b: a / b, np.divide),
+    "power": (lambda a, b: a**b, np.power),
+    "maximum": (maximum, np.maximum),
+    "minimum": (minimum, np.minimum),
+    "where": (lambda a, b: where(PATTERN[: a.shape[0]], a, b), lambda a, b: np.where(PATTERN[: a.shape[0]], a, b)),
+}
+PATTERN = np.array([[True, False, True, True], [False] * 4, [True] * 4])
+
+
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.parametrize(
+    "operands", [(A, B), (A, ROW), (COLUMN, ROW), (A, COLUMN)], ids=["same", "row", "outer", "col"]
+)
+def test_elementwise_operations_of_two(name, operands):
+    ours, numpys = BINARY[name]
+    np.testing.assert_allclose(ours(*map(Tensor, operands)).data, numpys(*operands))
+    assert_gradients(ours, *operands)
+    assert_gradients(lambda b, a: ours(a, b), *operands[::-1])
+
+
+UNARY = {
+    "negative": (lambda x: -x, np.negative, CUBE),
+    "abs": (abs, np.abs, CUBE),
+    "exp": (Tensor.exp, np.exp, CUBE),
+    "log": (Tensor.log, np.log, A),
+    "sqrt": (Tensor.sqrt, np.sqrt, A),
+    "tanh": (Tensor.tanh, np.tanh, CUBE),
+    "sigmoid": (Tensor.sigmoid, lambda x: 1 / (1 + np.exp(-x)), CUBE),
+    "number ** x": (lambda x: 2.0**x, lambda x: 2.0**x, A),
+    "x ** 3": (lambda x: x**3, lambda x: x**3, CUBE),
+    "1 / x": (lambda x: 1 / x, lambda x: 1 / x, A),
+    "2 - x": (lambda x: 2 - x, lambda x: 2 - x, A),
+    "array - x": (lambda x: B - x, lambda x: B - x, A),
+    "sum": (Tensor.sum, np.sum, CUBE),
+    "sum axis": (lambda x: x.sum(axis=1), lambda x: x.sum(axis=1), CUBE),
+    "sum axes": (lambda x: x.sum(axis=(0, -1)), lambda x: x.sum(axis=(0, -1)), CUBE),
+    "sum keepdims": (lambda x: x.sum(axis=-1, keepdims=True), lambda x: x.sum(axis=-1, keepdims=True), CUBE),
+    "mean": (Tensor.mean, np.mean, CUBE),
+    "mean axis": (lambda x: x.mean(axis=(0, 2)), lambda x: x.mean(axis=(0, 2)), CUBE),
+    "max": (Tensor.max, np.max, CUBE),
+    "max axis": (lambda x: x.max(axis=1), lambda x: x.max(axis=1), CUBE),
+    "min axis": (lambda x: x.min(axis=2, keepdims=True), lambda x: x.min(axis=2, keepdims=True), CUBE),
+    "reshape": (lambda x: x.reshape(4, -1), lambda x: x.reshape(4, -1), CUBE),
+    "reshape tuple": (lambda x: x.reshape((6, 4)), lambda x: x.reshape(6, 4), CUBE),
+    "transpose": (Tensor.transpose, np.transpose, CUBE),
+    "transpose axes": (lambda x: x.transpose(1, -1, 0), lambda x: x.transpose(1, 2, 0), CUBE),
+    "T": (lambda x: x.T, lambda x: x.T, A),
+    "x[1]": (lambda x: x[1], lambda x: x[1], CUBE),
+    "slices": (lambda x: x[..., 1:4:2], lambda x: x[..., 1:4:2], CUBE),
+    "new axis": (lambda x: x[:, None, -1], lambda x: x[:, None, -1], CUBE),
+    "rows twice": (lambda x: x[PICK], lambda x: x[PICK], A),
+    "pairs": (lambda x: x[np.arange(3), [0, 3, 3]], lambda x: x[np.arange(3), [0, 3, 3]], A),
+    "mask": (lambda x: x[PATTERN], lambda x: x[PATTERN], A),
+    "tensor index": (lambda x: x[Tensor(np.array([2, 2, 0]))], lambda x: x[[2, 2, 0]], A),
+    "itself twice": (lambda x: x * x + x, lambda x: x * x + x, A),
+}
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_operations_of_one(name):
+    ours, numpys, x = UNARY[name]
+    np.testing.assert_allclose(ours(Tensor(x)).data, numpys(x))
+    assert_gradients(ours, x)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((3, 4), (4, 2)),
+        ((4,), (4, 2)),
+        ((3, 4), (4,)),
+        ((4,), (4,)),
+        ((2, 3, 4), (4, 5)),
+        ((2, 3, 4), (2, 4, 5)),
+        ((3, 4), (2, 4, 5)),
+        ((2, 1, 3, 4), (5, 4, 2)),
+        ((2, 3, 4), (4,)),
+        ((4,), (2, 4, 3)),
+    ],
+)
+def test_matrix_products(left, right):
+    a, b = RNG.standard_normal(left), RNG.standard_normal(right)
+    np.testing.assert_allclose((Tensor(a) @ Tensor(b)).data, a @ b)
+    assert_gradients(lambda x, y: x @ y, a, b)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_concatenate_and_stack(axis):
+    more = RNG.standard_normal((3, 4))
+    np.testing.assert_array_equal(concatenate([Tensor(A), B], axis).data, np.concatenate([A, B], axis))
+    np.testing.assert_array_equal(stack([Tensor(A), B], axis).data, np.stack([A, B], axis))
+    assert_gradients(lambda x, y: concatenate([x, B, y], axis), A, more)
+    assert_gradients(lambda x, y: stack([x, y, x], axis), A, more)
+
+
+def test_equal_elements_share_the_gradient():
+    x, y = Tensor([1.0, 2.0, 2.0]), Tensor([1.0, 1.0, 5.0])
+    for tensor in (x, y):
+        tensor.attach_grad()
+    with autograd.record():
+        z = maximum(x, y).sum() + x.max()
+    z.backward()
+    np.testing.assert_array_equal(x.grad, [0.5, 1.5, 0.5])
+    np.testing.assert_array_equal(y.grad, [0.5, 0.0, 1.0])
+
+
+def test_another_dtype_gets_its_gradient_back_in_its_own():
+    x = Tensor(np.array([1.0, 2.0], np.float32))
+    x.attach_grad()
+    with autograd.record():
+        y = operators.astype(x, np.float64) * np.array([3.0, 4.0])
+    assert y.dtype == np.float64
+    y.backward()
+    assert x.grad.dtype == np.float32
+    np.testing.assert_array_equal(x.grad, [3.0, 4.0])

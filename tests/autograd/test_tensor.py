@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+import standin
+
+from hpcdp import autograd
+from hpcdp.autograd import Tensor
+from hpcdp.errors import HpcdpError
+
+
+def test_arrays_are_kept_and_lists_become_float32():
+    x = np.arange(3)
+    assert Tensor(x).data is x
+    assert Tensor(Tensor(x)).data is x
+    assert Tensor([1, 2]).dtype == np.float32
+    assert Tensor(2.5).item() == 2.5
+    device = standin.asarray(x)
+    assert Tensor(device).data is device
+
+
+def test_it_looks_like_an_array():
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((2, 3), 2, 6, 2, np.float64)
+    assert x.T.shape == (3, 2)
+    assert np.asarray(x) is x.data
+    assert np.asarray(x, np.float32).dtype == np.float32
+    copy = x.asnumpy()
+    copy[:] = 0
+    assert x.data.sum() == 15
+    assert float(x[1, 2]) == x[1, 2].item() == 5.0
+    assert int(x[1, 1]) == 4
+    assert [row.data.tolist() for row in x] == x.data.tolist()
+
+
+def test_numpy_operands_on_the_left_and_python_numbers_keep_the_dtype():
+    x = Tensor(np.array([1.0, 2.0], np.float32))
+    x.attach_grad()
+    with autograd.record():
+        for y in (np.ones(2, np.float32) + x, 2.0 * x, 1 - x, 3 / x, 2**x, np.float32(2) * x):
+            assert isinstance(y, Tensor)
+            assert y.dtype == np.float32
+            assert y.node is not None
+    np.testing.assert_array_equal((1 - x).data, [0.0, -1.0])
+    np.testing.assert_array_equal((np.ones((3, 2), np.float32) @ x).data, [3.0, 3.0, 3.0])
+
+
+def test_in_place_changes_keep_the_memory():
+    x = Tensor(np.array([1.0, 2.0]))
+    x.attach_grad()
+    data, same = x.data, x
+    x -= 0.5 * np.ones(2)
+    x += Tensor([1.0, 1.0])
+    x *= 2
+    x /= 4
+    x[0] = 7.0
+    x[:] = x - 1
+    assert x is same
+    assert x.data is data
+    np.testing.assert_array_equal(data, [6.0, 0.25])
+
+
+def test_leaves_do_not_change_while_recording():
+    x = Tensor([1.0, 2.0])
+    x.attach_grad()
+    with autograd.record():
+        with pytest.raises(HpcdpError, match="in-place change: expected a tensor that is not on the tape"):
+            x += 1
+        with pytest.raises(HpcdpError, match="in-place change"):
+            x[0] = 1.0
+        with autograd.pause():
+            x += 1
+    np.testing.assert_array_equal(x.data, [2.0, 3.0])
+
+
+def test_sums_while_recording_are_new_tensors():
+    x = Tensor([1.0, 2.0])
+    x.attach_grad()
+    total = Tensor([0.0, 0.0])
+    zero = total.data
+    with autograd.record():
+        for _ in range(3):
+            total += x * x
+    total.backward()
+    np.testing.assert_array_equal(x.grad, 6 * x.data)
+    np.testing.assert_array_equal(zero, [0.0, 0.0])
+
+
+def test_comparisons_are_elementwise_and_tensors_can_be_keys():
+    x = Tensor([1.0, 2.0, 3.0])
+    assert (x == 2.0).data.tolist() == [False, True, False]
+    assert (x != 2.0).data.tolist() == [True, False, True]
+    assert (x < x[1]).data.tolist() == [True, False, False]
+    assert (x >= 2).data.tolist() == [False, True, True]
+    assert (x <= 1).data.tolist() == [True, False, False]
+    assert (x > 2).data.tolist() == [False, False, True]
+    assert {x: 1}[x] == 1
+    assert bool(x[0] == 1)
+
+
+def test_repr_shows_values_and_what_it_is():
+    x = Tensor([[1.0, 2.5]])
+    assert repr(x) == "Tensor([[1. , 2.5]], shape=(1, 2), dtype=float32)"
+    x.attach_grad("add")
+    assert "grad_req='add'" in repr(x)
+    with autograd.record():
+        assert "recorded" in repr(x * 2)
+    assert "[1., 2.]" in repr(Tensor(standin.asarray(np.array([1.0, 2.0]))))
+
+
+def test_attaching_a_gradient_cuts_the_tape():
+    x = Tensor([2.0])
+    x.attach_grad()
+    with autograd.record():
+        y = x * x
+        y.attach_grad()
+        z = y * 3
+    z.backward()
+    np.testing.assert_array_equal(y.grad, [3.0])
+    np.testing.assert_array_equal(x.grad, [0.0])

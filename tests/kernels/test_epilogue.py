@@ -1,0 +1,32 @@
+import numpy as np
+import pytest
+
+from hpcdp import kernels
+from hpcdp.kernels import reference
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 64), (0, 3), (4, 0)])
+def test_add_bias(shape, dtype, relu):
+    rng = np.random.default_rng(1)
+    y, bias = rng.standard_normal(shape).astype(dtype), rng.standard_normal(shape[1]).astype(dtype)
+    if y.size > 10:
+        y[1, 2] = np.nan
+    expected = np.maximum(y + bias, 0) if relu else y + bias
+    for module in (reference, kernels.load("epilogue")):
+        found = y.copy()
+        module.add_bias(found, bias, relu)
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 3, 5, 5), (0, 3)])
+def test_relu_gradient(shape, dtype):
+    rng = np.random.default_rng(2)
+    gy, y = rng.standard_normal(shape).astype(dtype), np.maximum(rng.standard_normal(shape), 0).astype(dtype)
+    expected = np.where(y > 0, gy, 0)
+    for module in (reference, kernels.load("epilogue")):
+        dx = np.full_like(gy, np.nan)
+        module.relu_gradient(gy, y, dx)
+        np.testing.assert_array_equal(dx, expected)

@@ -1,0 +1,85 @@
+"""Pooling of NumPy arrays against the plain version, and that against NumPy over single windows."""
+
+import numpy as np
+import pytest
+
+from hpcdp import kernels
+from hpcdp.kernels import reference
+
+CASES = [  # shape, kernel, stride, padding
+    ((2, 3, 6, 8), (2, 2), (2, 2), (0, 0)),
+    ((2, 3, 7, 9), (2, 2), (2, 2), (0, 0)),  # a row and a column are left over
+    ((3, 1, 2, 2), (2, 2), (2, 2), (0, 0)),
+    ((2, 2, 9, 7), (3, 2), (2, 1), (1, 1)),
+    ((1, 4, 8, 8), (3, 3), (1, 1), (1, 1)),
+    ((2, 2, 10, 10), (2, 3), (4, 3), (0, 1)),  # windows that skip elements
+    ((2, 1, 5, 5), (5, 5), (5, 5), (0, 0)),
+    ((0, 2, 4, 4), (2, 2), (2, 2), (0, 0)),
+]
+
+
+def sized(case, dtype=np.float64):
+    shape, kernel, stride, padding = case
+    rng = np.random.default_rng(sum(shape))
+    x = rng.standard_normal(shape).astype(dtype)
+    size = tuple(map(reference.output_size, shape[2:], kernel, stride, padding))
+    return x, rng.standard_normal((*shape[:2], *size)).astype(dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plain_pools_look_at_each_window(case):
+    x, gy = sized(case)
+    _, kernel, stride, padding = case
+    frame = ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2)
+    zeros, lowest = np.pad(x, frame), np.pad(x, frame, constant_values=-np.inf)
+    mean, largest, chosen = np.empty_like(gy), np.empty_like(gy), np.empty(gy.shape, np.int32)
+    reference.average_pool(x, mean, kernel, stride, padding)
+    reference.max_pool(x, largest, chosen, kernel, stride, padding)
+    for n, c, y, z in np.ndindex(*gy.shape):
+        window = (
+            n,
+            c,
+            slice(y * stride[0], y * stride[0] + kernel[0]),
+            slice(z * stride[1], z * stride[1] + kernel[1]),
+        )
+        assert mean[n, c, y, z] == pytest.approx(zeros[window].mean())
+        assert largest[n, c, y, z] == lowest[window].max()
+        assert chosen[n, c, y, z] == lowest[window].argmax()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plain_gradients_are_the_adjoint(case):
+    x, gy = sized(case)
+    geometry = case[1:]
+    out, chosen, dx = np.empty_like(gy), np.empty(gy.shape, np.int32), np.empty_like(x)
+    v = np.random.default_rng(9).standard_normal(x.shape)
+    reference.average_pool(v, out, *geometry)
+    reference.average_pool_gradient(gy, dx, *geometry)
+    np.testing.assert_allclose((gy * out).sum(), (dx * v).sum(), atol=1e-10)
+    reference.max_pool(x, out, chosen, *geometry)
+    reference.max_pool_gradient(gy, chosen, dx, *geometry)
+    if x.size:  # a small change of x does not change which elements are largest
+        moved = np.empty_like(gy)
+        reference.max_pool(x + 1e-7 * v, moved, np.empty_like(chosen), *geometry)
+        np.testing.assert_allclose((gy * (moved - out)).sum() / 1e-7, (dx * v).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_compiled_pools_equal_the_plain_ones(case, dtype):
+    pool = kernels.load("pool")
+    x, gy = sized(case, dtype)
+    x = np.round(x, 1)  # with equal elements
+    results = {}
+    for module in (reference, pool):
+        mean, largest = np.full_like(gy, np.nan), np.full_like(gy, np.nan)
+        chosen = np.full(gy.shape, -1, np.int32)
+        of_mean, of_largest = np.full_like(x, np.nan), np.full_like(x, np.nan)
+        module.average_pool(x, mean, *case[1:])
+        module.average_pool_gradient(gy, of_mean, *case[1:])
+        module.max_pool(x, largest, chosen, *case[1:])
+        module.max_pool_gradient(gy, chosen, of_largest, *case[1:])
+        results[module] = mean, of_mean, largest, of_largest, chosen
+    rtol = 1e-5 if dtype == np.float32 else 1e-12
+    for ours, plain in zip(results[pool], results[reference], strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=rtol, atol=rtol)
