@@ -1,0 +1,218 @@
+"""Operations of networks: gradients against central differences, values and gradients against PyTorch, errors."""
+
+import numpy as np
+import pytest
+import standin
+from finite_differences import assert_gradients
+
+from hpcdp import autograd
+from hpcdp.autograd import Tensor
+from hpcdp.errors import DataError, UnsupportedError
+from hpcdp.nn import functional as F
+
+RNG = np.random.default_rng(4)
+IMAGES = RNG.standard_normal((2, 3, 7, 6))
+LABELS = np.array([2, 0, 3, 3, 1])
+
+
+def leaf(x):
+    tensor = Tensor(x)
+    tensor.attach_grad()
+    return tensor
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("shape", [(5, 4), (1, 4), (2, 3, 4), (4,)])
+def test_dense(shape, activation):
+    x, w, b = RNG.standard_normal(shape), RNG.standard_normal((4, 3)), RNG.standard_normal(3)
+    expected = x @ w + b if activation is None else np.maximum(x @ w + b, 0)
+    np.testing.assert_allclose(F.dense(x, w, b, activation).data, expected)
+    assert_gradients(lambda *each: F.dense(*each, activation), x, w, b)
+    assert_gradients(lambda *each: F.dense(*each, activation=activation), x, w)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1), ((1, 3), (2, 0))])
+def test_conv2d(stride, padding, activation):
+    w, b = RNG.standard_normal((4, 3, 3, 2)), RNG.standard_normal(4)
+    assert_gradients(lambda *each: F.conv2d(*each, stride, padding, activation), IMAGES, w, b)
+    assert_gradients(lambda *each: F.conv2d(*each, None, stride, padding, activation), IMAGES, w)
+
+
+@pytest.mark.parametrize("size", [(2,), (3, 2, 1), ((2, 3), (1, 2), (1, 0))])
+def test_pools(size):
+    assert_gradients(lambda x: F.avg_pool2d(x, *size), IMAGES)
+    assert_gradients(lambda x: F.max_pool2d(x, *size), IMAGES)
+
+
+def test_activations_and_softmax():
+    x = RNG.standard_normal((3, 5))
+    for function in (F.relu, F.sigmoid, F.tanh, F.softmax):
+        assert_gradients(function, x)
+    np.testing.assert_array_equal(F.relu(x).data, np.maximum(x, 0))
+    np.testing.assert_allclose(F.softmax(x + 1e4).data, np.exp(x) / np.exp(x).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5, 2)])
+def test_batch_norm(shape):
+    x, scale, shift = RNG.standard_normal(shape), RNG.uniform(0.5, 2, 3), RNG.standard_normal(3)
+    assert_gradients(lambda *each: F.batch_norm(*each, 1e-5)[0], x, scale, shift, rtol=1e-4, atol=1e-6)
+    _, mean, variance = F.batch_norm(x, scale, shift, 1e-5)
+    axes = tuple(i for i in range(x.ndim) if i != 1)
+    np.testing.assert_allclose(mean, x.mean(axis=axes))
+    np.testing.assert_allclose(variance, x.var(axis=axes))
+
+
+def test_dropout_scales_what_it_keeps_and_its_gradient_alike():
+    x = leaf(RNG.standard_normal((200, 50)))
+    with autograd.record():
+        y = F.dropout(x, 0.25, np.random.default_rng(1))
+    kept = y.data != 0
+    assert abs(kept.mean() - 0.75) < 0.02
+    np.testing.assert_allclose(y.data[kept], x.data[kept] / 0.75)
+    y.backward()
+    np.testing.assert_allclose(x.grad, kept / 0.75)
+
+
+def test_losses_are_per_sample():
+    logits, target = RNG.standard_normal((5, 4)), RNG.standard_normal((5, 2, 3))
+    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(F.softmax_cross_entropy(logits, LABELS).data, -np.log(chances[np.arange(5), LABELS]))
+    assert_gradients(lambda x: F.softmax_cross_entropy(x, LABELS), logits)
+    found = F.l2_loss(target + 2, target).data
+    np.testing.assert_allclose(found, np.full(5, 2.0))
+    assert_gradients(lambda x, y: F.l2_loss(x, y), RNG.standard_normal((5, 2, 3)), target)
+    assert_gradients(lambda x: F.l2_loss(x, target[:, 0, 0]), RNG.standard_normal(5))
+
+
+def test_cross_entropy_is_stable():
+    logits = leaf(np.array([[1e4, 0.0, -1e4], [-1e30, 0.0, 1.0]], np.float32))
+    with autograd.record():
+        loss = F.softmax_cross_entropy(logits, np.array([2, 2]))
+    loss.backward()
+    np.testing.assert_allclose(loss.data, [2e4, np.log1p(np.exp(-1))], rtol=1e-6)
+    assert np.isfinite(logits.grad).all()
+    np.testing.assert_allclose(logits.grad.sum(axis=1), 0, atol=1e-6)
+
+
+def test_gradients_go_straight_into_the_bucket():
+    x = Tensor(IMAGES.astype(np.float32))
+    shapes = [(4, 3, 3, 3), (4,), (48, 5), (5,)]
+    bucket = np.full(sum(int(np.prod(s)) for s in shapes), np.nan, np.float32)
+    leaves, offset = [], 0
+    for shape in shapes:
+        tensor = leaf(RNG.standard_normal(shape).astype(np.float32))
+        tensor.grad = bucket[offset : offset + tensor.size].reshape(shape)
+        offset += tensor.size
+        leaves.append(tensor)
+    views = [tensor.grad for tensor in leaves]
+    with autograd.record():
+        h = F.conv2d(x, *leaves[:2], padding=1, stride=2, activation="relu")
+        y = F.dense(h.reshape(2, -1), *leaves[2:])
+    assert not np.isfinite(bucket).any()
+    y.backward()
+    assert np.isfinite(bucket).all()
+    assert all(tensor.grad is view for tensor, view in zip(leaves, views, strict=True))
+
+
+def test_a_layer_called_twice_before_backward():
+    w = leaf(RNG.standard_normal((3, 3, 3, 3)))
+    x = [RNG.standard_normal((40, 3, 16, 16)) for _ in range(2)]
+
+    def gradient(inputs):
+        with autograd.record():
+            outs = [F.conv2d(F.conv2d(each, w, padding=1, activation="relu"), w, padding=1) for each in inputs]
+        autograd.backward(outs)
+        return w.grad.copy()
+
+    together = gradient(x)
+    np.testing.assert_allclose(together, gradient(x[:1]) + gradient(x[1:]), rtol=1e-10, atol=1e-8)
+
+
+def test_retained_tapes_survive_other_steps():
+    w = leaf(RNG.standard_normal((8, 3, 3, 3)).astype(np.float32))
+    x, other = (RNG.standard_normal((64, 3, 12, 12)).astype(np.float32) for _ in range(2))
+    with autograd.record():
+        y = F.avg_pool2d(F.conv2d(x, w, activation="relu"), 2)
+    y.backward(retain_graph=True)
+    first = w.grad.copy()
+    for _ in range(3):
+        with autograd.record():
+            z = F.avg_pool2d(F.conv2d(other, w, activation="relu"), 2)
+        z.backward()
+    assert not np.array_equal(w.grad, first)
+    y.backward()
+    np.testing.assert_array_equal(w.grad, first)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: F.dense(np.ones((2, 3)), np.ones((4, 5))), r"expected shapes \(\.\.\., in\).*got \(2, 3\), \(4, 5\)"),
+        (lambda: F.dense(np.ones((2, 3)), np.ones((3, 5), "f4")), "got float64, float32; convert with astype"),
+        (lambda: F.dense(np.ones((2, 3), int), np.ones((3, 5), int)), "expected float32 or float64"),
+        (lambda: F.dense(np.ones((2, 3)), np.ones((3, 5)), activation="selu"), "expected 'relu' or None, got 'selu'"),
+        (lambda: F.conv2d(np.ones((2, 3)), np.ones((1, 1, 1, 1))), r"images \(batch, .*got \(2, 3\)"),
+        (lambda: F.conv2d(IMAGES, np.ones((1, 2, 3, 3))), r"got \(2, 3, 7, 6\), \(1, 2, 3, 3\)"),
+        (lambda: F.conv2d(IMAGES, np.ones((1, 3, 8, 3))), r"window of \(8, 3\) fits.*got height and width \(7, 6\)"),
+        (lambda: F.avg_pool2d(IMAGES, 9), r"window of \(9, 9\)"),
+        (lambda: F.max_pool2d(IMAGES, 2, padding=2), r"padding\]: expected at most half of \(2, 2\), got \(2, 2\)"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 3)), np.ones(2)), r"integer labels \(batch,\), got .*float64"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 3)), np.ones(3, int)), r"\(2, 3\) and \(3,\)"),
+    ],
+)
+def test_what_does_not_fit_is_said(call, message):
+    with pytest.raises(UnsupportedError, match=message):
+        call()
+
+
+def test_labels_out_of_range_are_named():
+    with pytest.raises(DataError, match=r"\[labels\]: expected 0 to 2, got -1 to 1"):
+        F.softmax_cross_entropy(np.ones((2, 3)), np.array([-1, 1]))
+    assert F.softmax_cross_entropy(np.ones((0, 3)), np.ones(0, int)).shape == (0,)
+
+
+def test_device_arrays_give_the_same():
+    x, w, b = IMAGES, RNG.standard_normal((4, 3, 3, 3)), RNG.standard_normal(4)
+    scale, shift = RNG.uniform(0.5, 2, 4), RNG.standard_normal(4)
+
+    def gradients(asarray, labels):
+        leaves = [leaf(asarray(each)) for each in (x, w, b, scale, shift)]
+        with autograd.record():
+            h = F.conv2d(leaves[0], leaves[1], leaves[2], 1, 1, "relu")
+            h = F.dropout(F.batch_norm(h, leaves[3], leaves[4], 1e-5)[0], 0.3, np.random.default_rng(5))
+            h = F.sigmoid(F.tanh(F.max_pool2d(F.relu(h), 2)) + F.avg_pool2d(h, 2))
+            loss = F.softmax_cross_entropy(h.reshape(2, -1), labels) + F.l2_loss(h, h * 0.5)
+        loss.backward()
+        return [loss.asnumpy()] + [
+            np.array(each.grad if asarray is np.asarray else each.grad.to_host()) for each in leaves
+        ]
+
+    labels = np.array([1, 3])
+    expected = gradients(np.asarray, labels)
+    for where in (labels, standin.asarray(labels)):
+        for ours, host in zip(gradients(standin.asarray, where), expected, strict=True):
+            np.testing.assert_allclose(ours, host, rtol=1e-9, atol=1e-12)
+
+
+def test_the_same_as_pytorch():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-torch compares with it")
+    P = torch.nn.functional
+    x, w, b = (each.astype(np.float32) for each in (IMAGES, RNG.standard_normal((4, 3, 3, 3)), RNG.standard_normal(4)))
+    ours, theirs = (
+        [leaf(each.copy()) for each in (x, w, b)],
+        [torch.tensor(each, requires_grad=True) for each in (x, w, b)],
+    )
+    labels = np.array([1, 3])
+    with autograd.record():
+        h = F.conv2d(*ours, stride=2, padding=1, activation="relu")
+        h = F.max_pool2d(h, 2, 1) + F.avg_pool2d(h, 2, 1)
+        loss = F.softmax_cross_entropy(h.reshape(2, -1), labels)
+    loss.backward()
+    g = P.relu(P.conv2d(*theirs, stride=2, padding=1))
+    g = P.max_pool2d(g, 2, 1) + P.avg_pool2d(g, 2, 1)
+    peer = P.cross_entropy(g.reshape(2, -1), torch.from_numpy(labels), reduction="none")
+    peer.sum().backward()
+    np.testing.assert_allclose(loss.data, peer.detach().numpy(), rtol=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine.grad, other.grad.numpy(), rtol=1e-4, atol=1e-5)

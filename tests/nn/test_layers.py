@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+
+from hpcdp import nn
+from hpcdp.errors import UnsupportedError
+from hpcdp.nn import functional as F
+
+RNG = np.random.default_rng(8)
+IMAGES = RNG.standard_normal((2, 3, 9, 8)).astype(np.float32)
+
+
+def test_layers_compute_what_their_functions_do():
+    conv = nn.Conv2D(3, 4, (3, 2), stride=2, padding=(1, 0), activation="relu")
+    assert conv.weight.shape == (4, 3, 3, 2)
+    expected = F.conv2d(IMAGES, conv.weight, conv.bias, 2, (1, 0), "relu").data
+    np.testing.assert_array_equal(conv(IMAGES).data, expected)
+    assert expected.shape == (2, 4, 5, 4)
+    np.testing.assert_array_equal(nn.MaxPool2D(3, 2, 1)(IMAGES).data, F.max_pool2d(IMAGES, 3, 2, 1).data)
+    np.testing.assert_array_equal(nn.AvgPool2D(2)(IMAGES).data, F.avg_pool2d(IMAGES, 2, 2).data)
+    np.testing.assert_allclose(nn.GlobalAvgPool2D()(IMAGES).data, IMAGES.mean(axis=(2, 3), keepdims=True), rtol=1e-5)
+    flat = nn.Flatten()(IMAGES)
+    np.testing.assert_array_equal(flat.data, IMAGES.reshape(2, -1))
+    assert nn.Flatten()(IMAGES[:0]).shape == (0, 216)
+    dense = nn.Dense(216, 5)
+    np.testing.assert_allclose(dense(flat).data, flat.data @ dense.weight.data, rtol=1e-5, atol=1e-5)
+    for layer, function in ((nn.ReLU(), F.relu), (nn.Sigmoid(), F.sigmoid), (nn.Tanh(), F.tanh)):
+        np.testing.assert_array_equal(layer(flat).data, function(flat).data)
+
+
+def test_a_layer_without_bias_has_none():
+    layer = nn.Conv2D(3, 2, 1, bias=False)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    np.testing.assert_allclose(
+        layer(IMAGES).data, np.einsum("nchw,oc->nohw", IMAGES, layer.weight.data[:, :, 0, 0]), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (nn.Dense(4, 2), (3, 5), r"forward \[Dense\(4, 2\)\]: expected input of shape \(batch, 4\), got \(3, 5\)"),
+        (nn.Dense(4, 2), (4,), r"got \(4,\)"),
+        (
+            nn.Conv2D(3, 2, 3, padding=1),
+            (1, 4, 5, 5),
+            r"\[Conv2D\(3, 2, kernel_size=\(3, 3\), stride=\(1, 1\), padding=\(1, 1\)\)\]: "
+            r"expected input of shape \(batch, 3, height, width\), got \(1, 4, 5, 5\)",
+        ),
+        (nn.Conv2D(3, 2, 5, padding=1), (1, 3, 2, 8), r"\(batch, 3, >= 3, >= 3\), got \(1, 3, 2, 8\)"),
+        (nn.MaxPool2D(3), (1, 3, 2, 8), r"\(batch, channels, >= 3, >= 3\), got \(1, 3, 2, 8\)"),
+        (nn.AvgPool2D(3), (3, 8, 8), r"got \(3, 8, 8\)"),
+        (nn.GlobalAvgPool2D(), (3, 8), r"got \(3, 8\)"),
+        (nn.BatchNorm(3), (5, 4), r"\[BatchNorm\(3, .*\(batch, 3, \.\.\.\), got \(5, 4\)"),
+    ],
+)
+def test_wrong_shapes_are_named_with_the_layer(layer, shape, message):
+    with pytest.raises(UnsupportedError, match=message):
+        layer(np.ones(shape, np.float32))

@@ -1,0 +1,142 @@
+import numpy as np
+import pytest
+import standin
+
+from hpcdp import autograd, nn
+from hpcdp.arrays import array_namespace
+from hpcdp.autograd import Tensor
+from hpcdp.errors import ConfigError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        self.first = nn.Dense(3, 4, activation="relu")
+        self.norm = nn.BatchNorm(4)
+        self.scale = nn.Parameter(np.full(2, 0.5, np.float32))
+        self.last = nn.Dense(4, 2)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))) * self.scale
+
+
+def test_parameters_come_in_order_with_their_paths():
+    net = nn.Sequential(Block(), nn.Sequential(nn.ReLU(), nn.Dense(2, 5, bias=False)))
+    names = [
+        "0.first.weight", "0.first.bias", "0.norm.gamma", "0.norm.beta", "0.scale", "0.last.weight", "0.last.bias",
+        "1.1.weight",
+    ]  # fmt: skip
+    assert [name for name, _ in net.named_parameters()] == names
+    assert [param.name for param in net.parameters()] == names
+    assert next(param.name for param in net[0].parameters()) == "first.weight"
+    assert [name for name, _ in net.named_buffers()] == ["0.norm.running_mean", "0.norm.running_var"]
+    assert all(param.grad_req == "write" and param.grad.shape == param.shape for param in net.parameters())
+
+
+def test_shared_parameters_come_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            self.a = nn.Dense(3, 3)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    net = Twice()
+    assert [name for name, _ in net.named_parameters()] == ["a.weight", "a.bias"]
+    calls = []
+    for param in net.parameters():
+        param.grad_hook = lambda found: calls.append(found.name)
+    x = np.ones((2, 3), np.float32)
+    with autograd.record():
+        y = net(x)
+    y.backward()
+    assert sorted(calls) == ["a.bias", "a.weight"]
+    weight = net.a.weight.data
+    np.testing.assert_allclose(net.a.bias.grad, 2 + 2 * weight.sum(axis=1), rtol=1e-5)
+
+
+def test_hooks_run_from_the_last_layer_to_the_first():
+    net = nn.Sequential(nn.Dense(3, 4, activation="relu"), nn.Dense(4, 4), nn.ReLU(), nn.Dense(4, 2))
+    order = []
+    for param in net.parameters():
+        param.grad_hook = lambda found: order.append((found.name[0], found.grad.copy()))
+    with autograd.record():
+        y = net(np.ones((2, 3), np.float32))
+    y.backward()
+    assert [layer for layer, _ in order] == ["3", "3", "1", "1", "0", "0"]
+    for param in net.parameters():  # complete when the hook ran: it is still the same
+        assert any(seen.shape == param.shape and np.array_equal(seen, param.grad) for _, seen in order)
+
+
+def test_state_goes_out_and_in():
+    net, other = Block(), Block()
+    x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
+    with autograd.train_mode():
+        net(x)
+    state = net.state_dict()
+    assert list(state) == [
+        "first.weight", "first.bias", "norm.gamma", "norm.beta", "norm.running_mean", "norm.running_var", "scale",
+        "last.weight", "last.bias",
+    ]  # fmt: skip
+    assert state["scale"] is net.scale.data
+    kept = other.first.weight.data
+    other.load_state_dict(state)
+    assert other.first.weight.data is kept
+    np.testing.assert_array_equal(other(x).data, net(x).data)
+    on_device = Block().to(like=standin.asarray(x))
+    on_device.load_state_dict(state)
+    np.testing.assert_allclose(on_device(standin.asarray(x)).asnumpy(), net(x).data, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("scale"), r"load_state_dict \[scale\]: expected it in the state, got it in the network only"),
+        (lambda s: s.update(more=np.ones(1)), r"\[more\]: expected it in the network, got it in the state only"),
+        (lambda s: s.update(scale=np.ones(3)), r"\[scale\]: expected shape \(2,\), got shape \(3,\)"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, message):
+    net = Block()
+    state = {name: np.full_like(array, 7) for name, array in net.state_dict().items()}
+    change(state)
+    with pytest.raises(ConfigError, match=message):
+        net.load_state_dict(state)
+    assert not any((array == 7).any() for array in net.state_dict().values())
+
+
+def test_other_dtypes_and_namespaces():
+    net = Block().to(dtype=np.float64)
+    assert {str(array.dtype) for array in net.state_dict().values()} == {"float64"}
+    assert net(np.ones((2, 3))).dtype == np.float64
+    net.to(like=standin.asarray(np.ones(1)))
+    assert {array_namespace(param.data, param.grad) for param in net.parameters()} == {standin}
+
+
+def test_sequential_is_a_list_of_modules():
+    net = nn.Sequential(nn.Dense(3, 4))
+    net.add(nn.ReLU(), nn.Dense(4, 2))
+    assert len(net) == 3
+    assert [type(layer).__name__ for layer in net] == ["Dense", "ReLU", "Dense"]
+    assert net[-1] is net[2]
+    assert len(nn.Sequential()) == 0
+    x = Tensor(np.ones((1, 3), np.float32))
+    assert nn.Sequential()(x) is x
+    with pytest.raises(ConfigError, match="expected modules, got int"):
+        net.add(3)
+
+
+def test_repr_lists_the_layers():
+    net = nn.Sequential(nn.Dense(3, 4, activation="relu"), nn.Sequential(nn.Flatten(), nn.Dense(4, 2, bias=False)))
+    assert repr(net) == (
+        "Sequential(\n  (0): Dense(3, 4, activation='relu')\n  (1): Sequential(\n    (0): Flatten()\n"
+        "    (1): Dense(4, 2, bias=False)\n  )\n)"
+    )
+
+
+def test_a_module_without_forward_says_so():
+    class Nothing(nn.Module):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Nothing: expected a method forward\(self, x\)"):
+        Nothing()(np.ones(1))

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+import standin
+
+from hpcdp import autograd, nn
+from hpcdp.autograd import Tensor
+from hpcdp.errors import ConfigError
+
+X = (2 + 3 * np.random.default_rng(0).standard_normal((8, 3, 4, 4))).astype(np.float32)
+
+
+def test_running_statistics_move_in_training_only():
+    layer = nn.BatchNorm(3, momentum=0.8)
+    mean, var = layer.running_mean.data, layer.running_var.data
+    layer(X)
+    np.testing.assert_array_equal(mean, np.zeros(3))
+    with autograd.train_mode():
+        y = layer(X)
+    np.testing.assert_allclose(y.data.mean(axis=(0, 2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(mean, 0.2 * X.mean(axis=(0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(var, 0.8 + 0.2 * X.var(axis=(0, 2, 3)), rtol=1e-5)
+    assert layer.running_mean.data is mean
+    with autograd.train_mode():
+        layer(X[:0])  # no samples have no statistics
+    np.testing.assert_allclose(mean, 0.2 * X.mean(axis=(0, 2, 3)), rtol=1e-5)
+
+
+def test_prediction_uses_the_running_statistics():
+    layer = nn.BatchNorm(3)
+    layer.running_mean.data[:], layer.running_var.data[:] = [1, 2, 3], [4, 5, 6]
+    layer.gamma.data[:], layer.beta.data[:] = [1, 2, 0.5], [0, 1, -1]
+    with autograd.record(train_mode=False):
+        y = layer(X)
+    expected = (X - np.array([1, 2, 3]).reshape(3, 1, 1)) / np.sqrt(np.array([4, 5, 6]) + 1e-5).reshape(3, 1, 1)
+    scaled = expected * np.array([1, 2, 0.5]).reshape(3, 1, 1) + np.array([0, 1, -1]).reshape(3, 1, 1)
+    np.testing.assert_allclose(y.data, scaled, rtol=1e-4, atol=1e-5)
+    y.backward()
+    np.testing.assert_allclose(layer.beta.grad, np.full(3, X[:, 0].size), rtol=1e-6)
+    np.testing.assert_allclose(layer.gamma.grad, expected.sum(axis=(0, 2, 3)), rtol=1e-4, atol=1e-3)
+
+
+def test_the_same_as_pytorch():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-torch compares with it")
+    ours, theirs = nn.BatchNorm(3), torch.nn.BatchNorm2d(3)
+    x, peer = Tensor(X.copy()), torch.tensor(X, requires_grad=True)
+    x.attach_grad()
+    weights = np.random.default_rng(1).standard_normal(X.shape).astype(np.float32)
+    with autograd.record():
+        y = ours(x)
+    y.backward(weights)
+    theirs(peer).backward(torch.from_numpy(weights))
+    np.testing.assert_allclose(y.data, theirs(peer).detach().numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(x.grad, peer.grad.numpy(), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(ours.gamma.grad, theirs.weight.grad.numpy(), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(ours.beta.grad, theirs.bias.grad.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_is_reproducible_and_off_in_prediction():
+    x = np.ones((50, 40), np.float32)
+    layers = [
+        nn.Dropout(0.4, seed=3),
+        nn.Dropout(0.4, seed=3),
+        nn.Dropout(0.4, seed=4),
+        nn.Dropout(0.4),
+        nn.Dropout(0.4),
+    ]
+    with autograd.train_mode():
+        first, same, other, fresh, fresh_too = (layer(x).data for layer in layers)
+        next_call = layers[0](x).data
+    np.testing.assert_array_equal(first, same)
+    for different in (other, next_call):
+        assert not np.array_equal(first, different)
+    assert not np.array_equal(fresh, fresh_too)
+    np.testing.assert_allclose(sorted(set(first.reshape(-1).tolist())), [0, 1 / 0.6], rtol=1e-6)
+    assert abs(first.mean() - 1) < 0.1
+    tensor = Tensor(x)
+    assert layers[0](tensor) is tensor
+    with autograd.train_mode():
+        assert nn.Dropout(0.0)(tensor) is tensor
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 3])
+def test_impossible_probabilities_are_refused(p):
+    with pytest.raises(ConfigError, match=r"Dropout \[p\]: expected a probability in \[0, 1\)"):
+        nn.Dropout(p)
+
+
+def test_device_arrays_give_the_same():
+    def train(asarray):
+        net = nn.Sequential(nn.BatchNorm(3), nn.Dropout(0.3, seed=2)).to(like=asarray(X))
+        with autograd.record():
+            y = net(asarray(X))
+        y.backward()
+        predicted = net(asarray(X))
+        tensors = [y, predicted, *[tensor for _, tensor in net.named_buffers()], Tensor(net[0].gamma.grad)]
+        return [tensor.asnumpy() for tensor in tensors]
+
+    for device, host in zip(train(standin.asarray), train(np.asarray), strict=True):
+        np.testing.assert_allclose(device, host, rtol=1e-4, atol=1e-4)
