@@ -10,10 +10,10 @@ names follow section 12.5 of "Dive into Deep Learning"; one rank here stands whe
 import argparse
 
 import numpy as np
-from hpcdp.autograd import Tensor
 
 import hpcdp
 from hpcdp import autograd, data
+from hpcdp.autograd import Tensor
 from hpcdp.nn import functional as F
 
 SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]

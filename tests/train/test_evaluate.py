@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from hpcdp.autograd import is_recording, is_training
 
 from hpcdp import nn
+from hpcdp.autograd import is_recording, is_training
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset
 from hpcdp.train.evaluate import Evaluation, evaluate
