@@ -1,54 +1,136 @@
-"""Allreduce of a short private array through memory shared by a node's ranks: one call, one wait.
+"""Sums of private arrays through memory shared by a node's ranks, each in one call that can stop and go on.
 
 The ranks use the two halves of a staging buffer in turn: whoever writes a half again has waited for everybody in the
-exchange between, so nobody reads it any more.
+exchange between, so nobody reads it any more. Sums run in the order of the ranks.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit, types
 
-from .reduce import combine
 from .sync import post, wait_all
 
-SEQUENCE, HALF, STAGED, ME, SPINS, SLEEP_NS = range(6)
-STATE_LENGTH = 6
-"""What an exchange knows, int64: the number of its last post and the half to use (kept from call to call), whether the
-array is staged (zero between calls), and what never changes: this rank's number in the node, how often to look before
-sleeping, nanoseconds of sleep before giving up."""
+SEQUENCE, HALF, POSITION, PHASE, ME, SPINS, SLEEP_NS = range(7)
+STATE_LENGTH = 8
+"""What an exchange knows, int64: the number of its last post and the half to use (kept from call to call), the first
+element of the current chunk and the phase in it (zero between calls), and what never changes: this rank's number in the
+node, how often to look before sleeping, nanoseconds of sleep before giving up."""
+
+DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
+"""What these are compiled for."""
+
+_BLOCK = 2048
+_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def read_all(x, staging, counters, state, op):  # type: ignore[no-untyped-def]
-    """Every rank stages its array, waits for all, and reduces what all have staged, in the order of the ranks.
+@njit(inline="always")
+def _copy(out, x):  # type: ignore[no-untyped-def]
+    for i in range(out.size):  # a slice assignment would compile for three seconds, for its error messages
+        out[i] = x[i]
+
+
+@njit(inline="always")
+def _arrive(counters, state):  # type: ignore[no-untyped-def]
+    state[SEQUENCE] += 1
+    state[PHASE] += 1
+    post(counters, state[ME], np.int32(state[SEQUENCE]))
+
+
+@njit(inline="always")
+def _all_arrived(counters, n, state):  # type: ignore[no-untyped-def]
+    return wait_all(counters, n, np.int32(state[SEQUENCE]), state[SPINS], state[SLEEP_NS])
+
+
+@njit(inline="always")
+def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
+    state[POSITION] = position
+    state[PHASE] = 0
+    state[HALF] = 1 - state[HALF]
+
+
+@njit(**_options)
+def sum_by_all(x, staging, counters, state):  # type: ignore[no-untyped-def]
+    """Every rank stages its array, waits for all, and sums what all have staged: one wait, ``n - 1`` sizes read.
 
     Args:
-        x: shape ``(count,)``, contiguous, ``count <= chunk``; replaced by the reduction.
+        x: shape ``(count,)``, contiguous, ``count <= chunk``; replaced by the sum.
         staging: shape ``(2, n, chunk)``, shared.
         counters: the ranks' arrival counters, shared (see `sync`).
         state: shape ``(STATE_LENGTH,)``, this rank's.
-        op: a number of `reduce`.
 
     Returns:
         False when a peer was not there in time; the same call again goes on from there.
     """
-    half = staging[state[HALF]]
-    if state[STAGED] == 0:
-        row = half[state[ME]]
-        for i in range(x.size):  # a slice assignment would compile for three seconds, for its error messages
-            row[i] = x[i]
-        state[STAGED] = 1
-        state[SEQUENCE] += 1
-        post(counters, state[ME], np.int32(state[SEQUENCE]))
-    if not wait_all(counters, staging.shape[1], np.int32(state[SEQUENCE]), state[SPINS], state[SLEEP_NS]):
+    half, n = staging[state[HALF]], staging.shape[1]
+    if state[PHASE] == 0:
+        _copy(half[state[ME], : x.size], x)
+        _arrive(counters, state)
+    if not _all_arrived(counters, n, state):
         return False
-    combine(half, np.intp(0), np.intp(x.size), x, op)
-    state[STAGED] = 0
-    state[HALF] = 1 - state[HALF]
+    first, second = half[0, : x.size], half[1, : x.size]
+    for i in range(x.size):
+        x[i] = first[i] + second[i]
+    for rank in range(2, n):
+        row = half[rank, : x.size]
+        for i in range(x.size):
+            x[i] += row[i]
+    _finish_chunk(state, 0)
     return True
 
 
-for _t in (types.float32, types.float64, types.int64):
+@njit(**_options)
+def sum_by_owners(x, staging, counters, state):  # type: ignore[no-untyped-def]
+    """Every rank stages what others own, sums its own shard, and writes the sum back where it has read.
+
+    Two waits a chunk, ``2 (n - 1) / n`` sizes read. The lines that the owner has read are those that it writes, so each
+    changes hands between cores once; a result in lines of its own would be fetched twice. Arguments as `sum_by_all`,
+    any ``count``.
+    """
+    n, chunk, me = staging.shape[1], staging.shape[2], state[ME]
+    partial = np.empty(_BLOCK, x.dtype)
+    while state[POSITION] < x.size:
+        count = min(chunk, x.size - state[POSITION])
+        piece = x[state[POSITION] : state[POSITION] + count]
+        half = staging[state[HALF]]
+        lo, hi = count * me // n, count * (me + 1) // n
+        if state[PHASE] == 0:
+            _copy(half[me, :lo], piece[:lo])
+            _copy(half[me, hi:count], piece[hi:])
+            _arrive(counters, state)
+        if state[PHASE] == 1:
+            if not _all_arrived(counters, n, state):
+                return False
+            if n == 2:
+                mine, others = piece[lo:hi], half[1 - me, lo:hi]
+                for i in range(mine.size):
+                    total = mine[i] + others[i]
+                    mine[i] = total
+                    others[i] = total
+            else:
+                for first in range(lo, hi, _BLOCK):
+                    last = min(first + _BLOCK, hi)
+                    _copy(partial[: last - first], piece[first:last] if me == 0 else half[0, first:last])
+                    for rank in range(1, n):
+                        row = piece[first:last] if me == rank else half[rank, first:last]
+                        for i in range(row.size):
+                            partial[i] += row[i]
+                    for rank in range(n):
+                        _copy(piece[first:last] if me == rank else half[rank, first:last], partial)
+            _arrive(counters, state)
+        if not _all_arrived(counters, n, state):
+            return False
+        _copy(piece[:lo], half[me, :lo])
+        _copy(piece[hi:], half[me, hi:count])
+        _finish_chunk(state, state[POSITION] + count)
+    state[POSITION] = 0
+    return True
+
+
+for _dtype in DTYPES:
+    _t = getattr(types, _dtype.name)
     _arrays = [types.Array(_t, 1, "C"), types.Array(_t, 3, "C"), types.Array(types.int32, 1, "C")]
-    read_all.compile(types.boolean(*_arrays, types.Array(types.int64, 1, "C"), types.intp))
+    sum_by_all.compile(types.boolean(*_arrays, types.Array(types.int64, 1, "C")))
+    sum_by_owners.compile(types.boolean(*_arrays, types.Array(types.int64, 1, "C")))

@@ -34,7 +34,7 @@ def expected(n, count, dtype, op):
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
 def test_every_dtype_op_and_count(algorithm, n, monkeypatch):
     monkeypatch.setattr(shared, "CHUNK_NBYTES", 512)  # several chunks also for small arrays
-    monkeypatch.setattr(shared, "READ_ALL_NBYTES", 64)  # both ways of exchanging
+    monkeypatch.setattr(shared, "BY_ALL_NBYTES", 64)  # both ways of exchanging
     counts = sorted({0, 1, max(n - 1, 0), n, n + 1, 31, 1009})
 
     def rank(world):
