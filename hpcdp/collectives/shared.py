@@ -1,8 +1,9 @@
 """Allreduce inside a node: the ranks read each other's memory, no message is sent.
 
-Every rank stages what others own, reduces its own shard, and writes the result back where it has read: the reduce-scatter
-and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) with ``2 (n - 1) / n`` sizes
-crossing between cores. Very short arrays are staged whole and reduced by every rank, which saves a wait.
+Every rank stages what others own, reduces its own shard, and writes the result back where it has read: the
+reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) with
+``2 (n - 1) / n`` sizes crossing between cores. Very short arrays are staged whole and reduced by every rank, which saves
+a wait.
 Reductions run in the order of the local ranks, so all ranks get the same bits, run after run.
 """
 
