@@ -72,3 +72,20 @@ def test_a_module_that_cannot_be_imported_fails(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "No module named 'no_such_module'" in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "0 passed, 3 failed, 0 skipped"
+
+
+@pytest.mark.slow
+def test_ending_the_runner_ends_the_tests(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = f"import os, pathlib\ndef test_long():\n    pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+    (tmp_path / "test_planted.py").write_text(HEADER + code + "    time.sleep(100)\n")
+    command = [sys.executable, "tests/run.py", "-p", "conftest", str(tmp_path)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    runner = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (started.exists() and started.read_text()):
+        assert runner.poll() is None
+        time.sleep(0.05)
+    runner.terminate()
+    said, _ = runner.communicate(timeout=60)
+    assert runner.returncode == 1 and said.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
+    assert not Path(f"/proc/{started.read_text()}").exists()
