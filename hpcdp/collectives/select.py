@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -46,12 +47,10 @@ def allreduce(
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
     world = init() if world is None else world
-    reduce = world.keep(
-        ("allreduce", x.dtype, op, algorithm),
-        lambda: _validated("allreduce", np.dtype(str(x.dtype)), op, algorithm, world),
-    )
+    key = ("allreduce", x.dtype, op, algorithm)
+    reduce = world.kept.get(key) or world.keep(key, lambda: _validated(x.dtype, op, algorithm, world))
     target = x if out is None else _receiver(x, out)
-    if type(target) is np.ndarray and target.flags.c_contiguous and target.flags.writeable:
+    if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
         if target.size and world.size > 1:
             reduce(target, op, world)
         return target
@@ -73,14 +72,15 @@ def _receiver(x: Array, out: Array) -> Array:
     return out
 
 
-def _validated(operation: str, dtype: np.dtype, op: str, algorithm: str, world: World) -> Algorithm:
-    """What to call for such arrays, once checked: looked up again at every later call."""
-    check_op(operation, op, dtype)
+def _validated(x_dtype: Any, op: str, algorithm: str, world: World) -> Algorithm:
+    """What to call for such arrays, once checked: found in ``world.kept`` at every later call."""
+    dtype = np.dtype(str(x_dtype))
+    check_op("allreduce", op, dtype)
     if algorithm != "auto" and algorithm not in ALGORITHMS:
         valid = " or ".join(["auto", *ALGORITHMS])
-        raise UnsupportedError(operation, where="algorithm", expected=valid, got=repr(algorithm))
+        raise UnsupportedError("allreduce", where="algorithm", expected=valid, got=repr(algorithm))
     if dtype.kind not in "iuf" or not dtype.isnative:
-        raise UnsupportedError(operation, where="dtype", expected="a native integer or float", got=dtype.str)
+        raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=dtype.str)
     return ALGORITHMS[choose(dtype, world) if algorithm == "auto" else algorithm]
 
 

@@ -2,8 +2,8 @@
 
 Every rank stages what others own, reduces its own shard, and writes the result back where it has read: the
 reduce-scatter and allgather of Rabenseifner ("Optimization of Collective Reduction Operations", 2004) with
-``2 (n - 1) / n`` sizes crossing between cores. Very short arrays are staged whole and reduced by every rank, which saves
-a wait.
+``2 (n - 1) / n`` sizes crossing between cores. Very short arrays are staged whole and reduced by every rank, which
+saves a wait.
 Reductions run in the order of the local ranks, so all ranks get the same bits, run after run.
 """
 
@@ -52,8 +52,8 @@ class _Staging:
 
     def allreduce(self, flat: np.ndarray, op: str) -> None:
         """Reduce ``flat``, shape ``(count,)``, in place."""
-        staging = self._sums.get(flat.dtype) if op in ("sum", "mean") else None
-        if staging is None:
+        staging = self._sums.get(flat.dtype)
+        if staging is None or op not in ("sum", "mean"):
             self._reduce_by_owners(flat, op)
             return
         exchange = self._exchange.sum_by_all if flat.nbytes <= self._by_all_nbytes else self._exchange.sum_by_owners
@@ -64,6 +64,13 @@ class _Staging:
 
     def _reduce_by_owners(self, flat: np.ndarray, op: str) -> None:
         """What `kernels.exchange.sum_by_owners` does, for any dtype and reduction, with a call for every part of it."""
+        if flat.dtype.char not in DTYPE_CHARS:
+            raise UnsupportedError(
+                "allreduce",
+                where="algorithm='shared'",
+                expected="a float or an integer of 8, 32 or 64 bits",
+                got=flat.dtype,
+            )
         n, me = self._memory.size, self._memory.rank
         words = flat.view(np.uint16) if flat.dtype == np.float16 else flat
         staging = self._others.view(words.dtype)
@@ -85,15 +92,15 @@ def allreduce(x: np.ndarray, op: str, world: World) -> None:
     Raises:
         UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
     """
+    staging = world.kept.get(__name__) or world.keep(__name__, lambda: _staging_of(world))
+    staging.allreduce(x.reshape(-1), op)
+
+
+def _staging_of(world: World) -> _Staging:
     memory = world.node_memory
     if memory.size != world.size:
         raise UnsupportedError(
             "allreduce", where="algorithm='shared'", expected="one node whose ranks share memory",
             got=f"{world.num_nodes} nodes, {memory.size} of {world.size} ranks sharing", remedy="use algorithm='auto'",
         )  # fmt: skip
-    if x.dtype.char not in DTYPE_CHARS:
-        raise UnsupportedError(
-            "allreduce", where="algorithm='shared'", expected="a float or an integer of 8, 32 or 64 bits", got=x.dtype
-        )
-    staging = world.keep("collectives.shared", lambda: _Staging(memory))
-    staging.allreduce(x.reshape(-1), op)
+    return _Staging(memory)

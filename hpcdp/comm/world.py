@@ -57,7 +57,8 @@ class World:
     """How many cores the ranks of this node may use together."""
     device: str = "cpu"
     """Where this rank computes."""
-    _kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    """See `keep`."""
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -68,9 +69,9 @@ class World:
 
         Where ``make`` allocates shared memory every rank of the node must ask, in the same order.
         """
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
 
 
 _world: World | None = None
@@ -94,7 +95,7 @@ def init(ranks_per_node: int | None = None) -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node))
-        elif ranks_per_node is not None and ranks_per_node != _world._kept.get("ranks_per_node"):
+        elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
         return _world
 
@@ -145,7 +146,7 @@ def _start(ranks_per_node: int | None) -> World:
         node_memory=memory,
         library=library,
         cores=cores,
-        _kept={"ranks_per_node": ranks_per_node},
+        kept={"ranks_per_node": ranks_per_node},
     )
 
 
