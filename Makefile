@@ -23,7 +23,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test check clean
+.PHONY: help install train test check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -41,6 +41,9 @@ train: $(VENV)/installed  ## train LeNet on handwritten digits
 
 test: $(VENV)/installed-dev  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
 	@$(BIN)/python tests/run.py $(ARGS)
+
+bench: $(VENV)/installed  ## measure everything and rewrite benchmarks/RESULTS.md (ten quiet minutes)
+	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
 check: $(VENV)/installed-dev  ## lint, formatting, types, floors
 	$(BIN)/ruff check .

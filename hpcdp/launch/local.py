@@ -33,9 +33,12 @@ _SI_KERNEL = 0x80
 
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of ranks that the innermost launcher says it started, None outside mpirun and srun."""
+    """The number of ranks that the innermost launcher says it started, None outside mpirun and srun.
+
+    A single task of srun counts as outside: it may be the shell of an interactive job.
+    """
     for name in _RANKS_VARIABLES:
-        if environ.get(name, "").isdecimal():
+        if environ.get(name, "").isdecimal() and (name, environ[name]) != ("SLURM_STEP_NUM_TASKS", "1"):
             return int(environ[name])
     return None
 
