@@ -178,3 +178,17 @@ def test_info_under_the_launcher() -> None:
     facts = json.loads(done.stdout)
     assert facts["ranks"] == 2
     assert [row["rank"] for row in facts["world"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None),  # the shell of `srun --pty bash`
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "4"}, 2),  # mpirun in an sbatch job
+        ({"PMI_SIZE": "3"}, 3),
+    ],
+)
+def test_the_innermost_launcher_says_how_many_ranks(environ, ranks):
+    assert local.launched_ranks(environ) == ranks
