@@ -1,12 +1,16 @@
-"""Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, buffers, reference.
+"""Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, buffers.
 
-`reference` is the specification. A block is as many images as keep their patches in the L2 cache: unfolding the whole
-batch at once was measured at a quarter of the speed. Patches are rows in the order (kernel row, kernel column, channel)
-of channels-last copies of the images, so that unfolding and folding move runs of ``kernel width * channels`` elements
-(Georganas et al., "Anatomy of high-performance deep learning convolutions", 2018, discuss the layouts).
+`reference` is the specification. A block is as many images, or rows of an image, as keep their patches in the L2 cache:
+unfolding the whole batch at once was measured at a quarter of the speed. Patches are rows in the order (kernel row,
+kernel column, channel) of channels-last copies of the images, so that unfolding and folding move runs of ``kernel width
+* channels`` elements (Georganas et al., "Anatomy of high-performance deep learning convolutions", 2018, discuss the
+layouts).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -14,8 +18,8 @@ import numpy as np
 from .buffers import empty
 
 _BLOCK_NBYTES = 512 * 1024
-_BLOCK_POSITIONS = 256
-"""A block has so many output positions at least: with fewer, going over deep layers' weights costs more than the cache."""
+_BLOCK_POSITIONS = 512
+"""A block has so many output positions at least: with fewer, passing over a deep layer's weights costs too much."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
@@ -24,23 +28,27 @@ Pair = tuple[int, int]
 
 
 @numba.njit(
-    [numba.void(f[:, :, :, ::1], f[:, :, ::1], f[:, ::1], _PAIR, _PAIR, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS
+    [numba.void(f[:, :, :, ::1], f[:, :, ::1], f[:, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
+    **_OPTIONS,
 )
-def _unfold(x, image, patches, kernel, size, stride, padding):  # type: ignore[no-untyped-def]
-    """Write the patches of the images ``x``, by way of ``image``, room for one padded image with channels last."""
-    batch, channels, height, width = x.shape
-    run = kernel[1] * channels
+def _unfold(x, image, patches, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
+    """Write the patches of some output ``rows`` (first, end), each ``width`` positions, of the images ``x``.
+
+    ``image`` is room for one padded image with channels last, of which only the lines that the rows see are written.
+    """
+    run = kernel[1] * x.shape[1]
     flat = image.reshape(image.shape[0], -1)
-    image[:] = 0
+    above, below = rows[0] * stride[0], (rows[1] - 1) * stride[0] + kernel[0]
     row = 0
-    for n in range(batch):
-        for c in range(channels):
-            for y in range(height):
-                for z in range(width):
+    for n in range(x.shape[0]):
+        image[above:below] = 0
+        for c in range(x.shape[1]):
+            for y in range(max(0, above - padding[0]), min(x.shape[2], below - padding[0])):
+                for z in range(x.shape[3]):
                     image[y + padding[0], z + padding[1], c] = x[n, c, y, z]
-        for y in range(size[0]):
-            for z in range(size[1]):
-                first = z * stride[1] * channels
+        for y in range(rows[0], rows[1]):
+            for z in range(width):
+                first = z * stride[1] * x.shape[1]
                 for i in range(kernel[0]):
                     # Slices start at 0, so that no index may be negative: only then the copy vectorises.
                     source = flat[y * stride[0] + i, first : first + run]
@@ -51,41 +59,51 @@ def _unfold(x, image, patches, kernel, size, stride, padding):  # type: ignore[n
 
 
 @numba.njit(
-    [numba.void(f[:, ::1], f[:, :, ::1], f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS
+    [numba.void(f[:, ::1], f[:, :, ::1], f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
+    **_OPTIONS,
 )
-def _fold(patches, image, dx, kernel, size, stride, padding):  # type: ignore[no-untyped-def]
-    """The transpose of `_unfold`: sum the patches into the images ``dx``."""
-    batch, channels, height, width = dx.shape
-    run = kernel[1] * channels
+def _fold(patches, image, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
+    """The transpose of `_unfold`: add the patches to the images ``dx``, which start from zero with the first row."""
+    run = kernel[1] * dx.shape[1]
     flat = image.reshape(image.shape[0], -1)
+    above, below = rows[0] * stride[0], (rows[1] - 1) * stride[0] + kernel[0]
+    if rows[0] == 0:
+        dx[:] = 0
     row = 0
-    for n in range(batch):
-        image[:] = 0
-        for y in range(size[0]):
-            for z in range(size[1]):
-                first = z * stride[1] * channels
+    for n in range(dx.shape[0]):
+        image[above:below] = 0
+        for y in range(rows[0], rows[1]):
+            for z in range(width):
+                first = z * stride[1] * dx.shape[1]
                 for i in range(kernel[0]):
                     target = flat[y * stride[0] + i, first : first + run]
                     source = patches[row, i * run : (i + 1) * run]
                     for k in range(run):
                         target[k] += source[k]
                 row += 1
-        for c in range(channels):
-            for y in range(height):
-                for z in range(width):
-                    dx[n, c, y, z] = image[y + padding[0], z + padding[1], c]
+        for c in range(dx.shape[1]):
+            for y in range(max(0, above - padding[0]), min(dx.shape[2], below - padding[0])):
+                for z in range(dx.shape[3]):
+                    dx[n, c, y, z] += image[y + padding[0], z + padding[1], c]
 
 
-@numba.njit([numba.void(f[:, ::1], f[::1], numba.boolean, f[:, :, ::1]) for f in _FLOATS], **_OPTIONS)
-def _finish(product, bias, relu, out):  # type: ignore[no-untyped-def]
-    """``out``, shape (images, channels, positions), from ``product`` (channels, images * positions): bias and ReLU."""
+@numba.njit(
+    [numba.void(f[:, ::1], f[::1], numba.boolean, f[:, :, ::1], _PAIR) for f in _FLOATS],
+    **_OPTIONS,
+)
+def _finish(product, bias, relu, out, span):  # type: ignore[no-untyped-def]
+    """Bias and ReLU on the way from ``product`` to ``out``.
+
+    ``product`` is (channels, images * positions of a block), ``out`` is (images, channels, positions), of which the
+    block covers the positions ``span`` (first, end).
+    """
     zero = out.dtype.type(0)
-    size = out.shape[2]
+    size = span[1] - span[0]
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
             b = bias[c]
             source = product[c, n * size : (n + 1) * size]
-            target = out[n, c]
+            target = out[n, c, span[0] : span[1]]
             if relu:
                 for i in range(size):
                     value = source[i] + b
@@ -96,38 +114,53 @@ def _finish(product, bias, relu, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(
-    [numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], f[::1]) for f in _FLOATS],
+    [numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], f[::1], _PAIR) for f in _FLOATS],
     fastmath={"reassoc", "contract"},
     **_OPTIONS,
 )
-def _gather_through_relu(gy, out, g, dbias):  # type: ignore[no-untyped-def]
-    """``g``, shape (channels, images * positions), becomes the gradient before ReLU; its sums go onto ``dbias``."""
-    size = gy.shape[2]
+def _gather_through_relu(gy, out, g, dbias, span):  # type: ignore[no-untyped-def]
+    """``g``, shaped as a product, becomes the gradient before ReLU over ``span``; its sums go onto ``dbias``."""
     zero = gy.dtype.type(0)
+    size = span[1] - span[0]
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
+            source, result = gy[n, c, span[0] : span[1]], out[n, c, span[0] : span[1]]
+            target = g[c, n * size : (n + 1) * size]
             total = zero
             for i in range(size):
-                value = gy[n, c, i] if out[n, c, i] > zero else zero
-                g[c, n * size + i] = value
+                value = source[i] if result[i] > zero else zero
+                target[i] = value
                 total += value
             dbias[c] += total
 
 
 @numba.njit(
-    [numba.void(f[:, :, ::1], f[:, ::1], f[::1]) for f in _FLOATS], fastmath={"reassoc", "contract"}, **_OPTIONS
+    [numba.void(f[:, :, ::1], f[:, ::1], f[::1], _PAIR) for f in _FLOATS],
+    fastmath={"reassoc", "contract"},
+    **_OPTIONS,
 )
-def _gather(gy, g, dbias):  # type: ignore[no-untyped-def]
+def _gather(gy, g, dbias, span):  # type: ignore[no-untyped-def]
     """As `_gather_through_relu` where there was none."""
-    size = gy.shape[2]
+    size = span[1] - span[0]
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
+            source, target = gy[n, c, span[0] : span[1]], g[c, n * size : (n + 1) * size]
             total = gy.dtype.type(0)
             for i in range(size):
-                value = gy[n, c, i]
-                g[c, n * size + i] = value
-                total += value
+                target[i] = source[i]
+                total += source[i]
             dbias[c] += total
+
+
+class _Block(NamedTuple):
+    """Images and output rows that are unfolded together."""
+
+    images: slice
+    rows: Pair
+    span: Pair
+    """The positions of ``rows`` in a plane."""
+    columns: int
+    """Positions of the block over all its images."""
 
 
 class _Geometry:
@@ -135,34 +168,50 @@ class _Geometry:
 
     def __init__(self, x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pair, padding: Pair) -> None:
         self.kernel: Pair = weight.shape[2:]
-        self.size: Pair = out.shape[2:]
         self.stride, self.padding = stride, padding
-        self.batch, self.channels = out.shape[:2]
-        self.positions = self.size[0] * self.size[1]
+        self.batch, self.channels, self.height, self.width = out.shape
         self.depth = weight[0].size
         dtype = x.dtype
-        fitting = _BLOCK_NBYTES // max(1, self.positions * self.depth * dtype.itemsize)
-        enough = -(-_BLOCK_POSITIONS // max(1, self.positions))
-        self.images = max(1, min(self.batch, max(fitting, enough)))
-        self.patches = empty((self.images * self.positions, self.depth), dtype)
-        self.product = empty((self.channels * self.images * self.positions,), dtype)
+        positions = max(_BLOCK_POSITIONS, _BLOCK_NBYTES // (self.depth * dtype.itemsize))
+        self.rows_at_once = max(1, min(self.height, positions // self.width))
+        self.images_at_once = max(1, min(self.batch, positions // (self.height * self.width)))
+        columns = self.images_at_once * self.rows_at_once * self.width
+        self.patches = empty((columns, self.depth), dtype)
+        self.product = empty((self.channels * columns,), dtype)
         top, left = padding
         self.image = empty((x.shape[2] + 2 * top, x.shape[3] + 2 * left, x.shape[1]), dtype)
 
-    def blocks(self) -> list[tuple[int, int]]:
-        return [(n, min(n + self.images, self.batch)) for n in range(0, self.batch, self.images)]
+    def blocks(self) -> Iterator[_Block]:
+        """All blocks; the rows of an image from the first to the last."""
+        for first in range(0, self.batch, self.images_at_once):
+            last = min(first + self.images_at_once, self.batch)
+            for top in range(0, self.height, self.rows_at_once):
+                bottom = min(top + self.rows_at_once, self.height)
+                span = top * self.width, bottom * self.width
+                yield _Block(slice(first, last), (top, bottom), span, (last - first) * (span[1] - span[0]))
 
-    def unfold(self, x: np.ndarray) -> np.ndarray:
-        patches = self.patches[: len(x) * self.positions]
-        _unfold(x, self.image, patches, self.kernel, self.size, self.stride, self.padding)
+    def planes(self, images: np.ndarray) -> np.ndarray:
+        """Results or their gradients with the positions along one axis."""
+        return images.reshape(self.batch, self.channels, self.height * self.width)
+
+    def product_of(self, block: _Block) -> np.ndarray:
+        """Scratch of shape (channels, columns)."""
+        return self.product[: self.channels * block.columns].reshape(self.channels, block.columns)
+
+    def unfold(self, x: np.ndarray, block: _Block) -> np.ndarray:
+        """The block's patches, shape (columns, depth)."""
+        patches = self.patches[: block.columns]
+        _unfold(x[block.images], self.image, patches, block.rows, self.kernel, self.stride, self.padding, self.width)
         return patches
 
-    def fold(self, patches: np.ndarray, dx: np.ndarray) -> None:
-        _fold(patches, self.image, dx, self.kernel, self.size, self.stride, self.padding)
+    def fold(self, dx: np.ndarray, block: _Block) -> None:
+        """Add what stands in the block's patches to ``dx``."""
+        patches = self.patches[: block.columns]
+        _fold(patches, self.image, dx[block.images], block.rows, self.kernel, self.stride, self.padding, self.width)
 
 
-def _rows(weight: np.ndarray) -> np.ndarray:
-    """The weights in the order of a patch: shape ``(out, kernel height * kernel width * in)``."""
+def _in_patch_order(weight: np.ndarray) -> np.ndarray:
+    """The weights as a matrix of shape ``(out, kernel height * kernel width * in)``."""
     return np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(len(weight), -1)
 
 
@@ -177,15 +226,13 @@ def conv2d(
 ) -> None:
     """See `reference.conv2d`."""
     geometry = _Geometry(x, weight, out, stride, padding)
-    rows = _rows(weight)
+    matrix = _in_patch_order(weight)
     if bias is None:
         bias = np.zeros(len(weight), weight.dtype)
-    planes = out.reshape(geometry.batch, geometry.channels, geometry.positions)
-    for first, last in geometry.blocks():
-        product = geometry.product[: geometry.channels * (last - first) * geometry.positions]
-        product = product.reshape(geometry.channels, -1)
-        np.matmul(rows, geometry.unfold(x[first:last]).T, out=product)
-        _finish(product, bias, relu, planes[first:last])
+    planes = geometry.planes(out)
+    for block in geometry.blocks():
+        product = np.matmul(matrix, geometry.unfold(x, block).T, out=geometry.product_of(block))
+        _finish(product, bias, relu, planes[block.images], block.span)
 
 
 def conv2d_gradients(
@@ -200,27 +247,24 @@ def conv2d_gradients(
     """See `reference.conv2d_gradients`."""
     dx, dweight, dbias = into
     geometry = _Geometry(x, weight, gy, stride, padding)
-    channels, positions = geometry.channels, geometry.positions
-    rows = _rows(weight)
-    g_of_block = empty((channels * geometry.images * positions,), gy.dtype)
-    sums = np.zeros((channels, geometry.depth), gy.dtype)
-    part = np.empty_like(sums)
-    bias_sums = np.zeros(channels, gy.dtype)
-    gy_planes = gy.reshape(geometry.batch, channels, positions)
-    out_planes = None if out is None else out.reshape(gy_planes.shape)
-    for first, last in geometry.blocks():
-        g = g_of_block[: channels * (last - first) * positions].reshape(channels, -1)
+    matrix = _in_patch_order(weight)
+    sums, part = empty(matrix.shape, matrix.dtype), empty(matrix.shape, matrix.dtype)
+    sums[:] = 0
+    bias_sums = np.zeros(len(weight), weight.dtype)
+    gy_planes = geometry.planes(gy)
+    out_planes = None if out is None else geometry.planes(out)
+    for block in geometry.blocks():
+        g = geometry.product_of(block)
         if out_planes is None:
-            _gather(gy_planes[first:last], g, bias_sums)
+            _gather(gy_planes[block.images], g, bias_sums, block.span)
         else:
-            _gather_through_relu(gy_planes[first:last], out_planes[first:last], g, bias_sums)
+            _gather_through_relu(gy_planes[block.images], out_planes[block.images], g, bias_sums, block.span)
         if dweight is not None:
-            sums += np.matmul(g, geometry.unfold(x[first:last]), out=part)
+            sums += np.matmul(g, geometry.unfold(x, block), out=part)
         if dx is not None:
-            patches = geometry.patches[: (last - first) * positions]
-            geometry.fold(np.matmul(g.T, rows, out=patches), dx[first:last])
+            np.matmul(g.T, matrix, out=geometry.patches[: block.columns])
+            geometry.fold(dx, block)
     if dweight is not None:
-        shape = (channels, *geometry.kernel, x.shape[1])
-        dweight[...] = sums.reshape(shape).transpose(0, 3, 1, 2)
+        dweight[...] = sums.reshape(len(weight), *geometry.kernel, x.shape[1]).transpose(0, 3, 1, 2)
     if dbias is not None:
         dbias[...] = bias_sums

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..arrays import Array, array_namespace
+from ..kernels.buffers import empty
 from . import tensor
 from .tape import Gradient
 from .tensor import Tensor, as_tensor, value_of
@@ -167,15 +168,33 @@ def sqrt(x: Any) -> Tensor:
 
 def tanh(x: Any) -> Tensor:
     """The hyperbolic tangent."""
-    value = array_namespace(value_of(x)).tanh(value_of(x))
-    return _unary(x, value, lambda gy: gy * (1 - value * value))
+    a = value_of(x)
+    xp = array_namespace(a)
+    value = xp.tanh(a, out=empty(a.shape, a.dtype, xp))
+
+    def derivative(gy: Array) -> Array:
+        dx = xp.multiply(value, value, out=empty(a.shape, a.dtype, xp))
+        xp.subtract(1, dx, out=dx)
+        return xp.multiply(dx, gy, out=dx)
+
+    return _unary(x, value, derivative)
 
 
 def sigmoid(x: Any) -> Tensor:
     """``1 / (1 + exp(-x))``, by the hyperbolic tangent, which does not overflow."""
     a = value_of(x)
-    value = 0.5 * array_namespace(a).tanh(0.5 * a) + 0.5
-    return _unary(x, value, lambda gy: gy * (value * (1 - value)))
+    xp = array_namespace(a)
+    value = xp.multiply(a, 0.5, out=empty(a.shape, a.dtype, xp))
+    xp.tanh(value, out=value)
+    value *= 0.5
+    value += 0.5
+
+    def derivative(gy: Array) -> Array:
+        dx = xp.subtract(1, value, out=empty(a.shape, a.dtype, xp))
+        dx *= value
+        return xp.multiply(dx, gy, out=dx)
+
+    return _unary(x, value, derivative)
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:

@@ -145,6 +145,15 @@ def grad(
         HpcdpError: as `backward`.
     """
     wanted: Sequence[Tensor] = variables if isinstance(variables, Sequence) else [variables]
+    for variable in wanted:
+        if variable.node is None and variable.grad_req == "null":
+            raise HpcdpError(
+                "grad",
+                where="variables",
+                expected="tensors with a gradient attached, or recorded ones",
+                got=f"one of shape {tuple(variable.shape)} that is neither",
+                remedy="call its attach_grad() before recording",
+            )
     pairs = _pairs(heads, head_grads)
     walk = _Pass(pairs, [variable.node or variable for variable in wanted])
     walk.run(pairs, retain_graph)

@@ -92,7 +92,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
         added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else _contiguous(b)
         _kernels("epilogue", a).add_bias(out, added, relu)
 
-    def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None = None) -> None:
+    def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         g = _contiguous(gy).reshape(out.shape)
         if relu:
             masked = empty(out.shape, out.dtype, xp)
@@ -152,7 +152,7 @@ def conv2d(
     out = empty((a.shape[0], w.shape[0], *size), a.dtype, xp)
     _kernels("conv", a).conv2d(a, w, b, out, steps, zeros, relu)
 
-    def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None = None) -> None:
+    def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         wanted = (dx, dweight, dbias)
         into = tuple(None if each is None else each.empty() for each in wanted)
         _kernels("conv", a).conv2d_gradients(a, w, _contiguous(gy), out if relu else None, into, steps, zeros)

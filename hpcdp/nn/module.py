@@ -149,7 +149,7 @@ class Sequential(Module):
         return (module for _, module in self.children())
 
     def __len__(self) -> int:
-        return len(vars(self))
+        return sum(1 for _ in self)
 
     def __getitem__(self, index: int) -> Module:
         return list(self)[index]

@@ -238,6 +238,14 @@ def test_grad_of_what_the_heads_do_not_depend_on_is_zero():
     np.testing.assert_array_equal(autograd.grad(y, other), [0.0, 0.0])
 
 
+def test_grad_of_what_was_never_attached_is_refused():
+    x = leaf([1.0])
+    with autograd.record():
+        y = x * 2
+    with pytest.raises(HpcdpError, match=r"grad \[variables\].*attach_grad\(\) before recording"):
+        autograd.grad(y, Tensor([1.0]))
+
+
 def test_deep_graphs_do_not_recurse():
     x = leaf([1.0])
     with autograd.record():
