@@ -7,12 +7,14 @@ wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hpcdp
@@ -201,10 +203,19 @@ def _train(arguments: argparse.Namespace) -> int:
         status = launch(int(config.ranks or 1), [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)])
     finally:
         settings.drop_empty_run_dir(config)
+    if status:  # ranks that a signal ends have no time to draw what they have written
+        _draw_what_there_is(str(config.run_dir))
     if status == _INTERRUPTED:
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
         return _fail(f"interrupted, all ranks have ended{kept}", status)
     return status
+
+
+def _draw_what_there_is(run_dir: str) -> None:
+    from hpcdp.train.run_folder import draw_run
+
+    with contextlib.suppress(OSError, ValueError, HpcdpError):
+        draw_run(Path(run_dir))
 
 
 def _as_arguments(config: TrainConfig) -> list[str]:

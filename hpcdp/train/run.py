@@ -15,10 +15,10 @@ from hpcdp import data
 from hpcdp.autograd import record
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
+from hpcdp.comm.agreement import on_every_rank
 from hpcdp.nn.functional import softmax_cross_entropy
 
 from . import inputs
-from .agreement import on_every_rank
 from .augment import ShiftedImages, ShiftedLoader
 from .callbacks import Callback, KeepMetrics, ShowProgress
 from .config import TrainConfig
@@ -47,9 +47,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
     world = init()
     config = config.for_world(world.size)
     with _interruptible(), _blas_threads(config, world):
-        train_set, test_set = on_every_rank(world, lambda: inputs.datasets(config))
-        net = on_every_rank(world, lambda: inputs.network(config, train_set))
-        loader = on_every_rank(world, lambda: _loader(config, train_set, world))
+        train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
+        net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))
+        loader = on_every_rank(world.comm, lambda: _loader(config, train_set, world))
         trainer = Trainer(
             net.parameters(),
             inputs.optimizer(config, len(loader)),

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import TracebackType
 
 from hpcdp.comm import World
+from hpcdp.comm.agreement import on_rank_0
 from hpcdp.errors import ConfigError
 
-from .agreement import on_rank_0
 from .config import TrainConfig, load, reserve_run_dir
 from .metrics import MetricsLog, Record, read_metrics
 from .plots import draw_curves
@@ -29,7 +29,7 @@ def open_run_folder(config: TrainConfig, world: World) -> tuple[TrainConfig, Run
         folder = RunFolder(reserved)
         return str(reserved.run_dir)
 
-    run_dir = on_rank_0(world, reserve)
+    run_dir = on_rank_0(world.comm, reserve)
     return dataclasses.replace(config, run_dir=run_dir), folder
 
 

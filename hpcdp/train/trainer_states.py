@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..arrays import from_host, to_host
+from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import DataError
-from .agreement import on_every_rank, on_rank_0
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -46,7 +46,7 @@ def save(trainer: Trainer, path: Path) -> None:
             torn.unlink(missing_ok=True)
             raise DataError("save_states", where=path, expected="a file that can be written", got=error) from error
 
-    on_rank_0(trainer.world, write)
+    on_rank_0(trainer.world.comm, write)
 
 
 def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
@@ -65,7 +65,7 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
 
 def load(trainer: Trainer, path: Path) -> None:
     """See `Trainer.load_states`."""
-    step_count, arrays = on_every_rank(trainer.world, lambda: _read(trainer, path))
+    step_count, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
     for number, bucket in enumerate(trainer.reducer.buckets):
         first, last = trainer.owner.span(bucket)
         for name, state in trainer.owner.states[number].items():

@@ -1,13 +1,15 @@
 import pytest
 
 from hpcdp.comm import threads
+from hpcdp.comm.agreement import on_every_rank, on_rank_0
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.train.agreement import on_every_rank, on_rank_0
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_results_are_each_ranks_own(n):
-    assert threads.run(n, lambda world: on_every_rank(world, lambda: world.rank * 10)) == [10 * r for r in range(n)]
+    assert threads.run(n, lambda world: on_every_rank(world.comm, lambda: world.rank * 10)) == [
+        10 * r for r in range(n)
+    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -15,7 +17,7 @@ def test_rank_0_alone_calls_and_all_get_its_result(n):
     called = []
 
     def job(world):
-        return on_rank_0(world, lambda: called.append(world.rank) or {"run_dir": "runs/a"})
+        return on_rank_0(world.comm, lambda: called.append(world.rank) or {"run_dir": "runs/a"})
 
     assert threads.run(n, job) == [{"run_dir": "runs/a"}] * n
     assert called == [0]
@@ -28,7 +30,7 @@ def test_one_ranks_error_is_raised_on_all_and_names_it():
                 raise DataError("read", where="train.gz", expected="1797 images", got=3, remedy="fetch it again")
 
         with pytest.raises(DataError) as caught:
-            on_every_rank(world, read)
+            on_every_rank(world.comm, read)
         return str(caught.value)
 
     line = "rank 2: read [train.gz]: expected 1797 images, got 3; fetch it again"
@@ -41,7 +43,7 @@ def test_an_error_of_all_ranks_names_none():
             raise ConfigError("unknown model 'x'", remedy="valid: a, b")
 
         with pytest.raises(ConfigError) as caught:
-            on_every_rank(world, read)
+            on_every_rank(world.comm, read)
         return str(caught.value)
 
     assert threads.run(3, job) == ["unknown model 'x'; valid: a, b"] * 3
@@ -54,7 +56,7 @@ def test_an_error_of_rank_0_reaches_ranks_that_did_not_call():
             raise ConfigError("run folder exists", where="runs/a")
 
         with pytest.raises(ConfigError) as caught:
-            on_rank_0(world, make)
+            on_rank_0(world.comm, make)
         return str(caught.value)
 
     assert threads.run(3, job) == ["run folder exists [runs/a]"] * 3
@@ -66,6 +68,6 @@ def test_another_exception_is_no_agreement():
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            on_every_rank(world, fail)
+            on_every_rank(world.comm, fail)
 
     threads.run(1, job)
