@@ -8,7 +8,7 @@ From a model's gradients to its update:
 """
 
 from .buckets import Layout, Slot
-from .owners import EveryRank, ShardOwner
+from .owners import EveryRank, Owner, ShardOwner
 from .reducer import Reducer
 
-__all__ = ["EveryRank", "Layout", "Reducer", "ShardOwner", "Slot"]
+__all__ = ["EveryRank", "Layout", "Owner", "Reducer", "ShardOwner", "Slot"]

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
-
 from ..arrays import Array, array_namespace, is_host
+from ..kernels.buffers import empty
 from ..optim import Optimizer
 from .reducer import Bucket, Parameter, Reducer
 
-BLOCK_ELEMENTS = 16 * 1024
+BLOCK_ELEMENTS = 64 * 1024
 """The fused path sums and updates so many elements at a time: the sum is still in the cache when it is used."""
 
 
@@ -135,7 +134,7 @@ class ShardOwner(_Flat):
     def _sum_and_update_in_blocks(self, bucket: Bucket, step: int, scale: float) -> None:
         flat, state = self.flats[bucket.number], self.states[bucket.number]
         first, last = self.span(bucket)
-        block = np.empty(min(BLOCK_ELEMENTS, max(last - first, 1)), bucket.mine.dtype)
+        block = empty((min(BLOCK_ELEMENTS, max(last - first, 1)),), bucket.mine.dtype)
         for start, stop in _blocks(first, last, block.size):
             grad = block[: stop - start]
             self.reducer.sum_over_node(bucket, start, stop, grad)

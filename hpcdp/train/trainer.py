@@ -15,7 +15,7 @@ from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.agreement import require_same
 from ..errors import ConfigError, StaleGradientError
-from ..gradients import EveryRank, Reducer, ShardOwner
+from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.buckets import plan
 from ..gradients.reducer import Parameter
 from ..optim import Optimizer
@@ -101,7 +101,7 @@ class Trainer:
             param.data[...] = from_host(values, param.data)
         self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world)
         by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
-        self.owner: EveryRank | ShardOwner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
+        self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
 
     def step(self, count: int) -> int:
         """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.
