@@ -22,8 +22,11 @@ class Owner(Protocol):
 
     states: list[dict[str, Array]]
     """For every bucket the optimizer's state of the elements that this rank updates, flat."""
-    nbytes_state: int
-    """Bytes of optimizer state on this rank."""
+
+    @property
+    def nbytes_state(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        ...
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
         """Which columns of a bucket this rank updates: first, and one after the last."""
