@@ -45,6 +45,11 @@ def cache_dir() -> Path:
     return fallback
 
 
+def any_compiled() -> bool:
+    """Whether the cache of this machine holds compiled kernels already; the first compilation takes half a minute."""
+    return next((cache_dir() / "numba").rglob("*.nbc"), None) is not None
+
+
 @contextlib.contextmanager
 def _one_process_compiles(folder: Path) -> Iterator[None]:
     from numba.core import config

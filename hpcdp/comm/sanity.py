@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from ..errors import LaunchError
@@ -57,3 +58,18 @@ def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> 
         got=f"{started} separate worlds of one under {library}",
         remedy=remedy,
     )
+
+
+def warn_of_foreign_launcher(library: str, environ: Mapping[str, str]) -> None:
+    """Say one line on rank 0 where MPICH is about to start under Open MPI's mpirun: it may end the process by itself.
+
+    MPICH's wheel does not know that launcher's protocol (PMIx) and aborts in MPI_Init, before it could be refused.
+    """
+    foreign = library == "MPICH" and int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and "PMI_SIZE" not in environ
+    if foreign and environ.get("OMPI_COMM_WORLD_RANK") == "0":
+        print(
+            "hpcdp: Open MPI's mpirun has started a program that uses MPICH, which may not start under it; "
+            "use the mpirun of MPICH: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH",
+            file=sys.stderr,
+            flush=True,
+        )

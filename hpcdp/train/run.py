@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
-from hpcdp import data
+from hpcdp import data, kernels
 from hpcdp.autograd import record
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
@@ -27,8 +27,6 @@ from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .run_folder import open_run_folder
 from .trainer import Trainer
-
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     world = init()
     config = config.for_world(world.size)
-    with _interruptible(), _blas_threads(config, world):
+    with _interruptible(), threadpool_limits(config.threads, user_api="blas"):
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
         net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))
         loader = on_every_rank(world.comm, lambda: _loader(config, train_set, world))
@@ -78,6 +76,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
 def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) -> None:
     """Have the kernels compiled or loaded before the clock runs, by a step of a network that is thrown away."""
+    if world.rank == 0 and not kernels.any_compiled():
+        print("compiling kernels, once on this machine", flush=True)
     net = inputs.network(config, train_set)
     x, y = train_set[np.arange(min(2, len(train_set)))]
     with record():
@@ -96,18 +96,6 @@ def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.
     if config.shift == 0:
         return data.DataLoader(train_set, sampler)
     return ShiftedLoader(ShiftedImages(train_set, config.shift, config.seed), sampler)
-
-
-@contextlib.contextmanager
-def _blas_threads(config: TrainConfig, world: World) -> Iterator[None]:
-    """Limit BLAS to ``config.threads``, else to this rank's share of the cores unless the environment says a number."""
-    from threadpoolctl import threadpool_limits
-
-    threads = config.threads
-    if threads is None and not any(os.environ.get(name) for name in _THREAD_VARIABLES):
-        threads = max(1, world.cores // world.local_size)
-    with threadpool_limits(threads, user_api="blas") if threads else contextlib.nullcontext():
-        yield
 
 
 @contextlib.contextmanager
@@ -161,7 +149,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("communication", communication),
         ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
-        ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}"),
+        ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}" if failure is None else folder),
         ("run it again", f"hpcdp train --config {folder}/config.toml"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)

@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdp.comm.sanity import refuse_lonely_world
+from hpcdp.comm.sanity import refuse_lonely_world, warn_of_foreign_launcher
 from hpcdp.errors import LaunchError
 
 MPIRUN_2 = {"OMPI_COMM_WORLD_SIZE": "2"}
@@ -40,3 +40,17 @@ def test_separate_worlds_of_one_are_refused_with_the_remedy(library, environ, re
 )
 def test_good_jobs_are_not_refused(library, size, environ):
     refuse_lonely_world(library, size, environ)
+
+
+def test_mpich_under_open_mpi_is_told_on_rank_0_before_it_starts(capfd):
+    foreign = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    warn_of_foreign_launcher("MPICH", foreign)
+    assert "use the mpirun of MPICH" in capfd.readouterr().err
+    for library, environ in [
+        ("MPICH", foreign | {"OMPI_COMM_WORLD_RANK": "1"}),
+        ("MPICH", foreign | {"PMI_SIZE": "2"}),
+        ("MPICH", {"PMI_SIZE": "2"}),
+        ("Open MPI", foreign),
+    ]:
+        warn_of_foreign_launcher(library, environ)
+    assert capfd.readouterr().err == ""
