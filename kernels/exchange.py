@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from .sync import post, wait_all
+from .sync import STRIDE, post, wait_all
+
+NOT_YET, DONE, DIFFERENT = 0, 1, 2
+"""What an exchange returns: a peer was not there in time (the same call again goes on from there), done, or the ranks
+have called with different arrays or reductions."""
 
 SEQUENCE, HALF, POSITION, PHASE, ME, SPINS, SLEEP_NS = range(7)
 STATE_LENGTH = 8
@@ -23,6 +27,8 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are compiled for."""
 
 _BLOCK = 2048
+_counters_t = types.Array(types.int32, 1, "C")
+_state_t = types.Array(types.int64, 1, "C")
 _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
@@ -33,15 +39,25 @@ def _copy(out, x):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _arrive(counters, state):  # type: ignore[no-untyped-def]
+def _arrive(counters, state, kind):  # type: ignore[no-untyped-def]
+    # Beside its counter a rank says what it has come for. Two places in turn: whoever writes one again has waited for
+    # everybody at the arrival between, so nobody reads it any more.
     state[SEQUENCE] += 1
     state[PHASE] += 1
+    counters[state[ME] * STRIDE + 2 + (state[SEQUENCE] & 1)] = np.int32(kind)
     post(counters, state[ME], np.int32(state[SEQUENCE]))
 
 
 @njit(inline="always")
-def _all_arrived(counters, n, state):  # type: ignore[no-untyped-def]
-    return wait_all(counters, n, np.int32(state[SEQUENCE]), state[SPINS], state[SLEEP_NS])
+def _all_arrived(counters, n, state, kind):  # type: ignore[no-untyped-def]
+    if not wait_all(counters, n, np.int32(state[SEQUENCE]), state[SPINS], state[SLEEP_NS]):
+        return NOT_YET
+    for rank in range(n):
+        if counters[rank * STRIDE + 2 + (state[SEQUENCE] & 1)] != np.int32(kind):
+            state[POSITION] = 0
+            state[PHASE] = 0
+            return DIFFERENT
+    return DONE
 
 
 @njit(inline="always")
@@ -51,8 +67,19 @@ def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
     state[HALF] = 1 - state[HALF]
 
 
+@njit(types.int64(_counters_t, types.intp, _state_t, types.int64), **_options)
+def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
+    """A barrier of ``n`` ranks that have come for the same ``kind``; arguments as `sum_by_all`."""
+    if state[PHASE] == 0:
+        _arrive(counters, state, kind)
+    met = _all_arrived(counters, n, state, kind)
+    if met == DONE:
+        state[PHASE] = 0
+    return met
+
+
 @njit(**_options)
-def sum_by_all(x, staging, counters, state):  # type: ignore[no-untyped-def]
+def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
     """Every rank stages its array, waits for all, and sums what all have staged: one wait, ``n - 1`` sizes read.
 
     Args:
@@ -60,16 +87,18 @@ def sum_by_all(x, staging, counters, state):  # type: ignore[no-untyped-def]
         staging: shape ``(2, n, chunk)``, shared.
         counters: the ranks' arrival counters, shared (see `sync`).
         state: shape ``(STATE_LENGTH,)``, this rank's.
+        kind: a number for dtype, reduction and count; its low 32 bits are compared over the ranks.
 
     Returns:
-        False when a peer was not there in time; the same call again goes on from there.
+        `NOT_YET`, `DONE` or `DIFFERENT`.
     """
     half, n = staging[state[HALF]], staging.shape[1]
     if state[PHASE] == 0:
         _copy(half[state[ME], : x.size], x)
-        _arrive(counters, state)
-    if not _all_arrived(counters, n, state):
-        return False
+        _arrive(counters, state, kind)
+    met = _all_arrived(counters, n, state, kind)
+    if met != DONE:
+        return met
     first, second = half[0, : x.size], half[1, : x.size]
     for i in range(x.size):
         x[i] = first[i] + second[i]
@@ -78,11 +107,11 @@ def sum_by_all(x, staging, counters, state):  # type: ignore[no-untyped-def]
         for i in range(x.size):
             x[i] += row[i]
     _finish_chunk(state, 0)
-    return True
+    return DONE
 
 
 @njit(**_options)
-def sum_by_owners(x, staging, counters, state):  # type: ignore[no-untyped-def]
+def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
     """Every rank stages what others own, sums its own shard, and writes the sum back where it has read.
 
     Two waits a chunk, ``2 (n - 1) / n`` sizes read. The lines that the owner has read are those that it writes, so each
@@ -99,10 +128,11 @@ def sum_by_owners(x, staging, counters, state):  # type: ignore[no-untyped-def]
         if state[PHASE] == 0:
             _copy(half[me, :lo], piece[:lo])
             _copy(half[me, hi:count], piece[hi:])
-            _arrive(counters, state)
+            _arrive(counters, state, kind)
         if state[PHASE] == 1:
-            if not _all_arrived(counters, n, state):
-                return False
+            met = _all_arrived(counters, n, state, kind)
+            if met != DONE:
+                return met
             if n == 2:
                 mine, others = piece[lo:hi], half[1 - me, lo:hi]
                 for i in range(mine.size):
@@ -119,18 +149,19 @@ def sum_by_owners(x, staging, counters, state):  # type: ignore[no-untyped-def]
                             partial[i] += row[i]
                     for rank in range(n):
                         _copy(piece[first:last] if me == rank else half[rank, first:last], partial)
-            _arrive(counters, state)
-        if not _all_arrived(counters, n, state):
-            return False
+            _arrive(counters, state, kind)
+        met = _all_arrived(counters, n, state, kind)
+        if met != DONE:
+            return met
         _copy(piece[:lo], half[me, :lo])
         _copy(piece[hi:], half[me, hi:count])
         _finish_chunk(state, state[POSITION] + count)
     state[POSITION] = 0
-    return True
+    return DONE
 
 
 for _dtype in DTYPES:
     _t = getattr(types, _dtype.name)
-    _arrays = [types.Array(_t, 1, "C"), types.Array(_t, 3, "C"), types.Array(types.int32, 1, "C")]
-    sum_by_all.compile(types.boolean(*_arrays, types.Array(types.int64, 1, "C")))
-    sum_by_owners.compile(types.boolean(*_arrays, types.Array(types.int64, 1, "C")))
+    _signature = types.int64(types.Array(_t, 1, "C"), types.Array(_t, 3, "C"), _counters_t, _state_t, types.int64)
+    sum_by_all.compile(_signature)
+    sum_by_owners.compile(_signature)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..comm import World
-
-_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+from ..comm.communicator import reduce_in_order
 
 
 def allreduce(x: np.ndarray, op: str, world: World) -> None:
@@ -21,9 +20,4 @@ def allreduce(x: np.ndarray, op: str, world: World) -> None:
     requests = [comm.irecv(inputs[rank], rank) for rank in others] + [comm.isend(x, rank) for rank in others]
     for request in requests:
         request.wait()
-    total = inputs[0].astype(np.float32 if x.dtype == np.float16 else x.dtype)
-    for other in inputs[1:]:
-        _UFUNCS[op](total, other, out=total)
-    if op == "mean":
-        total /= total.dtype.type(comm.size)
-    x[...] = total
+    x[...] = reduce_in_order(inputs, op)

@@ -28,7 +28,7 @@ def allreduce(
 ) -> Array:
     """Reduce ``x`` element by element over all ranks; every rank gets the same bits.
 
-    Every rank must call, with the same shape, dtype, op and algorithm.
+    Every rank must call, with the same shape, dtype, op and algorithm and in the same order: from one thread at a time.
 
     Args:
         x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
@@ -43,21 +43,25 @@ def allreduce(
 
     Raises:
         UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
+        MismatchError: the ranks called with different sizes, dtypes or ops; on every rank, by algorithm "shared" only.
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
     world = init() if world is None else world
-    key = ("allreduce", x.dtype, op, algorithm)
+    try:
+        key = ("allreduce", x.dtype, op, algorithm)
+    except AttributeError:
+        raise UnsupportedError("allreduce", where="x", expected="an array", got=type(x).__name__) from None
     reduce = world.kept.get(key) or world.keep(key, lambda: _validated(x.dtype, op, algorithm, world))
     target = x if out is None else _receiver(x, out)
     if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
-        if target.size and world.size > 1:
+        if world.size > 1:
             reduce(target, op, world)
         return target
     staged = np.ascontiguousarray(to_host(target))
     if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
         raise UnsupportedError("allreduce", where="x", expected="a writeable array", got="a read-only one")
-    if staged.size and world.size > 1:
+    if world.size > 1:
         reduce(staged, op, world)
     target[...] = from_host(staged, target)
     return target

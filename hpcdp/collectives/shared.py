@@ -14,8 +14,8 @@ import numpy as np
 from .. import kernels
 from ..comm import World
 from ..comm.communicator import OPS
-from ..comm.shared import Gate, NodeMemory
-from ..errors import UnsupportedError
+from ..comm.shared import NodeMemory
+from ..errors import MismatchError, UnsupportedError
 
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""
@@ -25,6 +25,14 @@ BY_ALL_NBYTES = 4 * 1024
 
 DTYPE_CHARS = frozenset("efdbilqBILQ")
 """Character codes of the dtypes that the kernels reduce: all floats up to float64, integers of 8, 32 and 64 bits."""
+
+
+_KINDS = 256
+"""More than there are pairs of dtype and reduction; a mean is a sum until it has arrived."""
+
+
+def _kind(dtype: np.dtype, op: str) -> int:
+    return dtype.num * len(OPS) + OPS.index("sum" if op == "mean" else op)
 
 
 class _Staging:
@@ -42,25 +50,42 @@ class _Staging:
         self._state = np.zeros(self._exchange.STATE_LENGTH, np.int64)
         self._state[self._exchange.ME] = memory.rank
         self._state[[self._exchange.SPINS, self._exchange.SLEEP_NS]] = memory.patience
-        self._gate = Gate(memory)
         self._half = 0
         shape = (2, memory.size, CHUNK_NBYTES)
         sums = memory.alloc(shape, np.uint8)
-        self._sums = {dtype: sums.view(dtype) for dtype in self._exchange.DTYPES}
+        self._sums = {dtype: (sums.view(dtype), _kind(dtype, "sum")) for dtype in self._exchange.DTYPES}
         self._others = memory.alloc(shape, np.uint8)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
     def allreduce(self, flat: np.ndarray, op: str) -> None:
         """Reduce ``flat``, shape ``(count,)``, in place."""
-        staging = self._sums.get(flat.dtype)
-        if staging is None or op not in ("sum", "mean"):
+        found = self._sums.get(flat.dtype)
+        if found is None or op not in ("sum", "mean"):
             self._reduce_by_owners(flat, op)
             return
+        staging, kind = found
         exchange = self._exchange.sum_by_all if flat.nbytes <= self._by_all_nbytes else self._exchange.sum_by_owners
-        while not exchange(flat, staging, self._counters, self._state):
-            self._memory.check()
+        kind += flat.size * _KINDS
+        while (met := exchange(flat, staging, self._counters, self._state, kind)) != self._exchange.DONE:
+            self._go_on(met, flat, op)
         if op == "mean":
             flat /= flat.dtype.type(self._memory.size)
+
+    def _go_on(self, met: int, flat: np.ndarray, op: str) -> None:
+        """After a wait that was not long enough, or that found ranks that have come for something else."""
+        if met == self._exchange.DIFFERENT:
+            raise MismatchError(
+                "allreduce",
+                expected="the same dtype, number of elements and op on every rank",
+                got=f"others than {flat.dtype}, {flat.size} and {op!r} on some rank of this node",
+                remedy="call it alike, and in the same order, on all ranks",
+            )
+        self._memory.check()
+
+    def _meet(self, flat: np.ndarray, op: str) -> None:
+        n, kind = self._memory.size, _kind(flat.dtype, op) + flat.size * _KINDS
+        while (met := self._exchange.meet(self._counters, n, self._state, kind)) != self._exchange.DONE:
+            self._go_on(met, flat, op)
 
     def _reduce_by_owners(self, flat: np.ndarray, op: str) -> None:
         """What `kernels.exchange.sum_by_owners` does, for any dtype and reduction, with a call for every part of it."""
@@ -74,15 +99,15 @@ class _Staging:
         n, me = self._memory.size, self._memory.rank
         words = flat.view(np.uint16) if flat.dtype == np.float16 else flat
         staging = self._others.view(words.dtype)
-        for first in range(0, words.size, staging.shape[2]):
+        for first in range(0, max(words.size, 1), staging.shape[2]):
             piece = words[first : first + staging.shape[2]]
             lo, hi = piece.size * me // n, piece.size * (me + 1) // n
             half, self._half = staging[self._half], 1 - self._half
             row = half[me, : piece.size]
             row[:lo], row[hi:] = piece[:lo], piece[hi:]
-            self._gate.barrier()
+            self._meet(flat, op)
             self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
-            self._gate.barrier()
+            self._meet(flat, op)
             piece[:lo], piece[hi:] = row[:lo], row[hi:]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +67,22 @@ class Traffic:
 
     messages: int = 0
     nbytes: int = 0
+
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+
+
+def reduce_in_order(inputs: Sequence[np.ndarray], op: str) -> np.ndarray:
+    """The reduction of one array from every rank, in the order of the ranks; float16 is accumulated in float32.
+
+    The result has the accumulator's dtype.
+    """
+    total = inputs[0].astype(np.float32 if inputs[0].dtype == np.float16 else inputs[0].dtype)
+    for other in inputs[1:]:
+        _UFUNCS[op](total, other, out=total)
+    if op == "mean":
+        total /= total.dtype.type(len(inputs))
+    return total
 
 
 def check_op(operation: str, op: str, dtype: np.dtype) -> None:

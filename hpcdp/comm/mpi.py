@@ -65,10 +65,24 @@ class MpiCommunicator:
             return
         if x.dtype.kind not in "iuf" or not x.dtype.isnative:
             raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=x.dtype.str)
+        nan = self._nan_on_any_rank(x) if op in ("min", "max") and x.dtype.kind == "f" else None
         for piece in _pieces(x):
             self.mpi.Allreduce(MPI.IN_PLACE, piece, _OPS[op])
+        if nan is not None:
+            x[nan] = np.nan
         if op == "mean":
             x /= x.dtype.type(self.size)
+
+    def _nan_on_any_rank(self, x: np.ndarray) -> np.ndarray | None:
+        """Where some rank has a NaN, which MPI's own minimum and maximum may drop; None where there is none at all."""
+        nan = np.isnan(x)
+        anywhere = np.array([nan.any()], np.uint8)
+        self.mpi.Allreduce(MPI.IN_PLACE, anywhere, MPI.MAX)
+        if not anywhere[0]:
+            return None
+        for piece in _pieces(nan.view(np.uint8)):
+            self.mpi.Allreduce(MPI.IN_PLACE, piece, MPI.MAX)
+        return nan
 
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         for piece in _pieces(_known(x)):

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, UnsupportedError, WorldAborted
-from .communicator import Traffic, check_op
+from .communicator import Traffic, check_op, reduce_in_order
 from .shared import patience_for
 from .world import World
 
 T = TypeVar("T")
-
-_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 
 class _Job:
@@ -122,12 +120,7 @@ class ThreadCommunicator:
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         check_op("allreduce", op, x.dtype)
         inputs = self.meet(x.copy())
-        total = inputs[0].astype(np.float32 if x.dtype == np.float16 else x.dtype)
-        for other in inputs[1:]:
-            _UFUNCS[op](total, other, out=total)
-        if op == "mean":
-            total /= total.dtype.type(self.size)
-        x[...] = total
+        x[...] = reduce_in_order(inputs, op)
 
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         sent = self.meet(x.copy() if self.rank == root else None)[root]

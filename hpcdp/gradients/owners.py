@@ -23,6 +23,9 @@ class Owner(Protocol):
     states: list[dict[str, Array]]
     """For every bucket the optimizer's state of the elements that this rank updates, flat."""
 
+    holds_all: bool
+    """Whether every rank updates everything, and so holds the state of all parameters; alike on all ranks."""
+
     @property
     def nbytes_state(self) -> int:
         """Bytes of optimizer state on this rank."""
@@ -47,6 +50,8 @@ class Owner(Protocol):
 
 class _Flat:
     """Parameters laid out as their buckets, and what both owners do alike."""
+
+    holds_all = False
 
     def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
         self.reducer = reducer
@@ -86,6 +91,8 @@ class _Flat:
 
 class EveryRank(_Flat):
     """Each rank holds and updates all parameters: the reference, and the way where memory is not shared."""
+
+    holds_all = True
 
     def reduce(self) -> None:
         self.reducer.reduce_everywhere()

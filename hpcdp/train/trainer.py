@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ..comm.agreement import require_same
 from ..errors import ConfigError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.buckets import plan
-from ..gradients.reducer import Parameter
+from ..gradients.reducer import Parameter, State
 from ..optim import Optimizer
 from . import trainer_states
 
@@ -119,6 +120,7 @@ class Trainer:
         Raises:
             StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank.
         """
+        count = _checked_count("step", count)
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -155,7 +157,12 @@ class Trainer:
         Returns:
             The global count; 0 when no rank had samples, and then nothing is updated.
         """
-        total = int(allreduce(np.array([count + self._held_count], np.int64), world=self.world)[0])
+        if any(bucket.state is not State.REDUCED for bucket in self.reducer.buckets):
+            raise StaleGradientError(
+                "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
+            )
+        held = _checked_count("update", count) + self._held_count
+        total = int(allreduce(np.array([held], np.int64), world=self.world)[0])
         if total:
             self.step_count += 1
             scale = 1.0 / total
@@ -170,15 +177,15 @@ class Trainer:
         Ranks may accumulate different numbers of batches.
         """
         self.reducer.accumulate()
-        self._syncing = False
+        before, self._syncing = self._syncing, False
         try:
             yield
         finally:
-            self._syncing = True
+            self._syncing = before
 
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
-        count, self._held_count = count + self._held_count, 0
+        count += self._held_count
         if count == 0:
             self.reducer.fill_missing_with_zeros()
         stale = self.reducer.missing if count and not self.reducer.accumulating else []
@@ -227,3 +234,13 @@ class Trainer:
             DataError: the file is missing, damaged or of another model or optimizer; on every rank, nothing is changed.
         """
         trainer_states.load(self, Path(path))
+
+
+def _checked_count(operation: str, count: int) -> int:
+    try:
+        checked = operator.index(count)
+    except TypeError:
+        checked = -1
+    if checked < 0:
+        raise ConfigError(operation, where="count", expected="a number of samples, 0 or more", got=repr(count))
+    return checked

@@ -54,7 +54,7 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
     bucket = trainer.reducer.buckets[number]
     first, last = trainer.owner.span(bucket)
     part = to_host(trainer.owner.states[number][name])
-    if last - first == bucket.mine.shape[0]:
+    if trainer.owner.holds_all:
         return part
     whole = np.zeros(bucket.mine.shape[0], part.dtype)
     if trainer.reducer.rail is not None and trainer.reducer.rail.rank == 0:  # every node holds the same shards

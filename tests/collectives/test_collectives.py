@@ -6,7 +6,7 @@ import standin
 
 from hpcdp.collectives import ALGORITHMS, allreduce, shared
 from hpcdp.comm import threads
-from hpcdp.errors import UnsupportedError
+from hpcdp.errors import MismatchError, UnsupportedError
 
 OPS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"]
@@ -141,6 +141,55 @@ def test_a_read_only_array_is_refused():
     x.flags.writeable = False
     with pytest.raises(UnsupportedError, match="expected a writeable array, got a read-only one"):
         threads.run(1, lambda world: allreduce(x, world=world))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"x": np.zeros(4)},
+        {"x": np.zeros(0)},
+        {"x": np.zeros(100_000)},
+        {"x": np.zeros(3, "f4")},
+        {"x": np.zeros(3, "i8")},
+        {"x": np.zeros(3, "f2")},
+        {"op": "max"},
+    ],
+)
+def test_ranks_that_call_differently_are_told_on_every_rank(odd, n):
+    told = []
+
+    def rank(world):
+        arguments = {"x": np.zeros(3), "op": "sum"} | (odd if world.rank == n - 1 else {})
+        try:
+            allreduce(**arguments, world=world)
+        except MismatchError as error:
+            told.append(str(error))
+        x = allreduce(np.full(5, world.rank + 1.0), world=world)  # the world is still usable
+        assert x.tolist() == [n * (n + 1) / 2] * 5
+
+    threads.run(n, rank)
+    assert len(told) == n
+    assert all("the same dtype, number of elements and op on every rank" in text for text in told)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["reference", "native", "shared"])
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_a_nan_of_any_rank_wins(algorithm, op):
+    import hpcdp
+
+    world = hpcdp.init()
+    x = np.arange(world.size + 1, dtype="f4")
+    x[world.rank] = np.nan
+    allreduce(x, op, world, algorithm)
+    assert np.isnan(x[: world.size]).all()
+    assert x[world.size] == world.size
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(UnsupportedError, match="expected an array, got list"):
+        threads.run(1, lambda world: allreduce([1, 2], world=world))
 
 
 def test_shared_refuses_several_nodes_by_name():

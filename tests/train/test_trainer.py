@@ -137,6 +137,49 @@ def test_accumulated_batches_are_one_batch():
         np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5, atol=1e-6)
 
 
+def test_accumulated_batches_before_allreduce_grads_count_too():
+    def rank(world, by_hand):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        mine = list(range(world.rank, 6, world.size))
+        with trainer.no_sync():
+            with trainer.no_sync():
+                backward(params, 0, mine[:1])
+                trainer.step(1)
+            backward(params, 0, mine[1:2])
+            trainer.step(1)
+        backward(params, 0, mine[2:])
+        if by_hand:
+            trainer.allreduce_grads()
+            assert trainer.update(len(mine[2:])) == 6
+        else:
+            assert trainer.step(len(mine[2:])) == 6
+        assert trainer.step_count == 1
+        world.comm.barrier()
+        return np.concatenate([param.data.reshape(-1) for param in params])
+
+    by_step, by_hand = (threads.run(2, lambda world, h=by_hand: rank(world, h)) for by_hand in (False, True))
+    np.testing.assert_array_equal(by_hand[0], by_step[0])
+    np.testing.assert_allclose(by_step[0], threads.run(1, lambda world: rank(world, False))[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "four", None])
+def test_a_count_that_is_none_is_refused(count):
+    with pytest.raises(ConfigError, match=r"step \[count\]: expected a number of samples, 0 or more"):
+        threads.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world).step(count))
+
+
+def test_an_update_without_the_sum_is_refused():
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        backward(params, 0, [0])
+        trainer.update(1)
+
+    with pytest.raises(StaleGradientError, match=r"expected gradients that allreduce_grads\(\) has summed"):
+        threads.run(2, rank)
+
+
 def test_gradients_can_be_changed_between_sum_and_update():
     def rank(world, owner):
         params = model(0)
@@ -255,7 +298,8 @@ def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per
     assert len({address for _, _, address in results}) == 1
 
 
-def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path):
+@pytest.mark.parametrize(("n", "per_node"), [(4, 2), (3, 2), (4, 3), (5, 2), (5, 3), (1, None)])
+def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path, n, per_node):
     path = tmp_path / "states.npz"
 
     def rank(world, owner, load, save):
@@ -272,7 +316,7 @@ def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path):
         states = [dict(state) for state in trainer.owner.states] if owner == "rank" else None
         return trainer.step_count, states
 
-    threads.run(4, lambda world: rank(world, "shard", False, True), ranks_per_node=2)
+    threads.run(n, lambda world: rank(world, "shard", False, True), ranks_per_node=per_node)
     step_count, straight = threads.run(1, lambda world: rank(world, "rank", False, False))[0]
     assert step_count == 3
 
