@@ -46,6 +46,8 @@ class _Staging:
         sync, self._exchange, self._reduce = (kernels.load(name) for name in ("sync", "exchange", "reduce"))
         self._ops = {name: getattr(self._reduce, name.upper()) for name in OPS}
         self._memory = memory
+        self._done = self._exchange.DONE
+        self._sum_by_all, self._sum_by_owners = self._exchange.sum_by_all, self._exchange.sum_by_owners
         self._counters = memory.alloc((memory.size * sync.STRIDE,), np.int32)
         self._state = np.zeros(self._exchange.STATE_LENGTH, np.int64)
         self._state[self._exchange.ME] = memory.rank
@@ -64,9 +66,9 @@ class _Staging:
             self._reduce_by_owners(flat, op)
             return
         staging, kind = found
-        exchange = self._exchange.sum_by_all if flat.nbytes <= self._by_all_nbytes else self._exchange.sum_by_owners
         kind += flat.size * _KINDS
-        while (met := exchange(flat, staging, self._counters, self._state, kind)) != self._exchange.DONE:
+        exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
+        while (met := exchange(flat, staging, self._counters, self._state, kind)) != self._done:
             self._go_on(met, flat, op)
         if op == "mean":
             flat /= flat.dtype.type(self._memory.size)
@@ -84,7 +86,7 @@ class _Staging:
 
     def _meet(self, flat: np.ndarray, op: str) -> None:
         n, kind = self._memory.size, _kind(flat.dtype, op) + flat.size * _KINDS
-        while (met := self._exchange.meet(self._counters, n, self._state, kind)) != self._exchange.DONE:
+        while (met := self._exchange.meet(self._counters, n, self._state, kind)) != self._done:
             self._go_on(met, flat, op)
 
     def _reduce_by_owners(self, flat: np.ndarray, op: str) -> None:
@@ -118,7 +120,7 @@ def allreduce(x: np.ndarray, op: str, world: World) -> None:
         UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
     """
     staging = world.kept.get(__name__) or world.keep(__name__, lambda: _staging_of(world))
-    staging.allreduce(x.reshape(-1), op)
+    staging.allreduce(x if x.ndim == 1 else x.reshape(-1), op)
 
 
 def _staging_of(world: World) -> _Staging:
