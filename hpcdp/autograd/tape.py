@@ -68,8 +68,12 @@ class Gradient:
         self._given: Array = None
 
     def empty(self) -> Array:
-        """Where to write a whole contribution before `add`: a contiguous array of its shape and dtype."""
-        at_home = self.value is None and self._home is not None and self._home.flags.c_contiguous
+        """Where to write a whole contribution before `add`: a contiguous array of its shape and dtype.
+
+        A leaf that an operation takes twice asks twice before it adds: the home is given out once.
+        """
+        fresh = self.value is None and self._given is None
+        at_home = fresh and self._home is not None and self._home.flags.c_contiguous
         self._given = self._home if at_home else empty(self.shape, self.dtype, self._xp)
         return self._given
 

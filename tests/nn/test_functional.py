@@ -216,3 +216,26 @@ def test_the_same_as_pytorch():
     np.testing.assert_allclose(loss.data, peer.detach().numpy(), rtol=1e-5)
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(mine.grad, other.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_one_leaf_as_two_operands_sums_its_gradients(grad_req):
+    def gradient(operation, *values):
+        tensors = [Tensor(value) for value in values]
+        for each in tensors:
+            each.attach_grad(grad_req)
+        with autograd.record():
+            result = operation(*tensors)
+        result.backward(np.cos(np.arange(result.size)).reshape(result.shape))
+        return [each.grad for each in tensors]
+
+    def normalise(x, scale, shift):
+        return F.batch_norm(x, scale, shift, 1e-5)[0]
+
+    w, square, v = RNG.standard_normal((3, 3, 2, 2)), RNG.standard_normal((4, 4)), RNG.standard_normal(3)
+    (both,) = gradient(lambda w: F.conv2d(w, w), w)
+    np.testing.assert_allclose(both, sum(gradient(F.conv2d, w, w)))
+    (both,) = gradient(lambda w: F.dense(w, w), square)
+    np.testing.assert_allclose(both, sum(gradient(F.dense, square, square)))
+    _, both = gradient(lambda x, v: normalise(x, v, v), IMAGES, v)
+    np.testing.assert_allclose(both, sum(gradient(normalise, IMAGES, v, v)[1:]))
