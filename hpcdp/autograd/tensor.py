@@ -20,7 +20,7 @@ class Tensor:
 
     Operators and methods work as NumPy's and make new tensors; other operands may be arrays or numbers. In-place
     operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
-    replace it: it may be memory that other ranks see.
+    replace it: it may be memory that other ranks see. Recorded results cannot be changed before backward freed the tape.
 
     Args:
         data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
@@ -113,23 +113,30 @@ class Tensor:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
-            raise self._on_tape()
+            raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
+        self._refuse_recorded()
         self.data[operators.index(key)] = value_of(value)
 
-    def _on_tape(self) -> HpcdpError:
+    def _refuse_recorded(self) -> None:
+        """The operation that made a tensor may need its elements until backward has freed the tape."""
+        if self.node is not None and self.node.pullback is not None:
+            raise self._on_tape("that was recorded", "call backward first")
+
+    def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(
             "in-place change",
             expected="a tensor that is not on the tape",
-            got=f"one of shape {self.shape} while recording",
-            remedy="make a new tensor, or use `with autograd.pause():`",
+            got=f"one of shape {self.shape} {state}",
+            remedy="make a new tensor" + f", or {way_out}" * bool(way_out),
         )
 
     def _in_place(self, operation: Callable[[Any, Any], Tensor], other: Any) -> Tensor:
         """``total += loss`` while recording is a new tensor, as the tape needs; a leaf may not change then."""
         if modes.recording:
             if self.grad_req != "null":
-                raise self._on_tape()
+                raise self._on_tape("while recording", "use `with autograd.pause():`")
             return operation(self, other)
+        self._refuse_recorded()
         self.data[...] = operation(self, other).data
         return self
 

@@ -71,6 +71,25 @@ def test_leaves_do_not_change_while_recording():
     np.testing.assert_array_equal(x.data, [2.0, 3.0])
 
 
+def test_recorded_results_do_not_change_before_backward():
+    x = Tensor([1.0, 2.0])
+    x.attach_grad()
+    with autograd.record():
+        y = x.exp()
+        with autograd.pause(), pytest.raises(HpcdpError, match="in-place change.*that was recorded"):
+            y += 1
+    before = y.asnumpy()
+    with pytest.raises(HpcdpError, match="in-place change: expected a tensor that is not on the tape.*that was recorded"):
+        y *= 2
+    with pytest.raises(HpcdpError, match="that was recorded; make a new tensor, or call backward first"):
+        y[0] = 0.0
+    y.backward()
+    np.testing.assert_array_equal(x.grad, before)
+    y *= 2
+    y[0] = 0.0
+    np.testing.assert_array_equal(y.data, [0.0, 2 * before[1]])
+
+
 def test_sums_while_recording_are_new_tensors():
     x = Tensor([1.0, 2.0])
     x.attach_grad()
