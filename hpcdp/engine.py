@@ -82,6 +82,7 @@ class Engine:
         self._lanes = {name: _Lane(name, self) for name in lanes}
         self._max_inflight = max_inflight
         self._inflight = 0
+        self._running = 0
         self._order = itertools.count()
         self._unraised: BaseException | None = None
         self._closed = False
@@ -153,6 +154,7 @@ class Engine:
                 if not lane.ready:
                     return
                 task = heapq.heappop(lane.ready)
+                self._running += 1
                 error = next((var.error for var in task.reads if var.error is not None), None)
             if error is None:
                 try:
@@ -171,22 +173,32 @@ class Engine:
                 self._unraised = error
             for follower in task.followers:
                 follower.blockers -= 1
-                if follower.blockers == 0:
+                if follower.blockers == 0 and not self._closed:
                     self._make_ready(follower)
             task.followers = []
             task.fn = _nothing  # what the closure held can go now
             self._inflight -= 1
+            self._running -= 1
             self._changed.notify_all()
 
     def wait_to_read(self, var: Variable) -> None:
         """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
 
         Raises:
+            ConfigError: called by a task whose own lane is to do that write, which would never happen.
             BaseException: what the last of those writes raised, with its traceback.
         """
         with self._lock:
             write = var.last_write
             if write is not None:
+                if not write.done and write.lane.thread is threading.current_thread():
+                    raise ConfigError(
+                        "wait_to_read",
+                        where=var.name,
+                        expected="a thread other than that of the lane which writes it",
+                        got=f"a task of lane {write.lane.name}",
+                        remedy="use another lane or engine; a DataLoader inside a data set needs prefetch=0",
+                    )
                 self._changed.wait_for(lambda: write.done or self._closed)
                 if not write.done:
                     raise ConfigError("wait_to_read", where=var.name, expected="a running engine", got="a shutdown")
@@ -208,8 +220,8 @@ class Engine:
         """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again."""
         with self._lock:
             self._closed = True
+            self._inflight = self._running  # what waits for these is dropped too
             for lane in self._lanes.values():
-                self._inflight -= len(lane.ready)
                 lane.ready.clear()
                 lane.wake.notify_all()
             self._changed.notify_all()

@@ -137,6 +137,51 @@ def test_shutdown_ends_threads_and_releases_waiters():
         engine.push(lambda: None)
 
 
+def test_shutdown_drops_what_becomes_ready_after_it():
+    engine, begun, gate, log = Engine(lanes=("io", "other")), threading.Event(), threading.Event(), []
+    var = engine.variable("v")
+
+    def first():
+        begun.set()
+        gate.wait(10)
+        log.append("first")
+
+    engine.push(first, writes=[var])
+    engine.push(lambda: log.append("second"), writes=[var])
+    engine.push(lambda: log.append("third"), writes=[var], lane="other")
+    assert begun.wait(10)
+    closer = threading.Thread(target=engine.shutdown)
+    closer.start()
+    with pytest.raises(ConfigError, match="got a shutdown"):
+        engine.wait_to_read(var)
+    gate.set()
+    closer.join(10)
+    waiter = threading.Thread(target=engine.waitall, daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert log == ["first"]
+    engine.shutdown()
+
+
+def test_a_task_cannot_wait_for_a_later_one_of_its_lane(engine):
+    var, seen = engine.variable("v"), []
+
+    def wait():
+        engine.push(lambda: seen.append("later"), writes=[var])
+        try:
+            engine.wait_to_read(var)
+        except ConfigError as error:
+            seen.append(str(error))
+
+    engine.push(wait)
+    deadline = time.monotonic() + 5
+    while len(seen) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "a task of lane io; use another lane or engine" in seen[0]
+    assert seen[1] == "later"
+
+
 def test_wrong_lane_and_bound_are_refused_by_name(engine):
     with pytest.raises(ConfigError, match=r"push \[lane\]: expected io or other, got gpu"):
         engine.push(lambda: None, lane="gpu")

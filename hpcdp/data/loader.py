@@ -65,7 +65,8 @@ class DataLoader:
     set or of the transform is raised where the loop asks for that batch, with its traceback; the epoch ends there.
 
     Args:
-        dataset: indexed with int64 arrays, on the engine's "io" thread.
+        dataset: indexed with int64 arrays, on the engine's "io" thread; a loader that it iterates itself needs
+            ``prefetch=0`` or an engine of its own.
         sampler: a `BatchSampler` or `ShardedSampler`; its batches may be empty (then ``len(x)`` is 0).
         prefetch: batches that are read ahead; 0 reads each one when it is asked for, in the loop's own thread.
         transform: ``transform(x, y) -> (x, y)`` of a batch, in the same thread as the reading.
@@ -113,8 +114,8 @@ class DataLoader:
                 ahead.extend(self._push(engine, indices) for indices in islice(batches, self.prefetch + 1 - len(ahead)))
                 if not ahead:
                     return
+                engine.wait_to_read(ahead[0].variable)
                 read = ahead.popleft()
-                engine.wait_to_read(read.variable)
                 if read.error is not None:
                     raise read.error
                 assert read.batch is not None

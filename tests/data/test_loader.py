@@ -184,3 +184,39 @@ def test_the_process_engine_is_the_default() -> None:
 def test_wrong_prefetch(prefetch) -> None:
     with pytest.raises(ConfigError, match=r"prefetch.*integer >= 0"):
         DataLoader(Recording(8), batches(8, 4), prefetch)
+
+
+@pytest.mark.parametrize("remedy", ["none", "prefetch=0", "own engine"])
+def test_a_loader_inside_a_data_set(engine: Engine, remedy: str) -> None:
+    inner = Recording(6)
+    own = Engine()
+
+    class Nested(ArrayDataset):
+        def __getitem__(self, index):
+            inside = DataLoader(
+                inner,
+                batches(6, 2),
+                prefetch=0 if remedy == "prefetch=0" else 2,
+                engine=own if remedy == "own engine" else engine,
+            )
+            total = sum(float(x.sum()) for x, _ in inside)
+            return np.full(len(index), total), np.asarray(index)
+
+    def iterate() -> None:
+        try:
+            seen.extend(float(x[0]) for x, _ in DataLoader(Nested(inner.x, inner.y), batches(6, 3), engine=engine))
+        except ConfigError as error:
+            seen.append(str(error))
+
+    seen: list[float | str] = []
+    looping = threading.Thread(target=iterate, daemon=True)
+    looping.start()
+    looping.join(10)
+    assert not looping.is_alive()
+    if remedy == "none":
+        assert "a DataLoader inside a data set needs prefetch=0" in str(seen[0])
+        engine.waitall()
+        assert not inner.begun
+    else:
+        assert seen == [inner.x.sum()] * 2
+    own.shutdown()
