@@ -20,7 +20,7 @@ class Tensor:
 
     Operators and methods work as NumPy's and make new tensors; other operands may be arrays or numbers. In-place
     operators (``w -= lr * g``) and ``w[...] = values`` change ``data`` in place outside of recording, and never
-    replace it: it may be memory that other ranks see. Recorded results cannot be changed before backward freed the tape.
+    replace it: it may be memory that other ranks see. Recorded results change only after backward freed the tape.
 
     Args:
         data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.

@@ -76,10 +76,10 @@ def test_recorded_results_do_not_change_before_backward():
     x.attach_grad()
     with autograd.record():
         y = x.exp()
-        with autograd.pause(), pytest.raises(HpcdpError, match="in-place change.*that was recorded"):
+        with autograd.pause(), pytest.raises(HpcdpError, match=r"in-place change.*that was recorded"):
             y += 1
     before = y.asnumpy()
-    with pytest.raises(HpcdpError, match="in-place change: expected a tensor that is not on the tape.*that was recorded"):
+    with pytest.raises(HpcdpError, match=r"not on the tape.*that was recorded"):
         y *= 2
     with pytest.raises(HpcdpError, match="that was recorded; make a new tensor, or call backward first"):
         y[0] = 0.0
