@@ -6,6 +6,7 @@ that is used again (`kernels.buffers`) or straight into a leaf's gradient.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -242,14 +243,16 @@ def batch_norm(x: Any, scale: Any, shift: Any, eps: float) -> tuple[Tensor, Arra
         scale: shape ``(channels,)``; ``shift`` likewise.
 
     Returns:
-        The result, and mean and biased variance of each channel.
+        The result, and mean and biased variance of each channel, zeros for an empty batch.
     """
     a, gamma, beta = (_contiguous(as_tensor(each).data) for each in (x, scale, shift))
     xp = _alike("batch_norm", a, gamma, beta)
-    planes = a.reshape(a.shape[0], a.shape[1], -1)
+    planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
     mean, variance = xp.empty(gamma.shape, dtype=a.dtype), xp.empty(gamma.shape, dtype=a.dtype)
     out = empty(planes.shape, a.dtype, xp)
     _kernels("batch_norm", a).batch_norm(planes, gamma, beta, out, (mean, variance), eps)
+    if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
+        mean[...], variance[...] = 0, 0
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
         places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
@@ -327,4 +330,4 @@ def l2_loss(predictions: Any, targets: Any) -> Tensor:
     """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``."""
     error = operators.subtract(predictions, targets)
     halves = error * error * 0.5
-    return halves if halves.ndim < 2 else halves.reshape(len(halves), -1).mean(axis=1)
+    return halves if halves.ndim < 2 else halves.mean(axis=tuple(range(1, halves.ndim)))

@@ -239,3 +239,38 @@ def test_one_leaf_as_two_operands_sums_its_gradients(grad_req):
     np.testing.assert_allclose(both, sum(gradient(F.dense, square, square)))
     _, both = gradient(lambda x, v: normalise(x, v, v), IMAGES, v)
     np.testing.assert_allclose(both, sum(gradient(normalise, IMAGES, v, v)[1:]))
+
+
+OF_IMAGES = {
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "relu": F.relu,
+    "sigmoid": F.sigmoid,
+    "tanh": F.tanh,
+    "dropout": lambda x: F.dropout(x, 0.5, np.random.default_rng(0)),
+    "softmax": F.softmax,
+    "l2_loss": lambda x: F.l2_loss(x, np.zeros(x.shape)),
+    "conv2d": lambda x, w, b: F.conv2d(x, w, b, 1, 1, "relu"),
+    "batch_norm": lambda x, scale, shift: F.batch_norm(x, scale, shift, 1e-5)[0],
+    "dense": lambda x, w, b: F.dense(x.reshape(len(x), 126), w, b, "relu"),
+    "softmax_cross_entropy": lambda x: F.softmax_cross_entropy(x.reshape(len(x), 126), LABELS[: len(x)]),
+}
+PARAMETERS = {"conv2d": [(4, 3, 3, 3), (4,)], "batch_norm": [(3,), (3,)], "dense": [(126, 5), (5,)]}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_an_empty_batch_goes_forward_and_back(name):
+    parameters = [leaf(RNG.standard_normal(shape)) for shape in PARAMETERS.get(name, [])]
+    full = OF_IMAGES[name](leaf(IMAGES), *parameters)
+    x = leaf(IMAGES[:0])
+    for each in parameters:
+        each.grad[...] = 7.0
+    with autograd.record():
+        y = OF_IMAGES[name](x, *parameters)
+    assert y.shape == (0, *full.shape[1:])
+    assert y.dtype == full.dtype
+    y.backward()
+    assert x.grad.shape == x.shape
+    for each in parameters:
+        np.testing.assert_array_equal(each.grad, np.zeros(each.shape))

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from hpcdp import nn
+from hpcdp import autograd, nn
+from hpcdp.autograd import Tensor
 from hpcdp.errors import UnsupportedError
 from hpcdp.nn import functional as F
 
@@ -56,3 +57,38 @@ def test_a_layer_without_bias_has_none():
 def test_wrong_shapes_are_named_with_the_layer(layer, shape, message):
     with pytest.raises(UnsupportedError, match=message):
         layer(np.ones(shape, np.float32))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2D(3, 4, 3, activation="relu"),
+        nn.MaxPool2D(2),
+        nn.AvgPool2D(2),
+        nn.GlobalAvgPool2D(),
+        nn.BatchNorm(3),
+        nn.Dropout(0.5, seed=1),
+        nn.Sequential(nn.Flatten(), nn.Dense(108, 5)),
+        nn.ReLU(),
+        nn.Sigmoid(),
+        nn.Tanh(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_an_empty_batch_goes_forward_and_back(layer):
+    images = Tensor(IMAGES[:, :, :6, :6])
+    full = layer(images)
+    before = {name: value.copy() for name, value in layer.state_dict().items()}
+    x = Tensor(images.data[:0])
+    x.attach_grad()
+    for each in layer.parameters():
+        each.grad[...] = 7.0
+    with autograd.record():
+        y = layer(x)
+    assert y.shape == (0, *full.shape[1:])
+    y.backward()
+    for each in layer.parameters():
+        np.testing.assert_array_equal(each.grad, np.zeros(each.shape))
+    for name, value in layer.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
