@@ -74,10 +74,18 @@ def divide(a: Any, b: Any) -> Tensor:
 
 
 def power(a: Any, b: Any) -> Tensor:
-    """``a ** b``; the gradient with respect to ``b`` needs ``a > 0``."""
+    """``a ** b``; the gradient with respect to ``b`` needs ``a > 0``, or ``a == 0`` and ``b >= 0``, where it is 0."""
     x, y = value_of(a), value_of(b)
     value = x**y
-    return _binary(a, b, value, lambda gy: gy * (y * x ** (y - 1)), lambda gy: gy * value * array_namespace(y).log(x))
+
+    def for_a(gy: Array) -> Array:
+        return gy * (y * x ** (y - 1 + (y == 0)))  # 0 * x**0 where b is 0: x**-1 would be infinite at 0
+
+    def for_b(gy: Array) -> Array:
+        xp = array_namespace(y)
+        return gy * value * xp.log(xp.where((x == 0) & (y >= 0), 1, x))  # log 1, as 0 * log 0 tends to 0
+
+    return _binary(a, b, value, for_a, for_b)
 
 
 def matmul(a: Any, b: Any) -> Tensor:

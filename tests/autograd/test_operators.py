@@ -134,3 +134,28 @@ def test_another_dtype_gets_its_gradient_back_in_its_own():
     y.backward()
     assert x.grad.dtype == np.float32
     np.testing.assert_array_equal(x.grad, [3.0, 4.0])
+
+
+@pytest.mark.filterwarnings("error")
+def test_powers_at_zero_have_the_gradients_of_their_limits():
+    bases, exponents = np.meshgrid([0.0, 1.5], [0.0, 1.0, 2.0])
+    weights = np.arange(1.0, 7.0).reshape(bases.shape)
+    x, y = Tensor(bases), Tensor(exponents)
+    x.attach_grad()
+    y.attach_grad()
+    with autograd.record():
+        z = x**y
+    z.backward(weights)
+    # d/dx: 0, 1 and 2x for the exponents 0, 1 and 2; d/dy: 0 at the base 0
+    np.testing.assert_allclose(x.grad, weights * np.stack([0 * bases[0], 0 * bases[0] + 1, 2 * bases[0]]))
+    np.testing.assert_allclose(y.grad[:, 0], 0)
+    np.testing.assert_allclose(y.grad[:, 1], weights[:, 1] * 1.5 ** exponents[:, 1] * np.log(1.5))
+    for number in (0, 0.0, 1, 2):
+        with autograd.record():
+            z = x**number
+        z.backward()
+        np.testing.assert_allclose(x.grad, {0: 0 * bases, 1: 0 * bases + 1, 2: 2 * bases}[number])
+    with autograd.record():
+        z = 0.0**y
+    z.backward()
+    np.testing.assert_array_equal(y.grad, np.zeros(y.shape))
