@@ -27,7 +27,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 _TRAIN_EXAMPLES = """\
 examples:
   hpcdp train lenet --data digits --ranks 2
-  hpcdp train lenet --data mnist --data-dir ~/mnist --epochs 10 --batch-size 256
+  hpcdp train lenet --data mnist --data-dir ~/data --epochs 10 --lr 0.1
   hpcdp train --config run.toml --lr 0.1       a flag overrides the file
   mpirun -n 4 hpcdp train mlp --data digits    the ranks that mpirun starts
 
@@ -150,8 +150,12 @@ def _add_train(commands: Any) -> _Parser:
         elif kind is bool:
             parser.add_argument(flag, action="store_true", help=about)
         else:
-            parser.add_argument(flag, metavar={int: "N", float: "X", str: "NAME"}[kind], help=about)
+            parser.add_argument(flag, metavar=_metavar(field.name, kind), help=about)
     return parser
+
+
+def _metavar(name: str, kind: type) -> str:
+    return "DIR" if name.endswith("_dir") else {int: "N", float: "X", str: "NAME"}[kind]
 
 
 def _add_launch(commands: Any) -> _Parser:

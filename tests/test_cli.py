@@ -44,6 +44,17 @@ def test_neither_help_nor_an_error_loads_mpi_or_numpy(arguments: list[str]) -> N
     assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True).returncode == 0
 
 
+def test_help_names_what_there_is() -> None:
+    from hpcdp.data.catalog import NAMES
+    from hpcdp.nn.models import MODELS
+
+    shown = " ".join(hpcdp("train", "-h").stdout.split())
+    assert f"network to train: {', '.join(MODELS)} (" in shown
+    assert f"data set to train on: {', '.join(NAMES)} (" in shown
+    assert "--data-dir DIR the folder that holds NAME/, e.g. ~/data for ~/data/mnist" in shown
+    assert "--data mnist --data-dir ~/data" in shown
+
+
 def test_import_is_lazy() -> None:
     code = "import sys, hpcdp; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()

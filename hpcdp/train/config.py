@@ -38,9 +38,12 @@ class TrainConfig:
     setting, what was got and what is valid.
     """
 
-    model: str = _setting("lenet", "network to train")
-    data: str = _setting("digits", "data set to train on")
-    data_dir: str | None = _setting(None, "folder of the data set's files (default: where the data set keeps them)")
+    model: str = _setting("lenet", "network to train: lenet, mlp")
+    data: str = _setting("digits", "data set to train on: cifar10, digits, fashion_mnist, mnist")
+    data_dir: str | None = _setting(
+        None,
+        "the folder that holds NAME/, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
+    )
     epochs: int = _setting(20, "passes over the training set", least=1)
     batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
     optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw"))
