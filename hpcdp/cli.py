@@ -79,7 +79,8 @@ def _fail(reason: object, status: int) -> int:
     if rank:
         time.sleep(0.2)
     if rank is None or status != _INTERRUPTED:
-        print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
+            print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
     if rank is not None:
         sys.stdout.flush()
         os._exit(status)

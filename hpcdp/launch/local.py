@@ -146,8 +146,9 @@ def _forward_signals(mpirun: subprocess.Popen[bytes], watched: set[signal.Signal
             if received.si_signo in _ENDING:
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
                 ended_by = ended_by or received.si_signo
-            # Ctrl-C on a terminal has reached mpirun already, which takes a second SIGINT for an order to die at once.
-            if received.si_code != _SI_KERNEL:
+            # Ctrl-C on a terminal has reached mpirun already, which takes a second SIGINT for an order to die at once;
+            # a terminal that is closed tells the session's leader alone.
+            if (received.si_signo, received.si_code) != (signal.SIGINT, _SI_KERNEL):
                 mpirun.send_signal(received.si_signo)
     return ended_by
 

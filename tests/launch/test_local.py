@@ -153,16 +153,25 @@ def test_usr1_reaches_every_rank(tmp_path: Path) -> None:
     job.end()
 
 
-def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ctrl-c", "closed"])
+def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(SLEEPER), str(tmp_path)]
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, command)
     wait_for(lambda: (tmp_path / "ready-0").exists() and (tmp_path / "ready-1").exists())
-    os.write(terminal, b"\x03")
+    wait_for(lambda: all((tmp_path / f"ready-{rank}").read_text() for rank in (0, 1)))
     pids = [int((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    os.close(terminal)
+    started = time.monotonic()
+    if how == "ctrl-c":
+        os.write(terminal, b"\x03")
+    else:
+        os.close(terminal)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == 128 + (signal.SIGINT if how == "ctrl-c" else signal.SIGHUP)
+    assert time.monotonic() - started < 0.8 * local._GRACE_S, "it was killed after the time of grace"
+    if how == "ctrl-c":
+        os.close(terminal)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
 
 
