@@ -31,11 +31,16 @@ def _open(path: str | Path) -> h5py.File:
 @contextlib.contextmanager
 def open_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """The file, open for reading only; damage that h5py reports inside of the block becomes a `DataError`."""
-    with _open(path) as file:
-        try:
-            yield file
-        except (OSError, RuntimeError, KeyError) as error:
-            raise DataError("read HDF5", where=path, expected="undamaged data", got=error) from error
+    with _open(path) as file, _undamaged(path):
+        yield file
+
+
+@contextlib.contextmanager
+def _undamaged(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, KeyError, ValueError, OverflowError, MemoryError) as error:
+        raise DataError("read HDF5", where=path, expected="undamaged data", got=error) from error
 
 
 class HDF5Dataset(Dataset):
@@ -55,10 +60,12 @@ class HDF5Dataset(Dataset):
         self.path = Path(path)
         self._file = _open(path)
         try:
-            self._x, self._y = self._dataset(x), self._dataset(y)
-            if len(self._x) != len(self._y):
+            with _undamaged(path):
+                self._x, self._y = self._dataset(x), self._dataset(y)
+                lengths = len(self._x), len(self._y)
+            if lengths[0] != lengths[1]:
                 raise DataError(
-                    "read HDF5", where=path, expected="x and y of one length", got=f"{len(self._x)} and {len(self._y)}"
+                    "read HDF5", where=path, expected="x and y of one length", got=f"{lengths[0]} and {lengths[1]}"
                 )
         except BaseException:
             self._file.close()
@@ -90,10 +97,8 @@ class HDF5Dataset(Dataset):
         return len(self._x)
 
     def __getitem__(self, index: Index) -> Batch:
-        try:
+        with _undamaged(self.path):
             return self._read(self._x, index), self._read(self._y, index)
-        except (OSError, RuntimeError) as error:
-            raise DataError("read HDF5", where=self.path, expected="undamaged data", got=error) from error
 
     def _read(self, dataset: Any, index: Index) -> np.ndarray:
         n = len(self)

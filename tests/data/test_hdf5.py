@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 
 import h5py
@@ -116,3 +117,22 @@ def test_a_virtual_data_set_needs_its_files(tmp_path: Path) -> None:
     (tmp_path / "part1.h5").unlink()
     with pytest.raises(DataError, match=r"all\.h5:x.*the file part1\.h5, got none"):
         HDF5Dataset(tmp_path / "all.h5")
+
+
+def test_any_damage_is_a_data_error(tmp_path: Path) -> None:
+    path = tmp_path / "d.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.arange(80.0).reshape(40, 2), chunks=(10, 2), compression="gzip")
+        file["y"] = np.arange(40)
+    whole, rng, faults = path.read_bytes(), np.random.default_rng(5), 0
+    for _ in range(300):
+        content = bytearray(whole)
+        for place in rng.integers(0, len(whole), rng.integers(1, 30)):
+            content[place] = rng.integers(256)
+        path.write_bytes(content[: rng.integers(len(whole) // 2, 2 * len(whole))])
+        try:
+            with contextlib.closing(HDF5Dataset(path)) as dataset:  # a file that stays open is not read anew
+                dataset[:4], dataset[np.array([3, 1])]
+        except (DataError, IndexError):  # a damaged length may be shorter
+            faults += 1
+    assert faults > 100
