@@ -14,8 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpcdp.errors import LaunchError
@@ -28,6 +29,7 @@ _GRACE_S = 10.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _RANKS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SEGMENT_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SI_KERNEL = 0x80
 
@@ -68,7 +70,8 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
     library = mpi.find_library()
     mpirun = mpi.find_mpirun(library)
     command = [str(mpirun), "-n", str(ranks), *shlex.split(mpi_args), *program]
-    return _supervise(command, environment(library, mpirun, ranks, os.environ))
+    private = library.family == "openmpi" and not mpi.is_open_mpi_4(mpirun)
+    return _supervise(command, environment(library, mpirun, ranks, os.environ), private)
 
 
 def environment(library: mpi.MpiLibrary, mpirun: Path, ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -108,7 +111,21 @@ def _terminal() -> dict[str, str]:
     return {"TTY_COMPATIBLE": interactive, "TTY_INTERACTIVE": interactive, **size}
 
 
-def _supervise(command: Sequence[str], environ: Mapping[str, str]) -> int:
+@contextlib.contextmanager
+def _segments_of(environ: Mapping[str, str], private: bool) -> Iterator[dict[str, str]]:
+    """``environ`` with a folder of the job's own for Open MPI's segments: ranks that a signal ends leave theirs."""
+    folder = None
+    if private and not any(name in environ for name in _SEGMENT_VARIABLES):
+        with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
+            folder = tempfile.mkdtemp(prefix="hpcdp-", dir="/dev/shm")
+    try:
+        yield {**environ, **(dict.fromkeys(_SEGMENT_VARIABLES, folder) if folder else {})}
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _supervise(command: Sequence[str], environ: Mapping[str, str], private: bool) -> int:
     watched = {*_FORWARDED, signal.SIGCHLD}
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -119,9 +136,10 @@ def _supervise(command: Sequence[str], environ: Mapping[str, str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
-        mpirun = subprocess.Popen(command, env=dict(environ), preexec_fn=before_exec)
-        ended_by = _forward_signals(mpirun, watched)
-        _end_orphans()
+        with _segments_of(environ, private) as environ:
+            mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec)
+            ended_by = _forward_signals(mpirun, watched)
+            _end_orphans()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if ended_by is not None:

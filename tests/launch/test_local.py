@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from mpi4py import MPI
 from pathlib import Path
 signal.signal(signal.SIGUSR1, lambda *_: Path(sys.argv[1], f"usr1-{MPI.COMM_WORLD.rank}").touch())
 MPI.COMM_WORLD.barrier()
+folder = os.environ.get("OMPI_MCA_btl_sm_backing_directory", "none")
+Path(sys.argv[1], "segments").write_text(f"{folder} {len(os.listdir(folder)) if folder != 'none' else 0}")
 Path(sys.argv[1], f"ready-{MPI.COMM_WORLD.rank}").write_text(str(os.getpid()))
 time.sleep(60)
 """
@@ -143,6 +146,25 @@ def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
     os.kill({"launcher": job.launcher.pid, "mpirun": int(children[0]), "rank": job.rank_pid(1)}[whose], signal.SIGKILL)
     status = job.end()
     assert status in ({-9} if whose == "launcher" else {9, 137})
+    if whose == "launcher":  # which alone would have removed it
+        shutil.rmtree((tmp_path / "segments").read_text().split()[0], ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["rank is killed", "ctrl-c"])
+def test_no_segment_stays_behind(how: str, tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    folder, count = (tmp_path / "segments").read_text().split()
+    if folder == "none":
+        job.launcher.terminate()
+        job.end()
+        pytest.skip("only Open MPI 5 is told where its segments go")
+    assert folder.startswith("/dev/shm/hpcdp-") and int(count) > 0
+    if how == "ctrl-c":
+        job.launcher.send_signal(signal.SIGINT)
+    else:
+        os.kill(job.rank_pid(1), signal.SIGKILL)
+    assert job.end() != 0
+    assert not Path(folder).exists()
 
 
 def test_usr1_reaches_every_rank(tmp_path: Path) -> None:
