@@ -5,10 +5,12 @@ A check is a function that returns a `Finding`; what could crash or hang runs in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,9 @@ from hpcdp.errors import HpcdpError, LaunchError
 from . import local, machine, mpi
 
 _LIMIT_S = 60.0
+_SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
+_YOUNG_S = 60.0
+"""So old a segment must be before it is called stale: between its making and its mapping nobody seems to use it."""
 _HELLO = """
 import hpcdp
 world = hpcdp.init()
@@ -183,6 +188,26 @@ def check_temporary_folder() -> Finding:
     return ok(f"{folder} with {free_mib:,} MiB, /dev/shm with {shm_mib:,} MiB free")
 
 
+def check_stale_segments() -> Finding:
+    """What jobs that were killed have left in /dev/shm, which is memory: own files that no process maps or holds."""
+    used = machine.files_in_use("/dev/shm/")
+    stale, nbytes = [], 0
+    for pattern in _SEGMENTS:
+        for path in sorted(Path("/dev/shm").glob(pattern)):
+            files = [file for file in (path, *path.glob("**/*")) if file.is_file()]
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                young = time.time() - path.stat().st_mtime < _YOUNG_S
+                if path.stat().st_uid == os.getuid() and not young and not used.intersection(map(str, files)):
+                    nbytes += sum(file.stat().st_blocks * 512 for file in files)
+                    stale.append(path)
+    if not stale:
+        return ok("no job has left any in /dev/shm")
+    return warning(
+        f"{len(stale)} in /dev/shm that no process of yours uses, {nbytes >> 20} MiB",
+        f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}",
+    )
+
+
 def check_cores() -> Finding:
     usable, present, quota = machine.usable_cores(), os.cpu_count() or 1, machine.core_quota()
     saw = f"{len(usable)} of {present} ({machine.ranges(usable)})"
@@ -248,6 +273,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "two ranks": check_two_ranks,
     "shared memory": check_shared_memory,
     "temporary files": check_temporary_folder,
+    "stale segments": check_stale_segments,
     "cores": check_cores,
     "threads": check_threads,
     "limits": check_limits,

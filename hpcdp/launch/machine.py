@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -37,6 +38,17 @@ def memory_mib() -> tuple[int, int]:
         if limit.isdecimal():
             total, available = min(total, int(limit) // _MIB), min(available, int(limit) // _MIB)
     return total, available
+
+
+def files_in_use(prefix: str) -> set[str]:
+    """The files below ``prefix`` that processes of this user map or hold open; those of other users are not shown."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[5] for line in lines if prefix in line}
+            found |= {os.readlink(entry) for entry in (process / "fd").iterdir()}
+    return {path for path in found if path.startswith(prefix)}
 
 
 def gpus() -> list[str]:

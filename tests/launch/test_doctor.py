@@ -1,8 +1,10 @@
 """Every check is made to fail by the breakage that it is there for."""
 
+import mmap
 import os
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,19 @@ def test_a_long_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     assert doctor.check_temporary_folder().remedy == "set TMPDIR=/tmp"
+
+
+def test_a_segment_that_nobody_uses() -> None:
+    with tempfile.TemporaryDirectory(prefix="hpcdp-", dir="/dev/shm") as used:
+        with tempfile.TemporaryDirectory(prefix="hpcdp-", dir="/dev/shm") as left, open(f"{used}/a", "w+b") as held:
+            for folder in (used, left):
+                Path(folder, "a").write_bytes(bytes(4096))
+                assert folder not in doctor.check_stale_segments().remedy, "it may just have been made"
+                os.utime(folder, (0, 0))
+            with mmap.mmap(held.fileno(), 4096):
+                finding = doctor.check_stale_segments()
+        assert finding.verdict is Verdict.WARNING
+        assert left in finding.remedy.split() and used not in finding.remedy
 
 
 @pytest.mark.parametrize(
