@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
 if TYPE_CHECKING:
     from hpcdp.train.config import TrainConfig
 
+_MOST_RANKS = 1_000_000
 _INTERRUPTED = 128 + signal.SIGINT
 _TRAIN_EXAMPLES = """\
 examples:
@@ -233,8 +235,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     from hpcdp.launch.local import launch
 
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    if not arguments.ranks.isdecimal() or int(arguments.ranks) < 1:
-        raise ConfigError("launch -n", expected="a number of ranks, at least 1", got=repr(arguments.ranks))
+    if not re.fullmatch("[0-9]{1,7}", arguments.ranks) or not 1 <= int(arguments.ranks) <= _MOST_RANKS:
+        raise ConfigError("launch -n", expected=f"a number of ranks, 1 to {_MOST_RANKS:,}", got=repr(arguments.ranks))
     if not program:
         raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
     return launch(int(arguments.ranks), program, arguments.mpi_args)

@@ -65,11 +65,21 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
             got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
             remedy="call the program itself there, or leave mpirun out",
         )
+    try:
+        further = shlex.split(mpi_args)
+    except ValueError as error:
+        raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{mpi_args!r}: {error}") from error
     if shutil.which(program[0]) is None:
+        if Path(program[0]).is_file() and not os.access(program[0], os.X_OK):
+            raise LaunchError(
+                f"launch {program[0]!r}",
+                got="a file that is not executable",
+                remedy="name what runs it, e.g. python, or make it executable with chmod +x",
+            )
         raise ProgramMissingError(f"launch {program[0]!r}", got="no such program", remedy="check its name and PATH")
     library = mpi.find_library()
     mpirun = mpi.find_mpirun(library)
-    command = [str(mpirun), "-n", str(ranks), *shlex.split(mpi_args), *program]
+    command = [str(mpirun), "-n", str(ranks), *further, *program]
     private = library.family == "openmpi" and not mpi.is_open_mpi_4(mpirun)
     return _supervise(command, environment(library, mpirun, ranks, os.environ), private)
 
