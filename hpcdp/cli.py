@@ -212,10 +212,22 @@ def _train(arguments: argparse.Namespace) -> int:
         settings.drop_empty_run_dir(config)
     if status:  # ranks that a signal ends have no time to draw what they have written
         _draw_what_there_is(str(config.run_dir))
-    if status == _INTERRUPTED:
+    if status >= 128:
+        if sys.stdout.isatty():  # nor to end the line of the progress and show the cursor again
+            with contextlib.suppress(OSError):
+                print("\x1b[?25h", flush=True)
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
-        return _fail(f"interrupted, all ranks have ended{kept}", status)
+        return _fail(f"{_ended_by(status)}, all ranks have ended{kept}", status)
     return status
+
+
+def _ended_by(status: int) -> str:
+    if status == _INTERRUPTED:
+        return "interrupted"
+    try:
+        return f"ended by {signal.Signals(status - 128).name}"
+    except ValueError:
+        return f"ended with status {status}"
 
 
 def _draw_what_there_is(run_dir: str) -> None:

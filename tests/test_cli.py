@@ -133,7 +133,10 @@ def test_ranks_that_contradict_mpirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupting_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sign", "how"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(
+    sign: signal.Signals, how: str, tmp_path: Path
+) -> None:
     arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
     job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -141,10 +144,10 @@ def test_interrupting_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Pat
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    job.send_signal(signal.SIGINT)
+    job.send_signal(sign)
     _, said = job.communicate(timeout=30)
-    assert job.returncode == 130
-    assert said.splitlines()[-1] == "hpcdp: interrupted, all ranks have ended; what it had written is in run"
+    assert job.returncode == 128 + sign
+    assert said.splitlines()[-1] == f"hpcdp: {how}, all ranks have ended; what it had written is in run"
     assert all(line.startswith("{") and line.endswith("}") for line in metrics.read_text().splitlines())
 
 
