@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from hpcdp.errors import LaunchError
@@ -52,7 +54,7 @@ def _machine() -> dict[str, Any]:
         library = mpi.find_library()
         facts["MPI library"] = f"{library.name}, {library.path}"
         mpirun = mpi.find_mpirun(library)
-        facts["mpirun"] = f"{mpirun}, {_version_of(str(mpirun))}"
+        facts["mpirun"] = f"{mpirun}, {_version_of(library, mpirun)}"
     except LaunchError as error:
         facts.setdefault("MPI library", f"none: {error}")
         facts["mpirun"] = f"none: {error}"
@@ -76,11 +78,16 @@ def _place() -> dict[str, Any]:
     }
 
 
-def _version_of(mpirun: str) -> str:
+def _version_of(library: mpi.MpiLibrary, mpirun: Path) -> str:
+    environ = local.environment(library, mpirun, 1, os.environ)
     try:
-        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"which does not run: {error}"
+    said = done.stdout
+    if done.returncode or not said.strip():
+        reason = " ".join(done.stderr.split())[:120] or "it says nothing"
+        return f"which does not run: status {done.returncode}, {reason}"
     version = next((line for line in said.splitlines() if "Version:" in line or "Open MPI" in line), said[:60])
     return " ".join(version.replace("Version:", "version").split())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pwd
 import shlex
 import shutil
 import signal
@@ -108,10 +109,19 @@ def environment(library: mpi.MpiLibrary, mpirun: Path, ranks: int, environ: Mapp
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     else:
         wanted["HYDRA_LAUNCHER"] = "fork"
+    if "HOME" not in environ:  # Open MPI does not start without; a service or a container may have none
+        wanted["HOME"] = _home()
     if not any(name in environ for name in _THREAD_VARIABLES):
         wanted |= dict.fromkeys(_THREAD_VARIABLES, str(max(1, cores // ranks)))
     wanted |= _terminal()
     return {**wanted, **environ}
+
+
+def _home() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return tempfile.gettempdir()
 
 
 def _terminal() -> dict[str, str]:

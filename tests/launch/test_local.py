@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import pwd
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import local
+from hpcdp.launch import info, local
 
 CORES = len(os.sched_getaffinity(0))
 SLEEPER = """
@@ -107,6 +108,13 @@ def test_a_user_setting_wins() -> None:
     assert environ["OMPI_MCA_btl"] == "self,tcp"
     assert environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
     assert "OMPI_MCA_mpi_yield_when_idle" not in local.environment(library, Path("/x/bin/mpirun"), CORES, {})
+
+
+def test_a_missing_home_is_no_obstacle() -> None:
+    bare = {name: value for name, value in os.environ.items() if name != "HOME"}
+    done = launch(2, *python("import os; from mpi4py import MPI; print(os.environ['HOME'])"), env=bare)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{pwd.getpwuid(os.getuid()).pw_dir}\n" * 2
 
 
 def test_standard_input_reaches_rank_0() -> None:
@@ -202,6 +210,14 @@ def test_rank_and_size_are_read_from_the_environment() -> None:
     from mpi4py import MPI
 
     assert (local.launched_rank(), local.launched_ranks()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+
+
+def test_an_mpirun_that_fails_has_no_version(tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho broken >&2; exit 3")
+    mpirun.chmod(0o755)
+    library = local.mpi.find_library()
+    assert info._version_of(library, mpirun) == "which does not run: status 3, broken"
 
 
 def test_info_under_the_launcher() -> None:
