@@ -84,6 +84,7 @@ def test_the_public_face() -> None:
         (["train", "lenett"], "'lenett'"),
         (["train", "--data", "digitz"], "'digitz'"),
         (["train", "--batch-size", "3", "--ranks", "4"], "at least one sample for each of the 4 ranks, got 3"),
+        (["train", "--shift", "28"], "shift images: expected images larger than 28 pixels, got samples (1, 28, 28)"),
         (["train", "--config", "none.toml"], "[none.toml]: got No such file or directory"),
         (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, 1 to 1,000,000, got 'two'"),
         (["launch", "-n", "999999999999", "--", "x"], "1 to 1,000,000, got '999999999999'"),

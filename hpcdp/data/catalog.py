@@ -21,6 +21,7 @@ from .idx import read_idx
 
 NAMES = ("cifar10", "digits", "fashion_mnist", "mnist")
 SPLITS = ("train", "test")
+_NUM_CLASSES = 10
 
 _ADDRESSES = {
     "mnist": (
@@ -72,7 +73,7 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
     if split not in SPLITS:
         raise ConfigError("data set", where=name, expected=f"split {' or '.join(SPLITS)}", got=repr(split))
     dataset = read_digits(split, image_size) if name == "digits" else _read(name, split, _root(root), image_size)
-    dataset.num_classes = 10
+    dataset.num_classes = _NUM_CLASSES
     return dataset
 
 
@@ -98,7 +99,7 @@ def _obtain(name: str, folder: Path, file: str) -> Path:
 
 def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     start = "train" if split == "train" else "t10k"
-    arrays = []
+    arrays, paths = [], []
     for kind, ndim in (("images-idx3", 3), ("labels-idx1", 1)):
         unpacked = folder / f"{start}-{kind}-ubyte"
         path = unpacked if unpacked.is_file() else _obtain(name, folder, f"{unpacked.name}.gz")
@@ -106,9 +107,16 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
         if array.ndim != ndim or array.dtype != np.uint8:
             raise DataError("read idx", where=path, expected=f"{ndim}-D uint8", got=f"{array.ndim}-D {array.dtype}")
         arrays.append(array)
+        paths.append(path)
     images, labels = arrays
     if len(images) != len(labels):
         raise DataError("read idx", where=folder, expected=f"{len(images)} labels", got=len(labels))
+    if len(images) == 0:
+        raise DataError("read idx", where=paths[0], expected="at least one image", got=f"shape {images.shape}")
+    if labels.max() >= _NUM_CLASSES:
+        raise DataError(
+            "read idx", where=paths[1], expected=f"labels from 0 to {_NUM_CLASSES - 1}", got=f"a label {labels.max()}"
+        )
     return images[:, None], labels
 
 

@@ -154,10 +154,14 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Loads the data set and makes the network, for what they say: better by one process than by all."""
+    """Makes the data sets, network and shifts, for what they say: better by one process than by all."""
     from . import inputs
+    from .augment import ShiftedImages
 
-    inputs.network(config, inputs.datasets(config)[0])
+    train_set, _ = inputs.datasets(config)
+    inputs.network(config, train_set)
+    if config.shift:
+        ShiftedImages(train_set, config.shift, config.seed)
 
 
 def reserve_run_dir(config: TrainConfig) -> TrainConfig:

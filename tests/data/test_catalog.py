@@ -87,6 +87,21 @@ def test_other_content_than_published_is_refused(small_mnist) -> None:
         data.load("mnist", root=root)
 
 
+@pytest.mark.parametrize(
+    ("count", "label", "says"),
+    [
+        (0, 0, r"train-images-idx3-ubyte\]: expected at least one image, got shape \(0, 28, 28\)"),
+        (3, 10, r"train-labels-idx1-ubyte\]: expected labels from 0 to 9, got a label 10"),
+    ],
+)
+def test_a_pair_that_cannot_be_trained_on(tmp_path: Path, count: int, label: int, says: str) -> None:
+    (tmp_path / "mnist").mkdir()
+    for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+        (tmp_path / "mnist" / f"train-{kind}-ubyte").write_bytes(idx(np.full(shape, label, np.uint8)))
+    with pytest.raises(DataError, match=says):
+        data.load("mnist", "train", root=tmp_path)
+
+
 def test_cifar10_is_unpacked_once(tmp_path: Path, monkeypatch) -> None:
     record = {name: bytes([i]) + bytes([40 * i]) * 3072 for i, name in enumerate(cifar.TRAIN + cifar.TEST)}
     folder = tmp_path / "cifar10"
