@@ -93,7 +93,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong usage as `ConfigError`, one line, where argparse prints all options."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog.removeprefix('hpcdp ')}: {message}", remedy=f"{self.prog} -h lists the options")
+        about = self.prog.removeprefix("hpcdp").strip()
+        raise ConfigError(f"{about}: {message}" if about else message, remedy=f"{self.prog} -h lists the options")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -109,6 +110,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         command = known[arguments.command_name]
+        if not unknown[0].startswith("-"):
+            command.error(f"unexpected argument {unknown[0]!r}")
         options = [option for option in command._option_string_actions if option.startswith("--")]
         check_name(f"{arguments.command_name} option", unknown[0].partition("=")[0], options)
     return arguments

@@ -76,7 +76,9 @@ def test_the_public_face() -> None:
     ("arguments", "says"),
     [
         (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, launch, info, doctor"),
-        ([], "the following arguments are required: COMMAND"),
+        ([], "hpcdp: the following arguments are required: COMMAND; hpcdp -h lists the options"),
+        (["train", "lenet", "extra"], "hpcdp: train: unexpected argument 'extra'; hpcdp train -h lists the options"),
+        (["train", "--run-dir", ""], "setting run_dir: expected a name, got ''"),
         (["train", "--epoch", "3"], "unknown train option '--epoch'; did you mean '--epochs'? valid: "),
         (["train", "--epochs", "x"], "setting epochs: expected an integer, got 'x'"),
         (["train", "--lr", "0"], "setting lr: expected more than 0, got 0.0"),
@@ -98,7 +100,7 @@ def test_the_public_face() -> None:
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp_path: Path) -> None:
     done = hpcdp(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert says in done.stderr
+    assert says in done.stderr and "hpcdp: hpcdp" not in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 

@@ -114,11 +114,24 @@ def load(path: str | Path | None = None, flags: Mapping[str, Any] | None = None)
             raise ConfigError("read the configuration", where=path, got=error.strerror) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
-        for key in settings:
+        for key, value in settings.items():
+            if isinstance(value, dict):
+                raise ConfigError(
+                    "read the configuration",
+                    where=path,
+                    expected="settings at the top level, without tables",
+                    got=f"the table [{key}]",
+                )
             check_name("setting", key, names(), where=path)
     for key in flags or {}:
         check_name("setting", key, names())
-    return TrainConfig(**(settings | dict(flags or {})))
+    try:
+        return TrainConfig(**(settings | dict(flags or {})))
+    except ConfigError as error:
+        if settings:
+            TrainConfig(**(flags or {}))  # raises by itself where the file is not to blame
+            error.where = path
+        raise
 
 
 def names() -> list[str]:
@@ -235,6 +248,8 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    if value == "":
+        raise ConfigError(f"setting {field.name}", expected="a name", got="''")
     if field.metadata["choices"]:
         check_name(field.name, value, field.metadata["choices"])
     least = field.metadata["least"]

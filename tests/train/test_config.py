@@ -38,12 +38,22 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> No
     assert (loaded.epochs, loaded.lr, loaded.seed) == (3, 0.5, TrainConfig().seed)
 
 
+def test_a_flag_is_judged_together_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("epochs = 30\n")
+    assert config.load(path, {"warmup_epochs": 25}).warmup_epochs == 25
+    with pytest.raises(ConfigError, match=r"^setting lr: expected more than 0, got -1\.0$"):
+        config.load(path, {"lr": -1})
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("epoch = 3", "unknown setting 'epoch' ["),
         ("epochs = ", "expected a TOML file, got Invalid value"),
-        ("[train]\nepochs = 3", "unknown setting 'train' ["),
+        ("[train]\nepochs = 3", "expected settings at the top level, without tables, got the table [train]"),
+        ("epochs = 0", "setting epochs ["),
+        ("optimizer = 'adma'", "unknown optimizer 'adma' ["),
     ],
 )
 def test_a_bad_file_is_named(text: str, says: str, tmp_path: Path) -> None:
