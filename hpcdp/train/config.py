@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import tomllib
 import types
 import typing
@@ -191,7 +192,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
         if any(folder.iterdir()):
             _clear_run_dir(folder, config.overwrite)
     except OSError as error:
-        raise ConfigError("make the run folder", where=folder, got=error.strerror) from error
+        raise _cannot_make(folder, error) from error
     return config
 
 
@@ -212,9 +213,24 @@ def _new_run_dir(stem: str) -> Path:
         except FileExistsError:
             number += 1
         except OSError as error:
-            raise ConfigError(
-                "make the run folder", where=folder, got=error.strerror, remedy="choose one with --run-dir"
-            ) from error
+            raise _cannot_make(folder, error) from error
+
+
+def _cannot_make(folder: Path, error: OSError) -> ConfigError:
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    return ConfigError(
+        "make the run folder",
+        where=folder,
+        got=f"{error.strerror}: {os.path.abspath(there)}",
+        remedy="choose another with --run-dir",
+    )
+
+
+def drop_run_files(folder: Path) -> None:
+    """Removes `RUN_FILES` from ``folder``; nothing else."""
+    for pattern in RUN_FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _clear_run_dir(folder: Path, overwrite: bool) -> None:
@@ -229,9 +245,7 @@ def _clear_run_dir(folder: Path, overwrite: bool) -> None:
             expected="the config.toml of an earlier run in it",
             remedy="choose another --run-dir",
         )
-    for pattern in RUN_FILES:
-        for path in folder.glob(pattern):
-            path.unlink()
+    drop_run_files(folder)
 
 
 def _typed(name: str, value: Any) -> Any:

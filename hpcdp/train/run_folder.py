@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +11,7 @@ from hpcdp.comm import World
 from hpcdp.comm.agreement import on_rank_0
 from hpcdp.errors import ConfigError
 
-from .config import TrainConfig, load, reserve_run_dir
+from .config import TrainConfig, drop_empty_run_dir, drop_run_files, load, reserve_run_dir
 from .metrics import MetricsLog, Record, read_metrics
 from .plots import draw_curves
 
@@ -62,6 +63,9 @@ class RunFolder:
             (self.path / "config.toml").write_text(settings, encoding="utf-8")
             self._log = MetricsLog(self.path)
         except OSError as error:
+            with contextlib.suppress(OSError):  # half a config.toml would keep the folder from being used again
+                drop_run_files(self.path)
+            drop_empty_run_dir(config)
             raise ConfigError(
                 "write the run folder", where=self.path, got=error.strerror, remedy="choose another --run-dir"
             ) from error

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import ConfigError
-from hpcdp.train import config
+from hpcdp.train import config, run_folder
 from hpcdp.train.config import TrainConfig
 
 
@@ -116,7 +116,19 @@ def test_what_is_no_run_folder_is_never_emptied(tmp_path: Path) -> None:
     assert (tmp_path / "photo.png").exists()
 
 
+def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        assert (folder / "config.toml").exists()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "MetricsLog", full)
+    reserved = config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match="got No space left on device"):
+        run_folder.RunFolder(reserved)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="make the run folder"):
+    with pytest.raises(ConfigError, match=f"make the run folder .*: got Not a directory: {tmp_path / 'file'}; choose"):
         config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
