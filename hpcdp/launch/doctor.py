@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -29,6 +30,8 @@ _LIMIT_S = 60.0
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
 _YOUNG_S = 60.0
 """So old a segment must be before it is called stale: between its making and its mapping nobody seems to use it."""
+_WRAPPED_FROM = 55
+"""So many characters a line has at least that an MPI library has wrapped."""
 _HELLO = """
 import hpcdp
 world = hpcdp.init()
@@ -282,7 +285,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 
 
 def _child(command: list[str]) -> tuple[int, str]:
-    """Exit status and last line of output of ``command``, ended with all its children at the limit."""
+    """Exit status of ``command``, ended with all its children at the limit, and its last line or what it failed of."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
     )
@@ -296,5 +299,19 @@ def _child(command: list[str]) -> tuple[int, str]:
             process.kill()
             process.communicate()
         return 124, f"nothing for {_LIMIT_S:.0f} s: it hangs"
-    lines = [line.strip() for line in said.splitlines() if line.strip() and set(line.strip()) != {"-"}]
-    return process.returncode, lines[-1] if lines else ""
+    lines = [line.rstrip() for line in said.splitlines() if set(line.strip()) - {"-"}]
+    if not lines:
+        return process.returncode, ""
+    return process.returncode, lines[-1].strip() if process.returncode == 0 else _last_reason(said)
+
+
+def _last_reason(said: str) -> str:
+    """The first sentence of the last message in ``said``: MPI libraries wrap theirs, a traceback ends in one line."""
+    lines = [line.rstrip() for line in said.splitlines()]
+    while not set(lines[-1].strip()) - {"-"}:
+        lines.pop()
+    first = len(lines) - 1
+    while first > 0 and len(lines[first - 1]) >= _WRAPPED_FROM and not lines[first - 1].startswith((" ", "-")):
+        first -= 1
+    message = " ".join(line.strip() for line in lines[first:])
+    return re.split(r"(?<=[a-z])\. (?=[A-Z])", message)[0]

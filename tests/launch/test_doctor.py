@@ -172,5 +172,20 @@ def test_ranges_of_cores() -> None:
     assert machine.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
+def test_a_wrapped_message_is_told_from_its_start() -> None:
+    wrapped = [
+        "-" * 74,
+        "It looks like opal_init failed for some reason; your parallel process is",
+        "likely to abort. There are many reasons that a parallel process can fail",
+        "during opal_init.",
+        "-" * 74,
+    ]
+    code = f"print({chr(10).join(wrapped)!r}); exit(3)"
+    said = "It looks like opal_init failed for some reason; your parallel process is likely to abort"
+    assert doctor._child([sys.executable, "-c", code]) == (3, said)
+    code = f"{'x' * 80} = 1; 1 / 0"
+    assert doctor._child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+
+
 def test_a_child_says_its_last_line() -> None:
     assert doctor._child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (3, "last")
