@@ -161,7 +161,10 @@ def grad(
     pairs = _pairs(heads, head_grads)
     walk = _Pass(pairs, [variable.node or variable for variable in wanted])
     walk.run(pairs, retain_graph)
-    found = [walk.found(variable) for variable in wanted]
+    found: list[Array] = []
+    for variable in wanted:  # one that is asked for twice gets two arrays
+        gradient = walk.found(variable)
+        found.append(gradient + 0 if any(gradient is other for other in found) else gradient)
     return found if isinstance(variables, Sequence) else found[0]
 
 

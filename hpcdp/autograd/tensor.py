@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, array_namespace, to_host
-from ..errors import HpcdpError
+from ..errors import HpcdpError, UnsupportedError
 from .modes import modes
 from .tape import Node, Pullback, backward
 
@@ -137,7 +137,15 @@ class Tensor:
                 raise self._on_tape("while recording", "use `with autograd.pause():`")
             return operation(self, other)
         self._refuse_recorded()
-        self.data[...] = operation(self, other).data
+        result = operation(self, other).data
+        if self.dtype.kind in "iub" and result.dtype.kind == "f":
+            raise UnsupportedError(
+                "in-place operation",
+                expected=f"a result that fits {self.dtype}",
+                got=result.dtype,
+                remedy="use x = ...",
+            )
+        self.data[...] = result
         return self
 
     def __getitem__(self, key: Any) -> Tensor:

@@ -319,3 +319,14 @@ def test_device_arrays_take_the_same_way():
     np.testing.assert_allclose(grad.to_host(), host.grad)
     with pytest.raises(TypeError, match="NumPy array met a stand-in array"):
         y.backward(np.ones(2))
+
+
+def test_a_variable_that_is_asked_for_twice_gets_two_arrays():
+    x = Tensor(np.array([1.0, 2.0]))
+    x.attach_grad()
+    with autograd.record():
+        z = x * x
+    first, second = autograd.grad(z, [x, x])
+    np.testing.assert_array_equal(first, [2.0, 4.0])
+    np.testing.assert_array_equal(second, first)
+    assert first is not second

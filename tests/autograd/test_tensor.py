@@ -4,7 +4,7 @@ import standin
 
 from hpcdp import autograd
 from hpcdp.autograd import Tensor
-from hpcdp.errors import HpcdpError
+from hpcdp.errors import HpcdpError, UnsupportedError
 
 
 def test_arrays_are_kept_and_lists_become_float32():
@@ -135,3 +135,11 @@ def test_attaching_a_gradient_cuts_the_tape():
     z.backward()
     np.testing.assert_array_equal(y.grad, [3.0])
     np.testing.assert_array_equal(x.grad, [0.0])
+
+
+def test_integers_do_not_swallow_fractions_in_place():
+    x = Tensor(np.arange(3))
+    with pytest.raises(UnsupportedError, match="expected a result that fits int64, got float"):
+        x += 0.5
+    x += 2
+    assert x.asnumpy().tolist() == [2, 3, 4]
