@@ -196,7 +196,7 @@ def test_device_arrays_give_the_same():
 
 
 def test_the_same_as_pytorch():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-torch compares with it")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     P = torch.nn.functional
     x, w, b = (each.astype(np.float32) for each in (IMAGES, RNG.standard_normal((4, 3, 3, 3)), RNG.standard_normal(4)))
     ours, theirs = (

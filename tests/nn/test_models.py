@@ -110,7 +110,7 @@ def test_threads_train_networks_of_their_own_alike():
 
 
 def test_lenet_trains_as_pytorchs():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-torch compares with it")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     net = nn.models.lenet(seed=2)
     layers = [
         torch.nn.Conv2d(1, 20, 3), torch.nn.ReLU(), torch.nn.AvgPool2d(2), torch.nn.Conv2d(20, 50, 5), torch.nn.ReLU(),

@@ -40,7 +40,7 @@ def test_prediction_uses_the_running_statistics():
 
 
 def test_the_same_as_pytorch():
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make test-torch compares with it")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     ours, theirs = nn.BatchNorm(3), torch.nn.BatchNorm2d(3)
     x, peer = Tensor(X.copy()), torch.tensor(X, requires_grad=True)
     x.attach_grad()
