@@ -83,10 +83,6 @@ class UnsupportedError(HpcdpError):
     """An operation is not defined for this dtype, layout or world."""
 
 
-class GraphError(HpcdpError):
-    """A gradient was asked of a computation that was not recorded, or whose record is freed."""
-
-
 class StaleGradientError(HpcdpError):
     """A step was asked for although some parameters got no gradient since the last one."""
 
