@@ -10,7 +10,6 @@ peer's over hpcdp's, both as the median of the ratios within turns: first for gr
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from .measure import (
     gather,
     median_ratio,
     size_range,
+    sweep_parser,
     turn_medians,
     wrong,
 )
@@ -97,13 +97,7 @@ def _width(name: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.compare", description=__doc__)
-    parser.add_argument("-m", dest="sizes", default="4:64M", metavar="MIN:MAX", help="message sizes in bytes")
-    parser.add_argument("-f", dest="factor", type=int, default=4, help="each size is so many times the one before")
-    parser.add_argument("-i", dest="iterations", type=int, default=100)
-    parser.add_argument("-x", dest="warmup", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args(argv)
+    args = sweep_parser("hpcdp.benchmarks.compare", __doc__, "4:64M", "message sizes in bytes", 3).parse_args(argv)
     world = comm.init()
     pin_to_own_core(world)
     sizes = size_range(args.sizes, args.factor)

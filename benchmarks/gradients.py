@@ -8,7 +8,6 @@ are checked against the same updates in plain NumPy.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from .measure import (
     gather,
     median_ratio,
     size_range,
+    sweep_parser,
     turn_medians,
     wrong,
 )
@@ -218,13 +218,7 @@ def compare_updates(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.gradients", description=__doc__)
-    parser.add_argument("-m", dest="sizes", default="64K:64M", metavar="MIN:MAX", help="bytes of the parameters")
-    parser.add_argument("-f", dest="factor", type=int, default=4, help="each size is so many times the one before")
-    parser.add_argument("-i", dest="iterations", type=int, default=100)
-    parser.add_argument("-x", dest="warmup", type=int, default=2)
-    parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args(argv)
+    args = sweep_parser("hpcdp.benchmarks.gradients", __doc__, "64K:64M", "bytes of the parameters", 2).parse_args(argv)
     world = comm.init()
     pin_to_own_core(world)
     gloo, reason = gloo_or_reason(world)

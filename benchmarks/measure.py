@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -256,3 +257,16 @@ def median_ratio(numerator: Sequence[float] | np.ndarray, denominator: Sequence[
 def wrong(ranks: Sequence[Series]) -> int:
     """The wrong elements of one candidate, over all ranks."""
     return sum(each.wrong for each in ranks)
+
+
+def sweep_parser(
+    prog: str, description: str | None, sizes: str, size_help: str, warmup: int
+) -> argparse.ArgumentParser:
+    """The flags of a comparison over sizes: OSU's -m, -i and -x, the factor between sizes, a file for the figures."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("-m", dest="sizes", default=sizes, metavar="MIN:MAX", help=size_help)
+    parser.add_argument("-f", dest="factor", type=int, default=4, help="each size is so many times the one before")
+    parser.add_argument("-i", dest="iterations", type=int, default=100)
+    parser.add_argument("-x", dest="warmup", type=int, default=warmup)
+    parser.add_argument("--json", metavar="FILE")
+    return parser
