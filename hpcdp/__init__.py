@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpcdp import autograd, collectives, comm, data, engine, errors, gradients, kernels, nn, optim, train
-    from hpcdp.collectives import allreduce
+    from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
     from hpcdp.comm.world import World, init
     from hpcdp.errors import HpcdpError
     from hpcdp.train.trainer import Trainer
@@ -16,29 +16,41 @@ __version__ = "0.1.0"
 
 __all__ = [
     "HpcdpError",
+    "Monoid",
     "Trainer",
     "World",
+    "allgather",
     "allreduce",
     "autograd",
+    "broadcast",
     "collectives",
     "comm",
     "data",
     "engine",
     "errors",
     "gradients",
+    "iallreduce",
     "init",
     "kernels",
     "nn",
     "optim",
+    "reduce",
+    "reduce_scatter",
     "train",
 ]
 
 _HOMES = {
     "HpcdpError": "hpcdp.errors",
     "Trainer": "hpcdp.train.trainer",
+    "Monoid": "hpcdp.collectives",
     "World": "hpcdp.comm.world",
+    "allgather": "hpcdp.collectives",
     "allreduce": "hpcdp.collectives",
+    "broadcast": "hpcdp.collectives",
+    "iallreduce": "hpcdp.collectives",
     "init": "hpcdp.comm.world",
+    "reduce": "hpcdp.collectives",
+    "reduce_scatter": "hpcdp.collectives",
 }
 """The modules of the names that are no modules themselves."""
 

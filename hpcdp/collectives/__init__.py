@@ -1,13 +1,31 @@
 """Floor 3: collectives. Imports: comm, kernels, arrays, errors.
 
-Operations in which every rank takes part. One algorithm a file, each a function over a world:
+Operations in which every rank takes part.
+
+- `operations`: the public functions.
+- `select`: the algorithms by name, and which one runs.
+- `progress`: algorithms are machines that are resumed when their messages have come; several progress together.
+
+One algorithm a file:
 
 - `reference`: everybody sends everything to everybody; the specification.
 - `native`: the MPI library's own.
 - `shared`: the ranks of a node read each other's memory.
-- `select`: which algorithm, and the public `allreduce`.
+- `ring`, `rings`: around one ring, or several at once.
+- `hierarchical`: memory inside nodes, rings between them.
 """
 
-from .select import ALGORITHMS, allreduce
+from ..comm.reductions import Monoid
+from .operations import allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
+from .select import ALGORITHMS
 
-__all__ = ["ALGORITHMS", "allreduce"]
+__all__ = [
+    "ALGORITHMS",
+    "Monoid",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "iallreduce",
+    "reduce",
+    "reduce_scatter",
+]

@@ -1,12 +1,58 @@
-"""Allreduce by the MPI library's own collective; float16 goes through float32, which MPI knows."""
+"""The MPI library's own collectives; float16 goes through float32, which MPI knows.
+
+They block, but for the nonblocking allreduce, for which all ranks must start theirs in one order.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..comm import World
+from ..comm import Reduction, World
+from ..errors import UnsupportedError
+from .progress import Steps
 
 
-def allreduce(x: np.ndarray, op: str, world: World) -> None:
-    """Reduce the contiguous host array ``x`` in place over all ranks. Any op, any world."""
-    world.comm.native_allreduce(x, op)
+def _named(operation: str, op: Reduction) -> str:
+    if not op.named:
+        raise UnsupportedError(
+            operation, where="algorithm='native'", expected="a reduction that MPI has", got=op.name,
+            remedy="use algorithm='auto'",
+        )  # fmt: skip
+    return op.name
+
+
+def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks."""
+    world.comm.native_allreduce(x, _named("allreduce", op))
+
+
+def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
+    """`allreduce` as a machine."""
+    name, total = _named("allreduce", op), op.widened(x)
+    nan = np.isnan(total) if name in ("min", "max") and total.dtype.kind == "f" else None
+    if nan is not None:  # which MPI's own minimum and maximum may drop
+        yield [world.comm.native_iallreduce(nan.view(np.uint8), "max")]
+    yield [world.comm.native_iallreduce(total, "sum" if name == "mean" else name)]
+    if nan is not None:
+        total[nan] = np.nan
+    op.finish(total, world.size, x)
+
+
+def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
+    world.comm.native_reduce_scatter(x, out, _named("reduce_scatter", op))
+
+
+def allgather(out: np.ndarray, world: World) -> None:
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    world.comm.native_allgather(out)
+
+
+def broadcast(x: np.ndarray, root: int, world: World) -> None:
+    """Overwrite ``x``, shape ``(count,)``, on all ranks with that of ``root``."""
+    world.comm.native_broadcast(x, root)
+
+
+def reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten."""
+    world.comm.native_reduce(x, _named("reduce", op), root)

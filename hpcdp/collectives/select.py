@@ -1,95 +1,104 @@
-"""The public operations, and which algorithm runs."""
+"""Which algorithm runs: one that was asked for by name, or the one that suits the world and the size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Array, from_host, to_host
-from ..comm import World, init
-from ..comm.communicator import check_op
+from ..comm import Reduction, World
 from ..errors import UnsupportedError
-from . import native, reference, shared
+from . import hierarchical, native, reference, ring, rings, shared
+from .progress import Progress, Steps, drive
 
-Algorithm = Callable[[np.ndarray, str, World], None]
-"""Takes a contiguous host array, the name of a reduction and the world; works in place."""
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "reference": reference.allreduce,
-    "native": native.allreduce,
-    "shared": shared.allreduce,
+@dataclass(frozen=True)
+class Algorithm:
+    """How a collective is done.
+
+    Each function takes the collective's arguments (see `reference`), then the world, and ``steps`` a tag after it.
+    """
+
+    steps: Callable[..., Steps] | None
+    """A machine; None for what can only block."""
+    blocking: Callable[..., None] | None = None
+    """What a blocking call uses instead, where it saves time."""
+
+    def run(self, world: World, *arguments: object) -> None:
+        """Do it, and return when it is done; whatever was started before is ended first."""
+        progress = Progress.of(world)
+        progress.finish()
+        if self.blocking is not None:
+            self.blocking(*arguments, world)
+        else:
+            assert self.steps is not None
+            drive(self.steps(*arguments, world, progress.tag()))
+
+
+def _flat(steps: Callable[..., Steps]) -> Algorithm:
+    """An algorithm over one communicator, for all ranks of a world."""
+
+    def over_all_ranks(*arguments: object) -> Steps:
+        *given, world, tag = arguments
+        return steps(*given, world.comm, tag)  # type: ignore[attr-defined]
+
+    return Algorithm(over_all_ranks)
+
+
+ALGORITHMS: dict[str, dict[str, Algorithm]] = {
+    "allreduce": {
+        "reference": _flat(reference.allreduce),
+        "native": Algorithm(native.allreduce_steps, native.allreduce),
+        "shared": Algorithm(shared.allreduce_steps, shared.allreduce),
+        "ring": _flat(ring.allreduce),
+        "bidirectional": _flat(rings.both_ways),
+        "hierarchical": Algorithm(hierarchical.allreduce),
+    },
+    "reduce_scatter": {
+        "reference": _flat(reference.reduce_scatter),
+        "native": Algorithm(None, native.reduce_scatter),
+        "ring": _flat(ring.reduce_scatter),
+    },
+    "allgather": {
+        "reference": _flat(reference.allgather),
+        "native": Algorithm(None, native.allgather),
+        "ring": _flat(ring.allgather),
+    },
+    "broadcast": {
+        "reference": _flat(reference.broadcast),
+        "native": Algorithm(None, native.broadcast),
+    },
+    "reduce": {
+        "reference": _flat(reference.reduce),
+        "native": Algorithm(None, native.reduce),
+    },
 }
+"""For every collective its algorithms by name."""
 
 
-def allreduce(
-    x: Array, op: str = "sum", world: World | None = None, algorithm: str = "auto", out: Array | None = None
-) -> Array:
-    """Reduce ``x`` element by element over all ranks; every rank gets the same bits.
-
-    Every rank must call, with the same shape, dtype, op and algorithm and in the same order: from one thread at a time.
-
-    Args:
-        x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
-            dtype: float16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
-        op: ``"sum"``, ``"mean"`` (floats only), ``"min"``, ``"max"`` or ``"prod"``. A NaN wins min and max.
-        world: the ranks; default `hpcdp.init()`.
-        algorithm: ``"auto"``, or a name in `ALGORITHMS`.
-        out: where the result goes, of x's shape and dtype; default ``x`` itself, in place.
-
-    Returns:
-        ``out``, or ``x`` where it is None.
+def find(
+    collective: str, algorithm: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World
+) -> Algorithm:
+    """The algorithm of that name, or for ``"auto"`` what `choose` says.
 
     Raises:
-        UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
-        MismatchError: the ranks called with different sizes, dtypes or ops; on every rank, by algorithm "shared" only.
-
-    Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
+        UnsupportedError: there is none of that name; it lists the valid ones.
     """
-    world = init() if world is None else world
-    try:
-        key = ("allreduce", x.dtype, op, algorithm)
-    except AttributeError:
-        raise UnsupportedError("allreduce", where="x", expected="an array", got=type(x).__name__) from None
-    reduce = world.kept.get(key) or world.keep(key, lambda: _validated(x.dtype, op, algorithm, world))
-    target = x if out is None else _receiver(x, out)
-    if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
-        if world.size > 1:
-            reduce(target, op, world)
-        return target
-    staged = np.ascontiguousarray(to_host(target))
-    if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
-        raise UnsupportedError("allreduce", where="x", expected="a writeable array", got="a read-only one")
-    if world.size > 1:
-        reduce(staged, op, world)
-    target[...] = from_host(staged, target)
-    return target
+    known: Mapping[str, Algorithm] = ALGORITHMS[collective]
+    if algorithm == "auto":
+        algorithm = choose(collective, nbytes, dtype, op, world)
+    if algorithm not in known:
+        valid = " or ".join(["auto", *known])
+        raise UnsupportedError(collective, where="algorithm", expected=valid, got=repr(algorithm))
+    return known[algorithm]
 
 
-def _receiver(x: Array, out: Array) -> Array:
-    if tuple(out.shape) != tuple(x.shape) or out.dtype != x.dtype:
-        raise UnsupportedError(
-            "allreduce", where="out", expected=f"{x.shape} {x.dtype} as x", got=f"{out.shape} {out.dtype}"
-        )
-    out[...] = x
-    return out
-
-
-def _validated(x_dtype: Any, op: str, algorithm: str, world: World) -> Algorithm:
-    """What to call for such arrays, once checked: found in ``world.kept`` at every later call."""
-    dtype = np.dtype(str(x_dtype))
-    check_op("allreduce", op, dtype)
-    if algorithm != "auto" and algorithm not in ALGORITHMS:
-        valid = " or ".join(["auto", *ALGORITHMS])
-        raise UnsupportedError("allreduce", where="algorithm", expected=valid, got=repr(algorithm))
-    if dtype.kind not in "iuf" or not dtype.isnative:
-        raise UnsupportedError("allreduce", where="dtype", expected="a native integer or float", got=dtype.str)
-    return ALGORITHMS[choose(dtype, world) if algorithm == "auto" else algorithm]
-
-
-def choose(dtype: np.dtype, world: World) -> str:
-    """What ``algorithm="auto"`` runs: ``shared`` where all ranks share memory and it knows the dtype, or ``native``."""
-    if world.node_memory.size == world.size and dtype.char in shared.DTYPE_CHARS:
-        return "shared"
-    return "native"
+def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World) -> str:
+    """The name of the algorithm for ``algorithm="auto"``, the same on all ranks."""
+    together = world.node_memory.size == world.size
+    if op is None:
+        return "native"
+    if not op.named:
+        return {"allreduce": "hierarchical", "reduce_scatter": "ring", "reduce": "reference"}[collective]
+    return "shared" if collective == "allreduce" and together and shared.can_reduce(dtype, op) else "native"

@@ -12,10 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from .. import kernels
-from ..comm import World
-from ..comm.communicator import OPS
+from ..comm import Reduction, Request, World
+from ..comm.reductions import OPS
 from ..comm.shared import NodeMemory
 from ..errors import MismatchError, UnsupportedError
+from .progress import Steps, Until, drive
 
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""
@@ -52,6 +53,9 @@ class _Staging:
         self._state = np.zeros(self._exchange.STATE_LENGTH, np.int64)
         self._state[self._exchange.ME] = memory.rank
         self._state[[self._exchange.SPINS, self._exchange.SLEEP_NS]] = memory.patience
+        self._patient = True
+        self._tickets = self._served = 0
+        self._arrival = _Arrival(memory, self._counters, self._state)
         self._half = 0
         shape = (2, memory.size, CHUNK_NBYTES)
         sums = memory.alloc(shape, np.uint8)
@@ -59,22 +63,35 @@ class _Staging:
         self._others = memory.alloc(shape, np.uint8)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
-    def allreduce(self, flat: np.ndarray, op: str) -> None:
-        """Reduce ``flat``, shape ``(count,)``, in place."""
-        found = self._sums.get(flat.dtype)
-        if found is None or op not in ("sum", "mean"):
-            self._reduce_by_owners(flat, op)
-            return
-        staging, kind = found
-        kind += flat.size * _KINDS
-        exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
-        while (met := exchange(flat, staging, self._counters, self._state, kind)) != self._done:
-            self._go_on(met, flat, op)
-        if op == "mean":
-            flat /= flat.dtype.type(self._memory.size)
+    def allreduce(self, flat: np.ndarray, op: str, patient: bool) -> Steps:
+        """Reduce ``flat``, shape ``(count,)``, in place; a ``patient`` machine waits in the kernels."""
+        ticket, self._tickets = self._tickets, self._tickets + 1
+        if self._served != ticket:  # the halves serve one exchange after another
+            yield [Until(lambda: self._served == ticket)]
+        if patient != self._patient:
+            self._patient = patient
+            self._state[[self._exchange.SPINS, self._exchange.SLEEP_NS]] = self._memory.patience if patient else 0
+        try:
+            found = self._sums.get(flat.dtype)
+            if found is None or op not in ("sum", "mean"):
+                yield from self._reduce_by_owners(flat, op)
+                return
+            staging, kind = found
+            kind += flat.size * _KINDS
+            exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
+            while (met := exchange(flat, staging, self._counters, self._state, kind)) != self._done:
+                yield self._not_yet(met, flat, op)
+            if op == "mean":
+                flat /= flat.dtype.type(self._memory.size)
+        finally:
+            self._served += 1
 
-    def _go_on(self, met: int, flat: np.ndarray, op: str) -> None:
-        """After a wait that was not long enough, or that found ranks that have come for something else."""
+    def _not_yet(self, met: int, flat: np.ndarray, op: str) -> list[Request]:
+        """What to wait for after an exchange that could not be completed yet.
+
+        Raises:
+            MismatchError: ranks have come for something else.
+        """
         if met == self._exchange.DIFFERENT:
             raise MismatchError(
                 "allreduce",
@@ -82,14 +99,14 @@ class _Staging:
                 got=f"others than {flat.dtype}, {flat.size} and {op!r} on some rank of this node",
                 remedy="call it alike, and in the same order, on all ranks",
             )
-        self._memory.check()
+        return [self._arrival]
 
-    def _meet(self, flat: np.ndarray, op: str) -> None:
+    def _meet(self, flat: np.ndarray, op: str) -> Steps:
         n, kind = self._memory.size, _kind(flat.dtype, op) + flat.size * _KINDS
         while (met := self._exchange.meet(self._counters, n, self._state, kind)) != self._done:
-            self._go_on(met, flat, op)
+            yield self._not_yet(met, flat, op)
 
-    def _reduce_by_owners(self, flat: np.ndarray, op: str) -> None:
+    def _reduce_by_owners(self, flat: np.ndarray, op: str) -> Steps:
         """What `kernels.exchange.sum_by_owners` does, for any dtype and reduction, with a call for every part of it."""
         if flat.dtype.char not in DTYPE_CHARS:
             raise UnsupportedError(
@@ -107,23 +124,58 @@ class _Staging:
             half, self._half = staging[self._half], 1 - self._half
             row = half[me, : piece.size]
             row[:lo], row[hi:] = piece[:lo], piece[hi:]
-            self._meet(flat, op)
+            yield from self._meet(flat, op)
             self._reduce.combine_staged(piece, half, me, lo, hi, self._ops[op])
-            self._meet(flat, op)
+            yield from self._meet(flat, op)
             piece[:lo], piece[hi:] = row[:lo], row[hi:]
 
 
-def allreduce(x: np.ndarray, op: str, world: World) -> None:
-    """Reduce the contiguous host array ``x`` in place over the ranks of a single node.
+class _Arrival:
+    """That every rank of the node has come as far as this one."""
+
+    def __init__(self, memory: NodeMemory, counters: np.ndarray, state: np.ndarray) -> None:
+        self._memory, self._counters, self._state = memory, counters, state
+        self._wait_all = kernels.load("sync").wait_all
+        self._sequence = kernels.load("exchange").SEQUENCE
+
+    def _arrived(self, spins: int, sleep_ns: int) -> bool:
+        number = np.int64(self._state[self._sequence]).astype(np.int32)
+        return bool(self._wait_all(self._counters, self._memory.size, number, spins, sleep_ns))
+
+    def test(self) -> bool:
+        self._memory.check()
+        return self._arrived(0, 0)
+
+    def wait(self) -> None:
+        while not self._arrived(*self._memory.patience):
+            self._memory.check()
+
+
+def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, in place over the ranks of a single node.
 
     Raises:
         UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
+        MismatchError: ranks called with other sizes, dtypes or ops.
     """
-    staging = world.kept.get(__name__) or world.keep(__name__, lambda: _staging_of(world))
-    staging.allreduce(x if x.ndim == 1 else x.reshape(-1), op)
+    drive(_staging_of(world).allreduce(x, op.name, patient=True))
+
+
+def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
+    """`allreduce` as a machine."""
+    return _staging_of(world).allreduce(x, op.name, patient=False)
+
+
+def can_reduce(dtype: np.dtype, op: Reduction) -> bool:
+    """Whether there are kernels for it."""
+    return op.named and dtype.char in DTYPE_CHARS
 
 
 def _staging_of(world: World) -> _Staging:
+    return world.kept.get(__name__) or world.keep(__name__, lambda: _make_staging(world))
+
+
+def _make_staging(world: World) -> _Staging:
     memory = world.node_memory
     if memory.size != world.size:
         raise UnsupportedError(

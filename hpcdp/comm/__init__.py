@@ -3,12 +3,14 @@
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 
 - `communicator` says what every communicator can do; `mpi` does it with MPI, `threads` with N ranks in one process.
+- `reductions` are what an allreduce can compute.
 - `shared` is memory that the ranks of a node have in common.
 - `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch.
 - `agreement` compares what ranks hold and raises the same error on all of them.
 """
 
 from .communicator import Communicator, Request
+from .reductions import Monoid, Reduction
 from .world import World, init
 
-__all__ = ["Communicator", "Request", "World", "init"]
+__all__ = ["Communicator", "Monoid", "Reduction", "Request", "World", "init"]

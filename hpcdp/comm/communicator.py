@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-
-from ..errors import UnsupportedError
-
-OPS = ("sum", "mean", "min", "max", "prod")
-"""The names of the reductions."""
 
 
 class Request(Protocol):
@@ -48,6 +43,25 @@ class Communicator(Protocol):
         """Reduce ``x`` in place over all ranks with the library's own collective; every rank must call."""
         ...
 
+    def native_iallreduce(self, x: np.ndarray, op: str) -> Request:
+        """Start the library's own allreduce of ``x`` in place; all ranks must start theirs in one order.
+
+        No float16 and no mean; whether a NaN wins a minimum is the library's affair.
+        """
+        ...
+
+    def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        """Reduce ``x`` over all ranks, rank r's part of it (see `split`) into its ``out``; every rank must call."""
+        ...
+
+    def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
+        """Reduce ``x`` over all ranks, in place on ``root`` and nowhere else; every rank must call."""
+        ...
+
+    def native_allgather(self, out: np.ndarray) -> None:
+        """Complete ``out``, in which every rank has written its part (see `split`); every rank must call."""
+        ...
+
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         """Overwrite ``x`` on all ranks with that of ``root``; every rank must call."""
         ...
@@ -69,31 +83,12 @@ class Traffic:
     nbytes: int = 0
 
 
-_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+def bounds(count: int, n: int) -> list[int]:
+    """Where ``n`` nearly equal parts of ``count`` elements begin, and where the last ends: ``n + 1`` numbers."""
+    return [count * part // n for part in range(n + 1)]
 
 
-def reduce_in_order(inputs: Sequence[np.ndarray], op: str) -> np.ndarray:
-    """The reduction of one array from every rank, in the order of the ranks; float16 is accumulated in float32.
-
-    The result has the accumulator's dtype.
-    """
-    total = inputs[0].astype(np.float32 if inputs[0].dtype == np.float16 else inputs[0].dtype)
-    for other in inputs[1:]:
-        _UFUNCS[op](total, other, out=total)
-    if op == "mean":
-        total /= total.dtype.type(len(inputs))
-    return total
-
-
-def check_op(operation: str, op: str, dtype: np.dtype) -> None:
-    """Refuse an unknown reduction, and a mean of integers, which would not be an integer.
-
-    Raises:
-        UnsupportedError: it names what is valid.
-    """
-    if op not in OPS:
-        raise UnsupportedError(operation, where="op", expected=" or ".join(OPS), got=repr(op))
-    if op == "mean" and dtype.kind not in "fc":
-        raise UnsupportedError(
-            operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"
-        )
+def split(flat: np.ndarray, n: int) -> list[np.ndarray]:
+    """``n`` nearly equal parts of ``flat``, shape ``(count,)``: views."""
+    ends = bounds(flat.size, n)
+    return [flat[first:last] for first, last in itertools.pairwise(ends)]

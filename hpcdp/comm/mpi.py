@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import UnsupportedError
-from .communicator import check_op
+from ..errors import MismatchError, UnsupportedError
+from .communicator import split
+from .reductions import resolve
 
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
@@ -35,6 +36,50 @@ class MpiRequest:
         self._x = None
 
 
+class MpiReceive:
+    """A receive of MPI, which must bring as many bytes as were expected."""
+
+    def __init__(self, request: MPI.Request, x: np.ndarray, source: int) -> None:
+        self._request = request
+        self._x = x
+        self._source = source
+        self._status = MPI.Status()
+
+    def test(self) -> bool:
+        try:
+            done = bool(self._request.Test(self._status))
+        except MPI.Exception as error:
+            raise self._explained(error) from error
+        if done:
+            self._check()
+        return done
+
+    def wait(self) -> None:
+        try:
+            self._request.Wait(self._status)
+        except MPI.Exception as error:
+            raise self._explained(error) from error
+        self._check()
+
+    def _check(self) -> None:
+        nbytes = self._status.Get_count(MPI.BYTE)
+        if nbytes != self._x.nbytes:
+            raise self._mismatch(str(nbytes))
+
+    def _explained(self, error: MPI.Exception) -> Exception:
+        return self._mismatch("more") if error.Get_error_class() == MPI.ERR_TRUNCATE else error
+
+    def _mismatch(self, got: str) -> MismatchError:
+        return MismatchError(
+            "receive",
+            where=f"from rank {self._source} of this communicator",
+            expected=f"{self._x.nbytes} bytes",
+            got=got,
+            remedy="call collectives with the same sizes, dtypes and algorithms, in the same order, on all ranks; "
+            "HPCDP_DEBUG=1 compares them before each call",
+        )
+
+
 class MpiCommunicator:
     """The ranks of an MPI communicator (see `Communicator`).
 
@@ -53,11 +98,14 @@ class MpiCommunicator:
     def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> MpiRequest:
         return MpiRequest([self.mpi.Isend(piece, dest, tag) for piece in _pieces(_known(x))], x)
 
-    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> MpiRequest:
-        return MpiRequest([self.mpi.Irecv(piece, source, tag) for piece in _pieces(_known(x))], x)
+    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> MpiReceive | MpiRequest:
+        pieces = _pieces(_known(x))
+        if len(pieces) == 1:
+            return MpiReceive(self.mpi.Irecv(pieces[0], source, tag), x, source)
+        return MpiRequest([self.mpi.Irecv(piece, source, tag) for piece in pieces], x)
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
-        check_op("allreduce", op, x.dtype)
+        resolve("allreduce", op, x.dtype)
         if x.dtype == np.float16:  # MPI has no half: reduced in single precision, rounded once
             wide = x.astype(np.float32)
             self.native_allreduce(wide, op)
@@ -83,6 +131,46 @@ class MpiCommunicator:
         for piece in _pieces(nan.view(np.uint8)):
             self.mpi.Allreduce(MPI.IN_PLACE, piece, MPI.MAX)
         return nan
+
+    def native_iallreduce(self, x: np.ndarray, op: str) -> MpiRequest:
+        return MpiRequest([self.mpi.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]) for piece in _pieces(x)], x)
+
+    def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        if x.size > MAX_ELEMENTS or x.dtype == np.float16 or (op in ("min", "max") and x.dtype.kind == "f"):
+            for owner, part in enumerate(split(x.copy(), self.size)):
+                self.native_reduce(part, op, owner)
+                if owner == self.rank:
+                    out[...] = part
+            return
+        counts = [part.size for part in split(x, self.size)]
+        self.mpi.Reduce_scatter(x, out, counts, _OPS[op])
+        if op == "mean":
+            out /= out.dtype.type(self.size)
+
+    def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
+        if x.dtype == np.float16:
+            wide = x.astype(np.float32)
+            self.native_reduce(wide, op, root)
+            if self.rank == root:
+                x[...] = wide
+            return
+        nan = self._nan_on_any_rank(x) if op in ("min", "max") and x.dtype.kind == "f" else None
+        for piece in _pieces(x):
+            self.mpi.Reduce(MPI.IN_PLACE if self.rank == root else piece, piece, _OPS[op], root)
+        if self.rank != root:
+            return
+        if nan is not None:
+            x[nan] = np.nan
+        if op == "mean":
+            x /= x.dtype.type(self.size)
+
+    def native_allgather(self, out: np.ndarray) -> None:
+        parts = split(_known(out), self.size)
+        if out.size <= MAX_ELEMENTS:
+            self.mpi.Allgatherv(MPI.IN_PLACE, [_known(out), [part.size for part in parts]])
+            return
+        for owner, part in enumerate(parts):
+            self.native_broadcast(part, owner)
 
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         for piece in _pieces(_known(x)):

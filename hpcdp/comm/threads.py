@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, UnsupportedError, WorldAborted
-from .communicator import Traffic, check_op, reduce_in_order
+from .communicator import Traffic, split
+from .reductions import reduce_in_order, resolve
 from .shared import patience_for
 from .world import World
 
@@ -81,6 +82,30 @@ class _Receive:
         return self._done
 
 
+class _Meeting:
+    """An allreduce for which every rank leaves its array, and which is complete when all have."""
+
+    def __init__(self, group: _Group, number: int, rank: int, x: np.ndarray, op: str) -> None:
+        self._group, self._x, self._op = group, x, resolve("native", op, x.dtype)
+        with group.job.changed:
+            self._inputs = group.meetings[number]
+            self._inputs[rank] = x.copy()
+            if len(self._inputs) == group.size:
+                group.meetings.pop(number)
+            group.job.changed.notify_all()
+
+    def test(self) -> bool:
+        if len(self._inputs) < self._group.size:
+            return False
+        self._x[...] = reduce_in_order([self._inputs[rank] for rank in range(self._group.size)], self._op)
+        return True
+
+    def wait(self) -> None:
+        with self._group.job.changed:
+            self._group.job.wait_for(lambda: len(self._inputs) == self._group.size)
+        self.test()
+
+
 class ThreadCommunicator:
     """One thread rank's end of a group (see `Communicator`)."""
 
@@ -118,9 +143,28 @@ class ThreadCommunicator:
         return _Receive(self._group, (source, self.rank, tag), x)
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
-        check_op("allreduce", op, x.dtype)
-        inputs = self.meet(x.copy())
-        x[...] = reduce_in_order(inputs, op)
+        x[...] = self._reduced(x, op)
+
+    def _reduced(self, x: np.ndarray, op: str) -> np.ndarray:
+        reduction = resolve("native", op, x.dtype)
+        return reduce_in_order(self.meet(x.copy()), reduction)
+
+    def native_iallreduce(self, x: np.ndarray, op: str) -> _Meeting:
+        number, self._meetings = self._meetings, self._meetings + 1
+        return _Meeting(self._group, number, self.rank, x, op)
+
+    def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
+        out[...] = split(self._reduced(x, op), self.size)[self.rank]
+
+    def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
+        reduced = self._reduced(x, op)
+        if self.rank == root:
+            x[...] = reduced
+
+    def native_allgather(self, out: np.ndarray) -> None:
+        parts = split(out, self.size)
+        for part, sent in zip(parts, self.meet(parts[self.rank].copy()), strict=True):
+            part[...] = sent
 
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         sent = self.meet(x.copy() if self.rank == root else None)[root]

@@ -1,0 +1,130 @@
+"""Allreduce over nodes: memory inside a node, a ring between nodes for every rail, segments pipelined.
+
+The ranks of a node share its network link, and memory is faster than that link. So what crosses it is reduced first::
+
+    node 0:  rank 0   rank 1        every rank stages its array in the node's memory;
+               |  \\  /  |           rank r sums its shard r over the node (memory);
+               |  /  \\  |
+    rail:      0        1           rank r of every node exchange shard r (network, a ring over nodes);
+               |        |
+    node 1:  rank 2   rank 3        the sums go back through the node's memory.
+
+There are as many rails as the smallest node has ranks; further ranks of larger nodes add their data and own no shard.
+The array goes in segments, several at a time: while one is on the network others are staged and summed, so the slowest
+of the three stages sets the time. A flat ring would send 2 (n - 1) / n S through every node's link, for n ranks; this
+sends 2 (m - 1) / m S, for m nodes.
+
+Sent per rank, for S bytes over r rails: 2 (m - 1) messages a segment, 2 (m - 1) / m S / r bytes.
+
+Source: Cho et al., "BlueConnect", 2019; Jia et al., "Highly scalable deep learning training system", 2018, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import kernels
+from ..comm import Reduction, Request, World
+from ..comm.communicator import bounds, split
+from ..comm.shared import NodeMemory
+from . import ring
+from .progress import Steps, Together, Until
+
+SEGMENT_NBYTES = 1 << 19
+"""Longer arrays go in segments of at most so many bytes."""
+
+LANES = 8
+"""So many segments are on their way at once."""
+
+
+class _Lane:
+    """A place in the node's memory for one segment after another: a row for every rank, a counter for every rank.
+
+    A segment adds three to each counter: staged, reduced, taken. Whoever stages the next one has waited until everybody
+    has taken the one before.
+    """
+
+    def __init__(self, memory: NodeMemory, rails: int) -> None:
+        self._memory, self._rails = memory, rails
+        self._sync = kernels.load("sync")
+        self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
+        self._rows = memory.alloc((memory.size, SEGMENT_NBYTES), np.uint8)
+        self._passed = 0
+        self.tickets = self.served = 0
+
+    def _arrived(self, number: int) -> Request:
+        """That every rank of the node has posted ``number``."""
+        wrapped = (number + 2**31) % 2**32 - 2**31
+
+        def test() -> bool:
+            self._memory.check()
+            return bool(self._sync.wait_all(self._counters, self._memory.size, wrapped, 0, 0))
+
+        return Until(test)
+
+    def _post(self) -> int:
+        self._passed += 1
+        wrapped = (self._passed + 2**31) % 2**32 - 2**31
+        self._sync.post(self._counters, self._memory.rank, wrapped)
+        return self._passed
+
+    def reduce(self, x: np.ndarray, op: Reduction, rail: ring.Ring | None, tag: int, total_ranks: int) -> Steps:
+        """Reduce ``x``, shape ``(count,)``, at most `SEGMENT_NBYTES`, in place over all ranks of all nodes."""
+        me = self._memory.rank
+        rows = self._rows.view(x.dtype)[:, : x.size]
+        ends = bounds(x.size, self._rails)
+        own = slice(ends[me], ends[me + 1]) if me < self._rails else slice(0, 0)
+        yield [self._arrived(self._passed)]  # everybody has taken the last segment
+        rows[me, : own.start], rows[me, own.stop :] = x[: own.start], x[own.stop :]
+        yield [self._arrived(self._post())]
+        if own.stop > own.start:
+            total = self._summed(x[own], rows[:, own], op)
+            if rail is not None and rail.size > 1:
+                yield from ring.allreduce_segment(total, op.without_mean(), rail, tag)
+            op.finish(total, total_ranks, rows[me, own])
+        yield [self._arrived(self._post())]
+        for owner in range(self._rails):
+            theirs = slice(ends[owner], ends[owner + 1])
+            x[theirs] = rows[owner, theirs]
+        self._post()
+
+    def _summed(self, own: np.ndarray, rows: np.ndarray, op: Reduction) -> np.ndarray:
+        """The reduction over the node's ranks, in their order; own data were not staged."""
+        parts = [own if rank == self._memory.rank else rows[rank] for rank in range(self._memory.size)]
+        total = op.widened(parts[0])
+        total = total.copy() if total is parts[0] else total
+        for part in parts[1:]:
+            op.into(total, part)
+        return total
+
+
+def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``world``."""
+    if world.rail_comm is not None and world.rail_comm.size == world.size:  # every rank is a node of its own
+        yield from ring.allreduce(x, op, world.rail_comm, tag)
+        return
+    lanes = world.kept.get(__name__) or world.keep(__name__, lambda: _make_lanes(world))
+    rail = None if world.rail_comm is None else ring.Ring.through(world.rail_comm)
+    segments = split(x, max(1, -(-x.nbytes // SEGMENT_NBYTES)))
+    machines = [
+        _one_after_another(lane, segments[number :: len(lanes)], op, rail, tag + number, world.size)
+        for number, lane in enumerate(lanes)
+        if number < len(segments)
+    ]
+    yield [Together(machines)]
+
+
+def _make_lanes(world: World) -> list[_Lane]:
+    return [_Lane(world.node_memory, world.num_rails) for _ in range(LANES)]
+
+
+def _one_after_another(
+    lane: _Lane, segments: Sequence[np.ndarray], op: Reduction, rail: ring.Ring | None, tag: int, ranks: int
+) -> Steps:
+    ticket, lane.tickets = lane.tickets, lane.tickets + 1
+    yield [Until(lambda: lane.served == ticket)]
+    for segment in segments:
+        yield from lane.reduce(segment, op, rail, tag, ranks)
+    lane.served += 1

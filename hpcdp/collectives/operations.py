@@ -1,0 +1,289 @@
+"""The public operations: what they check, and how arrays of any kind become the flat host arrays of the algorithms."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from ..arrays import Array, from_host, to_host
+from ..comm import Monoid, Reduction, Request, World, init
+from ..comm.agreement import require_same
+from ..comm.communicator import bounds
+from ..comm.reductions import resolve
+from ..errors import UnsupportedError
+from .progress import Progress, Steps
+from .select import Algorithm, find
+
+
+def allreduce(
+    x: Array,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> Array:
+    """Reduce ``x`` element by element over all ranks; every rank gets the same bits.
+
+    Every rank must call, with the same shape, dtype, op and algorithm and in the same order: from one thread at a time.
+
+    Args:
+        x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
+            dtype: float16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
+        op: ``"sum"``, ``"mean"`` (floats only), ``"min"``, ``"max"``, ``"prod"``, or a `Monoid` of your own. A NaN wins
+            min and max.
+        world: the ranks; default `hpcdp.init()`.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allreduce"]``.
+        out: where the result goes, of x's shape and dtype; default ``x`` itself, in place.
+
+    Returns:
+        ``out``, or ``x`` where it is None.
+
+    Raises:
+        UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
+        MismatchError: the ranks called with different sizes, dtypes or ops. On every rank with ``HPCDP_DEBUG=1``, and
+            by algorithm "shared"; else on ranks that get a message of another size than they expect.
+
+    Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
+    """
+    world = init() if world is None else world
+    chosen, reduction = _found("allreduce", x, op, algorithm, world)
+    target = x if out is None else _receiver("allreduce", x, out)
+    if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
+        if world.size > 1:
+            chosen.run(world, target if target.ndim == 1 else target.reshape(-1), reduction)
+        return target
+    staged = _staged("allreduce", target)
+    if world.size > 1:
+        chosen.run(world, staged.reshape(-1), reduction)
+    target[...] = from_host(staged, target)
+    return target
+
+
+def iallreduce(
+    x: Array,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> Request:
+    """Start an `allreduce` and return at once; several may be under way.
+
+    Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
+    never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking collective
+    ends what was started before it.
+
+    Args, Raises: as `allreduce`.
+
+    Returns:
+        A request: ``test()`` says whether the result is there, ``wait()`` blocks until it is.
+    """
+    world = init() if world is None else world
+    chosen, reduction = _found("iallreduce", x, op, algorithm, world)
+    target = x if out is None else _receiver("iallreduce", x, out)
+    staged = _staged("iallreduce", target)
+    assert chosen.steps is not None
+    progress = Progress.of(world)
+    steps = chosen.steps(staged.reshape(-1), reduction, world, progress.tag())
+
+    def then_copied_back() -> Steps:
+        if world.size > 1:
+            yield from steps
+        if staged is not target:
+            target[...] = from_host(staged, target)
+
+    return progress.start(then_copied_back())
+
+
+def reduce_scatter(
+    x: Array,
+    op: str | Monoid = "sum",
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> Array:
+    """Reduce ``x`` element by element over all ranks and leave every rank its part.
+
+    Rank r of n gets elements ``N r // n`` to ``N (r + 1) // n`` of the N elements of ``x``, flattened. Every rank must
+    call, as for `allreduce`, whose ``x``, ``op``, ``world`` and errors these are.
+
+    Args:
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["reduce_scatter"]``.
+        out: where this rank's part goes, shape ``(own elements,)`` and of x's dtype; default a new array. If it is a
+            view of ``x``, then ``x`` is working memory and its other elements are undefined after; else it stays.
+
+    Returns:
+        ``out``.
+    """
+    world = init() if world is None else world
+    chosen, reduction = _found("reduce_scatter", x, op, algorithm, world)
+    ends = bounds(x.size, world.size)
+    own = ends[world.rank + 1] - ends[world.rank]
+    host = to_host(x)
+    result = np.empty(own, host.dtype)
+    if out is not None:
+        _check_like("reduce_scatter", out, (own,), x)
+    in_place = type(x) is np.ndarray and type(out) is np.ndarray and np.may_share_memory(x, out)
+    work = host if in_place and host.flags.c_contiguous and host.flags.writeable else np.array(host, order="C")
+    chosen.run(world, work.reshape(-1), result, reduction)
+    if out is None:
+        return from_host(result, x)
+    out[...] = from_host(result, out)
+    return out
+
+
+def allgather(
+    x: Array,
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> Array:
+    """Bring every rank's ``x`` to all ranks; every rank must call.
+
+    Args:
+        x: as for `allreduce`; the same shape on every rank, unless ``out`` is given.
+        world: the ranks; default `hpcdp.init()`.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["allgather"]``.
+        out: where all go, any shape with N elements: rank r's x are elements ``N r // n`` to ``N (r + 1) // n``, as
+            `reduce_scatter` leaves them, and may be a view of them. Default a new array.
+
+    Returns:
+        ``out``, of shape ``(n, *x.shape)`` where it was not given.
+
+    Raises:
+        UnsupportedError: as `allreduce`, or x has another size than its part of ``out``.
+    """
+    world = init() if world is None else world
+    chosen, _ = _found("allgather", x, None, algorithm, world)
+    host = to_host(x)
+    gathered = np.empty((world.size, *host.shape), host.dtype) if out is None else _staged("allgather", out)
+    ends = bounds(gathered.size, world.size)
+    part = gathered.reshape(-1)[ends[world.rank] : ends[world.rank + 1]]
+    if part.size != host.size or gathered.dtype != host.dtype:
+        raise UnsupportedError(
+            "allgather", where="out", expected=f"{host.size} {host.dtype} elements for this rank's x",
+            got=f"{part.size} {gathered.dtype}: its part of {gathered.size} over {world.size} ranks",
+        )  # fmt: skip
+    part[...] = host.reshape(-1)
+    chosen.run(world, gathered.reshape(-1))
+    if out is None:
+        return from_host(gathered, x)
+    if gathered is not out:
+        out[...] = from_host(gathered, out)
+    return out
+
+
+def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Array:
+    """Overwrite ``x`` on all ranks with that of rank ``root``; every rank must call.
+
+    Args:
+        x: as for `allreduce`.
+        root: the rank whose ``x`` all get.
+        world: the ranks; default `hpcdp.init()`.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["broadcast"]``.
+
+    Returns:
+        ``x``.
+    """
+    world = init() if world is None else world
+    _check_root("broadcast", root, world)
+    chosen, _ = _found("broadcast", x, None, algorithm, world, root)
+    staged = _staged("broadcast", x)
+    chosen.run(world, staged.reshape(-1), root)
+    if staged is not x and world.rank != root:
+        x[...] = from_host(staged, x)
+    return x
+
+
+def reduce(
+    x: Array,
+    op: str | Monoid = "sum",
+    root: int = 0,
+    world: World | None = None,
+    algorithm: str = "auto",
+    out: Array | None = None,
+) -> Array:
+    """Reduce ``x`` element by element over all ranks, for rank ``root`` alone; every rank must call.
+
+    Args:
+        x, op, world: as for `allreduce`.
+        root: the rank that gets the result.
+        algorithm: ``"auto"``, or a name in ``ALGORITHMS["reduce"]``.
+        out: where the result goes on ``root``, of x's shape and dtype; default ``x`` itself. Elsewhere nothing changes.
+
+    Returns:
+        The result on ``root``, elsewhere ``x``.
+    """
+    world = init() if world is None else world
+    _check_root("reduce", root, world)
+    chosen, reduction = _found("reduce", x, op, algorithm, world, root)
+    if world.rank != root:
+        chosen.run(world, np.array(to_host(x), order="C").reshape(-1), reduction, root)
+        return x
+    target = x if out is None else _receiver("reduce", x, out)
+    staged = _staged("reduce", target)
+    chosen.run(world, staged.reshape(-1), reduction, root)
+    if staged is not target:
+        target[...] = from_host(staged, target)
+    return target
+
+
+def _found(
+    operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int = 0
+) -> tuple[Algorithm, Reduction]:
+    """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
+    try:
+        key = (operation, x.dtype, op, algorithm, x.nbytes.bit_length())
+    except AttributeError:
+        raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
+    found = world.kept.get(key)
+    if found is None:
+        found = world.keep(key, lambda: _validated(operation, x, op, algorithm, world))
+    if _DEBUG:
+        facts = [f"{operation} of {tuple(x.shape)} {x.dtype}", f"op {op!r}", f"algorithm {algorithm}", f"root {root}"]
+        require_same(world.comm, operation, facts)
+    return found
+
+
+_DEBUG = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
+
+
+def _validated(
+    operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World
+) -> tuple[Algorithm, Reduction]:
+    dtype = np.dtype(str(x.dtype))
+    reduction = resolve(operation, "sum" if op is None else op, dtype)
+    if dtype.kind not in "iuf" or not dtype.isnative:
+        raise UnsupportedError(operation, where="dtype", expected="a native integer or float", got=dtype.str)
+    collective = operation.removeprefix("i")
+    nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice for all sizes up to twice this one
+    chosen = find(collective, algorithm, nbytes, dtype, None if op is None else reduction, world)
+    return chosen, reduction
+
+
+def _check_root(operation: str, root: int, world: World) -> None:
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < world.size:
+        raise UnsupportedError(operation, where="root", expected=f"a rank, 0 to {world.size - 1}", got=repr(root))
+
+
+def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) -> None:
+    if tuple(out.shape) != shape or out.dtype != x.dtype:
+        raise UnsupportedError(
+            operation, where="out", expected=f"{shape} {x.dtype} as x", got=f"{out.shape} {out.dtype}"
+        )
+
+
+def _receiver(operation: str, x: Array, out: Array) -> Array:
+    _check_like(operation, out, tuple(x.shape), x)
+    out[...] = x
+    return out
+
+
+def _staged(operation: str, target: Array) -> np.ndarray:
+    """``target`` itself where it is a contiguous writeable host array, else a copy in one."""
+    if type(target) is np.ndarray and target.flags.c_contiguous and target.flags.writeable:
+        return target
+    staged = np.ascontiguousarray(to_host(target))
+    if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
+        raise UnsupportedError(operation, where="x", expected="a writeable array", got="a read-only one")
+    return staged

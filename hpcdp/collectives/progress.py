@@ -1,0 +1,140 @@
+"""Collectives under way: state machines that are resumed whenever what they wait for has come.
+
+A machine is a generator. It posts the messages of a stage together, yields their requests, and is resumed when all of
+them are complete; a local variable is its state. So an algorithm reads from top to bottom like a blocking one, and yet
+many of them can progress together, in any order, in one thread.
+
+Segments are pipelined in the same way: each lane of segments is a machine with a tag of its own, `Together` is a
+request that is complete when all its machines have ended, and so one stage of a machine can be a whole set of others.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+
+from ..comm import Request, World
+
+Steps = Generator[Sequence[Request], None, None]
+"""A collective under way; each item is a stage: the requests that must be complete before it goes on."""
+
+TAGS = 64
+"""Tags of one operation: as many lanes of segments may it have."""
+
+_OPERATIONS = 400  # of different tags; MPI guarantees tags up to 32767
+
+_YIELDS, _NAP_S = 50, 20e-6
+
+
+def drive(steps: Steps) -> None:
+    """Run one machine to its end, blocking."""
+    for stage in steps:
+        for request in stage:
+            request.wait()
+
+
+class Until:
+    """That ``test()`` has become true: a request for what is no message."""
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.test = test
+
+    def wait(self) -> None:
+        """Block until it has."""
+        wait_for(self.test)
+
+
+class _Machine:
+    __slots__ = ("_steps", "_waiting")
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._waiting: list[Request] = []
+
+    def advance(self) -> bool:
+        """Go on as far as the requests allow; whether that was to the end."""
+        waiting = self._waiting
+        while True:
+            while waiting:
+                if not waiting[-1].test():
+                    return False
+                waiting.pop()
+            stage = next(self._steps, None)
+            if stage is None:
+                return True
+            waiting.extend(stage)
+
+
+class Together:
+    """Machines that progress together, in any order; itself a request."""
+
+    def __init__(self, machines: Iterable[Steps]) -> None:
+        self._running = [_Machine(steps) for steps in machines]
+
+    def add(self, steps: Steps) -> None:
+        """Start one more machine."""
+        machine = _Machine(steps)
+        if not machine.advance():
+            self._running.append(machine)
+
+    def test(self) -> bool:
+        """Give every machine a turn; whether all have ended."""
+        if self._running:
+            self._running = [machine for machine in self._running if not machine.advance()]
+        return not self._running
+
+    def wait(self) -> None:
+        """Block until all have ended."""
+        wait_for(self.test)
+
+
+def wait_for(test: Callable[[], bool]) -> None:
+    """Call ``test()`` until it is true: at once for a while, then after naps, which leave the core to others."""
+    idle = 0
+    while not test():
+        idle += 1
+        if idle < _YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP_S)
+
+
+class Progress:
+    """The operations of a world that have been started and have not ended, and the tags that tell them apart."""
+
+    def __init__(self) -> None:
+        self._active = Together([])
+        self._count = 0
+
+    @classmethod
+    def of(cls, world: World) -> Progress:
+        """That of ``world``."""
+        return world.kept.get(cls) or world.keep(cls, cls)
+
+    def tag(self) -> int:
+        """The first tag of the next operation, the same on all ranks, which start operations in one order."""
+        self._count = (self._count + 1) % _OPERATIONS
+        return self._count * TAGS
+
+    def start(self, steps: Steps) -> Request:
+        """Let a machine progress with the others whenever one of their requests is asked for."""
+        ended = False
+
+        def to_its_end() -> Steps:
+            nonlocal ended
+            yield from steps
+            ended = True
+
+        self._active.add(to_its_end())
+
+        def test() -> bool:
+            if not ended:
+                self._active.test()
+            return ended
+
+        return Until(test)
+
+    def finish(self) -> None:
+        """Block until no operation is under way: before a blocking call, during which none would progress."""
+        self._active.wait()

@@ -1,0 +1,128 @@
+"""Reduce-scatter, allgather and allreduce around a ring: as few bytes as possible, over one link per rank.
+
+The array is cut into n chunks. Chunk i starts at position i, goes around once and gathers what every rank adds, so it
+is complete at position i - 1; another round brings it to everybody. Every rank sends to one neighbour only and receives
+from the other, and all links are in use all the time::
+
+        0 --> 1          step 1: position p sends chunk p and adds its own chunk p - 1 to what comes
+        ^     |          step 2: it sends that sum, chunk p - 1, on
+        |     v          ...
+        3 <-- 2          step n - 1: the sum that comes is complete with its own part
+
+Sent per rank, for S bytes: n - 1 messages and (n - 1) / n S for each of reduce-scatter and allgather.
+
+Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..comm import Communicator, Reduction
+from ..comm.communicator import split
+from .progress import TAGS, Steps, Together
+
+SEGMENT_NBYTES = 1 << 20
+"""Longer arrays go in segments of about so many bytes."""
+
+LANES = 8
+"""So many segments are on their way at once: while one is added up, another keeps the link busy."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's place in a ring through all ranks of ``comm``."""
+
+    comm: Communicator
+    size: int
+    position: int
+    left: int
+    right: int
+
+    @classmethod
+    def through(cls, comm: Communicator, order: Sequence[int] | None = None) -> Ring:
+        """The ring that visits the ranks in ``order``, default 0 to n - 1."""
+        n = comm.size
+        if order is None:
+            return cls(comm, n, comm.rank, (comm.rank - 1) % n, (comm.rank + 1) % n)
+        position = list(order).index(comm.rank)
+        return cls(comm, n, position, order[position - 1], order[(position + 1) % n])
+
+
+def reduce_shards(shards: Sequence[np.ndarray], op: Reduction, ring: Ring, tag: int) -> Steps:
+    """Reduce ``shards[p]`` into the accumulator of position p, for every p; the others are left as partial results."""
+    n, me, comm = ring.size, ring.position, ring.comm
+    received = np.empty(max(shard.size for shard in shards), shards[0].dtype)
+    for step in range(1, n):
+        mine, sent = shards[(me - step - 1) % n], shards[(me - step) % n]
+        incoming = received[: mine.size]
+        yield [comm.isend(sent, ring.right, tag), comm.irecv(incoming, ring.left, tag)]
+        op.into(mine, incoming)
+
+
+def gather_shards(shards: Sequence[np.ndarray], ring: Ring, tag: int) -> Steps:
+    """Bring ``shards[p]`` of position p to everybody, for every p."""
+    n, me, comm = ring.size, ring.position, ring.comm
+    for step in range(n - 1):
+        sent, incoming = shards[(me - step) % n], shards[(me - step - 1) % n]
+        yield [comm.isend(sent, ring.right, tag), comm.irecv(incoming, ring.left, tag)]
+
+
+def allreduce_segment(x: np.ndarray, op: Reduction, ring: Ring, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over the ring, in one go."""
+    n, me = ring.size, ring.position
+    if n == 1:
+        op.finish(x, 1, x)
+        return
+    wide = op.widened(x)
+    partial = _rotated(split(wide, n))
+    final = partial if wide is x else _rotated(split(x, n))
+    yield from reduce_shards(partial, op, ring, tag)
+    op.finish(partial[me], n, final[me])
+    yield from gather_shards(final, ring, tag)
+
+
+def _rotated(chunks: list[np.ndarray]) -> list[np.ndarray]:
+    return chunks[1:] + chunks[:1]  # chunk i is complete at position i - 1
+
+
+def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
+    yield [Together(lanes(x, op, Ring.through(comm), tag))]
+
+
+def lanes(x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES) -> list[Steps]:
+    """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
+    segments = split(x, max(1, -(-x.nbytes // SEGMENT_NBYTES)))
+    most = min(most, TAGS, len(segments))
+    return [_one_after_another(segments[lane::most], op, ring, tag + lane) for lane in range(most)]
+
+
+def _one_after_another(segments: Sequence[np.ndarray], op: Reduction, ring: Ring, tag: int) -> Steps:
+    for segment in segments:
+        yield from allreduce_segment(segment, op, ring, tag)
+
+
+def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
+    shards = split(op.widened(x), comm.size)
+    if comm.size > 1:
+        ring = Ring.through(comm)
+        yield [Together(reduce_shards(part, op, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards)))]
+    op.finish(shards[comm.rank], comm.size, out)
+
+
+def allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
+    """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
+    if comm.size > 1:
+        ring, shards = Ring.through(comm), split(out, comm.size)
+        yield [Together(gather_shards(part, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards)))]
+
+
+def _in_lanes(shards: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+    """The same piece of every shard, lane by lane."""
+    lanes = min(LANES, max(1, shards[-1].nbytes * len(shards) // SEGMENT_NBYTES))
+    return list(zip(*(split(shard, lanes) for shard in shards), strict=True))

@@ -1,0 +1,111 @@
+"""Reductions: the named ones and a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import UnsupportedError
+
+OPS = ("sum", "mean", "min", "max", "prod")
+"""The names of the reductions."""
+
+
+@dataclass(frozen=True)
+class Monoid:
+    """A user's own reduction, e.g. ``Monoid(np.logaddexp, -np.inf, "log-sum-exp")``.
+
+    Args:
+        function: takes two arrays of one shape and dtype and returns their reduction, element by element, changing
+            neither. It must be associative and commutative: algorithms reduce in orders of their own.
+        identity: reduces with any x to x.
+        name: for messages.
+    """
+
+    function: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    identity: float
+    name: str = "monoid"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What algorithms do with two arrays that meet. Made by `resolve`.
+
+    float16 is accumulated in float32 and rounded once; a mean is a sum, divided when it is complete.
+    """
+
+    name: str
+    into: Callable[[np.ndarray, np.ndarray], None]
+    """``into(total, x)`` reduces ``x`` into ``total``, in place."""
+    named: bool = True
+    """Whether ``name`` is one of `OPS`."""
+
+    def without_mean(self) -> Reduction:
+        """The reduction of parts of which the mean is still to be taken."""
+        return _NAMED["sum"] if self.name == "mean" and self.named else self
+
+    def widened(self, x: np.ndarray) -> np.ndarray:
+        """``x`` in its accumulator's dtype: itself, or a copy where that is another."""
+        return x.astype(np.float32) if x.dtype == np.float16 else x
+
+    def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
+        """Write the reduction over ``n`` ranks from its accumulator ``total`` to ``out``, which may be ``total``."""
+        if self.name == "mean" and self.named:
+            np.divide(total, total.dtype.type(n), out=total)
+        if out is not total:
+            out[...] = total
+
+
+_UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+
+
+def _by(ufunc: np.ufunc) -> Callable[[np.ndarray, np.ndarray], None]:
+    def into(total: np.ndarray, x: np.ndarray) -> None:
+        ufunc(total, x, out=total)
+
+    return into
+
+
+def _by_monoid(monoid: Monoid) -> Callable[[np.ndarray, np.ndarray], None]:
+    def into(total: np.ndarray, x: np.ndarray) -> None:
+        reduced = np.asarray(monoid.function(total, x))
+        if reduced.shape != total.shape:
+            raise UnsupportedError(
+                "reduction", where=f"op={monoid.name!r}",
+                expected=f"a function that returns shape {total.shape}, as its arguments have", got=reduced.shape,
+            )  # fmt: skip
+        total[...] = reduced
+
+    return into
+
+
+_NAMED = {name: Reduction(name, _by(ufunc)) for name, ufunc in _UFUNCS.items()}
+
+
+def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
+    """The reduction called ``op`` for arrays of ``dtype``.
+
+    Raises:
+        UnsupportedError: an unknown one, or a mean of integers, which would not be an integer; it names what is valid.
+    """
+    if isinstance(op, Monoid):
+        return Reduction(op.name, _by_monoid(op), named=False)
+    if not isinstance(op, str) or op not in OPS:
+        raise UnsupportedError(operation, where="op", expected=" or ".join([*OPS, "a Monoid"]), got=repr(op))
+    if op == "mean" and dtype.kind not in "fc":
+        raise UnsupportedError(
+            operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"
+        )
+    return _NAMED[op]
+
+
+def reduce_in_order(inputs: Sequence[np.ndarray], op: Reduction) -> np.ndarray:
+    """The reduction of one array from every rank, in the order of the ranks; it has the accumulator's dtype."""
+    total = op.widened(inputs[0])
+    total = total.copy() if total is inputs[0] else total
+    for other in inputs[1:]:
+        op.into(total, other)
+    op.finish(total, len(inputs), total)
+    return total
