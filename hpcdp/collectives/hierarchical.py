@@ -30,7 +30,7 @@ from ..comm import Reduction, Request, World
 from ..comm.communicator import bounds, split
 from ..comm.shared import NodeMemory
 from . import ring
-from .progress import Steps, Together, Until
+from .progress import Steps, Until, together
 
 SEGMENT_NBYTES = 1 << 19
 """Longer arrays go in segments of at most so many bytes."""
@@ -113,7 +113,7 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
         for number, lane in enumerate(lanes)
         if number < len(segments)
     ]
-    yield [Together(machines)]
+    yield from together(machines)
 
 
 def _make_lanes(world: World) -> list[_Lane]:

@@ -70,23 +70,31 @@ class Together:
     """Machines that progress together, in any order; itself a request."""
 
     def __init__(self, machines: Iterable[Steps]) -> None:
-        self._running = [_Machine(steps) for steps in machines]
+        self.running = [_Machine(steps) for steps in machines]
 
     def add(self, steps: Steps) -> None:
         """Start one more machine."""
         machine = _Machine(steps)
         if not machine.advance():
-            self._running.append(machine)
+            self.running.append(machine)
 
     def test(self) -> bool:
         """Give every machine a turn; whether all have ended."""
-        if self._running:
-            self._running = [machine for machine in self._running if not machine.advance()]
-        return not self._running
+        if self.running:
+            self.running = [machine for machine in self.running if not machine.advance()]
+        return not self.running
 
     def wait(self) -> None:
         """Block until all have ended."""
         wait_for(self.test)
+
+
+def together(machines: Sequence[Steps]) -> Steps:
+    """The machines as one; a single one keeps its stages, so that a blocking call waits inside MPI."""
+    if len(machines) == 1:
+        yield from machines[0]
+    else:
+        yield [Together(machines)]
 
 
 def wait_for(test: Callable[[], bool]) -> None:
@@ -137,4 +145,5 @@ class Progress:
 
     def finish(self) -> None:
         """Block until no operation is under way: before a blocking call, during which none would progress."""
-        self._active.wait()
+        if self._active.running:
+            self._active.wait()

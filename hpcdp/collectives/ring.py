@@ -23,7 +23,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import split
-from .progress import TAGS, Steps, Together
+from .progress import TAGS, Steps, together
 
 SEGMENT_NBYTES = 1 << 20
 """Longer arrays go in segments of about so many bytes."""
@@ -91,7 +91,7 @@ def _rotated(chunks: list[np.ndarray]) -> list[np.ndarray]:
 
 def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
-    yield [Together(lanes(x, op, Ring.through(comm), tag))]
+    yield from together(lanes(x, op, Ring.through(comm), tag))
 
 
 def lanes(x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES) -> list[Steps]:
@@ -111,7 +111,7 @@ def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communic
     shards = split(op.widened(x), comm.size)
     if comm.size > 1:
         ring = Ring.through(comm)
-        yield [Together(reduce_shards(part, op, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards)))]
+        yield from together([reduce_shards(part, op, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards))])
     op.finish(shards[comm.rank], comm.size, out)
 
 
@@ -119,7 +119,7 @@ def allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
     """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
     if comm.size > 1:
         ring, shards = Ring.through(comm), split(out, comm.size)
-        yield [Together(gather_shards(part, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards)))]
+        yield from together([gather_shards(part, ring, tag + lane) for lane, part in enumerate(_in_lanes(shards))])
 
 
 def _in_lanes(shards: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..errors import UnsupportedError
-from .progress import TAGS, Steps, Together
+from .progress import TAGS, Steps, together
 from .ring import LANES, Ring, lanes
 
 
@@ -50,7 +50,7 @@ def allreduce(
     for number, order in enumerate(orders):
         part = x[ends[number] : ends[number + 1]]
         machines += lanes(part, op, Ring.through(comm, order), tag + number * most, most)
-    yield [Together(machines)]
+    yield from together(machines)
 
 
 def both_ways(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:

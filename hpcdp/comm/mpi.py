@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from ..errors import MismatchError, UnsupportedError
-from .communicator import split
+from .communicator import Request, split
 from .reductions import resolve
 
 MAX_ELEMENTS = 2**30
@@ -21,23 +22,23 @@ _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod":
 class MpiRequest:
     """A request of MPI; the array is kept alive until it is complete."""
 
-    def __init__(self, requests: list[MPI.Request], x: np.ndarray) -> None:
-        self._requests = requests
-        self._x: np.ndarray | None = x
+    __slots__ = ("_request", "_x")
+
+    def __init__(self, request: MPI.Request, x: np.ndarray) -> None:
+        self._request = request
+        self._x = x
 
     def test(self) -> bool:
-        done = bool(MPI.Request.Testall(self._requests))
-        if done:
-            self._x = None
-        return done
+        return bool(self._request.Test())
 
     def wait(self) -> None:
-        MPI.Request.Waitall(self._requests)
-        self._x = None
+        self._request.Wait()
 
 
 class MpiReceive:
     """A receive of MPI, which must bring as many bytes as were expected."""
+
+    __slots__ = ("_request", "_source", "_status", "_x")
 
     def __init__(self, request: MPI.Request, x: np.ndarray, source: int) -> None:
         self._request = request
@@ -80,6 +81,22 @@ class MpiReceive:
         )
 
 
+class Pieces:
+    """The requests of an array that went in several pieces."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = list(requests)
+
+    def test(self) -> bool:
+        while self._requests and self._requests[-1].test():
+            self._requests.pop()
+        return not self._requests
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+
 class MpiCommunicator:
     """The ranks of an MPI communicator (see `Communicator`).
 
@@ -95,14 +112,15 @@ class MpiCommunicator:
     def barrier(self) -> None:
         self.mpi.Barrier()
 
-    def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> MpiRequest:
-        return MpiRequest([self.mpi.Isend(piece, dest, tag) for piece in _pieces(_known(x))], x)
+    def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> Request:
+        if x.size <= MAX_ELEMENTS:
+            return MpiRequest(self.mpi.Isend(_known(x), dest, tag), x)
+        return Pieces(self.isend(piece, dest, tag) for piece in _pieces(x))
 
-    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> MpiReceive | MpiRequest:
-        pieces = _pieces(_known(x))
-        if len(pieces) == 1:
-            return MpiReceive(self.mpi.Irecv(pieces[0], source, tag), x, source)
-        return MpiRequest([self.mpi.Irecv(piece, source, tag) for piece in pieces], x)
+    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
+        if x.size <= MAX_ELEMENTS:
+            return MpiReceive(self.mpi.Irecv(_known(x), source, tag), x, source)
+        return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         resolve("allreduce", op, x.dtype)
@@ -132,8 +150,8 @@ class MpiCommunicator:
             self.mpi.Allreduce(MPI.IN_PLACE, piece, MPI.MAX)
         return nan
 
-    def native_iallreduce(self, x: np.ndarray, op: str) -> MpiRequest:
-        return MpiRequest([self.mpi.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]) for piece in _pieces(x)], x)
+    def native_iallreduce(self, x: np.ndarray, op: str) -> Request:
+        return Pieces(MpiRequest(self.mpi.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]), x) for piece in _pieces(x))
 
     def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         if x.size > MAX_ELEMENTS or x.dtype == np.float16 or (op in ("min", "max") and x.dtype.kind == "f"):
