@@ -1,0 +1,167 @@
+"""Hosts on this machine, with links of a given rate between them: the Python face of ``cluster.sh``.
+
+For tests and benchmarks across machines where there is only one. It needs root and Linux namespaces; `obstacle` says
+what is missing. MPI takes the hosts for separate machines, but they share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from .. import errors
+from ..errors import HpcdpError
+from ..kernels import cache_dir
+
+SCRIPT = Path(__file__).resolve().with_name("cluster.sh")
+
+# The folder that holds the package.
+_LIBRARY = Path(errors.__file__).resolve().parent.parent
+
+# Each host has these for itself.
+_PRIVATE = tuple(map(Path, ("/tmp", "/run", "/dev/shm")))
+
+
+class ClusterError(HpcdpError):
+    """A cluster could not be made, or a command on it failed."""
+
+
+def obstacle() -> str | None:
+    """Why no cluster can be made here (not root, a missing tool, no namespaces), in one line; None where it can."""
+    if sys.platform != "linux" or shutil.which("bash") is None:
+        return "needs Linux and bash"
+    done = subprocess.run(["bash", SCRIPT, "check"], capture_output=True, text=True)
+    return _reason(done) if done.returncode else None
+
+
+class Cluster:
+    """``hosts`` hosts, numbered from 1, as a context manager: they are up inside it and are gone after it.
+
+    They end also when this process is killed. ``folder`` is a new one that every host sees under the same path, as it
+    does everything outside /tmp, /run and /dev/shm, and of those the Python environment, the source tree, the compiled
+    kernels and the folders in ``share``.
+
+    Args:
+        hosts: how many, 1 to 99.
+        rate: of every host's link in each direction, as tc(8) writes it, e.g. ``"1gbit"``.
+        share: further folders that all hosts see.
+
+    Raises:
+        ClusterError: on entry, where no cluster can be made.
+    """
+
+    def __init__(self, hosts: int, rate: str = "1gbit", share: Sequence[str | Path] = ()) -> None:
+        self.hosts = hosts
+        self.folder = Path()
+        self._rate = rate
+        wanted = [sys.prefix, sys.base_prefix, _LIBRARY, cache_dir(), *share]
+        self._shared = sorted({path for path in (Path(each).resolve() for each in wanted) if _is_private(path)})
+
+    def __enter__(self) -> Cluster:
+        self.folder = Path(tempfile.mkdtemp(prefix="hpcdp-cluster-"))
+        shares = [argument for path in self._shared for argument in ("--share", str(path))]
+        command = ["up", str(self.hosts), "--rate", self._rate, *shares, "--until", str(os.getpid())]
+        try:
+            self._control(*command)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def mpirun(
+        self, ranks_per_node: int | Sequence[int], argv: Sequence[str | Path], timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``argv`` as ranks of all hosts, by the mpirun that lies beside the program ``argv[0]``.
+
+        Args:
+            ranks_per_node: of every host, or one number for each.
+            argv: the program and its arguments. It gets this process's environment; with Open MPI only what begins
+                with ``HPCDP_``, ``PYTHON`` or ``OMPI_MCA_``.
+            timeout_s: the job is ended after so many seconds.
+
+        Returns:
+            The job's exit status and what it wrote; 124 when it was ended.
+        """
+        slots = str(ranks_per_node) if isinstance(ranks_per_node, int) else ",".join(map(str, ranks_per_node))
+        return self._run(["mpirun", slots, *map(str, argv)], timeout_s)
+
+    def on(self, host: int, argv: Sequence[str | Path], timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run ``argv`` on one host; 124 as its exit status when it was ended after ``timeout_s`` seconds."""
+        return self._run(["sh", str(host), *map(str, argv)], timeout_s)
+
+    def cut(self, host: int) -> None:
+        """Pull the cable of ``host``."""
+        self._control("cut", str(host))
+
+    def join(self, host: int) -> None:
+        """Plug the cable of ``host`` in again."""
+        self._control("join", str(host))
+
+    def rate(self, host: int, rate: str) -> None:
+        """Give the link of ``host`` another rate."""
+        self._control("rate", str(host), rate)
+
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(_LIBRARY), os.environ.get("PYTHONPATH", "")]))
+        return {
+            **os.environ,
+            "HPCDP_CLUSTER": str(self.folder),
+            "HPCDP_CACHE_DIR": str(cache_dir()),
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _run(self, command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        process = subprocess.Popen(
+            ["bash", str(SCRIPT), *command],
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        out = err = ended = ""
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            ended = f"ended after {timeout_s:g} s\n"
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                process.kill()
+        if ended:
+            with suppress(subprocess.TimeoutExpired):
+                out, err = process.communicate(timeout=5)
+        return subprocess.CompletedProcess(command, 124 if ended else process.returncode, out, err + ended)
+
+    def _control(self, *command: str) -> None:
+        done = self._run(list(command), 60)
+        if done.returncode:
+            raise ClusterError(f"cluster {command[0]}", got=_reason(done))
+
+    def _end(self) -> None:
+        self._control("down")  # where Ctrl-C ends this, the script's watcher takes the hosts down with this process
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_private(path: Path) -> bool:
+    return any(path.is_relative_to(each) for each in _PRIVATE)
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1].removeprefix("cluster.sh: ") if lines else f"status {done.returncode}"
