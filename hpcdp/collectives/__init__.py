@@ -12,6 +12,8 @@ One algorithm a file:
 - `native`: the MPI library's own.
 - `shared`: the ranks of a node read each other's memory.
 - `ring`, `rings`: around one ring, or several at once.
+- `halving_doubling`: pairs at growing distances exchange halves, quarters, ...
+- `tree`, `double_tree`: up and down a binomial tree, or two binary trees with half of the array each.
 - `hierarchical`: memory inside nodes, rings between them.
 """
 

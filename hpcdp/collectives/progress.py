@@ -13,8 +13,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from ..comm import Request, World
+from ..comm.communicator import split
+
+T = TypeVar("T")
 
 Steps = Generator[Sequence[Request], None, None]
 """A collective under way; each item is a stage: the requests that must be complete before it goes on."""
@@ -95,6 +101,29 @@ def together(machines: Sequence[Steps]) -> Steps:
         yield from machines[0]
     else:
         yield [Together(machines)]
+
+
+LANES = 8
+"""So many segments are on their way at once: while one is added up, another keeps the link busy."""
+
+
+def segments(x: np.ndarray, nbytes: int) -> list[np.ndarray]:
+    """``x``, shape ``(count,)``, in nearly equal pieces of at most about ``nbytes`` bytes; at least one."""
+    return split(x, max(1, -(-x.nbytes // nbytes)))
+
+
+def in_lanes(items: Sequence[T], steps: Callable[[T, int], Steps], tag: int, most: int = LANES) -> list[Steps]:
+    """Machines that run ``steps(item, tag)`` for all ``items``, at most ``most`` at a time, each with a tag of its own.
+
+    The machine of a lane takes every ``most``-th item, one after another.
+    """
+    most = min(most, TAGS, len(items))
+
+    def one_after_another(lane: int) -> Steps:
+        for item in items[lane::most]:
+            yield from steps(item, tag + lane)
+
+    return [one_after_another(lane) for lane in range(most)]
 
 
 def wait_for(test: Callable[[], bool]) -> None:

@@ -23,13 +23,10 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import split
-from .progress import TAGS, Steps, together
+from .progress import LANES, Steps, in_lanes, segments, together
 
 SEGMENT_NBYTES = 1 << 20
 """Longer arrays go in segments of about so many bytes."""
-
-LANES = 8
-"""So many segments are on their way at once: while one is added up, another keeps the link busy."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +93,8 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Ste
 
 def lanes(x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES) -> list[Steps]:
     """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
-    segments = split(x, max(1, -(-x.nbytes // SEGMENT_NBYTES)))
-    most = min(most, TAGS, len(segments))
-    return [_one_after_another(segments[lane::most], op, ring, tag + lane) for lane in range(most)]
-
-
-def _one_after_another(segments: Sequence[np.ndarray], op: Reduction, ring: Ring, tag: int) -> Steps:
-    for segment in segments:
-        yield from allreduce_segment(segment, op, ring, tag)
+    pieces = segments(x, SEGMENT_NBYTES)
+    return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:

@@ -21,8 +21,8 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..errors import UnsupportedError
-from .progress import TAGS, Steps, together
-from .ring import LANES, Ring, lanes
+from .progress import LANES, TAGS, Steps, together
+from .ring import Ring, lanes
 
 
 def allreduce(

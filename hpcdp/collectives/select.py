@@ -9,7 +9,7 @@ import numpy as np
 
 from ..comm import Reduction, World
 from ..errors import UnsupportedError
-from . import hierarchical, native, reference, ring, rings, shared
+from . import double_tree, halving_doubling, hierarchical, native, reference, ring, rings, shared, tree
 from .progress import Progress, Steps, drive
 
 
@@ -53,12 +53,16 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
         "shared": Algorithm(shared.allreduce_steps, shared.allreduce),
         "ring": _flat(ring.allreduce),
         "bidirectional": _flat(rings.both_ways),
+        "halving_doubling": _flat(halving_doubling.allreduce),
+        "tree": _flat(tree.allreduce),
+        "double_tree": _flat(double_tree.allreduce),
         "hierarchical": Algorithm(hierarchical.allreduce),
     },
     "reduce_scatter": {
         "reference": _flat(reference.reduce_scatter),
         "native": Algorithm(None, native.reduce_scatter),
         "ring": _flat(ring.reduce_scatter),
+        "halving_doubling": _flat(halving_doubling.reduce_scatter),
     },
     "allgather": {
         "reference": _flat(reference.allgather),
@@ -68,10 +72,12 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "broadcast": {
         "reference": _flat(reference.broadcast),
         "native": Algorithm(None, native.broadcast),
+        "tree": _flat(tree.broadcast),
     },
     "reduce": {
         "reference": _flat(reference.reduce),
         "native": Algorithm(None, native.reduce),
+        "tree": _flat(tree.reduce),
     },
 }
 """For every collective its algorithms by name."""
@@ -100,5 +106,5 @@ def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, 
     if op is None:
         return "native"
     if not op.named:
-        return {"allreduce": "hierarchical", "reduce_scatter": "ring", "reduce": "reference"}[collective]
+        return {"allreduce": "hierarchical", "reduce_scatter": "ring", "reduce": "tree"}[collective]
     return "shared" if collective == "allreduce" and together and shared.can_reduce(dtype, op) else "native"
