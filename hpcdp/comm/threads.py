@@ -6,12 +6,12 @@ import json
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError, UnsupportedError, WorldAborted
+from ..errors import ConfigError, MismatchError, WorldAborted
 from .communicator import Traffic, split
 from .reductions import reduce_in_order, resolve
 from .shared import patience_for
@@ -27,10 +27,16 @@ class _Job:
         self.changed = threading.Condition()
         self.failed: str | None = None
 
-    def wait_for(self, ready: Callable[[], Any]) -> None:
+    def wait_for(self, ready: Callable[[], bool]) -> None:
         self.changed.wait_for(lambda: self.failed is not None or ready())
-        if self.failed is not None and not ready():
+        self.check(ready)
+
+    def check(self, ready: Callable[[], bool]) -> bool:
+        """Whether what somebody waits for is there; raises where it will not come any more."""
+        done = ready()
+        if self.failed is not None and not done:
             raise WorldAborted("wait", got=self.failed)
+        return done
 
     def fail(self, reason: str) -> None:
         with self.changed:
@@ -62,7 +68,7 @@ class _Receive:
 
     def test(self) -> bool:
         with self._group.job.changed:
-            return self._take()
+            return self._group.job.check(self._take)
 
     def wait(self) -> None:
         with self._group.job.changed:
@@ -74,8 +80,8 @@ class _Receive:
             message = box.popleft()
             if message.nbytes != self._x.nbytes:
                 source, _, tag = self._key
-                raise UnsupportedError(
-                    "irecv", where=f"from {source}, tag {tag}", expected=f"{self._x.nbytes} bytes", got=message.nbytes
+                raise MismatchError(
+                    "receive", where=f"from {source}, tag {tag}", expected=f"{self._x.nbytes} bytes", got=message.nbytes
                 )
             self._x.reshape(-1)[...] = message.view(self._x.dtype)
             self._done = True
@@ -95,15 +101,18 @@ class _Meeting:
             group.job.changed.notify_all()
 
     def test(self) -> bool:
-        if len(self._inputs) < self._group.size:
+        if not self._group.job.check(self._complete):
             return False
         self._x[...] = reduce_in_order([self._inputs[rank] for rank in range(self._group.size)], self._op)
         return True
 
     def wait(self) -> None:
         with self._group.job.changed:
-            self._group.job.wait_for(lambda: len(self._inputs) == self._group.size)
+            self._group.job.wait_for(self._complete)
         self.test()
+
+    def _complete(self) -> bool:
+        return len(self._inputs) == self._group.size
 
 
 class ThreadCommunicator:
@@ -194,17 +203,17 @@ class ThreadMemory:
         return block
 
     def check(self) -> None:
-        if self._job.failed is not None:
-            raise WorldAborted("wait", got=self._job.failed)
+        self._job.check(lambda: False)
 
 
-def run(n: int, fn: Callable[[World], T], ranks_per_node: int | None = None) -> list[T]:
+def run(n: int, fn: Callable[[World], T], ranks_per_node: int | Sequence[int] | None = None) -> list[T]:
     """Call ``fn(world)`` on ``n`` ranks at once, each a thread of this process.
 
     Args:
         n: the number of ranks.
         fn: what each rank does; its world's communicators are `ThreadCommunicator` with a ``traffic``.
-        ranks_per_node: ranks on each (virtual) node, the last one may have fewer; all on one node when None.
+        ranks_per_node: ranks on each (virtual) node, the last one may have fewer; or those of every node, n together;
+            all on one node when None.
 
     Returns:
         What ``fn`` returned, by rank.
@@ -212,11 +221,8 @@ def run(n: int, fn: Callable[[World], T], ranks_per_node: int | None = None) -> 
     Raises:
         BaseException: what the first rank to fail raised; the others are released with `WorldAborted`.
     """
-    per_node = n if ranks_per_node is None else ranks_per_node
-    if n < 1 or per_node < 1:
-        raise ConfigError("threads.run", expected="at least 1 rank and 1 rank a node", got=f"{n} and {per_node}")
     job = _Job()
-    worlds = _worlds(job, n, per_node)
+    worlds = _worlds(job, n, _node_sizes(n, ranks_per_node))
     results: list[Any] = [None] * n
     failures: list[BaseException] = []
 
@@ -238,16 +244,28 @@ def run(n: int, fn: Callable[[World], T], ranks_per_node: int | None = None) -> 
     return results
 
 
-def _worlds(job: _Job, n: int, per_node: int) -> list[World]:
+def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]:
+    if isinstance(ranks_per_node, Sequence):
+        sizes = list(ranks_per_node)
+    else:
+        per_node = n if ranks_per_node is None else ranks_per_node
+        sizes = [min(per_node, n - first) for first in range(0, n, per_node)] if per_node > 0 else []
+    if not sizes or min(sizes) < 1 or sum(sizes) != n:
+        raise ConfigError(
+            "threads.run", expected="at least 1 rank, and 1 rank a node", got=f"{n} and {ranks_per_node} a node"
+        )
+    return sizes
+
+
+def _worlds(job: _Job, n: int, sizes: list[int]) -> list[World]:
     everyone = _Group(job, n)
-    sizes = [min(per_node, n - first) for first in range(0, n, per_node)]
     nodes = [_Group(job, size) for size in sizes]
     num_rails = min(sizes)
     rails = [_Group(job, len(sizes)) for _ in range(num_rails)]
     cores = len(os.sched_getaffinity(0))
     worlds = []
-    for rank in range(n):
-        node, local_rank = divmod(rank, per_node)
+    places = [(node, local_rank) for node, size in enumerate(sizes) for local_rank in range(size)]
+    for rank, (node, local_rank) in enumerate(places):
         node_comm = ThreadCommunicator(nodes[node], local_rank)
         worlds.append(
             World(

@@ -6,7 +6,7 @@ import pytest
 from hpcdp.comm import threads
 from hpcdp.comm.agreement import require_same
 from hpcdp.comm.shared import Gate
-from hpcdp.errors import ConfigError, MismatchError, UnsupportedError, WorldAborted
+from hpcdp.errors import ConfigError, MismatchError, WorldAborted
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
@@ -46,7 +46,7 @@ def test_a_message_of_another_length_is_refused():
         else:
             world.comm.irecv(np.zeros(2), 0).wait()
 
-    with pytest.raises(UnsupportedError, match="expected 16 bytes, got 24"):
+    with pytest.raises(MismatchError, match="expected 16 bytes, got 24"):
         threads.run(2, rank)
 
 
@@ -65,6 +65,20 @@ def test_nodes_and_rails(n, per_node):
         assert (rail is not None) == (local_rank < num_rails)
         if rail is not None:
             assert (rail.rank, rail.size) == (node, num_nodes)
+
+
+def test_nodes_of_given_sizes():
+    def rank(world):
+        return world.node, world.local_rank, world.local_size, world.num_rails, world.rail_comm is not None
+
+    assert threads.run(6, rank, ranks_per_node=(2, 1, 3)) == [
+        (0, 0, 2, 1, True),
+        (0, 1, 2, 1, False),
+        (1, 0, 1, 1, True),
+        (2, 0, 3, 1, True),
+        (2, 1, 3, 1, False),
+        (2, 2, 3, 1, False),
+    ]
 
 
 def test_node_memory_is_shared_inside_a_node_only():
@@ -102,6 +116,18 @@ def test_a_rank_that_waits_in_shared_memory_is_released_too():
         if world.rank == 1:
             raise ValueError("gone")
         gate.barrier()
+
+    with pytest.raises(ValueError, match="gone"):
+        threads.run(2, rank)
+
+
+def test_a_rank_that_asks_for_a_message_in_a_loop_is_released_too():
+    def rank(world):
+        if world.rank == 1:
+            raise ValueError("gone")
+        message = world.comm.irecv(np.zeros(1), 1)
+        while not message.test():
+            time.sleep(0.001)
 
     with pytest.raises(ValueError, match="gone"):
         threads.run(2, rank)
@@ -154,3 +180,5 @@ def test_impossible_sizes_are_refused():
         threads.run(0, lambda world: None)
     with pytest.raises(ConfigError):
         threads.run(2, lambda world: None, ranks_per_node=0)
+    with pytest.raises(ConfigError, match=r"got 4 and \(2, 1\) a node"):
+        threads.run(4, lambda world: None, ranks_per_node=(2, 1))
