@@ -63,13 +63,24 @@ class _Machine:
         waiting = self._waiting
         while True:
             while waiting:
-                if not waiting[-1].test():
-                    return False
+                try:
+                    if not waiting[-1].test():
+                        return False
+                except Exception as error:
+                    return self._fail(error)
                 waiting.pop()
             stage = next(self._steps, None)
             if stage is None:
                 return True
             waiting.extend(stage)
+
+    def _fail(self, error: Exception) -> bool:
+        """Raise ``error`` where the machine waits; whether that has ended it."""
+        try:
+            self._waiting = list(self._steps.throw(error))
+        except StopIteration:
+            return True
+        return False
 
 
 class Together:
@@ -155,21 +166,31 @@ class Progress:
         return self._count * TAGS
 
     def start(self, steps: Steps) -> Request:
-        """Let a machine progress with the others whenever one of their requests is asked for."""
-        ended = False
+        """Let a machine progress with the others whenever one of their requests is asked for.
+
+        An error ends this machine alone, and is raised to whoever asks for it.
+        """
+        ended, failure = False, None
 
         def to_its_end() -> Steps:
-            nonlocal ended
-            yield from steps
-            ended = True
-
-        self._active.add(to_its_end())
+            nonlocal ended, failure
+            try:
+                yield from steps
+            except Exception as error:
+                failure = error
+            finally:
+                ended = True
 
         def test() -> bool:
             if not ended:
                 self._active.test()
+            if failure is not None:
+                raise failure
             return ended
 
+        self._active.add(to_its_end())
+        if failure is not None:
+            raise failure
         return Until(test)
 
     def finish(self) -> None:
