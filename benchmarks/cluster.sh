@@ -49,12 +49,17 @@ within_limit() {                       # until "$@" holds; a status of 1 when it
   done
 }
 
-# A process is recorded as its id and its network namespace: after a restart of the machine the id may be another's.
-record() { echo "$2 $(readlink /proc/"$2"/ns/net)" >"$STATE/$1"; }
+# A process is recorded as its id and its network namespace, since the id may be another's by and by. While a program
+# takes another's place (exec) the namespace cannot be read: so wait for that before asking.
+record() {                             # NAME ID
+  within_limit namespace_of "$2" >/dev/null || fail "process $2, the $1, has ended"
+  echo "$2 $(namespace_of "$2")" >"$STATE/$1"
+}
+namespace_of() { readlink "/proc/$1/ns/net"; }
 
 recorded() {                           # the id of the recorded process, if that is still alive
   local id namespace
-  [[ -f $STATE/$1 ]] && read -r id namespace <"$STATE/$1" && [[ $(readlink /proc/"$id"/ns/net) == "$namespace" ]] &&
+  [[ -f $STATE/$1 ]] && read -r id namespace <"$STATE/$1" && [[ $(namespace_of "$id") == "$namespace" ]] &&
     echo "$id"
 }
 
@@ -121,7 +126,7 @@ _host() {                              # the first process of host $1
 gone_from_switch() { ! switch ip link show "port$1" &>/dev/null; }
 child_of() { ID=$(pgrep -P "$1") || ! kill -0 "$1" 2>/dev/null; }
 answers() { nsenter -t "$1" -m test -s /run/sshd.log || ! kill -0 "$1" 2>/dev/null; }
-changed_network() { [[ $(readlink /proc/"$1"/ns/net) != $(readlink /proc/self/ns/net) ]]; }
+runs_sleep() { [[ $(<"/proc/$1/comm") == sleep ]]; }
 
 boot() {
   local i=$1 first starter ID=
@@ -175,7 +180,7 @@ up() {
   echo "$rate" >"$STATE/rate"
   write_configuration "$n"
   setsid unshare --net sleep infinity </dev/null &>/dev/null &
-  within_limit changed_network $! || fail "the switch does not start"
+  within_limit runs_sleep $! || fail "the switch does not start"
   record switch $!
   switch ip link add br0 type bridge
   switch ip link set br0 up
@@ -192,7 +197,7 @@ down() {
   for name in $(hosts | sed s/^/node/) switch watcher; do
     if id=$(recorded "$name") && ((id != $$)); then
       kill -9 -"$id" "$id" 2>/dev/null || true
-      while [[ -d /proc/$id ]]; do sleep .01; done
+      while recorded "$name" >/dev/null; do sleep .01; done
     fi
     rm -f "$STATE/$name"
   done
