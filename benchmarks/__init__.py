@@ -1,9 +1,11 @@
-"""Floor 7: benchmarks. Imports: comm, collectives, gradients, train, nn, optim, autograd, kernels, errors.
+"""Floor 7: benchmarks. Imports: launch, comm, collectives, gradients, train, nn, optim, autograd, kernels, errors.
 
 How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.
 
 - `floor` measures the machine: bare exchanges over shared memory, the copy rate, the latency between two cores.
-- `allreduce` prints OSU-style columns of one algorithm; `compare` alternates it with the floor and other libraries.
+- `command` is ``hpcdp bench``: `point_to_point` messages and every `collective`, in the columns of OSU's benchmarks or
+  nccl-tests (`options`, `style`, `plot`).
+- `compare` alternates allreduce with the floor and other libraries.
 - `gradients` does so for gradients through a Trainer: reduce and update by owners.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
 - `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.

@@ -4,18 +4,25 @@
 the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that were written just
 before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's, ``peer x`` the best
 peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets in the node's memory
-(``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``). A library that needs an environment of its own
-(MPICH beside Open MPI) is compared by `run`, which alternates whole jobs.
+(``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``).
+
+MPICH needs an environment of its own beside Open MPI, so whole jobs alternate with it: ``python -m
+hpcdp.benchmarks.compare --mpich .venv-mpich/bin/python`` starts them, outside mpirun, and joins what they report. The
+suite, `run`, goes the same way.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import comm
-from .allreduce import ours
+from .collective import ours
 from .floor import STAGED, Floor, copy_rates
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core, write_json
@@ -33,6 +40,8 @@ from .measure import (
     wrong,
 )
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
+from .report import allreduce_rounds, best_peer_ratio, median_by_size
+from .run import Suite
 
 OURS = ("hpcdp buckets", "hpcdp any array")
 
@@ -92,12 +101,45 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
     )
 
 
+def alternate_jobs(args: argparse.Namespace) -> int:
+    """Rounds of this comparison and of MPICH's allreduce as jobs in turn; the table of all, and the exit status."""
+    suite = Suite(args.ranks, args.sizes, args.rounds, False, args.mpich)
+    for _ in range(args.rounds):
+        suite.allreduces(["-m", args.sizes, "--factor", str(args.factor)], ["-i", str(args.iterations)])
+    for failure in suite.failures:
+        print(f"# failed: {failure}")
+    rounds, peers = allreduce_rounds(suite.results)
+    if rounds:
+        names = (*OURS, *peers)
+        best = {own: best_peer_ratio(rounds, own, peers) for own in OURS}
+        print(f"# medians over {args.rounds} rounds, us; peer x: the best peer's time over that of each of hpcdp's")
+        print(f"{'# Size':<8}{''.join(f'{name:>{_width(name)}}' for name in names)}{'peer x':>14}  best peer")
+        columns = {name: median_by_size(rounds, partial(_median_of, name)) for name in names}
+        for nbytes in columns[OURS[0]]:
+            cells = "".join(f"{columns[name].get(nbytes, np.nan):>{_width(name)}.2f}" for name in names)
+            ratios = " ".join(f"{best[own][nbytes][0]:.2f}" for own in OURS if nbytes in best[own])
+            print(f"{format_size(nbytes):<8}{cells}{ratios:>14}  {best[OURS[0]].get(nbytes, (0, '-'))[1]}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(suite.results, indent=1) + "\n")
+    return 1 if suite.failures else 0
+
+
+def _median_of(name: str, row: dict[str, Any]) -> float | None:
+    return row["median_us"].get(name)
+
+
 def _width(name: str) -> int:
     return max(11, len(name) + 2)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = sweep_parser("hpcdp.benchmarks.compare", __doc__, "4:64M", "message sizes in bytes", 3).parse_args(argv)
+    parser = sweep_parser("hpcdp.benchmarks.compare", __doc__, "4:64M", "message sizes in bytes", 3)
+    parser.add_argument("--mpich", metavar="PYTHON", help="start jobs in turn with this Python, which has MPICH")
+    parser.add_argument("--ranks", type=int, default=2, help="of those jobs")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each of those jobs is run")
+    args = parser.parse_args(argv)
+    if args.mpich:
+        return alternate_jobs(args)
     world = comm.init()
     pin_to_own_core(world)
     sizes = size_range(args.sizes, args.factor)

@@ -25,8 +25,8 @@ import numpy as np
 from .. import comm
 from ..collectives import ALGORITHMS, allreduce
 from ..errors import ConfigError, UnsupportedError
-from .allreduce import ours
 from .cluster import Cluster, ClusterError, obstacle
+from .collective import ours
 from .machine import describe, write_json
 from .measure import (
     Candidate,

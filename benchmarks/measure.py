@@ -47,8 +47,10 @@ def size_range(text: str, factor: int = 2) -> list[int]:
     """The sizes in bytes of ``"min:max"``, each ``factor`` times the one before.
 
     Raises:
-        ConfigError: not ``min:max``, or the minimum is zero or above the maximum.
+        ConfigError: not ``min:max``, the minimum is zero or above the maximum, or the factor is below 2.
     """
+    if factor < 2:
+        raise ConfigError("size factor", expected="2 or more", got=factor)
     low, separator, high = text.partition(":")
     sizes = []
     size, last = (parse_size(low), parse_size(high)) if separator else (0, 0)
@@ -60,9 +62,15 @@ def size_range(text: str, factor: int = 2) -> list[int]:
     return sizes
 
 
-def bus_factor(ranks: int) -> float:
-    """What turns an allreduce's algbw (bytes / time) into busbw: ``2 (n - 1) / n`` (nccl-tests, PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks
+def bus_factor(ranks: int, collective: str = "allreduce") -> float:
+    """What turns algbw (bytes / time) into busbw, the rate at which every rank's link must carry them.
+
+    ``2 (n - 1) / n`` for allreduce, half of it for reduce_scatter and allgather (where all ranks' bytes count), 1 for
+    broadcast and reduce (nccl-tests, PERFORMANCE.md).
+    """
+    if collective in ("broadcast", "reduce"):
+        return 1.0 if ranks > 1 else 0.0
+    return (2 if collective == "allreduce" else 1) * (ranks - 1) / ranks
 
 
 class Candidate(Protocol):
@@ -80,9 +88,9 @@ class Candidate(Protocol):
 
 
 class FreshData:
-    """Inputs of an allreduce that differ on every rank and in every iteration, and the result that they lead to.
+    """Inputs that differ on every rank and in every iteration, and what a collective makes of them.
 
-    They are small whole numbers, so that sums are exact in every dtype.
+    They are small whole numbers, so that sums are exact in every dtype (float16: up to 66 ranks).
     """
 
     def __init__(self, rank: int, ranks: int, dtype: Any = np.float32, op: str = "sum") -> None:
@@ -111,10 +119,18 @@ class FreshData:
         reduction = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[self._op]
         return np.asarray(reduction.reduce(blocks, axis=0, dtype=self._dtype))
 
-    def wrong(self, result: np.ndarray, iteration: int) -> int:
-        """How many elements of ``result``, shape ``(count,)``, are not the reduction over all ranks."""
-        exact = self._op in ("sum", "min", "max") or self._dtype.kind in "iu"
-        return count_wrong(result, self.reduced(iteration), 0.0 if exact else 10 * float(np.finfo(self._dtype).eps))
+    def wrong(self, result: np.ndarray, iteration: int, start: int = 0) -> int:
+        """How many of ``result``, shape ``(count,)``, are not elements ``start`` and on of all ranks' reduction."""
+        tolerance = 0.0
+        if self._dtype.kind == "f":
+            facts = np.finfo(self._dtype)
+            whole = self._op == "sum" and self._largest * self._ranks <= 2 ** (facts.nmant + 1)
+            tolerance = 0.0 if whole or self._op in ("min", "max") else 10 * float(facts.eps)
+        return count_wrong(result, np.roll(self.reduced(iteration), -start), tolerance)
+
+    def wrong_input(self, result: np.ndarray, iteration: int, rank: int) -> int:
+        """How many elements of ``result``, shape ``(count,)``, are not those that `write` gave ``rank``."""
+        return count_wrong(result, self._block(rank, iteration), 0.0)
 
 
 def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
@@ -130,14 +146,15 @@ def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
 
 @dataclass
 class Exchange:
-    """An allreduce that is called from Python.
+    """A collective that is called from Python.
 
     Args:
         name: as printed.
         data: the inputs.
         x: this rank's input, shape ``(count,)``.
-        result: where the sum ends; may be ``x``.
-        call: does the allreduce.
+        result: where the result ends; may be ``x``.
+        call: does it.
+        check: how many elements of ``result`` are wrong in this iteration; default those of an allreduce.
     """
 
     name: str
@@ -145,6 +162,7 @@ class Exchange:
     x: np.ndarray
     result: np.ndarray
     call: Callable[[], Any]
+    check: Callable[[np.ndarray, int], int] | None = None
 
     def refresh(self, iteration: int) -> None:
         self.data.write(self.x, iteration)
@@ -155,7 +173,7 @@ class Exchange:
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
-        return self.data.wrong(self.result, iteration)
+        return (self.check or self.data.wrong)(self.result, iteration)
 
 
 @dataclass
@@ -265,7 +283,7 @@ def sweep_parser(
     """The flags of a comparison over sizes: OSU's -m, -i and -x, the factor between sizes, a file for the figures."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("-m", dest="sizes", default=sizes, metavar="MIN:MAX", help=size_help)
-    parser.add_argument("-f", dest="factor", type=int, default=4, help="each size is so many times the one before")
+    parser.add_argument("--factor", type=int, default=4, help="each size is so many times the one before")
     parser.add_argument("-i", dest="iterations", type=int, default=100)
     parser.add_argument("-x", dest="warmup", type=int, default=warmup)
     parser.add_argument("--json", metavar="FILE")

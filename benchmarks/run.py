@@ -49,10 +49,14 @@ class Suite:
     failures: list[str] = field(default_factory=list)
 
     def job(self, kind: str, benchmark: str, arguments: list[str], *, ranks: int, python: str = sys.executable) -> None:
-        """Run ``hpcdp.benchmarks.<benchmark>`` on ``ranks`` ranks and append its report to ``results[kind]``."""
+        """Run ``hpcdp.benchmarks.<benchmark>`` on ``ranks`` ranks and append its report to ``results[kind]``.
+
+        ``"bench"`` is `hpcdp bench`, whose arguments begin with what to measure.
+        """
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             report = Path(folder, "report.json")
-            command = [python, "-m", f"hpcdp.benchmarks.{benchmark}", *arguments, "--json", str(report)]
+            module = ["hpcdp.cli", "bench"] if benchmark == "bench" else [f"hpcdp.benchmarks.{benchmark}"]
+            command = [python, "-m", *module, *arguments, "--json", str(report)]
             if benchmark != "startup":
                 command = [python, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *command]
             print(f"# {kind}: {benchmark} {' '.join(arguments)}", flush=True)
@@ -63,28 +67,31 @@ class Suite:
                 self.results.setdefault(kind, []).append(json.loads(report.read_text()))
             if done.returncode:
                 lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
-                reasons = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+                reasons = [line for line in lines if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
                 reason = (reasons or lines[-1:] or ["it said nothing"])[0]
                 self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): status {done.returncode}, {reason}")
 
     def collectives(self) -> None:
         """One round of the jobs that compare allreduce, and reduce and update, with other libraries."""
         iterations = ["-i", "4" if self.brief else "40"]
-        sizes = ["-m", f"4:{self.largest}", *iterations]
         updates = ["-m", f"64K:{self.largest}", *iterations]
-        self.job("allreduce", "compare", sizes, ranks=self.ranks)
-        if self.mpich:
-            native = [*sizes, "-f", "4", "--algorithm", "native"]
-            self.job("allreduce MPICH", "allreduce", native, ranks=self.ranks, python=self.mpich)
+        self.allreduces(["-m", f"4:{self.largest}", "--factor", "4"], iterations)
         self.job("updates", "gradients", updates, ranks=self.ranks)
         if self.mpich:
             self.job("updates MPICH", "gradients", updates, ranks=self.ranks, python=self.mpich)
+
+    def allreduces(self, sizes: list[str], iterations: list[str]) -> None:
+        """One round of allreduce, hpcdp turn by turn with Open MPI and gloo, then MPICH's in a job of its own."""
+        self.job("allreduce", "compare", [*sizes, *iterations], ranks=self.ranks)
+        if self.mpich:
+            native = ["allreduce", *sizes, "--algorithm", "native", *(["-i", "4"] if self.brief else [])]
+            self.job("allreduce MPICH", "bench", native, ranks=self.ranks, python=self.mpich)
 
     def more_ranks(self) -> None:
         """Allreduce by 3 and 4 ranks, which share two cores where the machine has no more."""
         iterations = ["-i", "4" if self.brief else "30"]
         for ranks in (3, 4):
-            self.job(f"allreduce {ranks}", "compare", ["-m", "4:16M", "-f", "16", *iterations], ranks=ranks)
+            self.job(f"allreduce {ranks}", "compare", ["-m", "4:16M", "--factor", "16", *iterations], ranks=ranks)
 
     def training(self, batch: int) -> None:
         """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each."""

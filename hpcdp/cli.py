@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, train, comm, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import hpcdp
 from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
 
 if TYPE_CHECKING:
+    from hpcdp.benchmarks.options import Parser
     from hpcdp.train.config import TrainConfig
 
 _MOST_RANKS = 1_000_000
@@ -41,6 +42,11 @@ examples:
   hpcdp launch -n 4 -- python train.py --epochs 3
   hpcdp launch -n 2 --mpi-args="--bind-to core" -- python train.py
 """
+_FORWARDING = {
+    "bench": "measure messages and collectives",
+    "tune": "measure this machine and save which algorithms suit it",
+}
+"""Commands whose rooms parse the rest of the line themselves."""
 _INFO_EXAMPLES = """\
 examples:
   hpcdp info
@@ -69,18 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
 
 
-def _fail(reason: object, status: int) -> int:
+def _fail(reason: object, status: int, *, by_all: bool = False) -> int:
     """Says why on one line of stderr; a rank of a job ends here, without MPI_Finalize, which waits for all ranks.
 
-    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it. Of an interrupt the
-    launcher speaks.
+    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it, and where that is
+    certain (``by_all``) they say nothing. Of an interrupt the launcher speaks.
     """
     from hpcdp.launch.local import launched_rank
 
     rank = launched_rank()
     if rank:
-        time.sleep(0.2)
-    if rank is None or status != _INTERRUPTED:
+        time.sleep(1.0 if by_all else 0.2)
+    if rank is None or (status != _INTERRUPTED and not (rank and by_all)):
         with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
             print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
     if rank is not None:
@@ -89,22 +95,18 @@ def _fail(reason: object, status: int) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage as `ConfigError`, one line, where argparse prints all options."""
-
-    def error(self, message: str) -> NoReturn:
-        about = self.prog.removeprefix("hpcdp").strip()
-        raise ConfigError(f"{about}: {message}" if about else message, remedy=f"{self.prog} -h lists the options")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    from hpcdp.benchmarks.options import Parser
     from hpcdp.train.config import check_name
 
-    parser = _Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.", allow_abbrev=False)
+    if argv and argv[0] in _FORWARDING:
+        return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])
+    parser = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
     adders = {"train": _add_train, "launch": _add_launch, "info": _add_info, "doctor": _add_doctor}
     known = {name: add(commands) for name, add in adders.items()}
+    known |= {name: _add_command(commands, name, about, run=_forward) for name, about in _FORWARDING.items()}
     if argv and not argv[0].startswith("-"):
         check_name("command", argv[0], known)
     arguments, unknown = parser.parse_known_args(argv)
@@ -117,8 +119,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int], **options: Any) -> _Parser:
-    parser: _Parser = commands.add_parser(
+def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int], **options: Any) -> Parser:
+    parser: Parser = commands.add_parser(
         name,
         help=about,
         description=about[0].upper() + about[1:] + ".",
@@ -130,7 +132,7 @@ def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int
     return parser
 
 
-def _add_train(commands: Any) -> _Parser:
+def _add_train(commands: Any) -> Parser:
     from hpcdp.train.config import TrainConfig, kind_of
 
     parser = _add_command(
@@ -164,7 +166,7 @@ def _metavar(name: str, kind: type) -> str:
     return "DIR" if name.endswith("_dir") else {int: "N", float: "X", str: "NAME"}[kind]
 
 
-def _add_launch(commands: Any) -> _Parser:
+def _add_launch(commands: Any) -> Parser:
     parser = _add_command(
         commands,
         "launch",
@@ -179,7 +181,7 @@ def _add_launch(commands: Any) -> _Parser:
     return parser
 
 
-def _add_info(commands: Any) -> _Parser:
+def _add_info(commands: Any) -> Parser:
     parser = _add_command(
         commands, "info", "show versions, MPI library, cores, memory and devices", run=_info, epilog=_INFO_EXAMPLES
     )
@@ -187,7 +189,7 @@ def _add_info(commands: Any) -> _Parser:
     return parser
 
 
-def _add_doctor(commands: Any) -> _Parser:
+def _add_doctor(commands: Any) -> Parser:
     return _add_command(
         commands, "doctor", "look for the usual breakages of an installation and say the remedies", run=_doctor
     )
@@ -255,6 +257,20 @@ def _launch(arguments: argparse.Namespace) -> int:
     if not program:
         raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
     return launch(int(arguments.ranks), program, arguments.mpi_args)
+
+
+def _forward(arguments: argparse.Namespace) -> int:
+    """Every rank of a job calls, and what is wrong is so for all."""
+    try:
+        if arguments.name == "bench":
+            from hpcdp.benchmarks import command
+
+            return command.main(arguments.rest)
+        from hpcdp.benchmarks import tune
+
+        return tune.main(arguments.rest)
+    except ConfigError as error:
+        return _fail(error, 2, by_all=True)
 
 
 def _info(arguments: argparse.Namespace) -> int:

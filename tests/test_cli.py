@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("", "train", "launch", "info", "doctor")
+COMMANDS = ("", "train", "launch", "info", "doctor", "bench")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
 
 
@@ -32,7 +32,15 @@ def test_help_fits_a_terminal(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-h"], ["train", "-h"], ["launch", "-n", "0", "--", "x"], ["train", "--lr", "x"]]
+    "arguments",
+    [
+        ["-h"],
+        ["train", "-h"],
+        ["bench", "-h"],
+        ["bench", "latencies"],
+        ["launch", "-n", "0", "--", "x"],
+        ["train", "--lr", "x"],
+    ],
 )
 def test_neither_help_nor_an_error_loads_mpi_or_numpy(arguments: list[str]) -> None:
     code = (
@@ -75,7 +83,7 @@ def test_the_public_face() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, launch, info, doctor"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, launch, info, doctor, bench, tune"),
         ([], "hpcdp: the following arguments are required: COMMAND; hpcdp -h lists the options"),
         (["train", "lenet", "extra"], "hpcdp: train: unexpected argument 'extra'; hpcdp train -h lists the options"),
         (["train", "--run-dir", ""], "setting run_dir: expected a name, got ''"),

@@ -1,0 +1,269 @@
+"""Collectives over message sizes: what one call takes, for hpcdp and for the MPI library."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import collectives
+from ..comm import World
+from ..comm.communicator import bounds, split
+from .measure import Exchange, FreshData, Schedule, alternate, bus_factor, gather, timing, wrong
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is the same at every size.
+
+    Args:
+        collective: a name in `CALLS`, or iallreduce.
+        dtype: of the elements.
+        op: of collectives that reduce.
+        algorithm: as the collective takes it.
+        iterations: None for as many as suit the size.
+        warmup: untimed calls before.
+        validate: whether results are checked.
+        out_of_place: whether calls with a separate result are timed too.
+    """
+
+    collective: str
+    dtype: np.dtype
+    op: str = "sum"
+    algorithm: str = "auto"
+    iterations: int | None = None
+    warmup: int = 10
+    validate: bool = True
+    out_of_place: bool = False
+
+    def schedule(self, nbytes: int, usual: int) -> Schedule:
+        """``iterations`` where they were given, else about ``usual``, and fewer of large messages."""
+        if self.iterations is None:
+            return Schedule.for_size(nbytes, usual, self.warmup)
+        return Schedule(self.iterations, 1, self.warmup)
+
+
+class Buffers:
+    """A rank's arrays for one sweep, large enough for its largest message.
+
+    Args:
+        sweep: its collective and dtype decide how much is needed: see `elements`.
+        count: the elements of the largest message.
+        world: whose ranks take part.
+    """
+
+    def __init__(self, sweep: Sweep, count: int, world: World) -> None:
+        self.world = world
+        self.data = FreshData(world.rank, world.size, sweep.dtype, sweep.op)
+        self.x, self.out = (np.empty(size, sweep.dtype) for size in elements(sweep, count, world.size))
+
+
+def elements(sweep: Sweep, count: int, ranks: int) -> tuple[int, int]:
+    """How many elements a rank's input and its result need for a message of ``count`` elements.
+
+    The message of an allgather is what each rank brings, as in OSU's benchmarks; of all others it is the whole array.
+    """
+    if sweep.collective == "allgather":
+        return count if sweep.out_of_place else 0, ranks * count
+    return count, count if sweep.out_of_place else 0
+
+
+Call = Callable[[np.ndarray, np.ndarray, Sweep, World], Any]
+"""Does one collective on this rank's input and result, which may lie in each other."""
+
+CALLS: dict[str, Call] = {
+    "allreduce": lambda x, out, how, world: collectives.allreduce(
+        x, how.op, world, how.algorithm, None if out is x else out
+    ),
+    "reduce_scatter": lambda x, out, how, world: collectives.reduce_scatter(x, how.op, world, how.algorithm, out),
+    "allgather": lambda x, out, how, world: collectives.allgather(x, world, how.algorithm, out),
+    "broadcast": lambda x, out, how, world: collectives.broadcast(x, 0, world, how.algorithm),
+    "reduce": lambda x, out, how, world: collectives.reduce(
+        x, how.op, 0, world, how.algorithm, None if out is x else out
+    ),
+}
+LIBRARY: dict[str, Call] = {
+    "allreduce": lambda x, out, how, world: world.comm.native_allreduce(x, how.op),
+    "reduce_scatter": lambda x, out, how, world: world.comm.native_reduce_scatter(x, out, how.op),
+    "allgather": lambda x, out, how, world: world.comm.native_allgather(out),
+    "broadcast": lambda x, out, how, world: world.comm.native_broadcast(x, 0),
+    "reduce": lambda x, out, how, world: world.comm.native_reduce(x, how.op, 0),
+}
+"""The MPI library's own, in place."""
+
+
+def ours(name: str, data: FreshData, x: np.ndarray, world: World, how: dict[str, str]) -> Exchange:
+    """hpcdp's allreduce of ``x`` in place, to be timed beside others; ``how`` holds ``algorithm`` and ``op``."""
+    return Exchange(name, data, x, x, lambda: collectives.allreduce(x, world=world, **how))
+
+
+def exchange(how: Sweep, buffers: Buffers, count: int, *, in_place: bool = True, library: bool = False) -> Exchange:
+    """One collective of ``count`` elements (see `elements`), and what its result must be; root is rank 0."""
+    name, world, data = how.collective, buffers.world, buffers.data
+    x, out = buffers.x[:count], buffers.out[:count]
+    result = x if in_place else out
+    check: Callable[[np.ndarray, int], int] = data.wrong
+    if name == "reduce_scatter":
+        first, last = bounds(count, world.size)[world.rank : world.rank + 2]
+        own = x[first:last] if in_place else out[: last - first]
+        result = np.empty(own.size, own.dtype) if library else own
+        check = lambda result, iteration: data.wrong(result, iteration, first)  # noqa: E731
+    elif name == "allgather":
+        result = buffers.out[: world.size * count]
+        x = split(result, world.size)[world.rank] if in_place else x
+        check = lambda result, iteration: sum(  # noqa: E731
+            data.wrong_input(part, iteration, rank) for rank, part in enumerate(split(result, world.size))
+        )
+    elif name == "broadcast":
+        check = lambda result, iteration: data.wrong_input(result, iteration, 0)  # noqa: E731
+    elif name == "reduce" and world.rank != 0:
+        result = x
+        check = lambda result, iteration: data.wrong_input(result, iteration, world.rank)  # noqa: E731
+    do = (LIBRARY if library else CALLS)[name]
+    return Exchange(name, data, x, result, lambda: do(x, result, how, world), check)
+
+
+def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = False) -> Iterator[dict[str, Any]]:
+    """Time a collective at every size; every rank must go through it, and gets a row a size.
+
+    A row has ``nbytes`` as asked for, ``count``, ``total_nbytes`` (that of the whole array: of an allgather, of all
+    ranks' together), OSU's ``avg``, ``minimum`` and ``maximum`` and the ``median`` in microseconds, ``iterations``,
+    ``algbw_gb_s``, ``busbw_gb_s`` and ``wrong``, the number of wrong elements over all ranks: all of calls in place.
+    The same with a separate result are in ``out_of_place``, where that is asked for and exists; those of the MPI
+    library are in ``library``.
+    """
+    buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
+    for nbytes in sizes:
+        count = nbytes // how.dtype.itemsize
+        total = nbytes * (world.size if how.collective == "allgather" else 1)
+
+        def measured(*, in_place: bool, library: bool, count: int = count, total: int = total) -> dict[str, Any]:
+            candidate = exchange(how, buffers, count, in_place=in_place, library=library)
+            found = alternate([candidate], world.comm.barrier, how.schedule(total, 200), how.validate)
+            ranks = gather(world, found)[candidate.name]
+            taken = timing(ranks)
+            algbw = total / taken.avg / 1e3
+            busbw = algbw * bus_factor(world.size, how.collective)
+            return {**asdict(taken), "algbw_gb_s": algbw, "busbw_gb_s": busbw, "wrong": wrong(ranks)}
+
+        row = {"nbytes": nbytes, "count": count, "total_nbytes": total, **measured(in_place=True, library=False)}
+        if how.out_of_place and how.collective != "broadcast":
+            row["out_of_place"] = measured(in_place=False, library=False)
+        if beside_library:
+            row["library"] = measured(in_place=True, library=True)
+        yield row
+
+
+class Compute:
+    """Work of a core that takes about as long as it is asked to, in steps of some microseconds."""
+
+    _DIM = 25  # as OSU's
+
+    def __init__(self) -> None:
+        self._a = np.full((self._DIM, self._DIM), 1.0 / self._DIM, np.float32)
+        self._x = np.ones(self._DIM, np.float32)
+        self._y = np.empty(self._DIM, np.float32)
+        begin = time.perf_counter_ns()
+        self.steps(2000)
+        self._step_ns = (time.perf_counter_ns() - begin) / 2000
+
+    def steps(self, number: int) -> None:
+        """So many products of a small matrix and a vector."""
+        for _ in range(number):
+            np.matmul(self._a, self._x, out=self._y)
+
+    def steps_for(self, ns: float) -> int:
+        """How many steps take ``ns`` nanoseconds where nothing else runs."""
+        return max(1, round(ns / self._step_ns))
+
+
+@dataclass
+class Overlapped:
+    """A collective that is started, computed beside, and waited for; one instance is one rank's series at one size.
+
+    Args:
+        exchange: its data and check; the blocking call is not used.
+        start: starts it and returns the request.
+        compute: what is done meanwhile.
+        steps: how long: see `Compute`.
+        tests: how often ``test()`` is called meanwhile.
+    """
+
+    exchange: Exchange
+    start: Callable[[], Any]
+    compute: Compute
+    steps: int
+    tests: int
+
+    def __post_init__(self) -> None:
+        self.name = self.exchange.name
+        self.phases: list[tuple[int, int, int, int]] = []
+
+    def refresh(self, iteration: int) -> None:
+        self.exchange.refresh(iteration)
+
+    def timed(self) -> int:
+        begin = time.perf_counter_ns()
+        request = self.start()
+        started = time.perf_counter_ns()
+        testing = 0
+        for part in range(self.tests + 1):
+            self.compute.steps(self.steps * (part + 1) // (self.tests + 1) - self.steps * part // (self.tests + 1))
+            if part < self.tests:
+                before = time.perf_counter_ns()
+                request.test()
+                testing += time.perf_counter_ns() - before
+        computed = time.perf_counter_ns()
+        request.wait()
+        end = time.perf_counter_ns()
+        self.phases.append((started - begin, computed - started - testing, testing, end - computed))
+        return end - begin
+
+    def wrong(self, iteration: int) -> int:
+        return self.exchange.wrong(iteration)
+
+
+def overlap_sweep(how: Sweep, sizes: list[int], world: World, *, tests: int = 0) -> Iterator[dict[str, Any]]:
+    """Time `iallreduce` alone, then with as much computing beside it; every rank must go through it.
+
+    A row has OSU's columns in microseconds, means over iterations and ranks: ``overall``, ``compute``, ``init``,
+    ``test``, ``wait``, ``pure`` (started and waited for at once), and ``overlap`` in percent: how much of the pure time
+    was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, ``busbw_gb_s`` of the
+    pure time, ``iterations`` and ``wrong``.
+    """
+    buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
+    compute = Compute()
+    for nbytes in sizes:
+        count = nbytes // how.dtype.itemsize
+        plain = exchange(replace(how, collective="allreduce"), buffers, count)
+
+        def start(x: np.ndarray = plain.x) -> Any:
+            return collectives.iallreduce(x, how.op, world, how.algorithm)
+
+        schedule = how.schedule(nbytes, 100)
+        found = []
+        steps = 0
+        for tested in (0, tests):
+            candidate = Overlapped(plain, start, compute, steps, tested)
+            ranks = gather(world, alternate([candidate], world.comm.barrier, schedule, how.validate))[candidate.name]
+            phases = world.comm.allgather_json(np.mean(candidate.phases[schedule.warmup :], axis=0).tolist())
+            found.append((timing(ranks), np.mean(phases, axis=0) / 1e3, wrong(ranks)))
+            steps = compute.steps_for(1e3 * timing(ranks).avg)
+        (alone, _, wrong_alone), (beside, (init, computing, testing, waiting), wrong_beside) = found
+        yield {
+            "nbytes": nbytes,
+            "count": count,
+            "overall": beside.avg,
+            "compute": float(computing),
+            "init": float(init),
+            "test": float(testing),
+            "wait": float(waiting),
+            "pure": alone.avg,
+            "overlap": max(0.0, 100 * (1 - (beside.avg - float(computing)) / alone.avg)),
+            "busbw_gb_s": bus_factor(world.size) * nbytes / alone.avg / 1e3,
+            "iterations": beside.iterations,
+            "wrong": wrong_alone + wrong_beside,
+        }

@@ -1,0 +1,177 @@
+"""The command line of `hpcdp bench`: what can be asked for, in OSU's and nccl-tests' flags, and what is valid."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import ConfigError
+from ..train.config import check_name
+
+COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
+PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
+BENCHMARKS = (*PAIRS, *COLLECTIVES)
+REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
+STYLES = ("osu", "nccl")
+
+_OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
+_DTYPES = ("float32", "float64", "float16", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+_EPILOG = """\
+benchmarks:
+  between two ranks       latency, bandwidth, bibandwidth
+  pairs (i, i + n/2)      multi_pair
+  collectives             allreduce, iallreduce, reduce_scatter, allgather,
+                          broadcast, reduce
+
+examples:
+  hpcdp launch -n 2 -- hpcdp bench allreduce -m 4:64M
+  mpirun -n 4 hpcdp bench allgather --style nccl --csv allgather.csv
+  srun hpcdp bench bandwidth -m 1M -W 16 --plot bandwidth.png
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong usage as `ConfigError`, one line, where argparse prints all options."""
+
+    def error(self, message: str) -> NoReturn:
+        about = self.prog.removeprefix("hpcdp").strip()
+        raise ConfigError(f"{about}: {message}" if about else message, remedy=f"{self.prog} -h lists the options")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for.
+
+    Args:
+        benchmark: one of `BENCHMARKS`.
+        sizes: of messages in bytes, multiples of the dtype's.
+        dtype: a name of NumPy's.
+        iterations: None for as many as suit the size.
+        full: all of OSU's columns.
+        tests: calls of test() while iallreduce is under way.
+        csv, json, plot: files to write.
+    """
+
+    benchmark: str
+    style: str
+    sizes: tuple[int, ...]
+    factor: int
+    dtype: str
+    iterations: int | None
+    warmup: int
+    validate: bool
+    full: bool
+    window: int
+    tests: int
+    algorithm: str
+    op: str
+    predict: bool
+    csv: str | None
+    json: str | None
+    plot: str | None
+
+    @property
+    def files(self) -> list[str]:
+        """All that will be written."""
+        return [path for path in (self.csv, self.json, self.plot) if path]
+
+
+def parser() -> Parser:
+    """The options, for ``-h`` and for `parse`."""
+    made = Parser(
+        prog="hpcdp bench",
+        usage="hpcdp bench BENCHMARK [-m MIN:MAX] [--style osu|nccl] [options]",
+        description="Measure messages and collectives on the ranks that a launcher started.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
+    add("-m", dest="sizes", default="", metavar="[MIN:]MAX", help="message sizes in bytes, e.g. 4:64M")
+    add("--factor", type=int, default=2, metavar="N", help="each size is N times the one before (2)")
+    add("-i", dest="iterations", type=int, metavar="N", help="timed calls (default: by size)")
+    add("-x", dest="warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
+    add("-f", dest="full", action="store_true", help="all columns, e.g. least and greatest latency")
+    add("-c", dest="validate", type=int, default=1, nargs="?", const=1, metavar="0|1", help="check results (1)")
+    add("-T", dest="dtype", metavar="DTYPE", help="float32, float16, int64 ...; or mpi_char, mpi_int, mpi_float")
+    add("-d", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
+    add("-W", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
+    add("-t", dest="tests", type=int, default=0, metavar="N", help="calls of test() while iallreduce runs (0)")
+    add("--algorithm", default="auto", metavar="NAME", help="auto (default), native, ring ...")
+    add("--op", default="sum", metavar="NAME", help="sum (default), mean, min, max, prod")
+    add("--style", default="osu", metavar="NAME", help="columns of osu (default) or of nccl, for collectives")
+    add("--predict", action="store_true", help="what the cost model expects, beside what was measured")
+    add("--csv", metavar="FILE", help="a line for each size")
+    add("--json", metavar="FILE", help="the figures, and the machine they were measured on")
+    add("--plot", metavar="FILE", help="PNG: bandwidth over size, the MPI library's own, the machine's limit")
+    return made
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """What ``argv`` asks for; names that need the ranks' world, such as algorithms, are checked later.
+
+    Raises:
+        ConfigError: it cannot be done.
+    """
+    given, unknown = parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(f"bench: unexpected argument {unknown[0]!r}", remedy="hpcdp bench -h lists the options")
+    check_name("benchmark", given.benchmark, BENCHMARKS)
+    check_name("style", given.style, STYLES)
+    check_name("device", given.device, ("cpu",))
+    reported = given.benchmark in COLLECTIVES and given.benchmark != "iallreduce"
+    if given.style == "nccl" and not reported:
+        valid = ", ".join(name for name in COLLECTIVES if name != "iallreduce")
+        raise ConfigError("bench --style nccl", expected=valid, got=given.benchmark)
+    if given.plot and not given.plot.endswith(".png"):
+        raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(given.plot))
+    least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}
+    for name, smallest in least.items():
+        value = getattr(given, name)
+        if value is not None and not smallest <= value <= 10**9:
+            raise ConfigError(f"bench: {name}", expected=f"{smallest} or more, to 10^9", got=value)
+    if given.validate not in (0, 1):
+        raise ConfigError("bench -c", expected="0 or 1", got=given.validate)
+    for name, used_by in (("algorithm", COLLECTIVES), ("op", REDUCING)):
+        value = getattr(given, name)
+        if value != {"algorithm": "auto", "op": "sum"}[name] and given.benchmark not in used_by:
+            raise ConfigError(f"bench {given.benchmark} --{name}", expected=f"one of {', '.join(used_by)}", got=value)
+    dtype = given.dtype or ("float32" if given.benchmark in COLLECTIVES else "int8")
+    dtype = _OSU_DTYPES.get(dtype.lower(), dtype)
+    check_name("dtype", dtype, _DTYPES)
+    fields = {name: value for name, value in vars(given).items() if name in Settings.__dataclass_fields__}
+    fields |= {"sizes": _sizes(given, dtype), "dtype": dtype, "validate": bool(given.validate)}
+    return Settings(**fields)
+
+
+def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
+    """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
+    import numpy as np
+
+    from .measure import size_range
+
+    itemsize = np.dtype(dtype).itemsize
+    low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)
+    usual = (f"{itemsize}", "4M") if given.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
+    text = f"{low or usual[0]}:{high or usual[1]}"
+    rounded = dict.fromkeys(size // itemsize * itemsize for size in size_range(text, given.factor))
+    found = tuple(size for size in rounded if size > 0)
+    if not found:
+        raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(given.sizes))
+    return found
+
+
+def check_writable(path: str) -> str:
+    """Why ``path`` cannot be written, or nothing; it is asked before anything is measured."""
+    target = Path(path)
+    if target.is_dir():
+        return f"{path} is a folder"
+    folder = target.parent
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    return "" if os.access(target if target.exists() else folder, os.W_OK) else f"{path} may not be written"

@@ -1,0 +1,82 @@
+"""Bandwidth over message size, with the MPI library's own curve and the machine's limit drawn in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .measure import format_size
+from .options import COLLECTIVES, Settings
+
+_OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
+
+
+def draw(rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, float] | None, title: str) -> None:
+    """Draw the PNG ``settings.plot``, which is replaced in one go.
+
+    Args:
+        rows: of `collective.sweep`, `collective.overlap_sweep` or `point_to_point.sweep`.
+        settings: what was measured.
+        limit: its name and GB/s, a dashed line.
+        title: one line above the picture.
+    """
+    # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    figure = Figure(figsize=(7.6, 4.4), dpi=130, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    curves = _curves(rows, settings)
+    for (label, sizes, rates), color in zip(curves, (_OURS, _PEER), strict=False):
+        axes.plot(sizes, rates, color=color, linewidth=1.8, marker="o", markersize=3.6, label=label)
+    shown = [rate for _, _, rates in curves for rate in rates]
+    if limit is not None:
+        name, rate = limit
+        axes.axhline(rate, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), label=f"{name}: {rate:.1f} GB/s")
+        shown.append(rate)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(min(shown) / 1.6, max(shown) * 1.8)
+    sizes = curves[0][1]
+    axes.xaxis.set_major_locator(FixedLocator(sizes[:: 1 + (len(sizes) - 1) // 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_size(round(value))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(numticks=12))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("message size (bytes; K, M, G are powers of 1024)")
+    axes.set_ylabel("busbw (GB/s), median" if settings.benchmark in COLLECTIVES else "bandwidth (GB/s), median")
+    axes.grid(True, color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    axes.set_title(title, fontsize=11, loc="left")
+    unfinished = Path(f"{settings.plot}.part")
+    try:
+        with unfinished.open("wb") as file:
+            canvas.print_png(file)
+        os.replace(unfinished, str(settings.plot))
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[str, list[int], list[float]]]:
+    """Labels, sizes and GB/s: ours, then the MPI library's where it was measured."""
+    ours = f"hpcdp, {settings.algorithm}" if settings.benchmark in COLLECTIVES else "hpcdp"
+    sizes = [row.get("total_nbytes", row["nbytes"]) for row in rows]
+    curves = [(ours, sizes, [_rate(row, row["nbytes"]) for row in rows])]
+    if "library" in rows[0]:
+        curves.append(("the MPI library's own", sizes, [_rate(row["library"], row["nbytes"]) for row in rows]))
+    return curves
+
+
+def _rate(figures: dict[str, Any], nbytes: int) -> float:
+    """GB/s by the median of the timings, which what else the machine does moves least."""
+    if "median_mb_s" in figures:
+        return float(figures["median_mb_s"] / 1e3)
+    if "busbw_gb_s" in figures:
+        return float(figures["busbw_gb_s"] * figures.get("avg", 1.0) / figures.get("median", 1.0))
+    return float(nbytes / figures["median"] / 1e3)

@@ -1,0 +1,287 @@
+"""``hpcdp bench`` over thread ranks and under mpirun: its tables, its files, and that wrong results are seen."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdp import collectives
+from hpcdp.benchmarks import collective, command, options, point_to_point
+from hpcdp.collectives.select import Algorithm
+from hpcdp.comm import World, threads
+from hpcdp.errors import ConfigError
+
+QUICK = ("-i", "3", "-x", "1")
+BLOCKING = [name for name in options.COLLECTIVES if name != "iallreduce"]
+
+
+def bench(ranks: int, *arguments: str) -> list[int]:
+    """The exit status of every rank."""
+    settings = options.parse([*arguments, *QUICK])
+    return threads.run(ranks, lambda world: command.run(settings, world))
+
+
+OSU_COLUMNS = {
+    "latency": "# Size       Avg Latency(us)        Validation",
+    "bandwidth": "# Size      Bandwidth (MB/s)        Validation",
+    "bibandwidth": "# Size      Bandwidth (MB/s)        Validation",
+    "multi_pair": "# Size                  MB/s        Messages/s        Validation",
+    "iallreduce": "# Size           Overall(us)       Compute(us)    Pure Comm.(us)        Overlap(%)"
+    "        Validation",
+    **dict.fromkeys(BLOCKING, "# Size       Avg Latency(us)        Validation"),
+}
+OSU_TITLES = {
+    "latency": "Latency",
+    "bandwidth": "Bandwidth",
+    "bibandwidth": "Bi-Directional Bandwidth",
+    "multi_pair": "Multiple Bandwidth / Message Rate",
+    "allreduce": "Allreduce Latency",
+    "iallreduce": "Non-blocking Allreduce Latency",
+    "reduce_scatter": "Reduce_scatter Latency",
+    "allgather": "Allgather Latency",
+    "broadcast": "Broadcast Latency",
+    "reduce": "Reduce Latency",
+}
+
+
+@pytest.mark.parametrize("name", options.BENCHMARKS)
+def test_osu_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(4, name, "-m", "8:80", "--factor", "10") == [0] * 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == ""
+    assert re.fullmatch(rf"# hpcdp {OSU_TITLES[name]} Test v[\d.]+", lines[1])
+    assert not any(re.search("OSU|NCCL|NVIDIA", line) for line in lines)
+    assert lines[-3] == OSU_COLUMNS[name]
+    assert ("# [ pairs: 2 ] [ window size: 64 ]" in lines) == (name == "multi_pair")
+    assert all(line.startswith("#") for line in lines[1:-2])
+    for line, nbytes in zip(lines[-2:], (8, 80), strict=True):
+        assert line.startswith(f"{nbytes:<10}") and line.endswith("              Pass")
+        assert len(line) == len(OSU_COLUMNS[name])
+        columns = len(OSU_COLUMNS[name][10:]) // 18 - 1
+        assert re.fullmatch(r"\d+ +" + r"(\d+\.\d\d +)" * columns + "Pass", line)
+
+
+def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    bench(2, "allreduce", "-m", "64", "-f", "-c", "0")
+    *_, heading, line = [each for each in capsys.readouterr().out.splitlines() if "ize" in each or each[:2] == "4 "]
+    assert heading == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
+    assert line.split()[-1] == "3" and len(line) == len(heading)
+    bench(2, "iallreduce", "-m", "4:4", "-f", "-t", "5")
+    heading, line = capsys.readouterr().out.splitlines()[-2:]
+    names = ["Overall", "Compute", "Coll. Init", "Test", "Wait", "Pure Comm."]
+    assert heading.split("(us)")[:-1] == ["# Size".ljust(17) + "Overall"] + [f"{name:>14}" for name in names[1:]]
+    overall, compute, init, test, wait, _, overlap = map(float, line.split()[1:8])
+    assert overall == pytest.approx(compute + init + test + wait, rel=0.1)
+    assert test > 0 and 0 <= overlap <= 100
+
+
+NCCL_HEADING = """\
+#
+#                                                              out-of-place                      in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+"""
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+def test_nccl_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(3, name, "--style", "nccl", "-m", "16K:16K", "-T", "float16") == [0] * 3
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert NCCL_HEADING in printed
+    total = 3 * 16384 if name == "allgather" else 16384
+    op = "sum" if "reduce" in name else "none"
+    root = 0 if name in ("broadcast", "reduce") else -1
+    (line,) = [line for line in lines if not line.startswith("#")]
+    assert line.startswith(f"{total:>12}{8192:>14}{'half':>10}{op:>8}{root:>8}")
+    out_of_place, in_place = line.split()[5:9], line.split()[9:13]
+    assert in_place[3] == "0" and out_of_place[3] == ("N/A" if name == "broadcast" else "0")
+    if name != "broadcast":
+        us, algbw, _busbw = map(float, out_of_place[:3])
+        assert algbw == pytest.approx(total / us / 1e3, abs=0.006)
+    assert lines[-3] == "# Out of bounds values : 0 OK"
+    average = float(lines[-2].removeprefix("# Avg bus bandwidth    : "))
+    measured = [float(each[2]) for each in (out_of_place, in_place) if each[2] != "N/A"]
+    assert average == pytest.approx(np.mean(measured), abs=0.006)
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_algorithm_is_right(name: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for algorithm in collectives.ALGORITHMS[name]:
+        given = (name, "--algorithm", algorithm, "--style", "nccl", "-m", "4:100K", "--factor", "160")
+        assert bench(ranks, *given) == [0] * ranks, algorithm
+    assert "FAILED" not in capsys.readouterr().out
+
+
+def _forgetful(name: str) -> Algorithm:
+    """The reference, which overwrites the last element of rank 1's result."""
+    right = collectives.ALGORITHMS[name]["reference"]
+
+    def blocking(*arguments: object) -> None:
+        *given, world = arguments
+        right.run(world, *given)
+        result = given[1] if name == "reduce_scatter" else given[0]
+        if world.rank == (0 if name == "reduce" else 1):  # type: ignore[attr-defined]
+            result[-1] += 1  # type: ignore[index]
+
+    return Algorithm(right.steps, blocking)
+
+
+@pytest.mark.parametrize("style", options.STYLES)
+@pytest.mark.parametrize("name", BLOCKING)
+def test_a_wrong_algorithm_fails(
+    name: str, style: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(collectives.ALGORITHMS[name], "reference", _forgetful(name))
+    given = (name, "--algorithm", "reference", "--style", style, "-m", "64:64")
+    assert bench(2, *given) == [1, 1]
+    printed = capsys.readouterr().out
+    assert ("FAILED" if style == "nccl" else "Fail") in printed and "Pass" not in printed
+    assert bench(2, *given, "-c", "0") == [0, 0]
+
+
+def test_a_nonblocking_one_that_is_not_waited_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(collective.collectives, "iallreduce", lambda *_: Nothing())
+    assert bench(2, "iallreduce", "-m", "64:64") == [1, 1]
+
+
+@pytest.mark.parametrize("name", options.PAIRS)
+def test_lost_messages_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = point_to_point.own_messages
+
+    def stale(world: World) -> point_to_point.Messages:
+        ways = honest(world)
+        return point_to_point.Messages(lambda x, to: ways.send(x * 0, to), ways.receive, ways.finish)
+
+    monkeypatch.setattr(point_to_point, "own_messages", stale)
+    assert 1 in bench(2, name, "-m", "64:64")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_without_a_partner_wait(ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(ranks, "latency", "-m", "4:16") == [0] * ranks
+    assert f"# Ranks 0 and {ranks // 2}." in capsys.readouterr().out
+
+
+def test_files(tmp_path: Path) -> None:
+    paths = {kind: str(tmp_path / f"result.{kind}") for kind in ("csv", "json")}
+    bench(2, "allgather", "--style", "nccl", "-m", "16:64", "--csv", paths["csv"], "--json", paths["json"])
+    report = json.loads(Path(paths["json"]).read_text())
+    assert report["machine"]["ranks_per_node"] == 2
+    assert {"commit", "date", "versions", "processor"} <= set(report["machine"])
+    assert (report["benchmark"], report["dtype"], report["limit"]) == ("allgather", "float32", None)
+    with open(paths["csv"], newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(report["rows"]) == 3
+    for line, row in zip(lines, report["rows"], strict=True):
+        assert int(line["total_nbytes"]) == 2 * int(line["nbytes"]) == row["total_nbytes"]
+        assert float(line["avg"]) == row["avg"]
+        assert float(line["out_of_place_busbw_gb_s"]) == row["out_of_place"]["busbw_gb_s"]
+        assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] / 2)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "latency", "bibandwidth", "iallreduce"])
+def test_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
+    path = tmp_path / "curve.png"
+    assert bench(2, name, "-m", "4:4K", "--factor", "4", "--plot", str(path)) == [0, 0]
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ("4:64", [4, 8, 16, 32, 64]),
+        ("16", [4, 8, 16]),
+        ("16M:", [16 << 20, 32 << 20, 64 << 20]),
+        ("6:50", [4, 12, 24, 48]),
+    ],
+)
+def test_sizes_as_osu_takes_them(given: str, sizes: list[int]) -> None:
+    assert list(options.parse(["allreduce", "-m", given]).sizes) == sizes
+
+
+def test_dtypes_as_osu_names_them() -> None:
+    assert options.parse(["latency"]).dtype == "int8"
+    assert options.parse(["allreduce"]).dtype == "float32"
+    assert options.parse(["allreduce", "-T", "mpi_int"]).dtype == "int32"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "says"),
+    [
+        (1, ["latency"], "bench latency: expected 2 ranks or more, got 1; start it with hpcdp launch -n 2"),
+        (3, ["multi_pair"], "expected an even number of ranks, got 3"),
+        (1, ["allreduce", "--plot", "x.png"], "--plot: expected 2 ranks or more"),
+        (
+            1,
+            ["allreduce", "--algorithm", "rng"],
+            "unknown allreduce algorithm 'rng'; did you mean 'ring'? valid: ",
+        ),
+        (1, ["broadcast", "--algorithm", "shared"], "unknown broadcast algorithm 'shared'; valid: auto, "),
+        (1, ["reduce", "--op", "summ"], "unknown op 'summ'; did you mean 'sum'? valid: sum, mean, min, max, prod"),
+        (1, ["allreduce", "--op", "mean", "-T", "int32"], "expected a float dtype for op='mean', got int32"),
+        (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit in the "),
+        (2, ["allreduce", "--csv", "/nowhere/x.csv"], "bench: there is no folder /nowhere"),
+        (2, ["allreduce", "--json", "."], "bench: . is a folder"),
+        (1, ["allreduc"], "unknown benchmark 'allreduc'; did you mean 'allreduce'? valid: latency, "),
+        (1, ["allreduce", "--style", "ncl"], "unknown style 'ncl'; did you mean 'nccl'? valid: osu, nccl"),
+        (1, ["latency", "--style", "nccl"], "--style nccl: expected allreduce, reduce_scatter, allgather"),
+        (1, ["allreduce", "-d", "cuda"], "unknown device 'cuda'; valid: cpu"),
+        (1, ["allreduce", "-T", "flaot32"], "unknown dtype 'flaot32'; did you mean 'float32'? valid: float32, "),
+        (1, ["allreduce", "-m", "8:4"], "expected MIN:MAX with 0 < MIN <= MAX, e.g. 4:64M, got '8:4'"),
+        (1, ["allreduce", "-m", "4X"], "expected a number with K, M or G, e.g. 64K, got '4X'"),
+        (1, ["allreduce", "--factor", "1"], "factor: expected 2 or more"),
+        (1, ["allreduce", "-i", "0"], "iterations: expected 1 or more"),
+        (
+            1,
+            ["latency", "--op", "max"],
+            "bench latency --op: expected one of allreduce, iallreduce, reduce_scatter, reduce",
+        ),
+        (1, ["allreduce", "--plot", "x.pdf"], "expected a file name ending in .png, got 'x.pdf'"),
+        (1, ["allreduce", "more"], "unexpected argument 'more'"),
+    ],
+)
+def test_misuse_is_told_on_every_rank(ranks: int, given: list[str], says: str) -> None:
+    def rank(world: World) -> str:
+        with pytest.raises(ConfigError) as caught:
+            command.run(options.parse(given), world)
+        return str(caught.value)
+
+    for said in threads.run(ranks, rank):
+        assert says in said and "\n" not in said
+
+
+LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-m", "hpcdp.cli", "bench"]
+
+
+@pytest.mark.parametrize("name", ["allreduce", "iallreduce", "bandwidth"])
+def test_under_mpirun(name: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    given = [name, "-m", "4:4K", *QUICK, "--json", str(report), "--plot", str(tmp_path / "curve.png")]
+    done = subprocess.run([*LAUNCH, *given], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["machine"]["ranks_per_node"] == 2
+    assert found["machine"]["processor"]["cores"] >= 1
+    assert [row["nbytes"] for row in found["rows"]] == [4 << i for i in range(11)]
+    assert all(("library" in row) == (name != "iallreduce") for row in found["rows"])
+    assert found["limit"][1] > 0
+    assert done.stdout.count("# Size") == 1 and done.stdout.count("Pass") == 11
+
+
+@pytest.mark.parametrize("wrong", [["latencyy"], ["allreduce", "--algorithm", "rng"]])
+def test_one_rank_speaks_of_misuse(wrong: list[str]) -> None:
+    done = subprocess.run([*LAUNCH, *wrong], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("hpcdp: ") == 1 and "did you mean" in done.stderr and done.stdout == ""

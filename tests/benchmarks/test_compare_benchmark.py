@@ -1,0 +1,70 @@
+"""The comparison with the floor and other libraries: its figures, under mpirun, and rounds of jobs with MPICH."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdp.benchmarks import compare
+from hpcdp.benchmarks.floor import Floor
+from hpcdp.benchmarks.run import Suite
+from hpcdp.comm import World, threads
+
+
+def test_compare_reports_floor_and_ratios() -> None:
+    def each(world: World) -> dict:
+        return compare.compare(world, Floor(world, 1 << 16), None, 1 << 16, iterations=4, warmup=1)
+
+    row = threads.run(2, each)[0]
+    assert not any(row["wrong"].values())
+    assert row["peer"] is None
+    assert row["peer_ratio"] == {}
+    assert set(row["floor_share"]) == set(compare.OURS) < set(row["median_us"])
+    assert len(row["median_us"]) == 7
+    assert all(share > 0 for share in row["floor_share"].values())
+
+
+@pytest.mark.parametrize("benchmark", ["compare", "floor"])
+def test_under_mpirun(benchmark: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    sizes = ["-m", "4:4K", "-i", "3", "-x", "1", "--json", str(report)]
+    command = [sys.executable, "-m", f"hpcdp.benchmarks.{benchmark}", *sizes]
+    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--"]
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["benchmark"] == benchmark
+    assert found["machine"]["ranks_per_node"] == 2
+    assert found["machine"]["processor"]["cores"] >= 1
+    assert {"commit", "date", "versions"} <= set(found["machine"])
+    assert found["rows"][0]["nbytes"] == 4
+    assert found["rows"][-1]["nbytes"] == 4096
+    assert "Size" in done.stdout
+    if benchmark == "compare":
+        assert found["rows"][0]["peer"] in ("MPI", "MPI in place", "gloo")
+
+
+def test_rounds_with_mpich_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = []
+
+    def job(suite: Suite, kind: str, benchmark: str, arguments: list[str], *, ranks: int, python: str = "own") -> None:
+        jobs.append((benchmark, python, ranks, arguments[arguments.index("-m") + 1]))
+        number = len(jobs)
+        medians = {**dict.fromkeys(compare.OURS, 10.0 * number), "MPI": 40.0 * number, "owner only": 1.0}
+        row = {"nbytes": 4, "median_us": medians} if kind == "allreduce" else {"nbytes": 4, "median": 15.0 * number}
+        suite.results.setdefault(kind, []).append({"rows": [row]})
+
+    monkeypatch.setattr(Suite, "job", job)
+    report = tmp_path / "all.json"
+    given = ["--mpich", "there", "--rounds", "2", "--ranks", "3", "-m", "4:4", "--json", str(report)]
+    assert compare.main(given) == 0
+    assert jobs == 2 * [("compare", "own", 3, "4:4"), ("bench", "there", 3, "4:4")]
+    heading, line = capsys.readouterr().out.splitlines()[-2:]
+    assert heading.split()[-7:] == ["array", "MPI", "MPICH", "peer", "x", "best", "peer"]
+    # medians over the rounds: 10 and 30, 40 and 120, 30 and 60; the ratios 3 and 2
+    assert line.split() == ["4", "20.00", "20.00", "80.00", "45.00", "2.50", "2.50", "MPICH"]
+    assert set(json.loads(report.read_text())) == {"allreduce", "allreduce MPICH"}
