@@ -24,11 +24,17 @@ class _Job:
     """What all thread ranks of a run share: one lock, and whether a rank has failed."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.failed: str | None = None
+        self._conditions: list[threading.Condition] = []
 
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        self.changed.wait_for(lambda: self.failed is not None or ready())
+    def condition(self) -> threading.Condition:
+        """One more under the lock; whoever waits for it is released when a rank fails."""
+        self._conditions.append(threading.Condition(self.lock))
+        return self._conditions[-1]
+
+    def wait_for(self, ready: Callable[[], bool], condition: threading.Condition) -> None:
+        condition.wait_for(lambda: self.failed is not None or ready())
         self.check(ready)
 
     def check(self, ready: Callable[[], bool]) -> bool:
@@ -39,9 +45,10 @@ class _Job:
         return done
 
     def fail(self, reason: str) -> None:
-        with self.changed:
+        with self.lock:
             self.failed = self.failed or reason
-            self.changed.notify_all()
+            for condition in self._conditions:
+                condition.notify_all()
 
 
 class _Group:
@@ -50,6 +57,9 @@ class _Group:
     def __init__(self, job: _Job, size: int) -> None:
         self.job = job
         self.size = size
+        self.met = job.condition()
+        self.arrived = [job.condition() for _ in range(size)]
+        """A message for this rank: the others sleep on."""
         self.mail: dict[tuple[int, int, int], deque[np.ndarray]] = defaultdict(deque)
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
 
@@ -67,12 +77,12 @@ class _Receive:
         self._group, self._key, self._x, self._done = group, key, x, False
 
     def test(self) -> bool:
-        with self._group.job.changed:
+        with self._group.job.lock:
             return self._group.job.check(self._take)
 
     def wait(self) -> None:
-        with self._group.job.changed:
-            self._group.job.wait_for(self._take)
+        with self._group.job.lock:
+            self._group.job.wait_for(self._take, self._group.arrived[self._key[1]])
 
     def _take(self) -> bool:
         box = self._group.mail[self._key]
@@ -93,12 +103,12 @@ class _Meeting:
 
     def __init__(self, group: _Group, number: int, rank: int, x: np.ndarray, op: str) -> None:
         self._group, self._x, self._op = group, x, resolve("native", op, x.dtype)
-        with group.job.changed:
+        with group.job.lock:
             self._inputs = group.meetings[number]
             self._inputs[rank] = x.copy()
             if len(self._inputs) == group.size:
                 group.meetings.pop(number)
-            group.job.changed.notify_all()
+                group.met.notify_all()
 
     def test(self) -> bool:
         if not self._group.job.check(self._complete):
@@ -107,8 +117,8 @@ class _Meeting:
         return True
 
     def wait(self) -> None:
-        with self._group.job.changed:
-            self._group.job.wait_for(self._complete)
+        with self._group.job.lock:
+            self._group.job.wait_for(self._complete, self._group.met)
         self.test()
 
     def _complete(self) -> bool:
@@ -129,11 +139,12 @@ class ThreadCommunicator:
         """Every rank's ``value`` itself, not a copy, by rank; every rank must call."""
         number, self._meetings = self._meetings, self._meetings + 1
         job, meetings = self._group.job, self._group.meetings
-        with job.changed:
+        with job.lock:
             meeting = meetings[number]
             meeting[self.rank] = value
-            job.changed.notify_all()
-            job.wait_for(lambda: len(meeting) == self.size)
+            if len(meeting) == self.size:
+                self._group.met.notify_all()
+            job.wait_for(lambda: len(meeting) == self.size, self._group.met)
             meetings.pop(number, None)
             return [meeting[rank] for rank in range(self.size)]
 
@@ -143,9 +154,9 @@ class ThreadCommunicator:
     def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> _Sent:
         self.traffic.messages += 1
         self.traffic.nbytes += x.nbytes
-        with self._group.job.changed:
+        with self._group.job.lock:
             self._group.mail[self.rank, dest, tag].append(x.reshape(-1).copy())
-            self._group.job.changed.notify_all()
+            self._group.arrived[dest].notify_all()
         return _Sent()
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
