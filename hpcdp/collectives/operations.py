@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from ..arrays import Array, from_host, to_host
+from ..arrays import Array, array_namespace, from_host, to_host
 from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
@@ -154,9 +154,10 @@ def allgather(
         UnsupportedError: as `allreduce`, or x has another size than its part of ``out``.
     """
     world = init() if world is None else world
-    chosen, _ = _found("allgather", x, None, algorithm, world)
+    array_namespace(x)
     host = to_host(x)
     gathered = np.empty((world.size, *host.shape), host.dtype) if out is None else _staged("allgather", out)
+    chosen, _ = _found("allgather", gathered, None, algorithm, world)  # x may be of another size on every rank
     ends = bounds(gathered.size, world.size)
     part = gathered.reshape(-1)[ends[world.rank] : ends[world.rank + 1]]
     if part.size != host.size or gathered.dtype != host.dtype:
@@ -234,14 +235,19 @@ def _found(
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
     try:
         key = (operation, x.dtype, op, algorithm, x.nbytes.bit_length())
+        found = world.kept.get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
-    found = world.kept.get(key)
+    except TypeError:
+        got = f"{op!r} and {algorithm!r}"
+        raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if found is None:
         found = world.keep(key, lambda: _validated(operation, x, op, algorithm, world))
     if _DEBUG:
-        facts = [f"{operation} of {tuple(x.shape)} {x.dtype}", f"op {op!r}", f"algorithm {algorithm}", f"root {root}"]
-        require_same(world.comm, operation, facts)
+        name = op.name if isinstance(op, Monoid) else op
+        facts = [f"{operation} of {tuple(x.shape)} {x.dtype}", f"op {name!r}", f"algorithm {algorithm!r}"]
+        facts.append(f"root {root}")
+        require_same(world.comm, operation, facts, "call it alike, and in the same order, on all ranks")
     return found
 
 

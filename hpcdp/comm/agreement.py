@@ -18,7 +18,10 @@ T = TypeVar("T")
 _PARTS = ("operation", "where", "expected", "got", "remedy")
 
 
-def require_same(comm: Communicator, operation: str, items: Sequence[str]) -> None:
+_BUILT_ALIKE = "build the same model with the same options on every rank"
+
+
+def require_same(comm: Communicator, operation: str, items: Sequence[str], remedy: str = _BUILT_ALIKE) -> None:
     """Check that every rank passes the same ``items``; every rank must call.
 
     One hash a rank is exchanged; the items themselves only where hashes differ.
@@ -27,6 +30,7 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str]) -> No
         comm: the ranks to compare.
         operation: what the error says was attempted.
         items: one line each, e.g. ``"0.weight (20, 1, 3, 3) float32"``.
+        remedy: what the error says to do.
 
     Raises:
         MismatchError: on every rank alike; it names the ranks and the first difference.
@@ -45,7 +49,7 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str]) -> No
         where=f"item {at + 1} of {len(first)} on rank 0",
         expected=f"{_item(first, at)} as on rank 0",
         got=f"{_item(other, at)} on rank{'s' if len(alike) > 1 else ''} {_listed(alike)}",
-        remedy="build the same model with the same options on every rank",
+        remedy=remedy,
     )
 
 
