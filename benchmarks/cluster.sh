@@ -90,6 +90,8 @@ check() {
     fail "this kernel has no bridge, no veth or no tbf"
 }
 
+require_rate() { [[ $1 =~ ^[0-9.]+([kmg]?(bit|bps))$ ]] || fail "expected a rate such as 1gbit or 100mbit, got '$1'"; }
+
 shape() {                              # what leaves the host, and what the switch sends to it
   local how=(root tbf rate "$2" burst 128kb latency 50ms)
   network_of "$1" tc qdisc replace dev eth0 "${how[@]}"
@@ -137,6 +139,7 @@ boot() {
   starter=$!
   within_limit child_of "$starter" && [[ -n $ID ]] || fail "host $i does not start: $(tail -1 "$STATE/log$i")"
   record "node$i" "$ID"
+  disown
   switch ip link add "port$i" type veth peer name eth0 address "$(printf 02:00:0a:4d:00:%02x "$i")" netns "$ID"
   switch ip link set "port$i" master br0 up
   nsenter -t "$ID" -n sh -c "echo ${TCP_RETRIES2:-15} >/proc/sys/net/ipv4/tcp_retries2
@@ -170,6 +173,7 @@ up() {
     esac
     shift 2
   done
+  require_rate "$rate"
   check
   if recorded switch >/dev/null; then fail "a cluster is up already in $FOLDER"; fi
   umask 077
@@ -182,11 +186,13 @@ up() {
   setsid unshare --net sleep infinity </dev/null &>/dev/null &
   within_limit runs_sleep $! || fail "the switch does not start"
   record switch $!
+  disown
   switch ip link add br0 type bridge
   switch ip link set br0 up
   if [[ -n $until ]]; then
     setsid sh -c 'tail --pid="$1" -f /dev/null; exec bash "$0" down' "$SELF" "$until" </dev/null &>/dev/null &
     record watcher $!
+    disown
   fi
   for i in $(seq "$n"); do boot "$i"; done
   trap - EXIT
@@ -274,6 +280,7 @@ slurmd() {
 cut_cable() { host "$1" >/dev/null; switch ip link set "port$1" down; }
 end_host() { kill -9 "$(host "$1")"; rm "$STATE/node$1"; }
 
+given=("${@:---help}")
 command=${1:---help}
 (($# == 0)) || shift
 case $command:$# in
@@ -284,10 +291,10 @@ case $command:$# in
   sh:0 | sh:1 | mpirun:0 | mpirun:1) fail "$command: a command is missing; see --help" ;;
   sh:*) EXEC=exec on "$@" ;;
   mpirun:*) mpi "$@" ;;
-  rate:2) shape "$1" "$2" ;;
+  rate:2) require_rate "$2"; shape "$1" "$2" ;;
   cut:1) cut_cable "$1" ;;
   join:1) switch ip link set "port$1" up; forget_address "$1" ;;
   kill:1) end_host "$1" ;;
   crash:1) cut_cable "$1"; end_host "$1" ;;
-  *) fail "expected a command and what it takes, got '$command $*'; see --help" ;;
+  *) fail "expected a command and what it takes, got '${given[*]}'; see --help" ;;
 esac

@@ -1,0 +1,115 @@
+"""Ranks on several hosts: who they are, and allreduce among them."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from hpcdp.benchmarks.cluster import Cluster
+from hpcdp.collectives import ALGORITHMS
+
+pytestmark = pytest.mark.cluster
+
+PLACES = """
+import socket
+answer |= {"host": socket.gethostname(), "node": world.node, "local_rank": world.local_rank,
+           "local_size": world.local_size, "num_nodes": world.num_nodes, "num_rails": world.num_rails,
+           "rail": None if world.rail_comm is None else world.rail_comm.size, "shared": world.node_memory.size}
+"""
+
+# Sums of fractions: the order of the additions shows in the bits. Sizes: one element, fewer and more than ranks, a
+# prime, several segments.
+REDUCE = """
+import hashlib
+from hpcdp.errors import UnsupportedError
+for algorithm in {algorithms}:
+    for count in (1, 5, 1009, 300007):
+        x = np.random.default_rng(world.rank).standard_normal(count).astype(np.float32)
+        results = []
+        try:
+            for _ in range(2):
+                results.append(hpcdp.allreduce(x.copy(), world=world, algorithm=algorithm))
+        except UnsupportedError:
+            answer[algorithm] = None
+            break
+        inputs = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(world.size)]
+        expected = np.sum(inputs, axis=0, dtype=np.float64)
+        answer.setdefault(algorithm, []).append(
+            [float(np.abs(results[0] - expected).max()), *(hashlib.sha256(each).hexdigest() for each in results)])
+"""
+
+
+def places_of(slots: list[int]) -> list[dict[str, object]]:
+    """What `PLACES` must answer, worked out from the number of ranks of each host."""
+    rails = min(slots)
+    return [
+        {
+            "host": f"node{node + 1}",
+            "node": node,
+            "local_rank": local,
+            "local_size": slots[node],
+            "num_nodes": len(slots),
+            "num_rails": rails,
+            "rail": len(slots) if local < rails else None,
+            "shared": slots[node],
+        }
+        for node in range(len(slots))
+        for local in range(slots[node])
+    ]
+
+
+def check_allreduce(answers: list[dict[str, list[list[object]] | None]]) -> None:
+    across_nodes = [name for name in ALGORITHMS["allreduce"] if answers[0][name] is not None]
+    assert {"reference", "native", "ring", "hierarchical"} <= set(across_nodes)
+    assert "shared" not in across_nodes
+    for name in across_nodes:
+        for size in zip(*(answer[name] for answer in answers), strict=True):
+            assert max(error for error, *_ in size) < 1e-5, name
+            bits = {digest for _, *digests in size for digest in digests}
+            assert len(bits) == 1, f"{name}: the bits differ between ranks or from run to run"
+
+
+def test_two_hosts_know_their_ranks(two_hosts: Cluster, run) -> None:
+    assert run(two_hosts, 2, PLACES) == places_of([2, 2])
+
+
+def test_three_hosts_with_different_numbers_of_ranks(three_hosts: Cluster, run) -> None:
+    assert run(three_hosts, [2, 1, 3], PLACES) == places_of([2, 1, 3])
+
+
+def test_allreduce_over_two_hosts(two_hosts: Cluster, run) -> None:
+    check_allreduce(run(two_hosts, 2, REDUCE.format(algorithms=["auto", *ALGORITHMS["allreduce"]])))
+
+
+def test_allreduce_over_hosts_with_different_numbers_of_ranks(three_hosts: Cluster, run) -> None:
+    check_allreduce(run(three_hosts, [2, 1, 3], REDUCE.format(algorithms=["auto", *ALGORITHMS["allreduce"]])))
+
+
+def test_info_names_the_hosts(two_hosts: Cluster) -> None:
+    done = two_hosts.mpirun([1, 2], [sys.executable, "-m", "hpcdp.cli", "info", "--json"])
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert [rank["host"] for rank in facts["world"]] == ["node1", "node2", "node2"]
+    assert (facts["nodes"], facts["rails"]) == (2, 1)
+
+
+def test_a_rank_that_fails_ends_the_job_on_all_hosts(two_hosts: Cluster) -> None:
+    program = "import hpcdp; world = hpcdp.init(); assert world.rank != 3; world.barrier()"
+    done = two_hosts.mpirun(2, [sys.executable, "-c", program], 60)
+    assert done.returncode not in (0, 124)
+    assert "rank 3 of 4 failed" in done.stderr
+    left = two_hosts.on(2, ["pgrep", "-fc", "hpcdp.init"])
+    assert left.stdout.strip() == "0", two_hosts.on(2, ["ps", "ax"]).stdout
+
+
+def test_numbers_are_right_at_a_slow_link(two_hosts: Cluster, run) -> None:
+    two_hosts.rate(2, "100mbit")
+    try:
+        (seconds,) = {
+            answer["sum"]
+            for answer in run(two_hosts, 1, "answer['sum'] = float(hpcdp.allreduce(np.ones(1000000)).sum())")
+        }
+    finally:
+        two_hosts.rate(2, "1gbit")
+    assert seconds == np.float64(2000000)
