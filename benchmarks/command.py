@@ -67,7 +67,7 @@ def run(settings: Settings, world: World) -> int:
         if settings.plot:
             from .plot import draw
 
-            draw(rows, settings, limit, _heading(settings, world))
+            draw(rows, settings, limit, _heading(settings), _facts(settings, world)[0])
     if settings.json:
         from .machine import describe, write_json
 
@@ -149,7 +149,8 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
 
 def _facts(settings: Settings, world: World) -> list[str]:
     """The comment lines above a table."""
-    facts = [f"{_place(world)} ({socket.gethostname()}), {world.library or 'threads of one process'}"]
+    library = " ".join(world.library.split()) or "threads of one process"
+    facts = [f"{_place(world)} ({socket.gethostname()}), {library}"]
     half = world.size // 2
     if settings.benchmark == "multi_pair":
         facts.append(f"[ pairs: {half} ] [ window size: {settings.window} ]")
@@ -163,11 +164,11 @@ def _facts(settings: Settings, world: World) -> list[str]:
     return facts
 
 
-def _heading(settings: Settings, world: World) -> str:
+def _heading(settings: Settings) -> str:
     """The title of a plot."""
     name = settings.benchmark.replace("_", " ")
     op = f", {settings.op}" if settings.benchmark in REDUCING else ""
-    return f"{name[0].upper()}{name[1:]}{op} of {settings.dtype}, {_place(world)}"
+    return f"{name[0].upper()}{name[1:]}{op} of {settings.dtype}"
 
 
 def _place(world: World) -> str:
@@ -181,15 +182,17 @@ def _limit(settings: Settings, world: World) -> tuple[str, float]:
 
     from . import point_to_point
     from .floor import Floor, copy_rates
+    from .measure import format_size
 
     if world.num_nodes > 1:
         how = point_to_point.Sweep("bandwidth", np.dtype(np.int8), warmup=1, validate=False, window=4)
         (row,) = point_to_point.sweep(how, [16 << 20], world)
         return "point to point between nodes", row["mb_s"] / 1e3
+    size = format_size(LIMIT_NBYTES)
     rates = copy_rates(Floor(world, 4), LIMIT_NBYTES)
     if settings.benchmark in ("latency", "bandwidth"):
-        return "memory copy, one core", rates["one_core_gb_s"]
-    return "memory copy, all cores", rates["all_cores_gb_s"]
+        return f"memory copy of {size}, one core", rates["one_core_gb_s"]
+    return f"memory copy of {size}, all cores", rates["all_cores_gb_s"]
 
 
 def _faulty(row: Row) -> bool:

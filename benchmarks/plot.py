@@ -13,7 +13,9 @@ from .options import COLLECTIVES, Settings
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
 
 
-def draw(rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, float] | None, title: str) -> None:
+def draw(
+    rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, float] | None, title: str, where: str
+) -> None:
     """Draw the PNG ``settings.plot``, which is replaced in one go.
 
     Args:
@@ -21,6 +23,7 @@ def draw(rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, f
         settings: what was measured.
         limit: its name and GB/s, a dashed line.
         title: one line above the picture.
+        where: a smaller one below it.
     """
     # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -47,13 +50,14 @@ def draw(rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, f
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(numticks=12))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("message size (bytes; K, M, G are powers of 1024)")
+    axes.set_xlabel("message size (bytes, 1K = 1024)")
     axes.set_ylabel("busbw (GB/s), median" if settings.benchmark in COLLECTIVES else "bandwidth (GB/s), median")
     axes.grid(True, color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    axes.set_title(title, fontsize=11, loc="left")
+    axes.legend(frameon=False, loc="best")
+    axes.set_title(title, fontsize=11, loc="left", pad=21)
+    axes.text(0, 1.025, where, transform=axes.transAxes, fontsize=8, color=_LIMIT)
     unfinished = Path(f"{settings.plot}.part")
     try:
         with unfinished.open("wb") as file:
