@@ -1,199 +1,272 @@
-"""Every algorithm x dtype x op x n over thread ranks, and the public function's promises."""
+"""Every algorithm of every collective x dtype x op x number of ranks x count, over thread ranks and real ranks."""
+
+import zlib
 
 import numpy as np
 import pytest
-import standin
+from by_numpy import CASES, DTYPES, assert_close, assert_same_bits, counts, data, part, reduced
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hpcdp.collectives import ALGORITHMS, allreduce, shared
-from hpcdp.collectives.select import choose
+from hpcdp.collectives import (
+    ALGORITHMS,
+    Monoid,
+    allgather,
+    allreduce,
+    broadcast,
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    reduce,
+    reduce_scatter,
+    ring,
+    shared,
+    tree,
+)
 from hpcdp.comm import threads
-from hpcdp.comm.reductions import resolve
-from hpcdp.errors import MismatchError, UnsupportedError
 
-OPS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
-DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"]
-
-
-def data(rank, count, dtype):
-    rng = np.random.default_rng([rank, count])
-    if np.dtype(dtype).kind == "f":
-        return (rng.standard_normal(count) * 2 + 0.3).astype(dtype)
-    return rng.integers(1, 20, count).astype(dtype)
+REDUCING = [(c, a) for c in ("allreduce", "reduce_scatter", "reduce") for a in [*ALGORITHMS[c], "auto"]]
+MOVING = [(c, a) for c in ("allgather", "broadcast") for a in [*ALGORITHMS[c], "auto"]]
+FEW = [("float16", "sum"), ("float16", "mean"), ("float32", "max"), ("float64", "prod"), ("int64", "sum")]
 
 
-def expected(n, count, dtype, op):
-    """By NumPy alone, in the order of the ranks."""
-    wide = np.float32 if dtype == "float16" else np.dtype(dtype)
-    total = data(0, count, dtype).astype(wide)
-    for rank in range(1, n):
-        total = OPS[op](total, data(rank, count, dtype).astype(wide))
-    if op == "mean":
-        total = total / total.dtype.type(n)
-    return total.astype(dtype)
+@pytest.fixture
+def short_segments(monkeypatch):
+    """So that small arrays go in many."""
+    monkeypatch.setattr(ring, "MESSAGE_NBYTES", 256)
+    for module in (halving_doubling, tree, double_tree, hierarchical):
+        monkeypatch.setattr(module, "SEGMENT_NBYTES", 1024)
+    monkeypatch.setattr(shared, "CHUNK_NBYTES", 512)
+    monkeypatch.setattr(shared, "BY_ALL_NBYTES", 64)  # both ways of exchanging
 
 
-IN_ORDER = ("reference", "native", "shared")
+def check_reducing(collective, algorithm, world, dtype, op, count, root=0):
+    """What this rank gets is right; returns it where all ranks get the same."""
+    n, wanted = world.size, reduced(world.size, count, dtype, op)
+    x = data(world.rank, count, dtype)
+    if collective == "allreduce":
+        assert allreduce(x, op, world, algorithm) is x
+        assert_close(x, wanted, n, op, count)
+        return x
+    if collective == "reduce_scatter":
+        result = reduce_scatter(x, op, world, algorithm)
+        assert_close(result, part(wanted, world.rank, n), n, op, count)
+    else:
+        assert reduce(x, op, root, world, algorithm) is x
+        if world.rank == root:
+            assert_close(x, wanted, n, op, count)
+            return None
+    np.testing.assert_array_equal(x, data(world.rank, count, dtype))
+    return None
 
 
-def assert_reduced(result, of_rank_0, n, dtype, op, count):
-    """Within rounding of the sum in the order of the ranks, and the same bits on all of them."""
-    wanted = expected(n, count, dtype, op)
-    np.testing.assert_array_equal(result, of_rank_0)
-    exact = op in ("min", "max") or np.dtype(dtype).kind != "f"
-    eps = 0 if exact else 4 * n * float(np.finfo(dtype).eps)
-    np.testing.assert_allclose(
-        result, wanted, rtol=eps, atol=eps * np.abs(wanted).max(initial=0), err_msg=f"{op} {count}"
-    )
+def check_moving(collective, algorithm, world, dtype, count, root):
+    whole = data(root, count, dtype)
+    if collective == "broadcast":
+        x = data(world.rank, count, dtype)
+        assert broadcast(x, root, world, algorithm) is x
+        np.testing.assert_array_equal(x, whole)
+        return
+    out = np.zeros(count, dtype)
+    assert allgather(part(whole, world.rank, world.size).copy(), world, algorithm, out) is out
+    np.testing.assert_array_equal(out, whole)
+    mine = data(world.rank, count, dtype)
+    every = allgather(mine, world, algorithm)
+    assert every.shape == (world.size, count)
+    for rank in range(world.size):
+        np.testing.assert_array_equal(every[rank], data(rank, count, dtype))
 
 
 @pytest.mark.parametrize("n", range(1, 9))
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS["allreduce"], "auto"])
-def test_every_dtype_op_and_count(algorithm, n, monkeypatch):
-    monkeypatch.setattr(shared, "CHUNK_NBYTES", 512)  # several chunks also for small arrays
-    monkeypatch.setattr(shared, "BY_ALL_NBYTES", 64)  # both ways of exchanging
-    counts = sorted({0, 1, max(n - 1, 0), n, n + 1, 31, 1009})
-
+def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
     def rank(world):
-        results = {}
-        for dtype in DTYPES:
-            for op in OPS:
-                if op == "mean" and np.dtype(dtype).kind != "f":
-                    continue
-                for count in counts:
-                    x = data(world.rank, count, dtype)
-                    assert allreduce(x, op, world, algorithm) is x
-                    results[dtype, op, count] = x
-        return results
+        return [
+            check_reducing("allreduce", algorithm, world, dtype, op, count)
+            for dtype, op in CASES
+            for count in counts(n)
+        ]
 
-    results = threads.run(n, rank)
-    for dtype, op, count in results[0]:
-        for result in results:
-            assert_reduced(result[dtype, op, count], results[0][dtype, op, count], n, dtype, op, count)
+    for results in zip(*threads.run(n, rank), strict=True):
+        assert_same_bits(results)
 
 
-def test_the_reference_sends_what_its_formula_says():
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(("collective", "algorithm"), [pair for pair in REDUCING if pair[0] != "allreduce"])
+def test_other_reductions(collective, algorithm, n, short_segments):
     def rank(world):
-        allreduce(np.zeros(100, np.float32), "sum", world, "reference")
-        return world.comm.traffic.messages, world.comm.traffic.nbytes
-
-    assert threads.run(5, rank) == [(4, 1600)] * 5
-
-
-def test_shared_sends_nothing():
-    def rank(world):
-        allreduce(np.zeros(1000, np.float32), "sum", world, "shared")
-        return world.comm.traffic.nbytes + world.node_comm.traffic.nbytes
-
-    assert threads.run(3, rank) == [0, 0, 0]
-
-
-@pytest.mark.parametrize("algorithm", ["reference", "native", "auto"])
-def test_several_nodes(algorithm):
-    def rank(world):
-        return allreduce(data(world.rank, 100, "float64"), "sum", world, algorithm)
-
-    for result in threads.run(5, rank, ranks_per_node=2):
-        np.testing.assert_allclose(result, expected(5, 100, "float64", "sum"), rtol=1e-14)
-
-
-def test_the_document_s_example():
-    results = threads.run(2, lambda world: allreduce(np.full((1, 2), world.rank + 1.0), world=world))
-    assert [result.tolist() for result in results] == [[[3.0, 3.0]]] * 2
-
-
-def test_arrays_that_are_not_contiguous_are_changed_in_place():
-    def rank(world):
-        whole = np.arange(24.0).reshape(4, 6) * (world.rank + 1)
-        view = whole[::2, 1::2]
-        assert allreduce(view, "sum", world) is view
-        return whole
-
-    base = np.arange(24.0).reshape(4, 6)
-    for number, whole in enumerate(threads.run(3, rank)):
-        np.testing.assert_array_equal(whole[::2, 1::2], base[::2, 1::2] * 6)
-        np.testing.assert_array_equal(whole[1], base[1] * (number + 1))
-
-
-def test_out_leaves_the_input_alone():
-    def rank(world):
-        x, out = np.full(5, world.rank + 1.0), np.empty(5)
-        assert allreduce(x, "prod", world, out=out) is out
-        return x[0], out[0]
-
-    assert threads.run(3, rank) == [(1.0, 6.0), (2.0, 6.0), (3.0, 6.0)]
-
-
-def test_an_array_of_another_namespace_goes_through_host_memory():
-    def rank(world):
-        x = standin.asarray(np.full(4, world.rank + 1.0, np.float32))
-        assert allreduce(x, "sum", world) is x
-        return x.to_host().tolist()
-
-    assert threads.run(3, rank) == [[6.0] * 4] * 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"op": "median"}, r"allreduce \[op\]: expected sum or mean or min or max or prod or a Monoid, got 'median'"),
-        (
-            {"algorithm": "ringo"},
-            r"expected auto or reference or native or shared or .*, got 'ringo'",
-        ),
-        ({"x": np.arange(3), "op": "mean"}, "expected a float dtype for op='mean', got int64; use op='sum'"),
-        ({"x": np.zeros(3, "c8")}, r"\[dtype\]: expected a native integer or float, got <c8"),
-        ({"x": np.zeros(3, ">f4")}, "got >f4"),
-        ({"x": np.zeros(3, "i2"), "algorithm": "shared"}, "of 8, 32 or 64 bits, got int16"),
-        ({"out": np.zeros(4)}, r"expected \(3,\) float64 as x, got \(4,\) float64"),
-    ],
-)
-def test_what_cannot_be_done_is_said(arguments, message):
-    def rank(world):
-        allreduce(**{"x": np.zeros(3), "world": world} | arguments)
-
-    with pytest.raises(UnsupportedError, match=message):
-        threads.run(2, rank)
-
-
-def test_a_read_only_array_is_refused():
-    x = np.zeros(3)
-    x.flags.writeable = False
-    with pytest.raises(UnsupportedError, match="expected a writeable array, got a read-only one"):
-        threads.run(1, lambda world: allreduce(x, world=world))
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"x": np.zeros(4)},
-        {"x": np.zeros(0)},
-        {"x": np.zeros(100_000)},
-        {"x": np.zeros(3, "f4")},
-        {"x": np.zeros(3, "i8")},
-        {"x": np.zeros(3, "f2")},
-        {"op": "max"},
-    ],
-)
-def test_ranks_that_call_differently_are_told_on_every_rank(odd, n):
-    told = []
-
-    def rank(world):
-        arguments = {"x": np.zeros(3), "op": "sum"} | (odd if world.rank == n - 1 else {})
-        try:
-            allreduce(**arguments, world=world)
-        except MismatchError as error:
-            told.append(str(error))
-        x = allreduce(np.full(5, world.rank + 1.0), world=world)  # the world is still usable
-        assert x.tolist() == [n * (n + 1) / 2] * 5
+        for dtype, op in FEW:
+            for number, count in enumerate(counts(n)):
+                check_reducing(collective, algorithm, world, dtype, op, count, root=number % n)
 
     threads.run(n, rank)
-    assert len(told) == n
-    assert all("the same dtype, number of elements and op on every rank" in text for text in told)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+@pytest.mark.parametrize(("collective", "algorithm"), MOVING)
+def test_moving_data(collective, algorithm, n, short_segments):
+    def rank(world):
+        for dtype in ("float16", "float64", "uint8"):
+            for number, count in enumerate(counts(n)):
+                check_moving(collective, algorithm, world, dtype, count, root=(number + 1) % n)
+
+    threads.run(n, rank)
+
+
+@st.composite
+def worlds(draw):
+    """The ranks of every node."""
+    return tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) <= 8)))
+
+
+@settings(max_examples=80)
+@given(
+    nodes=worlds(),
+    which=st.sampled_from([pair for pair in REDUCING if pair[1] not in ("shared", "native")]),
+    case=st.sampled_from(CASES),
+    count=st.integers(0, 300),
+    low=st.integers(0, 7),
+)
+def test_reductions_on_any_nodes(nodes, which, case, count, low):
+    n = sum(nodes)
+
+    def rank(world):
+        return check_reducing(*which, world, *case, count, root=low % n)
+
+    assert_same_bits([result for result in threads.run(n, rank, nodes) if result is not None] or [np.empty(0)])
+
+
+@settings(max_examples=40)
+@given(
+    nodes=worlds(),
+    which=st.sampled_from(MOVING),
+    dtype=st.sampled_from(DTYPES),
+    count=st.integers(0, 300),
+    low=st.integers(0, 7),
+)
+def test_moving_data_on_any_nodes(nodes, which, dtype, count, low):
+    n = sum(nodes)
+    threads.run(n, lambda world: check_moving(*which, world, dtype, count, low % n), nodes)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS["allreduce"])
+@pytest.mark.parametrize("n", [5, 8])
+def test_the_same_call_again_gives_the_same_bits_on_all_ranks(algorithm, n, short_segments):
+    def rank(world):
+        rng = np.random.default_rng(world.rank)
+        x = (rng.standard_normal(700) * 10.0 ** rng.integers(-4, 5, 700)).astype("f4")  # sums depend on their order
+        return allreduce(x, "sum", world, algorithm)
+
+    nodes = None if algorithm == "shared" else 3
+    runs = [threads.run(n, rank, nodes) for _ in range(3)]
+    assert_same_bits([x for results in runs for x in results])
+
+
+FLAT = [a for a in ALGORITHMS["allreduce"] if a not in ("native", "shared")]
+
+
+@pytest.mark.parametrize("algorithm", FLAT)
+def test_half_precision_is_accumulated_in_single_and_rounded_once(algorithm):
+    """2048 + 1 is 2048 in half precision, and the sum of eight ranks is 2055."""
+    wanted = np.float32(2048 + 7).astype("f2")
+
+    def rank(world):
+        return allreduce(np.full(20, 2048 if world.rank == 0 else 1, "f2"), "sum", world, algorithm)
+
+    for result in threads.run(8, rank):
+        assert (result == wanted).all()
+    assert wanted != 2048
+
+
+@pytest.mark.parametrize("algorithm", FLAT)
+def test_shortest_paths_by_the_min_plus_semiring(algorithm):
+    """Every rank owns some middle vertices: the product of its columns and rows, reduced by minimum over the ranks."""
+    vertices, n = 13, 5
+    rng = np.random.default_rng(7)
+    edges = rng.integers(1, 30, (vertices, vertices)).astype("f8")
+    edges[rng.random((vertices, vertices)) < 0.7] = np.inf
+    np.fill_diagonal(edges, 0)
+    floyd_warshall = edges.copy()
+    for middle in range(vertices):
+        floyd_warshall = np.minimum(floyd_warshall, floyd_warshall[:, [middle]] + floyd_warshall[[middle]])
+    assert np.isfinite(floyd_warshall).mean() > np.isfinite(edges).mean()
+
+    def rank(world):
+        paths, least = edges.copy(), Monoid(np.minimum, np.inf, "min-plus")
+        mine = slice(vertices * world.rank // n, vertices * (world.rank + 1) // n)
+        for _ in range(4):  # paths of up to 2, 4, 8, 16 edges
+            paths = (paths[:, mine, None] + paths[None, mine]).min(axis=1, initial=np.inf)
+            allreduce(paths, least, world, algorithm)
+        return paths
+
+    for result in threads.run(n, rank, ranks_per_node=2):
+        np.testing.assert_array_equal(result, floyd_warshall)
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in REDUCING if a not in ("native", "shared")])
+def test_a_monoid_of_one_s_own(collective, algorithm):
+    n, count, total = 6, 37, Monoid(np.logaddexp, -np.inf, "log-sum-exp")
+    inputs = [data(rank, count, "float64") * 20 for rank in range(n)]
+    wanted = np.log(np.sum(np.exp(np.array(inputs) - np.max(inputs)), axis=0)) + np.max(inputs)
+
+    def rank(world):
+        x = inputs[world.rank].copy()
+        if collective == "allreduce":
+            np.testing.assert_allclose(allreduce(x, total, world, algorithm), wanted, rtol=1e-12)
+        elif collective == "reduce_scatter":
+            mine = reduce_scatter(x, total, world, algorithm)
+            np.testing.assert_allclose(mine, part(wanted, world.rank, n), rtol=1e-12)
+        else:
+            reduce(x, total, 4, world, algorithm)
+            np.testing.assert_allclose(x, wanted if world.rank == 4 else inputs[world.rank], rtol=1e-12)
+
+    threads.run(n, rank, ranks_per_node=4)
+
+
+def check_real_ranks(world, sizes):
+    for collective, algorithm in REDUCING:
+        for dtype, op in FEW:
+            for count in sizes:
+                x = check_reducing(collective, algorithm, world, dtype, op, count, root=world.size - 1)
+                if x is not None and count:
+                    bits = world.comm.allgather_json(zlib.crc32(x.tobytes()))
+                    assert len(set(bits)) == 1, (algorithm, dtype, op, count)
+    for collective, algorithm in MOVING:
+        for dtype in ("float16", "int32"):
+            for count in sizes:
+                check_moving(collective, algorithm, world, dtype, count, root=world.size - 1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", ["reference", "native", "shared"])
+def test_real_ranks():
+    import hpcdp
+
+    check_real_ranks(hpcdp.init(), (0, 1, 17))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("collective", "algorithm"), [*REDUCING, *MOVING])
+def test_real_ranks_with_long_arrays(collective, algorithm):
+    import hpcdp
+
+    world = hpcdp.init()
+    if (collective, algorithm) in MOVING:
+        check_moving(collective, algorithm, world, "float32", 700_001, root=0)
+    else:
+        check_reducing(collective, algorithm, world, "float32", "sum", 700_001)
+
+
+@pytest.mark.mpi
+def test_arrays_of_more_elements_than_one_message_may_have(monkeypatch):
+    import hpcdp
+    from hpcdp.comm import mpi
+
+    monkeypatch.setattr(mpi, "MAX_ELEMENTS", 10)
+    check_real_ranks(hpcdp.init(), (9, 10, 11, 101))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ALGORITHMS["allreduce"])
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_a_nan_of_any_rank_wins(algorithm, op):
     import hpcdp
@@ -206,52 +279,13 @@ def test_a_nan_of_any_rank_wins(algorithm, op):
     assert x[world.size] == world.size
 
 
-def test_what_is_no_array_is_refused():
-    with pytest.raises(UnsupportedError, match="expected an array, got list"):
-        threads.run(1, lambda world: allreduce([1, 2], world=world))
-
-
-def test_shared_refuses_several_nodes_by_name():
-    with pytest.raises(UnsupportedError, match="expected one node whose ranks share memory"):
-        threads.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
-
-
-def test_auto_uses_shared_memory_inside_a_node_and_the_library_elsewhere():
-    def chosen(dtype, ranks_per_node=None):
-        def rank(world):
-            op = resolve("allreduce", "sum", np.dtype(dtype))
-            return choose("allreduce", 64, np.dtype(dtype), op, world)
-
-        return threads.run(2, rank, ranks_per_node)[0]
-
-    assert chosen("f8") == "shared"
-    assert chosen("i2") == "native"
-    assert chosen("f8", ranks_per_node=1) == "native"
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS["allreduce"], "auto"])
-def test_real_ranks(algorithm):
-    import hpcdp
-
-    world = hpcdp.init()
-    for dtype in ("float16", "float32", "int32"):
-        for op in ("sum", "max", "mean"):
-            if op == "mean" and dtype == "int32":
-                continue
-            for count in (0, 1, 17, 70001):
-                x = allreduce(data(world.rank, count, dtype), op, world, algorithm)
-                np.testing.assert_allclose(
-                    x.astype("f8"), expected(world.size, count, dtype, op).astype("f8"), rtol=2e-3, atol=1e-2
-                )
-
-
 @pytest.mark.mpi
 def test_the_same_run_twice_gives_the_same_bits():
     import hpcdp
 
     world = hpcdp.init()
-    first, second = (allreduce(data(world.rank, 100003, "float32"), "sum", world) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-    bits = world.comm.allgather_json(int(first.view(np.uint32).astype(np.uint64).sum()))
-    assert len(set(bits)) == 1
+    for algorithm in [*ALGORITHMS["allreduce"], "auto"]:
+        first, second = (allreduce(data(world.rank, 100003), "sum", world, algorithm) for _ in range(2))
+        np.testing.assert_array_equal(first, second)
+        bits = world.comm.allgather_json(int(first.view(np.uint32).astype(np.uint64).sum()))
+        assert len(set(bits)) == 1

@@ -1,0 +1,275 @@
+"""What the public functions promise of any algorithm: arrays of all kinds, and what cannot be done is said."""
+
+import threading
+
+import numpy as np
+import pytest
+import standin
+from by_numpy import data, part, reduced
+
+from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, operations, reduce, reduce_scatter
+from hpcdp.comm import threads
+from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
+
+COLLECTIVES = {
+    "allreduce": allreduce,
+    "iallreduce": iallreduce,
+    "reduce_scatter": reduce_scatter,
+    "allgather": allgather,
+    "broadcast": broadcast,
+    "reduce": reduce,
+}
+REDUCING = ["allreduce", "iallreduce", "reduce_scatter", "reduce"]
+ROOTED = ["broadcast", "reduce"]
+
+
+def test_the_document_s_example():
+    results = threads.run(2, lambda world: allreduce(np.full((1, 2), world.rank + 1.0), world=world))
+    assert [result.tolist() for result in results] == [[[3.0, 3.0]]] * 2
+
+
+def test_arrays_that_are_not_contiguous_are_changed_in_place():
+    def rank(world):
+        whole = np.arange(24.0).reshape(4, 6) * (world.rank + 1)
+        view = whole[::2, 1::2]
+        assert allreduce(view, "sum", world) is view
+        return whole
+
+    base = np.arange(24.0).reshape(4, 6)
+    for number, whole in enumerate(threads.run(3, rank)):
+        np.testing.assert_array_equal(whole[::2, 1::2], base[::2, 1::2] * 6)
+        np.testing.assert_array_equal(whole[1], base[1] * (number + 1))
+
+
+def test_every_collective_takes_arrays_that_are_not_contiguous():
+    n, root = 3, 1
+
+    def rank(world):
+        mine = data(world.rank, 48).reshape(6, 8)
+        wanted = reduced(n, 48).reshape(6, 8).T
+
+        request = iallreduce(x := mine.copy().T, world=world)
+        request.wait()
+        np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-5)
+        x = mine.copy().T
+        np.testing.assert_allclose(
+            reduce_scatter(x, world=world), part(wanted.reshape(-1), world.rank, n), rtol=1e-5, atol=1e-5
+        )
+        np.testing.assert_array_equal(x, mine.T)
+        np.testing.assert_array_equal(allgather(x, world)[2], data(2, 48).reshape(6, 8).T)
+        out = np.zeros((24, 6), "f4").T  # 6 x 24
+        allgather(x, world, out=out)
+        np.testing.assert_array_equal(out.reshape(3, 8, 6)[2], data(2, 48).reshape(6, 8).T)
+        assert reduce(x, "sum", root, world) is x
+        np.testing.assert_allclose(x, wanted if world.rank == root else mine.T, rtol=1e-5, atol=1e-5)
+        x = mine.copy().T
+        assert broadcast(x, root, world) is x
+        np.testing.assert_array_equal(x, data(root, 48).reshape(6, 8).T)
+
+    threads.run(n, rank)
+
+
+def test_out_leaves_the_input_alone():
+    def rank(world):
+        x, out = np.full(5, world.rank + 1.0), np.empty(5)
+        assert allreduce(x, "prod", world, out=out) is out
+        later = np.empty(5)
+        iallreduce(x, "prod", world, out=later).wait()
+        assert later.tolist() == out.tolist()
+        at_root = np.zeros(5)
+        reduce(x, "prod", 2, world, out=at_root)
+        assert at_root.tolist() == (out.tolist() if world.rank == 2 else [0.0] * 5)
+        return x[0], out[0]
+
+    assert threads.run(3, rank) == [(1.0, 6.0), (2.0, 6.0), (3.0, 6.0)]
+
+
+@pytest.mark.parametrize("algorithm", ["reference", "native", "ring", "halving_doubling"])
+def test_parts_stay_where_they_are(algorithm):
+    """reduce_scatter into a view of its input and allgather from it: an allreduce in place."""
+    n, count = 4, 30
+
+    def rank(world):
+        x = data(world.rank, count, "float64")
+        own = part(x, world.rank, n)
+        assert reduce_scatter(x, "sum", world, algorithm, out=own) is own
+        np.testing.assert_allclose(own, part(reduced(n, count, "float64"), world.rank, n), rtol=1e-13)
+        assert allgather(own, world, "ring", out=x) is x
+        return x
+
+    for x in threads.run(n, rank):
+        np.testing.assert_allclose(x, reduced(n, count, "float64"), rtol=1e-13)
+
+
+def test_an_array_of_another_namespace_goes_through_host_memory():
+    def rank(world):
+        def own():
+            return standin.asarray(np.full(4, world.rank + 1.0, np.float32))
+
+        x = own()
+        assert allreduce(x, "sum", world) is x
+        iallreduce(later := own(), "sum", world).wait()
+        assert later.to_host().tolist() == x.to_host().tolist()
+        assert broadcast(moved := own(), 2, world) is moved
+        assert moved.to_host().tolist() == [3.0] * 4
+        assert type(allgather(own(), world)) is type(x)
+        assert reduce_scatter(own(), "sum", world).to_host().tolist() == part(np.full(4, 6.0), world.rank, 3).tolist()
+        assert reduce(at_root := own(), "sum", 1, world) is at_root
+        assert at_root.to_host()[0] == (6.0 if world.rank == 1 else world.rank + 1.0)
+        return x.to_host().tolist()
+
+    assert threads.run(3, rank) == [[6.0] * 4] * 3
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_an_unknown_algorithm_is_told_with_the_valid_ones(collective):
+    with pytest.raises(UnsupportedError, match=r"expected auto or reference or native or .*, got 'ringo'"):
+        threads.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), world=world, algorithm="ringo"))
+
+
+@pytest.mark.parametrize("collective", REDUCING)
+@pytest.mark.parametrize(
+    ("x", "op", "message"),
+    [
+        (np.zeros(3), "median", r"\[op\]: expected sum or mean or min or max or prod or a Monoid, got 'median'"),
+        (np.zeros(3), ["sum"], r"expected names, got \['sum'\]"),
+        (np.arange(3), "mean", "expected a float dtype for op='mean', got int64; use op='sum'"),
+        (np.zeros(3, "c8"), "sum", r"\[dtype\]: expected a native integer or float, got <c8"),
+        (np.zeros(3, ">f4"), "sum", "got >f4"),
+        ([1, 2], "sum", "expected an array, got list"),
+    ],
+)
+def test_what_cannot_be_reduced_is_said(collective, x, op, message):
+    with pytest.raises(UnsupportedError, match=f"{collective}.*{message}"):
+        threads.run(2, lambda world: COLLECTIVES[collective](x, op, world=world))
+
+
+@pytest.mark.parametrize("collective", ["allgather", "broadcast"])
+@pytest.mark.parametrize("x", [np.zeros(3, "c8"), np.array(["a"]), [1, 2]])
+def test_what_cannot_be_moved_is_said(collective, x):
+    with pytest.raises(HpcdpError, match=r"expected .*, got"):
+        threads.run(2, lambda world: COLLECTIVES[collective](x, world=world))
+
+
+@pytest.mark.parametrize("collective", ROOTED)
+@pytest.mark.parametrize("root", [-1, 2, 1.0, True, "0", None])
+def test_a_root_that_is_no_rank_is_refused(collective, root):
+    with pytest.raises(UnsupportedError, match=rf"{collective} \[root\]: expected a rank, 0 to 1, got {root!r}"):
+        threads.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), root=root, world=world))
+
+
+@pytest.mark.parametrize(
+    ("collective", "out", "message"),
+    [
+        ("allreduce", np.zeros(4), r"expected \(3,\) float64 as x, got \(4,\) float64"),
+        ("allreduce", np.zeros((3, 1)), r"expected \(3,\) float64 as x, got \(3, 1\) float64"),
+        ("allreduce", np.zeros(3, "f4"), r"expected \(3,\) float64 as x, got \(3,\) float32"),
+        ("iallreduce", np.zeros(4), r"expected \(3,\) float64 as x, got \(4,\) float64"),
+        ("reduce", np.zeros(4), r"expected \(3,\) float64 as x, got \(4,\) float64"),
+        ("reduce_scatter", np.zeros(3), r"expected \([12],\) float64 as x, got \(3,\) float64"),
+        ("reduce_scatter", np.zeros((1, 1)), r"expected \([12],\) float64 as x, got \(1, 1\) float64"),
+        ("allgather", np.zeros(7), r"expected 3 float64 elements for this rank's x, got [34] float64: its part of 7"),
+        ("allgather", np.zeros(6, "f4"), r"expected 3 float64 elements for this rank's x, got 3 float32"),
+    ],
+)
+def test_a_receiver_that_does_not_fit_is_refused(collective, out, message):
+    with pytest.raises(UnsupportedError, match=message):
+        threads.run(2, lambda world: COLLECTIVES[collective](np.zeros(3), world=world, out=out.copy()))
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "iallreduce", "broadcast", "reduce"])
+def test_a_read_only_array_is_refused(collective):
+    x = np.zeros(3)
+    x.flags.writeable = False
+    with pytest.raises(UnsupportedError, match="expected a writeable array, got a read-only one"):
+        threads.run(1, lambda world: COLLECTIVES[collective](x, world=world))
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "allgather"])
+def test_a_read_only_input_that_is_only_read_will_do(collective):
+    x = np.arange(3.0)
+    x.flags.writeable = False
+    results = threads.run(2, lambda world: COLLECTIVES[collective](x, world=world))
+    assert results[1].tolist() == ([2.0, 4.0] if collective == "reduce_scatter" else [[0.0, 1.0, 2.0]] * 2)
+
+
+def test_a_monoid_that_changes_the_shape_is_told():
+    first = Monoid(lambda a, b: a[:1], 0.0, "first")
+    with pytest.raises(
+        UnsupportedError, match=r"op='first'.*expected a function that returns shape \(2,\).*got \(1,\)"
+    ):
+        threads.run(2, lambda world: allreduce(np.zeros(4), first, world))
+
+
+ODD = [
+    *[(collective, {"x": np.zeros(4)}) for collective in COLLECTIVES],
+    *[(collective, {"x": np.zeros(3, "f4")}) for collective in COLLECTIVES],
+    *[(collective, {"x": np.zeros(3, "i8")}) for collective in COLLECTIVES],
+    *[(collective, {"op": "max"}) for collective in REDUCING],
+    *[(collective, {"op": Monoid(np.add, 0.0, "mine")}) for collective in REDUCING],
+    *[(collective, {"root": 1}) for collective in ROOTED],
+    *[(collective, {"algorithm": "reference"}) for collective in COLLECTIVES],
+]
+
+
+@pytest.mark.parametrize(("collective", "odd"), ODD)
+def test_debug_mode_tells_every_rank_alike(collective, odd, monkeypatch):
+    monkeypatch.setattr(operations, "_DEBUG", True)
+    n, told = 4, []
+
+    def rank(world):
+        arguments = {"x": np.zeros(3), "world": world} | (odd if world.rank in (1, 3) else {})
+        with pytest.raises(MismatchError) as error:
+            COLLECTIVES[collective](**arguments)
+        told.append(str(error.value))
+        x = allreduce(np.full(5, world.rank + 1.0), world=world)  # the world is still usable
+        assert x.tolist() == [10.0] * 5
+
+    threads.run(n, rank)
+    assert len(told) == n
+    assert len(set(told)) == 1
+    assert "as on rank 0" in told[0]
+    assert "on ranks 1, 3; call it alike, and in the same order, on all ranks" in told[0]
+
+
+def test_debug_mode_lets_pass_what_may_differ(monkeypatch):
+    """Functions that are not one object on all ranks, as in processes, and parts of other sizes."""
+    monkeypatch.setattr(operations, "_DEBUG", True)
+
+    def rank(world):
+        total = Monoid(lambda a, b: a + b, 0.0, "total")
+        assert allreduce(np.full(2, 1.0), total, world).tolist() == [3.0, 3.0]
+        whole = np.arange(7.0)
+        np.testing.assert_array_equal(allgather(part(whole, world.rank, 3), world, out=np.zeros(7)), whole)
+
+    threads.run(3, rank)
+
+
+@pytest.mark.parametrize("algorithm", ["reference", "ring", "bidirectional", "halving_doubling", "tree", "double_tree"])
+def test_without_it_a_message_of_another_size_is_told(algorithm):
+    lock, told = threading.Lock(), []
+
+    def rank(world):
+        try:
+            allreduce(np.zeros(40 + 8 * world.rank), world=world, algorithm=algorithm)
+        except MismatchError as error:
+            with lock:
+                told.append(str(error))
+            raise
+
+    with pytest.raises(MismatchError, match=r"receive .*expected \d+ bytes, got \d+"):
+        threads.run(3, rank)
+    assert told
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["reference", "ring", "bidirectional", "halving_doubling"])
+def test_two_real_ranks_tell_a_message_of_another_size(algorithm):
+    import hpcdp
+
+    world = hpcdp.init()
+    if world.size != 2:
+        pytest.skip("only ranks that hear from a rank that differs are told: with two that is both")
+    with pytest.raises(MismatchError, match=r"expected .* bytes, got .*; call collectives with the same sizes"):
+        allreduce(np.zeros(40 + 8 * world.rank), world=world, algorithm=algorithm)
+    assert allreduce(np.ones(3), world=world, algorithm=algorithm).tolist() == [2.0] * 3

@@ -1,0 +1,237 @@
+"""Machines that progress together: any order of waiting, errors of one of them, and blocking calls between them."""
+
+import time
+
+import numpy as np
+import pytest
+from by_numpy import assert_close, assert_same_bits, data, reduced
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, double_tree, halving_doubling, iallreduce, ring, tree
+from hpcdp.collectives.progress import TAGS, Progress, Together, Until, drive, in_lanes, segments, together
+from hpcdp.comm import threads
+from hpcdp.errors import MismatchError, UnsupportedError
+
+
+class Switch:
+    """A request that is complete when it is told."""
+
+    def __init__(self):
+        self.on = False
+
+    def test(self):
+        return self.on
+
+    def wait(self):
+        assert self.on, "would block"
+
+
+def test_a_machine_goes_on_when_all_requests_of_its_stage_are_complete():
+    one, two, log = Switch(), Switch(), []
+
+    def steps():
+        yield [one, two]
+        log.append("first stage")
+        yield []
+        log.append("end")
+
+    both = Together([steps()])
+    assert not both.test()
+    two.on = True
+    assert not both.test()
+    assert log == []
+    one.on = True
+    assert both.test()
+    assert log == ["first stage", "end"]
+    assert both.test()
+
+
+def test_machines_overtake_each_other():
+    switches, log = [Switch(), Switch()], []
+
+    def steps(number):
+        yield [switches[number]]
+        log.append(number)
+
+    both = Together([steps(0), steps(1)])
+    switches[1].on = True
+    assert not both.test()
+    assert log == [1]
+    switches[0].on = True
+    both.wait()
+    assert log == [1, 0]
+
+
+def test_one_machine_keeps_its_stages_and_several_are_one_stage():
+    def steps(stages):
+        for _ in range(stages):
+            yield []
+
+    assert len(list(together([steps(3)]))) == 3
+    (stage,) = together([steps(3), steps(2)])
+    assert stage[0].test()
+
+
+def test_drive_waits_for_every_request():
+    done = iter([False, False, True])
+    drive(iter([[Until(lambda: next(done))]]))
+    assert list(done) == []
+
+
+@pytest.mark.parametrize(("items", "most"), [(0, 8), (1, 8), (7, 8), (20, 8), (20, 1), (200, 100)])
+def test_lanes_share_out_all_items_with_tags_of_their_own(items, most):
+    seen = []
+
+    def steps(item, tag):
+        seen.append((item, tag))
+        yield []
+
+    machines = in_lanes(range(items), steps, 640, most)
+    assert len(machines) == min(items, most, TAGS)
+    Together(machines).wait()
+    assert sorted(item for item, _ in seen) == list(range(items))
+    assert all(tag == 640 + item % len(machines) for item, tag in seen)
+
+
+@settings(max_examples=50)
+@given(count=st.integers(0, 500), nbytes=st.integers(1, 300))
+def test_segments_cover_the_array(count, nbytes):
+    x = np.arange(count, dtype="i4")
+    pieces = segments(x, nbytes)
+    np.testing.assert_array_equal(np.concatenate(pieces), x)
+    assert len(pieces) == max(1, -(-4 * count // nbytes))
+    assert max(piece.size for piece in pieces) - min(piece.size for piece in pieces) <= 1
+
+
+def test_tags_of_consecutive_operations_do_not_meet():
+    progress = Progress()
+    first = [progress.tag() for _ in range(1000)]
+    assert max(first) + TAGS <= 32768  # what MPI guarantees
+    for window in (first[i : i + 200] for i in range(0, 800, 50)):
+        assert len(set(window)) == 200
+    assert all(tag % TAGS == 0 for tag in first)
+
+
+PLAIN = [name for name in ALGORITHMS["allreduce"] if name not in ("native", "shared")]
+
+
+@settings(max_examples=60)
+@given(
+    nodes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    calls=st.lists(
+        st.tuples(st.integers(0, 300), st.sampled_from(["sum", "max"]), st.sampled_from(PLAIN)), min_size=1, max_size=5
+    ),
+    seed=st.integers(0, 99),
+)
+def test_operations_are_waited_for_in_another_order_on_every_rank(nodes, calls, seed):
+    n = sum(nodes)
+
+    def rank(world):
+        rng = np.random.default_rng([seed, world.rank])
+        arrays = [data(world.rank, count) for count, _, _ in calls]
+        requests = []
+        for x, (_, op, algorithm) in zip(arrays, calls, strict=True):
+            requests.append(iallreduce(x, op, world, algorithm))
+            if rng.random() < 0.3:
+                requests[rng.integers(len(requests))].test()
+        for number in rng.permutation(len(calls)):
+            if rng.random() < 0.5:
+                requests[number].wait()
+                assert requests[number].test()
+            else:
+                while not requests[number].test():
+                    time.sleep(0)
+        return arrays
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "MESSAGE_NBYTES", 64)
+        for module in (halving_doubling, tree, double_tree):
+            patch.setattr(module, "SEGMENT_NBYTES", 256)
+        results = threads.run(n, rank, tuple(nodes))
+    for (count, op, algorithm), *arrays in zip(calls, *results, strict=True):
+        assert_close(arrays[0], reduced(n, count, "float32", op), n, op, algorithm)
+        assert_same_bits(arrays)
+
+
+@pytest.mark.parametrize("algorithm", ["native", "shared"])
+def test_operations_of_the_library_and_in_memory(algorithm):
+    def rank(world):
+        arrays = [data(world.rank, count) for count in (10, 3000, 0, 77)]
+        requests = [iallreduce(x, "sum", world, algorithm) for x in arrays]
+        for number in np.random.default_rng(world.rank).permutation(4):
+            requests[number].wait()
+        return arrays
+
+    for results in zip(*threads.run(3, rank), strict=True):
+        assert_close(results[0], reduced(3, results[0].size), 3, "sum")
+        assert_same_bits(results)
+
+
+def test_a_blocking_call_ends_what_was_started_before():
+    def rank(world):
+        started = data(world.rank, 100)
+        request = iallreduce(started, "sum", world, "ring")
+        x = broadcast(data(world.rank, 5), 1, world)
+        np.testing.assert_array_equal(x, data(1, 5))
+        assert_close(started, reduced(4, 100), 4, "sum")
+        assert request.test()
+        request.wait()
+
+    threads.run(4, rank)
+
+
+def test_testing_never_blocks():
+    def rank(world):
+        x = np.ones(5)
+        if world.rank == 1:
+            world.comm.barrier()  # rank 0 has asked in vain by then
+            iallreduce(x, "sum", world, "ring").wait()
+        else:
+            request = iallreduce(x, "sum", world, "ring")
+            assert not request.test()
+            world.comm.barrier()
+            request.wait()
+        assert x.tolist() == [2.0] * 5
+
+    threads.run(2, rank)
+
+
+def test_an_operation_that_fails_leaves_the_others_alone():
+    def rank(world):
+        good, bad, later = np.ones(50), np.ones(8 + 8 * world.rank), np.full(30, 2.0)
+        requests = [iallreduce(x, "sum", world, "ring") for x in (good, bad, later)]
+        requests[2].wait()
+        requests[0].wait()
+        for _ in range(2):
+            with pytest.raises(MismatchError, match=r"expected \d+ bytes, got \d+"):
+                requests[1].wait()
+        assert allreduce(np.ones(3), world=world, algorithm="ring").tolist() == [2.0] * 3
+        return good[0], later[0]
+
+    assert threads.run(2, rank) == [(2.0, 4.0)] * 2
+
+
+def test_an_operation_that_cannot_start_says_so_at_once():
+    def rank(world):
+        with pytest.raises(UnsupportedError, match="of 8, 32 or 64 bits"):
+            iallreduce(np.zeros(3, "i2"), "sum", world, "shared")
+        iallreduce(x := np.ones(3), "sum", world).wait()
+        return x[0]
+
+    assert threads.run(2, rank) == [2.0, 2.0]
+
+
+@pytest.mark.mpi
+def test_real_ranks_wait_in_any_order():
+    import hpcdp
+
+    world = hpcdp.init()
+    n = world.size
+    names = [name for name in ALGORITHMS["allreduce"] if name != "shared" or world.node_memory.size == n]
+    calls = [(count, name) for count in (5, 100_003, 700_001) for name in names]
+    arrays = [data(world.rank, count) for count, _ in calls]
+    requests = [iallreduce(x, "sum", world, name) for x, (_, name) in zip(arrays, calls, strict=True)]
+    for number in np.random.default_rng(world.rank).permutation(len(calls)):
+        requests[number].wait()
+        assert_close(arrays[number], reduced(n, calls[number][0]), n, "sum", calls[number][1])

@@ -1,0 +1,28 @@
+import numpy as np
+
+from hpcdp.collectives import Monoid
+from hpcdp.collectives.select import choose
+from hpcdp.comm import threads
+from hpcdp.comm.reductions import resolve
+
+
+def chosen(collective, dtype="f8", op="sum", ranks_per_node=None):
+    def rank(world):
+        return choose(collective, 64, np.dtype(dtype), resolve(collective, op, np.dtype(dtype)), world)
+
+    results = threads.run(2, rank, ranks_per_node)
+    assert len(set(results)) == 1
+    return results[0]
+
+
+def test_auto_uses_shared_memory_inside_a_node_and_the_library_elsewhere():
+    assert chosen("allreduce") == "shared"
+    assert chosen("allreduce", "i2") == "native"
+    assert chosen("allreduce", ranks_per_node=1) == "native"
+
+
+def test_what_the_library_cannot_reduce_is_reduced_here():
+    mine = Monoid(np.logaddexp, -np.inf)
+    assert chosen("allreduce", op=mine) == "hierarchical"
+    assert chosen("reduce_scatter", op=mine) == "ring"
+    assert chosen("reduce", op=mine) == "tree"

@@ -1,0 +1,56 @@
+"""Allreduce in a node's memory: nothing is sent, and ranks that call differently are told on every rank."""
+
+import numpy as np
+import pytest
+
+from hpcdp.collectives import allreduce
+from hpcdp.comm import threads
+from hpcdp.errors import MismatchError, UnsupportedError
+
+
+def test_nothing_is_sent():
+    def rank(world):
+        allreduce(np.zeros(1000, np.float32), "sum", world, "shared")
+        return world.comm.traffic.nbytes + world.node_comm.traffic.nbytes
+
+    assert threads.run(3, rank) == [0, 0, 0]
+
+
+def test_several_nodes_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="expected one node whose ranks share memory"):
+        threads.run(4, lambda world: allreduce(np.zeros(3), world=world, algorithm="shared"), ranks_per_node=2)
+
+
+def test_a_dtype_without_a_kernel_is_told():
+    with pytest.raises(UnsupportedError, match="of 8, 32 or 64 bits, got int16"):
+        threads.run(2, lambda world: allreduce(np.zeros(3, "i2"), world=world, algorithm="shared"))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"x": np.zeros(4)},
+        {"x": np.zeros(0)},
+        {"x": np.zeros(100_000)},
+        {"x": np.zeros(3, "f4")},
+        {"x": np.zeros(3, "i8")},
+        {"x": np.zeros(3, "f2")},
+        {"op": "max"},
+    ],
+)
+def test_ranks_that_call_differently_are_told_on_every_rank(odd, n):
+    told = []
+
+    def rank(world):
+        arguments = {"x": np.zeros(3), "op": "sum"} | (odd if world.rank == n - 1 else {})
+        try:
+            allreduce(**arguments, world=world)
+        except MismatchError as error:
+            told.append(str(error))
+        x = allreduce(np.full(5, world.rank + 1.0), world=world)  # the world is still usable
+        assert x.tolist() == [n * (n + 1) / 2] * 5
+
+    threads.run(n, rank)
+    assert len(told) == n
+    assert all("the same dtype, number of elements and op on every rank" in text for text in told)
