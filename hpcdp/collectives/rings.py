@@ -65,7 +65,8 @@ def _check(orders: Sequence[Sequence[int]], weights: np.ndarray, n: int) -> None
             raise UnsupportedError(
                 "allreduce", where="orders", expected=f"every rank from 0 to {n - 1} once", got=list(order)
             )
-    if not 1 <= len(orders) <= TAGS or weights.shape != (len(orders),) or not (weights >= 0).all() or not weights.any():
+    fit = 1 <= len(orders) <= TAGS and weights.shape == (len(orders),) and np.isfinite(weights).all()
+    if not fit or (weights < 0).any() or not weights.any():
         raise UnsupportedError(
             "allreduce", where="weights",
             expected=f"a positive number for each of 1 to {TAGS} rings", got=f"{weights.tolist()} for {len(orders)}",
