@@ -26,10 +26,10 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import split
-from .progress import Steps, in_lanes, segments, together
+from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 from .tree import Place, allreduce_segment
 
-SEGMENT_NBYTES = 1 << 17
+SEGMENT_NBYTES = MESSAGE_NBYTES
 """Longer halves go in segments of about so many bytes."""
 
 

@@ -34,9 +34,9 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import bounds, split
-from .progress import Steps, in_lanes, segments, together
+from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
-SEGMENT_NBYTES = 1 << 20
+SEGMENT_NBYTES = 2 * MESSAGE_NBYTES
 """Longer arrays go in segments of about so many bytes."""
 
 

@@ -27,16 +27,16 @@ import numpy as np
 
 from .. import kernels
 from ..comm import Reduction, Request, World
-from ..comm.communicator import bounds, split
+from ..comm.communicator import bounds
 from ..comm.shared import NodeMemory
 from . import ring
-from .progress import Steps, Until, together
+from .progress import LANES, MESSAGE_NBYTES, Steps, Until, segments, together
 
-SEGMENT_NBYTES = 1 << 19
-"""Longer arrays go in segments of at most so many bytes."""
+SEGMENT_NBYTES = 4 << 20
+"""The longest segment; where there are few nodes, one that makes messages of `MESSAGE_NBYTES` is shorter."""
 
-LANES = 8
-"""So many segments are on their way at once."""
+STAGING_NBYTES = 16 << 20
+"""So much of the node's memory is used for every rank, where that allows two segments at least."""
 
 
 class _Lane:
@@ -46,11 +46,11 @@ class _Lane:
     has taken the one before.
     """
 
-    def __init__(self, memory: NodeMemory, rails: int) -> None:
+    def __init__(self, memory: NodeMemory, rails: int, nbytes: int) -> None:
         self._memory, self._rails = memory, rails
         self._sync = kernels.load("sync")
         self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
-        self._rows = memory.alloc((memory.size, SEGMENT_NBYTES), np.uint8)
+        self._rows = memory.alloc((memory.size, nbytes), np.uint8)
         self._passed = 0
         self.tickets = self.served = 0
 
@@ -71,7 +71,7 @@ class _Lane:
         return self._passed
 
     def reduce(self, x: np.ndarray, op: Reduction, rail: ring.Ring | None, tag: int, total_ranks: int) -> Steps:
-        """Reduce ``x``, shape ``(count,)``, at most `SEGMENT_NBYTES`, in place over all ranks of all nodes."""
+        """Reduce ``x``, shape ``(count,)``, no longer than the rows, in place over all ranks of all nodes."""
         me = self._memory.rank
         rows = self._rows.view(x.dtype)[:, : x.size]
         ends = bounds(x.size, self._rails)
@@ -107,24 +107,31 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
         return
     lanes = world.kept.get(__name__) or world.keep(__name__, lambda: _make_lanes(world))
     rail = None if world.rail_comm is None else ring.Ring.through(world.rail_comm)
-    segments = split(x, max(1, -(-x.nbytes // SEGMENT_NBYTES)))
+    pieces = segments(x, _segment_nbytes(world))
     machines = [
-        _one_after_another(lane, segments[number :: len(lanes)], op, rail, tag + number, world.size)
-        for number, lane in enumerate(lanes)
-        if number < len(segments)
+        _one_after_another(lane, pieces[number :: len(lanes)], op, rail, tag + number, world.size)
+        for number, lane in enumerate(lanes[: len(pieces)])
     ]
     yield from together(machines)
 
 
 def _make_lanes(world: World) -> list[_Lane]:
-    return [_Lane(world.node_memory, world.num_rails) for _ in range(LANES)]
+    nbytes = _segment_nbytes(world)
+    lanes = max(2, min(LANES, STAGING_NBYTES // nbytes))
+    return [_Lane(world.node_memory, world.num_rails, nbytes) for _ in range(lanes)]
+
+
+def _segment_nbytes(world: World) -> int:
+    return min(SEGMENT_NBYTES, MESSAGE_NBYTES * world.num_rails * world.num_nodes)
 
 
 def _one_after_another(
-    lane: _Lane, segments: Sequence[np.ndarray], op: Reduction, rail: ring.Ring | None, tag: int, ranks: int
+    lane: _Lane, pieces: Sequence[np.ndarray], op: Reduction, rail: ring.Ring | None, tag: int, ranks: int
 ) -> Steps:
     ticket, lane.tickets = lane.tickets, lane.tickets + 1
     yield [Until(lambda: lane.served == ticket)]
-    for segment in segments:
-        yield from lane.reduce(segment, op, rail, tag, ranks)
-    lane.served += 1
+    try:
+        for piece in pieces:
+            yield from lane.reduce(piece, op, rail, tag, ranks)
+    finally:
+        lane.served += 1

@@ -23,10 +23,7 @@ import numpy as np
 
 from ..comm import Communicator, Reduction
 from ..comm.communicator import split
-from .progress import LANES, Steps, in_lanes, segments, together
-
-SEGMENT_NBYTES = 1 << 20
-"""Longer arrays go in segments of about so many bytes."""
+from .progress import LANES, MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Ste
 
 def lanes(x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES) -> list[Steps]:
     """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
-    pieces = segments(x, SEGMENT_NBYTES)
+    pieces = segments(x, MESSAGE_NBYTES * ring.size)
     return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most)
 
 
@@ -115,5 +112,5 @@ def allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
 
 def _in_lanes(shards: Sequence[np.ndarray]) -> list[tuple[np.ndarray, ...]]:
     """The same piece of every shard, lane by lane."""
-    lanes = min(LANES, max(1, shards[-1].nbytes * len(shards) // SEGMENT_NBYTES))
+    lanes = min(LANES, max(1, shards[-1].nbytes // MESSAGE_NBYTES))
     return list(zip(*(split(shard, lanes) for shard in shards), strict=True))

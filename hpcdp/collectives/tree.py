@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..comm import Communicator, Reduction
-from .progress import Steps, in_lanes, segments, together
+from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
-SEGMENT_NBYTES = 1 << 18
+SEGMENT_NBYTES = MESSAGE_NBYTES
 """Longer arrays go in segments of about so many bytes."""
 
 

@@ -5,7 +5,7 @@ import pytest
 from by_numpy import Recorded, data, reduced
 
 from hpcdp.collectives import halving_doubling
-from hpcdp.collectives.progress import drive
+from hpcdp.collectives.progress import LANES, drive
 from hpcdp.comm import threads
 from hpcdp.comm.communicator import split
 from hpcdp.comm.reductions import resolve
@@ -85,10 +85,10 @@ def test_long_arrays_go_in_segments_of_their_own_tags(monkeypatch):
     monkeypatch.setattr(halving_doubling, "SEGMENT_NBYTES", 64)
     for sent in allreduced(4, 16 * 20):
         assert sizes(sent) == (4 * 20, 2 * 3 * 64 * 20 / 4)
-        assert {tag for _, tag, _ in sent} == set(range(64, 72))
+        assert {tag for _, tag, _ in sent} == set(range(64, 64 + LANES))
     for sent in reduce_scattered(4, 16 * 20):
         assert sizes(sent) == (2 * 20, 3 * 64 * 20 / 4)
-        assert {tag for _, tag, _ in sent} == set(range(64, 72))
+        assert {tag for _, tag, _ in sent} == set(range(64, 64 + LANES))
 
 
 def test_partial_sums_of_half_precision_travel_in_single():
