@@ -105,7 +105,7 @@ def test_segments_cover_the_array(count, nbytes):
 
 
 def test_tags_of_consecutive_operations_do_not_meet():
-    progress = Progress()
+    progress = threads.run(1, Progress.of)[0]
     first = [progress.tag() for _ in range(1000)]
     assert max(first) + TAGS <= 32768  # what MPI guarantees
     for window in (first[i : i + 200] for i in range(0, 800, 50)):
@@ -184,6 +184,7 @@ def test_a_blocking_call_ends_what_was_started_before():
 def test_testing_never_blocks():
     def rank(world):
         x = np.ones(5)
+        Progress.of(world)
         if world.rank == 1:
             world.comm.barrier()  # rank 0 has asked in vain by then
             iallreduce(x, "sum", world, "ring").wait()
