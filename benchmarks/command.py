@@ -48,12 +48,19 @@ def run(settings: Settings, world: World) -> int:
 
     check(settings, world)
     style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__)
+    facts = _facts(settings, world)
+    measured = _rows(settings, world)
+    if settings.predict:
+        from . import prediction
+
+        facts.append(prediction.source(world))
+        measured = prediction.with_predictions(measured, prediction.predictor(settings, world))
     rows: list[Row] = []
     try:
-        for row in _rows(settings, world):
+        for row in measured:
             if world.rank == 0:
                 if not rows:
-                    print(style.heading(_facts(settings, world)))
+                    print(style.heading(facts))
                 print(style.line(row), flush=True)
             rows.append(row)
     except UnsupportedError as error:
@@ -67,7 +74,7 @@ def run(settings: Settings, world: World) -> int:
         if settings.plot:
             from .plot import draw
 
-            draw(rows, settings, limit, _heading(settings), _facts(settings, world)[0])
+            draw(rows, settings, limit, _heading(settings), facts[0])
     if settings.json:
         from .machine import describe, write_json
 

@@ -128,6 +128,8 @@ def parse(argv: Sequence[str]) -> Settings:
     if given.style == "nccl" and not reported:
         valid = ", ".join(name for name in COLLECTIVES if name != "iallreduce")
         raise ConfigError("bench --style nccl", expected=valid, got=given.benchmark)
+    if given.predict and given.benchmark not in ("latency", *COLLECTIVES):
+        raise ConfigError("bench --predict", expected=f"latency, {', '.join(COLLECTIVES)}", got=given.benchmark)
     if given.plot and not given.plot.endswith(".png"):
         raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(given.plot))
     least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}

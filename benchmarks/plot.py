@@ -36,6 +36,9 @@ def draw(
     curves = _curves(rows, settings)
     for (label, sizes, rates), color in zip(curves, (_OURS, _PEER), strict=False):
         axes.plot(sizes, rates, color=color, linewidth=1.8, marker="o", markersize=3.6, label=label)
+    if settings.predict:
+        curves.append(("hpcdp, predicted", curves[0][1], [_predicted_rate(row) for row in rows]))
+        axes.plot(*curves[-1][1:], color=_OURS, linewidth=1.4, linestyle=":", label=curves[-1][0])
     shown = [rate for _, _, rates in curves for rate in rates]
     if limit is not None:
         name, rate = limit
@@ -75,6 +78,12 @@ def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[st
     if "library" in rows[0]:
         curves.append(("the MPI library's own", sizes, [_rate(row["library"], row["nbytes"]) for row in rows]))
     return curves
+
+
+def _predicted_rate(row: dict[str, Any]) -> float:
+    """GB/s of what was predicted, by the same factor as those of what was measured."""
+    us = row.get("pure", row.get("avg", 0.0))
+    return float(row.get("busbw_gb_s", row["nbytes"] / us / 1e3) * us / row["predicted_us"])
 
 
 def _rate(figures: dict[str, Any], nbytes: int) -> float:

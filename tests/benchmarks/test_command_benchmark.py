@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 
 from hpcdp import collectives
-from hpcdp.benchmarks import collective, command, options, point_to_point
+from hpcdp.benchmarks import collective, command, options, point_to_point, prediction
+from hpcdp.collectives import cost
+from hpcdp.collectives.links import Topology
 from hpcdp.collectives.select import Algorithm
 from hpcdp.comm import World, threads
 from hpcdp.errors import ConfigError
 
 QUICK = ("-i", "3", "-x", "1")
 BLOCKING = [name for name in options.COLLECTIVES if name != "iallreduce"]
+
+
+@pytest.fixture(autouse=True)
+def _no_tuning_table(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tmp_path_factory.mktemp("tuning")))
 
 
 def bench(ranks: int, *arguments: str) -> list[int]:
@@ -198,6 +205,31 @@ def test_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", ["latency", *options.COLLECTIVES])
+def test_predictions_stand_beside(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    assert bench(3, name, "-m", "4K:1M", "--factor", "256", "--predict", "--json", str(report)) == [0] * 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].endswith("     Predicted(us)        Validation")
+    small, large = json.loads(report.read_text())["rows"]
+    assert [line.split()[-2] for line in lines[-2:]] == [f"{row['predicted_us']:.2f}" for row in (small, large)]
+    assert 0 < small["predicted_us"] < large["predicted_us"]
+
+
+def test_predictions_are_those_of_the_model_and_the_chosen_algorithm() -> None:
+    def rank(world: World) -> dict[str, float]:
+        found = {}
+        for algorithm in ("auto", "shared", "ring"):
+            settings = options.parse(["allreduce", "-m", "1M:1M", "--algorithm", algorithm])
+            found[algorithm] = prediction.predictor(settings, world)({"nbytes": 1 << 20, "total_nbytes": 1 << 20})
+        return found
+
+    found = threads.run(2, rank)[0]
+    on = Topology((2,))
+    assert found["auto"] == found["shared"] == 1e6 * cost.predicted_s("allreduce", "shared", 1 << 20, on)
+    assert found["ring"] == 1e6 * cost.predicted_s("allreduce", "ring", 1 << 20, on)
+
+
 @pytest.mark.parametrize(
     ("given", "sizes"),
     [
@@ -249,6 +281,7 @@ def test_dtypes_as_osu_names_them() -> None:
             "bench latency --op: expected one of allreduce, iallreduce, reduce_scatter, reduce",
         ),
         (1, ["allreduce", "--plot", "x.pdf"], "expected a file name ending in .png, got 'x.pdf'"),
+        (2, ["bandwidth", "--predict"], "bench --predict: expected latency, allreduce, iallreduce, reduce_scatter"),
         (1, ["allreduce", "more"], "unexpected argument 'more'"),
     ],
 )
