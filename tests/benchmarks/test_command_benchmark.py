@@ -14,6 +14,7 @@ from hpcdp import collectives
 from hpcdp.benchmarks import collective, command, options, point_to_point, prediction
 from hpcdp.collectives import cost
 from hpcdp.collectives.links import Topology
+from hpcdp.collectives.progress import Progress, drive
 from hpcdp.collectives.select import Algorithm
 from hpcdp.comm import World, threads
 from hpcdp.errors import ConfigError
@@ -132,7 +133,7 @@ def _forgetful(name: str) -> Algorithm:
 
     def blocking(*arguments: object) -> None:
         *given, world = arguments
-        right.run(world, *given)
+        drive(right.steps(*given, world, Progress.of(world).tag()))
         result = given[1] if name == "reduce_scatter" else given[0]
         if world.rank == (0 if name == "reduce" else 1):  # type: ignore[attr-defined]
             result[-1] += 1  # type: ignore[index]
