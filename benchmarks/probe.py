@@ -1,0 +1,190 @@
+"""What the cost model needs to know of a machine: latency and rate of its links, measured between ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..collectives import allreduce
+from ..collectives.links import ETHERNET, Link, Machine
+from ..collectives.progress import LANES, Steps, Together
+from ..comm import World
+from ..comm.shared import Gate
+
+T = TypeVar("T")
+
+_SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
+_TOKEN, _DATA = 1, 2  # tags
+
+
+def probe(world: World) -> Machine:
+    """The links of ``world`` as they are; every rank must call, and gets the same.
+
+    What it cannot have, such as a link between nodes where there is one node, is what the model assumes.
+    """
+    nodes = world.comm.allgather_json(world.node)
+    members = [[rank for rank, node in enumerate(nodes) if node == each] for each in range(world.num_nodes)]
+    machine = ETHERNET
+    inside = [(a, b) for ranks in members for a, b in zip(ranks[::2], ranks[1::2], strict=False)]
+    if inside:
+        of_first = [pair for pair in inside if nodes[pair[0]] == nodes[inside[0][0]]]
+        both_ways = of_first + [(b, a) for a, b in of_first]
+        machine = replace(machine, inside=_link(world, both_ways))
+    if world.num_nodes > 1:
+        across = list(zip(members[0], members[1], strict=False))
+        machine = replace(machine, across=_link(world, across))
+    pair = inside[0] if inside else (members[0][0], members[1][0])
+    return replace(
+        machine,
+        copy_s_per_byte=_slowest(world, _copy_s(world, _STAGED_NBYTES)) / _STAGED_NBYTES,
+        gamma_s_per_byte=_slowest(world, _reduce_s(_LONG_NBYTES)) / _LONG_NBYTES,
+        message_s=_alone(world, pair, lambda _, peer: _machines_s(world, peer)),
+        wait_s=_slowest(world, _median_s(Gate(world.node_memory).barrier, 200)),
+        call_s=_slowest(world, _call_s(world)),
+    )
+
+
+def describe(machine: Machine, several_nodes: bool) -> list[str]:
+    """The figures as lines of text."""
+    links = {"inside a node": machine.inside} | ({"across nodes": machine.across} if several_nodes else {})
+    lines = [
+        f"{name}: {1e6 * link.alpha_s:.1f} us, {_gb_s(link.beta_s_per_byte)} between two ranks, "
+        f"{_gb_s(link.shared_s_per_byte)} between all"
+        for name, link in links.items()
+    ]
+    core = [
+        f"a core copies {_gb_s(machine.copy_s_per_byte)} from another, reduces {_gb_s(machine.gamma_s_per_byte)}",
+        f"a message of a machine {1e6 * machine.message_s:.1f} us, a meeting in memory {1e6 * machine.wait_s:.1f} us, "
+        f"a call {1e6 * machine.call_s:.1f} us",
+    ]
+    return lines + core
+
+
+def _gb_s(s_per_byte: float) -> str:
+    return f"{1e-9 / max(s_per_byte, 1e-15):.3g} GB/s"
+
+
+def _link(world: World, pairs: Sequence[tuple[int, int]]) -> Link:
+    """The first of ``pairs`` alone for latency and rate, then all at once for what they share."""
+    short_s = _alone(world, pairs[0], lambda first, peer: _ping_pong_s(world, first, peer, _SHORT_NBYTES))
+    long_s = _alone(world, pairs[0], lambda first, peer: _ping_pong_s(world, first, peer, _LONG_NBYTES))
+    beta = max(long_s - short_s, 0.0) / (_LONG_NBYTES - _SHORT_NBYTES)
+    at_once_s = _stream_s(world, dict(pairs), _LONG_NBYTES)
+    shared = max(at_once_s - short_s, 0.0) / (_LONG_NBYTES * len(pairs))
+    return Link(short_s, beta, min(beta, shared))
+
+
+def _alone(world: World, pair: tuple[int, int], measure: Callable[[bool, int], T]) -> T:
+    """What the first of a pair gets from ``measure(is the first, the other's rank)``; the others sleep meanwhile."""
+    token = np.zeros(1, np.uint8)
+    first, second = pair
+    value = None
+    world.barrier()
+    if world.rank in pair:
+        value = measure(world.rank == first, second if world.rank == first else first)
+        if world.rank == first:
+            for rank in range(world.size):
+                if rank not in pair:
+                    world.comm.isend(token, rank, _TOKEN).wait()
+    else:
+        done = world.comm.irecv(token, first, _TOKEN)
+        while not done.test():
+            time.sleep(0.001)  # polling would take a core from those that are measured
+    result: T = world.comm.allgather_json(value)[first]
+    return result
+
+
+def _rounds(nbytes: int) -> int:
+    return 200 if nbytes <= 4096 else 15
+
+
+def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
+    """Half a round trip."""
+    x = np.ones(nbytes, np.uint8)
+    taken = []
+    for _ in range(_rounds(nbytes) + 2):
+        begin = time.perf_counter()
+        for sending in (first, not first):
+            if sending:
+                world.comm.isend(x, peer, _DATA).wait()
+            else:
+                world.comm.irecv(x, peer, _DATA).wait()
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(taken[2:])) / 2
+
+
+def _stream_s(world: World, peers: dict[int, int], nbytes: int) -> float:
+    """How long it takes until all have got what the ranks in ``peers`` send to their peers at once."""
+    sources = {dest: source for source, dest in peers.items()}
+    x, y = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    taken = []
+    for _ in range(_rounds(nbytes)):
+        world.barrier()
+        begin = time.perf_counter()
+        requests = [world.comm.irecv(y, sources[world.rank], _DATA)] if world.rank in sources else []
+        requests += [world.comm.isend(x, peers[world.rank], _DATA)] if world.rank in peers else []
+        for request in requests:
+            request.wait()
+        taken.append(time.perf_counter() - begin)
+    every = np.array(world.comm.allgather_json(taken))
+    return float(np.median(every.max(axis=0)))
+
+
+def _median_s(call: Callable[[], Any], repeats: int) -> float:
+    taken = []
+    for _ in range(repeats + 2):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(taken[2:]))
+
+
+def _reduce_s(nbytes: int) -> float:
+    total, x = np.zeros(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+    return _median_s(lambda: np.add(total, x, out=total), 15)
+
+
+def _copy_s(world: World, nbytes: int) -> float:
+    """How long a rank copies what its neighbour has just written in the memory of the node."""
+    memory = world.node_memory
+    rows, gate, x = memory.alloc((memory.size, nbytes), np.uint8), Gate(memory), np.empty(nbytes, np.uint8)
+    taken = []
+    for number in range(15):
+        rows[memory.rank] = number
+        gate.barrier()
+        begin = time.perf_counter()
+        x[...] = rows[(memory.rank + 1) % memory.size]
+        taken.append(time.perf_counter() - begin)
+        gate.barrier()
+    return float(np.median(taken))
+
+
+def _call_s(world: World) -> float:
+    """A call that has nothing to send."""
+    nothing = np.empty(0, np.float32)
+    return _median_s(lambda: allreduce(nothing, world=world, algorithm="native"), 100)
+
+
+def _machines_s(world: World, peer: int) -> float:
+    """What a message sent and one received cost a core, when many machines progress together."""
+    rounds = 20
+
+    def swap(tag: int) -> Steps:
+        x, y = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+        for _ in range(rounds):
+            yield [world.comm.isend(x, peer, tag), world.comm.irecv(y, peer, tag)]
+
+    taken = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        Together([swap(_DATA + lane) for lane in range(LANES)]).wait()
+        taken.append((time.perf_counter() - begin) / (rounds * LANES))
+    return float(np.median(taken))
+
+
+def _slowest(world: World, seconds: float) -> float:
+    return float(max(world.comm.allgather_json(seconds)))

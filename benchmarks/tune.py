@@ -1,0 +1,334 @@
+"""`hpcdp tune`: measure the links and every algorithm in this world once, and save which algorithm suits which size.
+
+Later jobs of the same shape follow the table with ``algorithm="auto"``. An algorithm replaces the MPI library's own
+where it is at least 3% faster in the median of the ratios of alternating turns, and one of hpcdp's replaces another by
+the same margin, so noise does not choose. Between two measured sizes that disagree the library's own runs. Each time
+stands beside what the cost model expects of the links just measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .options import Parser
+
+if TYPE_CHECKING:
+    from ..collectives.links import Machine
+    from ..collectives.tuning import Table
+    from ..comm import World
+
+LIBRARY = "native"
+GAIN = 1.03
+"""So many times as fast must an algorithm be as the one that it replaces."""
+
+_IN_REACH = 1.5  # algorithms slower than this many times the best of the first heat are not timed again
+_STEADY = 0.75  # of the turns, in which an algorithm must not be slower than the library's own
+_REFERENCE_NBYTES = 64 << 20  # everybody's arrays at everybody's: more only fills the memory
+_EPILOG = """\
+examples:
+  hpcdp launch -n 2 -- hpcdp tune
+  srun hpcdp tune --quick
+  mpirun -n 8 hpcdp tune --show
+
+Tables are in HPCDP_TUNING_DIR, else beside the compiled kernels.
+"""
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp tune``."""
+    import argparse
+
+    made = Parser(
+        prog="hpcdp tune",
+        usage="hpcdp tune [-m MIN:MAX] [--quick] [--dry-run | --show]",
+        description="Measure links and algorithms on the ranks that a launcher started; save which is the fastest.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M)")
+    made.add_argument("--quick", action="store_true", help="sizes 4:4M and fewer timings, some seconds in all")
+    either = made.add_mutually_exclusive_group()
+    either.add_argument("--dry-run", action="store_true", help="measure and print, save nothing")
+    either.add_argument("--show", action="store_true", help="print the table that fits these ranks, measure nothing")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status: 1 when a result was wrong. Every rank of a job must call.
+
+    Raises:
+        ConfigError: on every rank, for what cannot be done.
+    """
+    given, unknown = parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(f"tune: unexpected argument {unknown[0]!r}", remedy="hpcdp tune -h lists the options")
+    from .measure import size_range
+
+    sizes = size_range(given.sizes or ("4:4M" if given.quick else "4:64M"), 4 if given.quick else 2)
+    if sizes[0] < 4:
+        raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
+
+    from .. import comm
+    from .machine import pin_to_own_core
+
+    world = comm.init()
+    if given.show:
+        show(world)
+        return 0
+    if world.size > 1:
+        from ..collectives import tuning
+
+        tuning.fingerprint(world)
+        pin_to_own_core(world)
+    return tune(world, Effort.quick(sizes) if given.quick else Effort(sizes), dry_run=given.dry_run)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and how long: ``seconds`` for the finals of one collective at one size, by estimate."""
+
+    sizes: Sequence[int]
+    seconds: float = 0.6
+    iterations: int = 60
+
+    @classmethod
+    def quick(cls, sizes: Sequence[int]) -> Effort:
+        """For a first impression."""
+        return cls(sizes, 0.1, 20)
+
+
+def tune(world: World, effort: Effort, dry_run: bool = False) -> int:
+    """`main` for ranks that know their world; rank 0 prints and writes.
+
+    Raises:
+        ConfigError: on every rank: a world of one, too little memory, or a folder that cannot be written.
+    """
+    from .. import __version__
+    from ..collectives import ALGORITHMS, tuning
+    from . import probe
+
+    if world.size < 2:
+        raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="hpcdp launch -n 2 -- hpcdp tune")
+    _check_memory(world, effort.sizes[-1])
+    nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
+    facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
+    machine = probe.probe(world)
+    _say(world, [f"# {line}" for line in [*facts, *probe.describe(machine, world.num_nodes > 1)]])
+    choices, measured, faulty = {}, {}, 0
+    for collective in ALGORITHMS:
+        rows = []
+        names = usable(world, collective)
+        _say(world, ["", f"# {collective}: {', '.join(names)}", HEADING])
+        incumbent = LIBRARY
+        for nbytes in effort.sizes:
+            row = measure(world, collective, names, nbytes, effort)
+            incumbent = row["chosen"] = chosen(row["gain"], incumbent)
+            row["predicted_us"] = predictions(world, machine, collective, row["nbytes"], row["median_us"])
+            faulty += sum(row["wrong"].values())
+            _say(world, [line(row)])
+            rows.append(row)
+        choices[collective] = entries([row["nbytes"] for row in rows], [row["chosen"] for row in rows])
+        measured[collective] = rows
+    table = tuning.make(world, machine, choices, measured)
+    if faulty:
+        _say(world, ["", f"# {faulty} elements were WRONG: nothing is saved"])
+        return 1
+    if dry_run:
+        _say(world, ["", "# nothing is saved"])
+    else:
+        _say(world, ["", f"# saved in {tuning.save(world, table)}"])
+    return 0
+
+
+def _say(world: World, lines: Iterable[str]) -> None:
+    if world.rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def _check_memory(world: World, nbytes: int) -> None:
+    from ..launch.machine import memory_mib
+
+    needed = 4 * nbytes * world.local_size >> 20
+    available, needed = min(world.comm.allgather_json([memory_mib()[1], needed]), key=lambda pair: pair[0] - pair[1])
+    if needed > available:
+        raise ConfigError(
+            "tune -m",
+            expected=f"arrays for which the {available} MiB of memory that are free are enough",
+            got=f"{nbytes} bytes, for which a node's ranks need {needed} MiB",
+        )
+
+
+def usable(world: World, collective: str) -> list[str]:
+    """The algorithms of ``collective`` that can run in ``world``; every rank must call."""
+    import numpy as np
+
+    from ..collectives import ALGORITHMS
+    from ..errors import UnsupportedError
+    from .collective import CALLS, Sweep
+
+    found = []
+    for name in ALGORITHMS[collective]:
+        x = np.ones(world.size, np.float32)
+        out = x if collective in ("allreduce", "broadcast", "reduce") else np.ones(1, np.float32)
+        arrays = (out, x) if collective == "allgather" else (x, out)
+        try:
+            CALLS[collective](*arrays, Sweep(collective, x.dtype, algorithm=name), world)
+        except UnsupportedError:
+            continue
+        found.append(name)
+    return found
+
+
+def measure(world: World, collective: str, names: Sequence[str], nbytes: int, effort: Effort) -> dict[str, Any]:
+    """Time the algorithms at one size; every rank must call, and gets the same.
+
+    Returns ``nbytes`` (that of all parts of an allgather together), and by algorithm ``median_us`` (of the slowest
+    rank), ``wrong`` (elements over all ranks) and ``gain``: how many times as fast as the MPI library's own, for those
+    that were in reach of the fastest, right, and no slower than the library's own in most turns.
+    """
+    import numpy as np
+
+    from .collective import Buffers, Sweep, exchange
+    from .measure import Schedule, alternate, gather, median_ratio, turn_medians, wrong
+
+    how = Sweep(collective, np.dtype(np.float32))
+    parts = world.size if collective == "allgather" else 1
+    count = max(1, nbytes // 4 // parts)
+    nbytes = count * 4 * parts
+    buffers = Buffers(how, count, world)
+
+    def timed(algorithms: Sequence[str], schedule: Schedule) -> tuple[dict[str, Any], dict[str, int]]:
+        candidates = [_named(exchange(replace(how, algorithm=each), buffers, count), each) for each in algorithms]
+        found = gather(world, alternate(candidates, world.comm.barrier, schedule))
+        turns = {name: turn_medians(ranks) for name, ranks in found.items()}
+        return turns, {name: wrong(ranks) for name, ranks in found.items()}
+
+    affordable = [name for name in names if name != "reference" or world.size * nbytes <= _REFERENCE_NBYTES]
+    long = nbytes > 1 << 20
+    heat, faults = timed(affordable, Schedule(1 if long else 3, 1 if long else 5, 1))
+    median_us = {name: float(np.median(us)) for name, us in heat.items()}
+    right = [name for name in affordable if not faults[name]]
+    best = min((median_us[name] for name in right), default=0.0)
+    finalists = [name for name in right if name == LIBRARY or median_us[name] <= _IN_REACH * best]
+    gain = {LIBRARY: 1.0}
+    if len(finalists) > 1 and LIBRARY in finalists:
+        turns, again = timed(finalists, _finals(nbytes, sum(median_us[name] for name in finalists), effort))
+        median_us |= {name: float(np.median(us)) for name, us in turns.items()}
+        faults |= again
+        gain |= {
+            name: median_ratio(turns[LIBRARY], us)
+            for name, us in turns.items()
+            if not again[name] and np.mean(turns[LIBRARY] >= us) >= _STEADY
+        }
+    return {"nbytes": nbytes, "median_us": median_us, "gain": gain, "wrong": faults}
+
+
+def _named(made: Any, name: str) -> Any:
+    made.name = name
+    return made
+
+
+def _finals(nbytes: int, once_us: float, effort: Effort) -> Any:
+    from .measure import Schedule
+
+    schedule = Schedule.for_size(nbytes, effort.iterations, 1)
+    affordable = int(effort.seconds * 1e6 / max(once_us * schedule.repeats, 1.0))
+    return replace(schedule, turns=max(3, min(schedule.turns, affordable)))
+
+
+def chosen(gain: dict[str, float], incumbent: str) -> str:
+    """Which algorithm a size gets.
+
+    Args:
+        gain: by algorithm, how many times as fast as the MPI library's own it is.
+        incumbent: what the next smaller size has got, which stays where the best is not `GAIN` times as fast.
+    """
+    best = max(gain, key=gain.__getitem__)
+    if gain[best] < GAIN:
+        return LIBRARY
+    return incumbent if gain.get(incumbent, 0.0) >= max(GAIN, gain[best] / GAIN) else best
+
+
+def entries(sizes: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
+    """The choices as `tuning.Table` has them: what is between two sizes that disagree gets the library's own."""
+    found: list[list[Any]] = []
+    for number, name in enumerate(names):
+        after = names[number + 1] if number + 1 < len(names) else name
+        most: int | None = None if number + 1 == len(names) else sizes[number]
+        if most is not None and after != name and name == LIBRARY:
+            most = sizes[number + 1] - 1
+        if found and found[-1][1] == name:
+            found[-1][0] = most
+        else:
+            found.append([most, name])
+        if most is not None and after != name and LIBRARY not in (name, after):
+            found.append([sizes[number + 1] - 1, LIBRARY])
+    return found
+
+
+def predictions(
+    world: World, machine: Machine, collective: str, nbytes: int, algorithms: Iterable[str]
+) -> dict[str, float]:
+    """Microseconds that the model expects, by algorithm; every rank must call."""
+    from ..collectives.cost import predicted_s
+    from ..collectives.tuning import topology
+
+    nodes = topology(world)
+    return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
+
+
+HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>11}{'predicted':>11}{'gain':>7}"
+
+
+def line(row: dict[str, Any]) -> str:
+    """One size of `tune`, at most 80 columns wide unless a result was wrong."""
+    from .measure import format_size
+
+    name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
+    figures = f"{us[name]:>10.1f}{predicted[name]:>11.1f}{us[LIBRARY]:>11.1f}{predicted[LIBRARY]:>11.1f}"
+    text = f"{format_size(row['nbytes']):<8}{name:<18}{figures}{row['gain'].get(name, 1.0):>7.2f}"
+    wrongly = [f"{each} {count} WRONG" for each, count in row["wrong"].items() if count]
+    return " ".join([text, *wrongly])
+
+
+def show(world: World) -> None:
+    """Print the table that fits ``world``; every rank must call.
+
+    Raises:
+        ConfigError: on every rank: there is none.
+    """
+    from ..collectives import tuning
+    from ..comm.agreement import on_rank_0
+    from . import probe
+
+    table = tuning.loaded(world)
+    where = on_rank_0(world.comm, lambda: str(tuning.path(tuning.fingerprint(world))))
+    if table is None:
+        raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="hpcdp tune makes it")
+    several = len(table["fingerprint"]["ranks_per_node"]) > 1
+    _say(world, [f"# {where}", *_fingerprint_lines(table)])
+    _say(world, [f"# {each}" for each in probe.describe(tuning.machine(world), several)])
+    for collective, found in table["choices"].items():
+        _say(world, ["", f"# {collective}", HEADING, *map(line, table["measured"].get(collective, []))])
+        _say(world, [f"# auto: {_as_ranges(found)}"])
+
+
+def _fingerprint_lines(table: Table) -> list[str]:
+    return [f"# {name.replace('_', ' ')}: {_short(value)}" for name, value in table["fingerprint"].items()]
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return ", ".join(map(str, value if len(value) <= 8 else [*value[:8], f"and {len(value) - 8} more"]))
+
+
+def _as_ranges(found: Sequence[Sequence[Any]]) -> str:
+    from .measure import format_size
+
+    parts = [f"{name} to {format_size(most)}" if most is not None else f"{name} above" for most, name in found[:-1]]
+    return ", ".join([*parts, f"{found[-1][1]} above" if parts else f"{found[-1][1]}"])

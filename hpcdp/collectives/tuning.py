@@ -1,0 +1,262 @@
+"""What `hpcdp tune` has measured, saved in a table for every topology, and how a world finds the one that fits it.
+
+A table is a JSON file in `folder()`, named by a hash of its fingerprint: all that decides which algorithm is fastest,
+and no name of a host, so that it fits every job of the same shape on the same kind of machines. Rank 0 reads it once
+and sends it to all ranks, so all choose alike. A table that does not fit is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import tempfile
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import kernels
+from ..comm import World
+from ..comm.agreement import on_rank_0
+from ..errors import ConfigError, HpcdpError
+from .links import ETHERNET, FABRIC, Link, Machine, Topology
+
+VERSION = 1
+"""Of the tables' format, and of the algorithms that were measured."""
+
+Fingerprint = dict[str, Any]
+Table = dict[str, Any]
+"""``version``, ``fingerprint``, ``machine`` (see `Machine`), ``choices`` and ``measured``, what these were made from.
+
+``choices`` has for each collective a list of ``[nbytes, algorithm]``: up to so many bytes, and above the last one with
+null, that algorithm.
+"""
+
+
+def folder() -> Path:
+    """Where tables are: ``HPCDP_TUNING_DIR``, else ``tuning`` beside the compiled kernels."""
+    chosen = os.environ.get("HPCDP_TUNING_DIR")
+    return Path(chosen) if chosen else kernels.cache_dir() / "tuning"
+
+
+def path(fingerprint: Fingerprint) -> Path:
+    """The file of the table with this fingerprint; on rank 0."""
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+    return folder() / f"{digest[:12]}.json"
+
+
+def processor_name() -> str:
+    """The model of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _has_fabric() -> bool:
+    """Whether this machine has an adapter for remote memory access: InfiniBand, Omni-Path, RoCE or the like."""
+    try:
+        return any(Path("/sys/class/infiniband").iterdir())
+    except OSError:
+        return False
+
+
+def fingerprint(world: World) -> Fingerprint:
+    """What decides which algorithm is fastest in ``world``; every rank must call the first time."""
+    found: Fingerprint | None = world.kept.get("tuning fingerprint")
+    return found or world.keep("tuning fingerprint", lambda: _fingerprint(world))
+
+
+def _fingerprint(world: World) -> Fingerprint:
+    mine = [world.node, world.cores, processor_name(), _has_fabric(), socket.gethostname(), world.node_memory.size]
+    ranks = world.comm.allgather_json(mine)
+    nodes = [[rank for rank in ranks if rank[0] == node] for node in range(world.num_nodes)]
+    network = "fabric" if all(rank[3] for rank in ranks) else "ethernet"
+    return {
+        "library": world.library,
+        "ranks_per_node": [len(node) for node in nodes],
+        "cores_per_node": [node[0][1] for node in nodes],
+        "shared_memory": all(rank[5] == len(node) for node in nodes for rank in node),
+        "processors": sorted({rank[2] for rank in ranks}),
+        "machines": len({rank[4] for rank in ranks}),
+        "network": network if world.num_nodes > 1 else "none",
+    }
+
+
+def topology(world: World) -> Topology:
+    """The nodes of ``world`` for the cost model; every rank must call the first time."""
+    found = fingerprint(world)
+    return Topology(tuple(found["ranks_per_node"]), found["shared_memory"])
+
+
+def machine(world: World) -> Machine:
+    """What was measured of links and cores in ``world``, else what is assumed; every rank must call the first time."""
+    table = loaded(world)
+    if table is None:
+        return FABRIC if fingerprint(world)["network"] == "fabric" else ETHERNET
+    return _machine(table["machine"])
+
+
+def _machine(values: dict[str, Any]) -> Machine:
+    inside, across = (Link(**_seconds(values[name])) for name in ("inside", "across"))
+    rest = {name: value for name, value in values.items() if name not in ("inside", "across")}
+    return Machine(inside, across, **_seconds(rest))
+
+
+def _seconds(values: dict[str, Any]) -> dict[str, Any]:
+    for value in values.values():
+        if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
+            raise ValueError(value)
+    return values
+
+
+def choice(world: World, collective: str, nbytes: int) -> str | None:
+    """The algorithm that the table of ``world`` names for arrays of ``nbytes``, None without a table that fits.
+
+    Every rank must call the first time; all get the same answer. It was measured with sums of float32: whether it can
+    do another dtype or reduction is for the caller to see.
+    """
+    table = loaded(world)
+    for most, algorithm in table["choices"].get(collective, ()) if table else ():
+        if most is None or nbytes <= most:
+            return str(algorithm)
+    return None
+
+
+def loaded(world: World) -> Table | None:
+    """The table that fits ``world``, or None; read once by rank 0, whose environment counts. Every rank must call."""
+    if "tuning table" not in world.kept:
+        found = fingerprint(world)
+        table = world.comm.allgather_json(_read(found) if world.rank == 0 else None)[0]
+        world.keep("tuning table", lambda: table)
+    kept: Table | None = world.kept["tuning table"]
+    return kept
+
+
+def _read(expected: Fingerprint) -> Table | None:
+    where: Path | None = None
+    try:
+        where = path(expected)
+        if not where.parent.is_dir() and os.environ.get("HPCDP_TUNING_DIR"):
+            raise ConfigError("HPCDP_TUNING_DIR", expected="a folder", got=str(where.parent))
+        if not where.exists():
+            return None
+        table = json.loads(where.read_text(encoding="utf-8"))
+        reason = misfit(table, expected)
+    except (OSError, ValueError, HpcdpError) as error:
+        table, reason = None, str(error)
+    if reason:
+        name = "no tuning table" if where is None else f"tuning table {where}"
+        warnings.warn(f"{name} is ignored: {reason}; `hpcdp tune` writes a new one", stacklevel=2)
+        return None
+    assert isinstance(table, dict)
+    return table
+
+
+def misfit(table: Any, expected: Fingerprint) -> str:
+    """Why ``table`` cannot be used in a world with this fingerprint, or nothing."""
+    if not isinstance(table, dict) or table.get("version") != VERSION:
+        found = table.get("version") if isinstance(table, dict) else None
+        return f"version {found!r} where {VERSION} is needed"
+    found = table.get("fingerprint")
+    if not isinstance(found, dict):
+        return "it has no fingerprint"
+    for name, value in expected.items():
+        if found.get(name) != value:
+            return f"{name} is {found.get(name)!r}, here it is {value!r}"
+    try:
+        _machine(table["machine"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return "its machine does not have the seconds that the model needs"
+    return _wrong_choices(table.get("choices"))
+
+
+def _wrong_choices(choices: Any) -> str:
+    from .select import ALGORITHMS  # which asks this module
+
+    if not isinstance(choices, dict):
+        return "it has no choices"
+    for collective, entries in choices.items():
+        if collective not in ALGORITHMS:
+            return f"unknown collective {collective!r}, valid: {', '.join(ALGORITHMS)}"
+        if not isinstance(entries, list):
+            return f"the choices of {collective} are no list"
+        before = -1
+        for number, entry in enumerate(entries, start=1):
+            last = number == len(entries)
+            if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)):
+                return f"choice {number} of {collective} is {entry!r}, not [nbytes, algorithm]"
+            most, algorithm = entry
+            if algorithm not in ALGORITHMS[collective]:
+                valid = ", ".join(ALGORITHMS[collective])
+                return f"unknown algorithm {algorithm!r} of {collective}, valid: {valid}"
+            whole = isinstance(most, int) and not isinstance(most, bool)
+            if not (last and most is None) and not (whole and most > before):
+                return f"choice {number} of {collective} is up to {most!r} bytes, after {before}"
+            before = most
+    return ""
+
+
+def make(world: World, measured: Machine, choices: dict[str, list[list[Any]]], details: Any) -> Table:
+    """A table for ``world`` of what was measured there; every rank must call the first time."""
+    return {
+        "version": VERSION,
+        "fingerprint": fingerprint(world),
+        "machine": asdict(measured),
+        "choices": choices,
+        "measured": details,
+    }
+
+
+def save(world: World, table: Table) -> Path:
+    """Write ``table`` for this and later jobs, all or nothing, and use it from now on; every rank must call.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: on every rank: it cannot be written.
+    """
+    name = on_rank_0(world.comm, lambda: str(_write(table)))
+    world.kept["tuning table"] = table
+    return Path(name)
+
+
+def _write(table: Table) -> Path:
+    target = path(table["fingerprint"])
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=target.parent, prefix=f".{target.stem}-", delete=False, encoding="utf-8"
+        ) as file:
+            temporary = Path(file.name)
+            file.write(as_text(table))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # others' jobs may use it where the folder allows
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(
+            "tuning table", where=target, expected="a folder that can be written", got=error.strerror,
+            remedy="set HPCDP_TUNING_DIR to one",
+        ) from error  # fmt: skip
+    return target
+
+
+def as_text(value: Any, indent: str = "") -> str:
+    """JSON for readers: what fits is on one line."""
+    line = json.dumps(value)
+    if not isinstance(value, dict | list) or len(indent) + len(line) <= 100:
+        return line if indent else line + "\n"
+    inner = indent + "  "
+    if isinstance(value, dict):
+        items = [f"{inner}{json.dumps(key)}: {as_text(each, inner)}" for key, each in value.items()]
+    else:
+        items = [inner + as_text(each, inner) for each in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n" + ",\n".join(items) + f"\n{indent}{end}" + ("" if indent else "\n")
