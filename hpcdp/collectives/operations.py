@@ -51,11 +51,11 @@ def allreduce(
     target = x if out is None else _receiver("allreduce", x, out)
     if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
         if world.size > 1:
-            chosen.run(world, target if target.ndim == 1 else target.reshape(-1), reduction)
+            chosen.run(world, "allreduce", target if target.ndim == 1 else target.reshape(-1), reduction)
         return target
     staged = _staged("allreduce", target)
     if world.size > 1:
-        chosen.run(world, staged.reshape(-1), reduction)
+        chosen.run(world, "allreduce", staged.reshape(-1), reduction)
     target[...] = from_host(staged, target)
     return target
 
@@ -92,7 +92,7 @@ def iallreduce(
         if staged is not target:
             target[...] = from_host(staged, target)
 
-    return progress.start(then_copied_back())
+    return progress.start(then_copied_back(), staged)
 
 
 def reduce_scatter(
@@ -125,7 +125,7 @@ def reduce_scatter(
         _check_like("reduce_scatter", out, (own,), x)
     in_place = type(x) is np.ndarray and type(out) is np.ndarray and np.may_share_memory(x, out)
     work = host if in_place and host.flags.c_contiguous and host.flags.writeable else np.array(host, order="C")
-    chosen.run(world, work.reshape(-1), result, reduction)
+    chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
     if out is None:
         return from_host(result, x)
     out[...] = from_host(result, out)
@@ -166,7 +166,7 @@ def allgather(
             got=f"{part.size} {gathered.dtype}: its part of {gathered.size} over {world.size} ranks",
         )  # fmt: skip
     part[...] = host.reshape(-1)
-    chosen.run(world, gathered.reshape(-1))
+    chosen.run(world, "allgather", gathered.reshape(-1))
     if out is None:
         return from_host(gathered, x)
     if gathered is not out:
@@ -190,7 +190,7 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     _check_root("broadcast", root, world)
     chosen, _ = _found("broadcast", x, None, algorithm, world, root)
     staged = _staged("broadcast", x)
-    chosen.run(world, staged.reshape(-1), root)
+    chosen.run(world, "broadcast", staged.reshape(-1), root)
     if staged is not x and world.rank != root:
         x[...] = from_host(staged, x)
     return x
@@ -219,11 +219,11 @@ def reduce(
     _check_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
-        chosen.run(world, np.array(to_host(x), order="C").reshape(-1), reduction, root)
+        chosen.run(world, "reduce", np.array(to_host(x), order="C").reshape(-1), reduction, root)
         return x
     target = x if out is None else _receiver("reduce", x, out)
     staged = _staged("reduce", target)
-    chosen.run(world, staged.reshape(-1), reduction, root)
+    chosen.run(world, "reduce", staged.reshape(-1), reduction, root)
     if staged is not target:
         target[...] = from_host(staged, target)
     return target

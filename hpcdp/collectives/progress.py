@@ -19,6 +19,7 @@ import numpy as np
 
 from ..comm import Request, World
 from ..comm.communicator import split
+from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 
 T = TypeVar("T")
@@ -50,6 +51,22 @@ class Until:
     def wait(self) -> None:
         """Block until it has."""
         wait_for(self.test)
+
+
+class Watched(Until):
+    """The same, under the eyes of a watchdog while it is waited for."""
+
+    def __init__(self, test: Callable[[], bool], watchdog: Watchdog, call: tuple[str, np.ndarray]) -> None:
+        super().__init__(test)
+        self._watchdog, self._call = watchdog, call
+
+    def wait(self) -> None:
+        """Block until it has."""
+        self._watchdog.call = self._call
+        try:
+            super().wait()
+        finally:
+            self._watchdog.call = None
 
 
 class _Machine:
@@ -119,8 +136,8 @@ LANES = 16
 """So many segments are on their way at once: while one is added up, others keep the link busy."""
 
 MESSAGE_NBYTES = 60 << 10
-"""How long a message of a pipeline should be. Over TCP, Open MPI and MPICH send up to 64 KB at once; longer ones wait until
-the receiver, which may be busy or asleep, has answered."""
+"""How long a message of a pipeline should be. Over TCP, Open MPI and MPICH send up to 64 KB at once; longer ones wait
+until the receiver, which may be busy or asleep, has answered."""
 
 
 def segments(x: np.ndarray, nbytes: int) -> list[np.ndarray]:
@@ -156,22 +173,23 @@ def wait_for(test: Callable[[], bool]) -> None:
 class Progress:
     """The operations of a world that have been started and have not ended, and the tags that tell them apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
         self._active = Together([])
         self._count = 0
 
     @classmethod
     def of(cls, world: World) -> Progress:
         """That of ``world``."""
-        return world.kept.get(cls) or world.keep(cls, cls)
+        return world.kept.get(cls) or world.keep(cls, lambda: cls(Watchdog.of(world)))
 
     def tag(self) -> int:
         """The first tag of the next operation, the same on all ranks, which start operations in one order."""
         self._count = (self._count + 1) % _OPERATIONS
         return self._count * TAGS
 
-    def start(self, steps: Steps) -> Request:
-        """Let a machine progress with the others whenever one of their requests is asked for.
+    def start(self, steps: Steps, x: np.ndarray) -> Request:
+        """Let a machine that reduces ``x`` progress with the others whenever one of their requests is asked for.
 
         An error ends this machine alone, and is raised to whoever asks for it; at once where there is no way to do it.
         """
@@ -196,7 +214,8 @@ class Progress:
         self._active.add(to_its_end())
         if isinstance(failure, UnsupportedError):
             raise failure
-        return Until(test)
+        self.watchdog.calls += 1
+        return Watched(test, self.watchdog, ("wait for an iallreduce", x))
 
     def finish(self) -> None:
         """Block until no operation is under way: before a blocking call, during which none would progress."""

@@ -25,15 +25,21 @@ class Algorithm:
     blocking: Callable[..., None] | None = None
     """What a blocking call uses instead, where it saves time."""
 
-    def run(self, world: World, *arguments: object) -> None:
+    def run(self, world: World, operation: str, *arguments: object) -> None:
         """Do it, and return when it is done; whatever was started before is ended first."""
         progress = Progress.of(world)
-        progress.finish()
-        if self.blocking is not None:
-            self.blocking(*arguments, world)
-        else:
-            assert self.steps is not None
-            drive(self.steps(*arguments, world, progress.tag()))
+        watchdog = progress.watchdog
+        watchdog.calls += 1
+        watchdog.call = operation, arguments[0]
+        try:
+            progress.finish()
+            if self.blocking is not None:
+                self.blocking(*arguments, world)
+            else:
+                assert self.steps is not None
+                drive(self.steps(*arguments, world, progress.tag()))
+        finally:
+            watchdog.call = None
 
 
 def _flat(steps: Callable[..., Steps]) -> Algorithm:

@@ -16,6 +16,7 @@ from ..errors import ConfigError, LaunchError
 from .communicator import Communicator
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
+from .watchdog import Watchdog, limit_s
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -120,9 +121,9 @@ def _start(ranks_per_node: int | None) -> World:
     if everyone.size > 1:
         _abort_when_one_rank_fails(MPI.COMM_WORLD)
     comm = MpiCommunicator(everyone)
-    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto")]
+    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limit_s()]
     machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-    ranks_per_node, sharing = comm.allgather_json(mine)[0]
+    ranks_per_node, sharing, limit = comm.allgather_json(mine)[0]
     node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
     node_comm = MpiCommunicator(node)
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
@@ -132,7 +133,7 @@ def _start(ranks_per_node: int | None) -> World:
     num_rails = min(comm.allgather_json(memory.size))
     color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
     rail = everyone.Split(color, comm.rank)
-    return World(
+    world = World(
         rank=comm.rank,
         size=comm.size,
         local_rank=node_comm.rank,
@@ -148,6 +149,8 @@ def _start(ranks_per_node: int | None) -> World:
         cores=cores,
         kept={"ranks_per_node": ranks_per_node},
     )
+    world.keep(Watchdog, lambda: Watchdog(world, limit if world.size > 1 else 0))
+    return world
 
 
 def _load_mpi() -> Any:
