@@ -43,7 +43,7 @@ test: $(VENV)/installed-dev  ## run the tests, then those of 1, 2, 3 and 4 MPI r
 	@$(BIN)/python tests/run.py $(ARGS)
 
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts, made on this machine (needs root)
-	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs -m cluster tests/cluster $(ARGS)
+	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
 
 bench: $(VENV)/installed  ## measure everything and rewrite benchmarks/RESULTS.md (ten quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)

@@ -6,6 +6,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `command` is ``hpcdp bench``: `point_to_point` messages and every `collective`, in the columns of OSU's benchmarks or
   nccl-tests (`options`, `style`, `plot`).
 - `compare` alternates allreduce with the floor and other libraries.
+- `cluster` makes hosts with slow links out of namespaces; `fabric` measures allreduce across them.
 - `gradients` does so for gradients through a Trainer: reduce and update by owners.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
 - `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.

@@ -120,6 +120,8 @@ _host() {                              # the first process of host $1
     mount --rbind "/mnt/$k" "${shared[k]}"
   done
   umount -l /mnt
+  # sshd's shells read these at every command; what they start may be slow, and locks of theirs would outlive a host.
+  for place in ~root/.bashrc ~root/.zshenv; do [[ ! -e $place ]] || mount --bind /dev/null "$place"; done
   mkdir -m 755 /run/sshd /run/munge
   for place in ssh slurm hosts; do [[ ! -e /etc/$place ]] || mount --bind "$ETC/$place" "/etc/$place"; done
   exec "$(command -v sshd)" -D -f "$ETC/ssh/sshd_config" -E /run/sshd.log

@@ -202,12 +202,12 @@ def table(found: dict[str, Any], title: str) -> str:
     lines = [
         f"# {title}, {found['library']}",
         f"# link: {link['one_way']:.1f} MB/s one way, {link['both_ways']:.1f} each way at once",
-        f"{'# size':<8}{'bound ms':>10}  {'':<18}{'median ms':>11}{'spread':>8}{'% bound':>9}{'MPI x':>7}",
+        f"{'# size':<8}{'bound ms':>10}  {'':<17}{'median ms':>11}{'spread':>8}{'% bound':>9}{'MPI x':>7}",
     ]
     for row in found["rows"]:
         first = f"{format_size(row['nbytes']):<8}{row['bound_ms']:>10.3f}"
         for name, ms in row["median_ms"].items():
-            line = f"{first:<18}  {name:<18}{ms:>11.3f}{100 * row['spread'][name]:>7.0f}%"
+            line = f"{first:<18}  {name:<17}{ms:>11.3f}{100 * row['spread'][name]:>7.0f}%"
             line += f"{100 * row['bound_share'][name]:>9.1f}{row['mpi_ratio'][name]:>7.2f}"
             lines.append(line + (f" {row['wrong'][name]} WRONG" if row["wrong"][name] else ""))
             first = ""

@@ -101,8 +101,9 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1, S5, S6 and S11 from the results of the suite."""
-    return [*_allreduce(results), *_updates(results), *_lenet(results), *_scaling(results), *_startup(results)]
+    """S1, S2, S5, S6 and S11 from the results of the suite."""
+    collectives = [*_allreduce(results), *_updates(results), *_fabrics(results)]
+    return [*collectives, *_lenet(results), *_scaling(results), *_startup(results)]
 
 
 def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -148,6 +149,36 @@ def _updates(results: dict[str, Any]) -> list[Verdict]:
 def update_rounds(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The rounds of reduce and update, with MPICH joined."""
     return with_peer(results, "updates", lambda row: {"MPICH, fused SGD": row["median_us"]["MPI, fused SGD"]})
+
+
+def _fabrics(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for fabric in [each for report in results.get("fabric", []) for each in report["fabrics"]]:
+        where = f"allreduce over {fabric['hosts']} hosts x {fabric['ranks_per_node']} ranks, links of {fabric['rate']}"
+        share = {row["nbytes"]: row["bound_share"]["auto"] for row in fabric["rows"]}
+        found.append(_worst("S2", f"{where}: share of the link's rate from 4 MB", 0.95, _between(share, 4 * _MB), "%"))
+        ratio = {row["nbytes"]: row["mpi_ratio"]["auto"] for row in fabric["rows"]}
+        found.append(_worst("S2", f"{where}: {fabric['library']}'s own, at any size", 1, ratio))
+    return found
+
+
+def _fabric_table(fabric: dict[str, Any]) -> str:
+    link = fabric["link_mb_s"]
+    names = list(fabric["rows"][0]["median_ms"])
+    text = (
+        f"## Allreduce over {fabric['hosts']} hosts x {fabric['ranks_per_node']} ranks, links of {fabric['rate']}\n\n"
+    )
+    text += f"Milliseconds, and the share of the bound. {fabric['library']} measured {link['one_way']:.1f} MB/s on the "
+    text += f"link, {link['both_ways']:.1f} in each direction at once.\n\n"
+    rows = [
+        [
+            format_size(row["nbytes"]),
+            f"{row['bound_ms']:.2f}",
+            *(f"{row['median_ms'][name]:.2f} ({100 * row['bound_share'][name]:.0f}%)" for name in names),
+        ]
+        for row in fabric["rows"]
+    ]
+    return text + _table(["size", "bound", *names], rows)
 
 
 def _lenet(results: dict[str, Any]) -> list[Verdict]:
@@ -258,4 +289,5 @@ def render(results: dict[str, Any]) -> str:
         parts.append(f"## Allreduce, {kind[10:]} ranks on {_cores(results)} cores\n\n" + _medians(results[kind]))
     if results.get("updates"):
         parts.append("## Reduce and update, SGD with momentum\n\n" + _medians(update_rounds(results)))
+    parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
     return "\n".join(parts)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .cluster import obstacle
 from .machine import describe
 from .report import render
 
@@ -57,7 +58,7 @@ class Suite:
             report = Path(folder, "report.json")
             module = ["hpcdp.cli", "bench"] if benchmark == "bench" else [f"hpcdp.benchmarks.{benchmark}"]
             command = [python, "-m", *module, *arguments, "--json", str(report)]
-            if benchmark != "startup":
+            if benchmark not in ("startup", "fabric"):  # which start jobs of their own
                 command = [python, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *command]
             print(f"# {kind}: {benchmark} {' '.join(arguments)}", flush=True)
             begin = time.monotonic()
@@ -93,6 +94,15 @@ class Suite:
         for ranks in (3, 4):
             self.job(f"allreduce {ranks}", "compare", ["-m", "4:16M", "--factor", "16", *iterations], ranks=ranks)
 
+    def fabric(self) -> None:
+        """Allreduce over 2 and 4 hosts with slow links, where hosts can be made on this machine."""
+        reason = obstacle()
+        if reason is not None:
+            self.results["skipped"].append(f"hosts on slow links: {reason}")
+            return
+        arguments = ["--algorithms", "auto", "--sizes", "4,64K,1M,4M,16M", "-i", "2" if self.brief else "20"]
+        self.job("fabric", "fabric", arguments + (["--mpich", self.mpich] if self.mpich else []), ranks=2)
+
     def training(self, batch: int) -> None:
         """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each."""
         turns = ["--turns", "2", "--seconds", "0.02"] if self.brief else ["--turns", "8"]
@@ -114,6 +124,7 @@ class Suite:
             for batch in (64, 256):
                 self.training(batch)
         self.more_ranks()
+        self.fabric()
         if "torch" not in self.results["machine"]["versions"]:
             self.results["skipped"].append("gloo and PyTorch: torch is not installed")
         self.results["failures"] = self.failures

@@ -15,7 +15,7 @@ Run = Callable[[Cluster, int | list[int], str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def _possible() -> None:
+def hosts_possible() -> None:
     if os.environ.get("HPCDP_TEST_CLUSTER") != "1":
         pytest.skip("make test-cluster runs it: hosts on this machine, which need root")
     reason = obstacle()
@@ -24,13 +24,13 @@ def _possible() -> None:
 
 
 @pytest.fixture(scope="module")
-def two_hosts(_possible: None) -> Iterator[Cluster]:
+def two_hosts(hosts_possible: None) -> Iterator[Cluster]:
     with Cluster(2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def three_hosts(_possible: None) -> Iterator[Cluster]:
+def three_hosts(hosts_possible: None) -> Iterator[Cluster]:
     with Cluster(3) as cluster:
         yield cluster
 

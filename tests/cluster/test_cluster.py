@@ -67,7 +67,7 @@ def test_a_command_is_ended_at_its_limit(two_hosts: Cluster) -> None:
     assert two_hosts.on(1, ["pgrep", "-fc", "^sleep 61"]).stdout == "0\n"
 
 
-def test_nothing_is_left_after_an_error(_possible: None) -> None:
+def test_nothing_is_left_after_an_error(hosts_possible: None) -> None:
     with pytest.raises(ZeroDivisionError), Cluster(1) as cluster:
         assert processes_of(cluster.folder)
         _ = 1 / 0
@@ -75,7 +75,7 @@ def test_nothing_is_left_after_an_error(_possible: None) -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
-def test_nothing_is_left_of_a_process_that_is_ended(_possible: None, sign: signal.Signals) -> None:
+def test_nothing_is_left_of_a_process_that_is_ended(hosts_possible: None, sign: signal.Signals) -> None:
     keeper = subprocess.Popen([sys.executable, "-c", KEEPS_HOSTS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert keeper.stdout is not None
     folder = Path(keeper.stdout.readline().decode().strip())
@@ -87,7 +87,7 @@ def test_nothing_is_left_of_a_process_that_is_ended(_possible: None, sign: signa
     assert gone(folder), processes_of(folder)
 
 
-def test_a_rate_that_is_none_is_told_and_nothing_is_left(_possible: None) -> None:
+def test_a_rate_that_is_none_is_told_and_nothing_is_left(hosts_possible: None) -> None:
     cluster = Cluster(2, rate="fast")
     with pytest.raises(ClusterError, match="expected a rate such as 1gbit"):
         cluster.__enter__()
