@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from ..collectives.links import ETHERNET, Link, Machine
 from ..collectives.progress import LANES, Steps, Together
 from ..comm import World
 from ..comm.shared import Gate
-
-T = TypeVar("T")
 
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
 _TOKEN, _DATA = 1, 2  # tags
@@ -28,7 +26,7 @@ def probe(world: World) -> Machine:
     """
     nodes = world.comm.allgather_json(world.node)
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in range(world.num_nodes)]
-    machine = ETHERNET
+    machine, across = ETHERNET, []
     inside = [(a, b) for ranks in members for a, b in zip(ranks[::2], ranks[1::2], strict=False)]
     if inside:
         of_first = [pair for pair in inside if nodes[pair[0]] == nodes[inside[0][0]]]
@@ -37,12 +35,12 @@ def probe(world: World) -> Machine:
     if world.num_nodes > 1:
         across = list(zip(members[0], members[1], strict=False))
         machine = replace(machine, across=_link(world, across))
-    pair = inside[0] if inside else (members[0][0], members[1][0])
+    pairs = inside or across
     return replace(
         machine,
         copy_s_per_byte=_slowest(world, _copy_s(world, _STAGED_NBYTES)) / _STAGED_NBYTES,
         gamma_s_per_byte=_slowest(world, _reduce_s(_LONG_NBYTES)) / _LONG_NBYTES,
-        message_s=_alone(world, pair, lambda _, peer: _machines_s(world, peer)),
+        message_s=_between(world, pairs, lambda _, peer: _machines_s(world, peer)),
         wait_s=_slowest(world, _median_s(Gate(world.node_memory).barrier, 200)),
         call_s=_slowest(world, _call_s(world)),
     )
@@ -69,33 +67,37 @@ def _gb_s(s_per_byte: float) -> str:
 
 
 def _link(world: World, pairs: Sequence[tuple[int, int]]) -> Link:
-    """The first of ``pairs`` alone for latency and rate, then all at once for what they share."""
-    short_s = _alone(world, pairs[0], lambda first, peer: _ping_pong_s(world, first, peer, _SHORT_NBYTES))
-    long_s = _alone(world, pairs[0], lambda first, peer: _ping_pong_s(world, first, peer, _LONG_NBYTES))
+    """Latency while all are at work, the rate of the first pair alone, and then what all of them share."""
+    meeting = [pair for pair in pairs if pair[::-1] not in pairs or pair[0] < pair[1]]
+    short_s = _between(world, meeting, lambda first, peer: _ping_pong_s(world, first, peer, _SHORT_NBYTES))
+    long_s = _between(world, pairs[:1], lambda first, peer: _ping_pong_s(world, first, peer, _LONG_NBYTES))
     beta = max(long_s - short_s, 0.0) / (_LONG_NBYTES - _SHORT_NBYTES)
     at_once_s = _stream_s(world, dict(pairs), _LONG_NBYTES)
     shared = max(at_once_s - short_s, 0.0) / (_LONG_NBYTES * len(pairs))
     return Link(short_s, beta, min(beta, shared))
 
 
-def _alone(world: World, pair: tuple[int, int], measure: Callable[[bool, int], T]) -> T:
-    """What the first of a pair gets from ``measure(is the first, the other's rank)``; the others sleep meanwhile."""
+def _between(world: World, pairs: Sequence[tuple[int, int]], measure: Callable[[bool, int], float]) -> float:
+    """The slowest of what the first of each pair gets from ``measure(is the first, the other's rank)``, all at once.
+
+    Ranks without a pair sleep meanwhile: polling would take a core from those that are measured.
+    """
     token = np.zeros(1, np.uint8)
-    first, second = pair
-    value = None
+    peers = dict(pairs) | {second: first for first, second in pairs}
+    firsts = [first for first, _ in pairs]
+    value = 0.0
     world.barrier()
-    if world.rank in pair:
-        value = measure(world.rank == first, second if world.rank == first else first)
-        if world.rank == first:
-            for rank in range(world.size):
-                if rank not in pair:
-                    world.comm.isend(token, rank, _TOKEN).wait()
+    if world.rank in peers:
+        value = measure(world.rank in firsts, peers[world.rank])
+        for rank in range(world.size) if world.rank == firsts[0] else ():
+            if rank not in peers:
+                world.comm.isend(token, rank, _TOKEN).wait()
     else:
-        done = world.comm.irecv(token, first, _TOKEN)
+        done = world.comm.irecv(token, firsts[0], _TOKEN)
         while not done.test():
-            time.sleep(0.001)  # polling would take a core from those that are measured
-    result: T = world.comm.allgather_json(value)[first]
-    return result
+            time.sleep(0.001)
+    values = world.comm.allgather_json(value)
+    return float(max(values[first] for first in firsts))
 
 
 def _rounds(nbytes: int) -> int:

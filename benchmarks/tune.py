@@ -124,7 +124,8 @@ def tune(world: World, effort: Effort, dry_run: bool = False) -> int:
         names = usable(world, collective)
         _say(world, ["", f"# {collective}: {', '.join(names)}", HEADING])
         incumbent = LIBRARY
-        for nbytes in effort.sizes:
+        parts = world.size if collective == "allgather" else 1
+        for nbytes in dict.fromkeys(max(1, size // 4 // parts) * 4 * parts for size in effort.sizes):
             row = measure(world, collective, names, nbytes, effort)
             incumbent = row["chosen"] = chosen(row["gain"], incumbent)
             row["predicted_us"] = predictions(world, machine, collective, row["nbytes"], row["median_us"])
@@ -186,9 +187,12 @@ def usable(world: World, collective: str) -> list[str]:
 def measure(world: World, collective: str, names: Sequence[str], nbytes: int, effort: Effort) -> dict[str, Any]:
     """Time the algorithms at one size; every rank must call, and gets the same.
 
-    Returns ``nbytes`` (that of all parts of an allgather together), and by algorithm ``median_us`` (of the slowest
-    rank), ``wrong`` (elements over all ranks) and ``gain``: how many times as fast as the MPI library's own, for those
-    that were in reach of the fastest, right, and no slower than the library's own in most turns.
+    Args:
+        nbytes: of the whole float32 array; of an allgather that of all ranks' parts, which are equal.
+
+    Returns ``nbytes`` and by algorithm ``median_us`` (of the slowest rank), ``wrong`` (elements over all ranks) and
+    ``gain``: how many times as fast as the MPI library's own, for those that were in reach of the fastest, right, and
+    no slower than the library's own in most turns.
     """
     import numpy as np
 
@@ -196,9 +200,7 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
     from .measure import Schedule, alternate, gather, median_ratio, turn_medians, wrong
 
     how = Sweep(collective, np.dtype(np.float32))
-    parts = world.size if collective == "allgather" else 1
-    count = max(1, nbytes // 4 // parts)
-    nbytes = count * 4 * parts
+    count = nbytes // 4 // (world.size if collective == "allgather" else 1)
     buffers = Buffers(how, count, world)
 
     def timed(algorithms: Sequence[str], schedule: Schedule) -> tuple[dict[str, Any], dict[str, int]]:

@@ -17,11 +17,11 @@ from dataclasses import replace
 from ..errors import UnsupportedError
 from . import double_tree, halving_doubling, hierarchical, shared, tree
 from .links import (
-    ETHERNET,
     Cost,
     Load,
     Machine,
     Topology,
+    assumed,
     double_levels,
     everybody,
     levels,
@@ -70,44 +70,54 @@ def _both_ways(nbytes: float, on: Topology, of: Machine) -> Cost:
     return _ring(nbytes, on, of) + _busy(2 * (on.ranks - 1) * of.message_s)
 
 
-def _halving(nbytes: float, on: Topology, of: Machine, nearest_first: bool = True) -> Cost:
-    """log2 p alpha + (p - 1) / p S (beta + gamma), p a power of two (Thakur et al., 2005, section 4.3).
+def _folded(on: Topology) -> bool:
+    """Whether some ranks form pairs that count as one, since there is no power of two of them."""
+    return on.ranks & (on.ranks - 1) != 0
 
-    With other n two ranks that count as one exchange halves and hand one over (Rabenseifner, 2004, section 4).
-    """
-    p = 1 << on.ranks.bit_length() - 1
+
+def _fold(nbytes: float, on: Topology, of: Machine) -> Cost:
+    """2 alpha + S beta + S / 2 gamma: pairs exchange halves and hand one over (Rabenseifner, 2004, section 4)."""
+    if not _folded(on):
+        return Cost()
+    return 2 * pairs(on).cost(nbytes / 2, of) + _reduced(nbytes / 2, of)
+
+
+def _unfold(nbytes: float, on: Topology, of: Machine) -> Cost:
+    """alpha + S beta: the other rank of a pair gets the result."""
+    return pairs(on).cost(nbytes, of) if _folded(on) else Cost()
+
+
+def _halving(nbytes: float, on: Topology, of: Machine, nearest_first: bool = True) -> Cost:
+    """log2 p alpha + (p - 1) / p S (beta + gamma), p the power of two (Thakur et al., 2005, section 4.3)."""
+    distances = [1 << bit for bit in range(on.ranks.bit_length() - 1)]
     cost = Cost()
-    if p < on.ranks:
-        cost += 2 * pairs(on).cost(nbytes / 2, of) + _reduced(nbytes / 2, of)
-    distances = [1 << bit for bit in range(p.bit_length() - 1)]
     for step, distance in enumerate(distances if nearest_first else reversed(distances), start=1):
         cost += partners(on, distance).cost(nbytes / 2**step, of) + _reduced(nbytes / 2**step, of)
     return cost
 
 
 def _halving_reduce_scatter(nbytes: float, on: Topology, of: Machine) -> Cost:
-    return _halving(nbytes, on, of, nearest_first=False)
+    far_first = _halving(nbytes, on, of, nearest_first=False)
+    return _fold(nbytes, on, of) + far_first + _unfold(nbytes / on.ranks, on, of)
 
 
 def _doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
     """log2 n alpha + (n - 1) / n S beta: the way back from halving (Thakur et al., 2005, section 4.1)."""
-    return _halving(nbytes, on, _moving(of), nearest_first=False)
+    return _halving(nbytes, on, _moving(of), nearest_first=False) + _unfold(nbytes, on, of)
 
 
 def _halving_doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
     """2 log2 p alpha + 2 (p - 1) / p S beta + (p - 1) / p S gamma (Thakur et al., 2005, section 4.5)."""
-    return _halving(nbytes, on, of) + _halving(nbytes, on, _moving(of))
+    there, back = _halving(nbytes, on, of), _halving(nbytes, on, _moving(of))
+    return _fold(nbytes, on, of) + there + back + _unfold(nbytes, on, of)
 
 
 def _recursive_doubling(nbytes: float, on: Topology, of: Machine) -> Cost:
     """log2 n (alpha + S beta + S gamma), for short arrays (Thakur et al., 2005, section 4.5)."""
-    p = 1 << on.ranks.bit_length() - 1
-    cost = Cost()
-    if p < on.ranks:
-        cost += 2 * pairs(on).cost(nbytes, of) + _reduced(nbytes, of)
-    for bit in range(p.bit_length() - 1):
+    cost = _unfold(nbytes, on, of) + _reduced(nbytes, of) if _folded(on) else Cost()
+    for bit in range(on.ranks.bit_length() - 1):
         cost += partners(on, 1 << bit).cost(nbytes, of) + _reduced(nbytes, of)
-    return cost
+    return cost + _unfold(nbytes, on, of)
 
 
 def _tree_up(nbytes: float, on: Topology, of: Machine) -> Cost:
@@ -168,6 +178,12 @@ def _shared(nbytes: float, on: Topology, of: Machine) -> Cost:
     return 2 * chunks * _busy(of.wait_s) + 2 * _busy(share * of.copy_s_per_byte) + _reduced(share, of)
 
 
+def _shared_reduce_scatter(nbytes: float, on: Topology, of: Machine) -> Cost:
+    """The same without the way back."""
+    share = (on.ranks - 1) / on.ranks * nbytes
+    return _shared(nbytes, on, _moving(of)) + _reduced(share, of) + -1 * _busy(share * of.copy_s_per_byte)
+
+
 def _hierarchical(nbytes: float, on: Topology, of: Machine) -> Cost:
     """Staged, summed and taken in memory; between, r rings of m ranks share a link: 2 (m - 1) (alpha + S / m beta).
 
@@ -223,6 +239,7 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
     },
     "reduce_scatter": {
         "reference": (_reference, _whole),
+        "shared": (_shared_reduce_scatter, _whole),
         "ring": (_ring_reduce_scatter, lambda on: MESSAGE_NBYTES * on.ranks),
         "halving_doubling": (_halving_reduce_scatter, lambda on: halving_doubling.SEGMENT_NBYTES),
     },
@@ -242,7 +259,9 @@ _OURS: dict[str, dict[str, tuple[Formula, Callable[[Topology], float]]]] = {
 """Our algorithms: the formula of a segment, and how long segments are."""
 
 
-def predicted_s(collective: str, algorithm: str, nbytes: int, topology: Topology, machine: Machine = ETHERNET) -> float:
+def predicted_s(
+    collective: str, algorithm: str, nbytes: int, topology: Topology, machine: Machine | None = None
+) -> float:
     """Seconds of a collective over all ranks of ``topology``.
 
     Args:
@@ -250,7 +269,7 @@ def predicted_s(collective: str, algorithm: str, nbytes: int, topology: Topology
             algorithm of the papers above.
         nbytes: of the whole array, of an allgather of all parts.
         topology: the nodes and their ranks.
-        machine: what links and cores do.
+        machine: what links and cores do; default `links.assumed`.
 
     Raises:
         UnsupportedError: there is no formula for it; it lists those there are.
@@ -260,6 +279,7 @@ def predicted_s(collective: str, algorithm: str, nbytes: int, topology: Topology
         raise UnsupportedError(f"predict {collective}", where="algorithm", expected=valid, got=repr(algorithm))
     if topology.ranks == 1:
         return 0.0
+    machine = machine or assumed(topology)
     if algorithm == "native":
         in_c = replace(machine, message_s=0.0)
         return machine.call_s + min(formula(nbytes, topology, in_c).alone_s for formula in _LIBRARY[collective])
@@ -278,34 +298,36 @@ def model_choice(
     dtype_itemsize: int,
     topology: Topology,
     candidates: Iterable[str],
-    machine: Machine = ETHERNET,
+    machine: Machine | None = None,
 ) -> str:
     """The algorithm of ``candidates`` for worlds in which nothing was measured.
 
     In one node whose ranks share memory that is ``shared``. Over several nodes it is ``native``, since the MPI library
-    knows networks that this model does not, unless ``hierarchical`` is predicted to be `_GAIN` times as fast although
-    the library's is taken to be the best algorithm of the papers. That is so for long arrays on links that are slow
-    beside memory: there, fewer bytes on the link and the overlap with it outweigh what Python costs. On a fast fabric
-    a wrong guess would cost more than a right one wins. What else may be faster must have been measured. Without
-    ``native`` (a reduction that MPI does not have) it is the one with the lowest prediction.
+    knows networks that this model does not, unless the network is the slowest stage of ``hierarchical`` and this is
+    predicted to be `_GAIN` times as fast, although the library is taken to use the best algorithm of the papers. So it
+    is for long arrays on links of 10 Gbit/s: there, fewer bytes on the link and the overlap with it outweigh what
+    Python costs. On a fabric as fast as memory nothing is known to be won. What else may be faster must have been
+    measured. Without ``native`` (a reduction that MPI does not have) it is the one with the lowest prediction.
 
     Args:
-        collective, nbytes, topology, machine: as for `predicted_s`; `FABRIC` where nodes have fast adapters.
+        collective, nbytes, topology, machine: as for `predicted_s`.
         dtype_itemsize: bytes of an element; an array of fewer elements than ranks is cut by no algorithm but as a last
             resort.
         candidates: at least one name, all of which can run; the same on all ranks.
     """
     names = list(candidates)
-    together = topology.nodes == 1 and topology.shared_memory
-    if "shared" in names and together:
+    machine = machine or assumed(topology)
+    if "shared" in names and topology.nodes == 1 and topology.shared_memory:
         return "shared"
 
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)
 
     if "native" in names:
-        long = "hierarchical" in names and nbytes >= dtype_itemsize * topology.ranks
-        return "hierarchical" if long and seconds("native") >= _GAIN * seconds("hierarchical") else "native"
+        stages = _hierarchical(nbytes, topology, machine)
+        suits = "hierarchical" in names and nbytes >= dtype_itemsize * topology.ranks
+        slow = stages.network_s >= stages.core_s
+        return "hierarchical" if suits and slow and seconds("native") >= _GAIN * seconds("hierarchical") else "native"
     names = [name for name in names if name in _OURS[collective] and name not in ("shared", "reference")] or names
     if nbytes < dtype_itemsize * topology.ranks:
         names = [name for name in names if name == "tree"] or names

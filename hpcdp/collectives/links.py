@@ -56,21 +56,6 @@ class Machine:
     """What a call of a collective takes beside all this."""
 
 
-_MEMORY = Link(1e-6, 1e-10, 5e-11)
-ETHERNET = Machine(
-    inside=_MEMORY,
-    across=Link(20e-6, 8e-10, 8e-10),
-    copy_s_per_byte=1e-10,
-    gamma_s_per_byte=1e-10,
-    message_s=5e-6,
-    wait_s=0.5e-6,
-    call_s=3e-6,
-)
-"""Assumed where nothing was measured: TCP over a link of 10 Gbit/s."""
-FABRIC = replace(ETHERNET, across=Link(2e-6, 8e-11, 8e-11))
-"""Assumed where nodes have an adapter for remote memory access: 100 Gbit/s."""
-
-
 @dataclass(frozen=True)
 class Topology:
     """How many ranks every node has, node by node."""
@@ -86,6 +71,26 @@ class Topology:
     @property
     def nodes(self) -> int:
         return len(self.local_sizes)
+
+
+ETHERNET = Machine(
+    inside=Link(1e-6, 1e-10, 1e-11),
+    across=Link(20e-6, 8e-10, 8e-10),
+    copy_s_per_byte=1e-10,
+    gamma_s_per_byte=1e-10,
+    message_s=5e-6,
+    wait_s=0.5e-6,
+    call_s=3e-6,
+)
+"""TCP over a link of 10 Gbit/s; 10 GB/s a core and 100 GB/s a node in memory."""
+FABRIC = replace(ETHERNET, across=Link(2e-6, 8e-11, 8e-11))
+"""An adapter for remote memory access, 100 Gbit/s."""
+
+
+def assumed(topology: Topology, base: Machine = ETHERNET) -> Machine:
+    """The machine that is taken where nothing was measured: `ETHERNET`, or `FABRIC` where nodes have such adapters."""
+    at_once_s_per_byte = max(topology.local_sizes) * base.inside.shared_s_per_byte
+    return replace(base, copy_s_per_byte=max(base.copy_s_per_byte, at_once_s_per_byte))
 
 
 @dataclass(frozen=True)
@@ -151,9 +156,8 @@ def neighbours(topology: Topology) -> Load:
 
 @lru_cache
 def everybody(topology: Topology) -> Load:
-    n, most, least = topology.ranks, max(topology.local_sizes), min(topology.local_sizes)
-    across = max(size * (n - size) for size in topology.local_sizes)
-    return Load(across, most * (most - 1), n - 1 if across == 0 else max(n - least, most - 1))
+    n, most = topology.ranks, max(topology.local_sizes)
+    return Load(max(size * (n - size) for size in topology.local_sizes), most * (most - 1), n - 1)
 
 
 @lru_cache

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import socket
-import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError, HpcdpError
-from .links import ETHERNET, FABRIC, Link, Machine, Topology
+from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
 VERSION = 1
 """Of the tables' format, and of the algorithms that were measured."""
@@ -98,7 +97,7 @@ def machine(world: World) -> Machine:
     """What was measured of links and cores in ``world``, else what is assumed; every rank must call the first time."""
     table = loaded(world)
     if table is None:
-        return FABRIC if fingerprint(world)["network"] == "fabric" else ETHERNET
+        return assumed(topology(world), FABRIC if fingerprint(world)["network"] == "fabric" else ETHERNET)
     return _machine(table["machine"])
 
 
@@ -148,7 +147,7 @@ def _read(expected: Fingerprint) -> Table | None:
             return None
         table = json.loads(where.read_text(encoding="utf-8"))
         reason = misfit(table, expected)
-    except (OSError, ValueError, HpcdpError) as error:
+    except (OSError, ValueError, RecursionError, HpcdpError) as error:
         table, reason = None, str(error)
     if reason:
         name = "no tuning table" if where is None else f"tuning table {where}"
@@ -229,17 +228,17 @@ def save(world: World, table: Table) -> Path:
 
 def _write(table: Table) -> Path:
     target = path(table["fingerprint"])
+    temporary = target.with_name(f".{target.stem}-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, prefix=f".{target.stem}-", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
-            file.write(as_text(table))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # others' jobs may use it where the folder allows
-        temporary.replace(target)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(as_text(table))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             "tuning table", where=target, expected="a folder that can be written", got=error.strerror,

@@ -1,0 +1,194 @@
+"""The cost model gives the papers' figures, and counts the messages that share a link as they are."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdp.collectives import ALGORITHMS, cost, links
+from hpcdp.collectives.cost import model_choice, predicted_s
+from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Machine, Topology
+from hpcdp.errors import UnsupportedError
+
+MB = 10**6
+NOTHING = Link(0.0, 0.0, 0.0)
+ALPHA, BETA, GAMMA = 3e-6, 2e-10, 1e-10
+PLAIN = Machine(NOTHING, Link(ALPHA, BETA, BETA), 0.0, GAMMA, 0.0, 0.0, 0.0)
+"""Nothing but alpha, beta and gamma: for the textbooks' formulas, with a rank a node."""
+NODES = st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple)
+
+
+def one_rank_a_node(n):
+    return Topology((1,) * n)
+
+
+def test_numbers_of_the_documents():
+    assert cost.through_one_device_s(160 * MB, 4, 16e9) == pytest.approx(60e-3)
+    assert cost.through_host_s(160 * MB, 4, 16e9) == pytest.approx(80e-3)
+    assert cost.sharded_s(160 * MB, 4, 16e9) == pytest.approx(15e-3)
+    assert cost.ring_estimate_s(160 * MB, 3 * 18e9) == pytest.approx(5.93e-3, abs=5e-6)
+    assert cost.ring_s(160 * MB, 8, 3 * 18e9) == pytest.approx(5.19e-3, abs=5e-6)
+
+
+@pytest.mark.parametrize(("ranks", "bytes_per_s", "ms"), [(8, 3 * 18e9, 5.19), (4, 16e9, 15.0)])
+def test_the_ring_gives_them_too(ranks, bytes_per_s, ms):
+    link = Link(0.0, 1 / bytes_per_s, 1 / bytes_per_s)
+    free = Machine(NOTHING, link, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert 1e3 * predicted_s("allreduce", "ring", 160 * MB, one_rank_a_node(ranks), free) == pytest.approx(ms, abs=5e-3)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_textbook_formulas_of_one_segment(n):
+    nbytes, log = 9600, n.bit_length() - 1
+    share = (n - 1) / n * nbytes
+    wanted = {
+        ("allreduce", "ring"): 2 * (n - 1) * ALPHA + 2 * share * BETA + share * GAMMA,
+        ("allreduce", "halving_doubling"): 2 * log * ALPHA + 2 * share * BETA + share * GAMMA,
+        ("allreduce", "tree"): 2 * log * (ALPHA + nbytes * BETA) + log * nbytes * GAMMA,
+        ("reduce_scatter", "ring"): (n - 1) * ALPHA + share * (BETA + GAMMA),
+        ("reduce_scatter", "halving_doubling"): log * ALPHA + share * (BETA + GAMMA),
+        ("allgather", "ring"): (n - 1) * ALPHA + share * BETA,
+        ("broadcast", "tree"): log * (ALPHA + nbytes * BETA),
+        ("reduce", "tree"): log * (ALPHA + nbytes * (BETA + GAMMA)),
+        ("allreduce", "reference"): ALPHA + (n - 1) * nbytes * (BETA + GAMMA),
+    }
+    for (collective, algorithm), seconds in wanted.items():
+        found = predicted_s(collective, algorithm, nbytes, one_rank_a_node(n), PLAIN)
+        assert found == pytest.approx(seconds), (collective, algorithm)
+
+
+def test_the_library_takes_few_messages_for_short_arrays_and_few_bytes_for_long_ones():
+    n, log = 16, 4
+    short, long = 8, 64 * MB
+    recursive_doubling = log * (ALPHA + short * (BETA + GAMMA))
+    rabenseifner = 2 * log * ALPHA + 15 / 16 * long * (2 * BETA + GAMMA)
+    assert predicted_s("allreduce", "native", short, one_rank_a_node(n), PLAIN) == pytest.approx(recursive_doubling)
+    assert predicted_s("allreduce", "native", long, one_rank_a_node(n), PLAIN) == pytest.approx(rabenseifner)
+
+
+@pytest.mark.parametrize(("fewer", "more"), [(2, 3), (4, 6), (8, 15)])
+def test_more_ranks_than_a_power_of_two_cost_what_a_pair_exchanges(fewer, more):
+    nbytes = 9600
+    halves = 2 * (ALPHA + nbytes / 2 * BETA) + nbytes / 2 * GAMMA
+    wanted = {"allreduce": halves + ALPHA + nbytes * BETA, "reduce_scatter": halves + ALPHA + nbytes / more * BETA}
+    for collective, seconds in wanted.items():
+        of_fewer, of_more = (
+            predicted_s(collective, "halving_doubling", nbytes, one_rank_a_node(n), PLAIN) for n in (fewer, more)
+        )
+        assert of_more - of_fewer == pytest.approx(seconds), collective
+
+
+def counted(edges, sizes):
+    """The most messages of one node that leave it or come to it, and that stay, and of one rank that come to it."""
+    node = [number for number, size in enumerate(sizes) for _ in range(size)]
+    leaving, coming, staying, received = ({} for _ in range(4))
+    for source, dest in edges:
+        received[dest] = received.get(dest, 0) + 1
+        if node[source] == node[dest]:
+            staying[node[dest]] = staying.get(node[dest], 0) + 1
+        else:
+            leaving[node[source]] = leaving.get(node[source], 0) + 1
+            coming[node[dest]] = coming.get(node[dest], 0) + 1
+    most = [max(count.values(), default=0) for count in (leaving, coming, staying, received)]
+    return max(most[:2]), most[2], most[3]
+
+
+@given(NODES)
+def test_messages_that_share_a_link(sizes):
+    on, n = Topology(sizes), sum(sizes)
+    edges = {"neighbours": [(rank, (rank + 1) % n) for rank in range(n)]}
+    found = {"neighbours": links.neighbours(on)}
+    if n > 1:
+        edges["everybody"] = [(a, b) for a in range(n) for b in range(n) if a != b]
+        found["everybody"] = links.everybody(on)
+    for distance in (1, 2, 4, 8):
+        if n & (n - 1) == 0 and distance < n:
+            edges[distance] = [(rank, rank ^ distance) for rank in range(n)]
+            found[distance] = links.partners(on, distance)
+    for level, load in enumerate(links.levels(on)):
+        edges["tree", level] = [(rank, rank - (1 << level)) for rank in range(1, n) if rank & -rank == 1 << level]
+        found["tree", level] = load
+    for name, load in found.items():
+        assert (load.across, load.inside, load.a_rank) == counted(edges[name], sizes), name
+
+
+@pytest.mark.parametrize("n", range(2, 18))
+def test_every_rank_but_the_roots_sends_up_both_trees(n):
+    assert sum(load.inside for load in links.double_levels(Topology((n,)))) == 2 * (n - 1)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 4, 4, 4), (8,) * 8, (3, 2, 4)])
+def test_bytes_on_the_link_of_a_node(sizes):
+    """Hierarchical sends 2 (m - 1) / m S over it, whatever the ranks of a node; a flat ring 2 (n - 1) / n S."""
+    n, m, nbytes = sum(sizes), len(sizes), 10**9
+    slow = replace(PLAIN, across=Link(0.0, 1.0, 1.0))
+    wanted = {"hierarchical": 2 * (m - 1) / m * nbytes, "ring": 2 * (n - 1) / n * nbytes}
+    for name, seconds in wanted.items():
+        assert predicted_s("allreduce", name, nbytes, Topology(sizes), slow) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_the_slowest_stage_sets_the_time_of_many_segments():
+    nodes, nbytes = Topology((2, 2, 2, 2)), 512 << 20
+    for memory_s_per_byte in (4e-10, 2e-9):
+        machine = replace(ETHERNET, copy_s_per_byte=memory_s_per_byte, gamma_s_per_byte=0.0, message_s=0.0)
+        stages = 2 * nbytes * memory_s_per_byte, 2 * 3 / 4 * nbytes * machine.across.beta_s_per_byte
+        found = predicted_s("allreduce", "hierarchical", nbytes, nodes, machine)
+        assert max(stages) < found < 1.02 * max(stages) < sum(stages)
+
+
+def test_ranks_of_a_node_share_its_memory():
+    memory = replace(PLAIN, inside=Link(0.0, 1e-10, 5e-11))
+    two, sixteen = (predicted_s("allgather", "ring", 64 * MB, Topology((n,)), memory) for n in (2, 16))
+    assert two == pytest.approx(32 * MB * 1e-10)  # as fast as alone
+    assert sixteen == pytest.approx(15 * 16 * 4 * MB * 5e-11)  # all bytes, one after another
+
+
+@pytest.mark.parametrize("collective", ALGORITHMS)
+@pytest.mark.parametrize("sizes", [(2,), (5,), (2, 2), (4, 3, 1), (1,) * 7, (16,) * 8])
+def test_every_algorithm_is_known_and_longer_arrays_take_longer(collective, sizes):
+    for algorithm in ALGORITHMS[collective]:
+        taken = [predicted_s(collective, algorithm, 4**k, Topology(sizes)) for k in range(14)]
+        assert all(math.isfinite(seconds) and seconds > 0 for seconds in taken)
+        assert taken[-1] > taken[0]
+        assert all(b >= 0.85 * a for a, b in itertools.pairwise(taken)), (algorithm, taken)
+
+
+def test_a_world_of_one_needs_no_time():
+    assert predicted_s("allreduce", "native", 10**6, Topology((1,))) == 0.0
+
+
+def test_an_algorithm_without_a_formula_is_named_with_those_that_have_one():
+    with pytest.raises(UnsupportedError, match="native or .*halving_doubling, got 'butterfly'"):
+        predicted_s("reduce_scatter", "butterfly", 4, Topology((2,)))
+
+
+@pytest.mark.parametrize("nbytes", [4, 1 << 14, 1 << 26])
+def test_memory_is_used_where_it_is_shared(nbytes):
+    names = ALGORITHMS["allreduce"]
+    assert model_choice("allreduce", nbytes, 4, Topology((4,)), names) == "shared"
+    assert model_choice("allreduce", nbytes, 4, Topology((4,), shared_memory=False), names) != "shared"
+    assert model_choice("allreduce", nbytes, 4, Topology((2, 2)), names) != "shared"
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2,) * 4, (8,) * 4, (4, 3, 1), (64,) * 16])
+def test_over_nodes_the_library_serves_short_arrays_and_hierarchical_long_ones(sizes):
+    names, nodes = ALGORITHMS["allreduce"], Topology(sizes)
+    for nbytes in (0, 4, 1024, 1 << 14):
+        assert model_choice("allreduce", nbytes, 4, nodes, names) == "native"
+    assert model_choice("allreduce", 16 << 20, 4, nodes, names) == "hierarchical"
+    assert model_choice("allreduce", 16 << 20, 4, nodes, names, FABRIC) == "native"
+    for collective in ("reduce_scatter", "allgather", "broadcast", "reduce"):
+        assert model_choice(collective, 16 << 20, 4, nodes, ALGORITHMS[collective]) == "native"
+
+
+def test_without_the_library_the_least_prediction_counts():
+    names, nodes = ["ring", "tree", "hierarchical"], Topology((2, 2, 2))
+    for nbytes in np.geomspace(64, 1 << 26, 12, dtype=int):
+        best = min(names, key=lambda name: predicted_s("allreduce", name, int(nbytes), nodes))
+        assert model_choice("allreduce", int(nbytes), 4, nodes, names) == best
+    assert model_choice("allreduce", 8, 4, nodes, names) == "tree"  # two elements for six ranks are not cut
+    assert model_choice("allreduce", 8, 4, nodes, ["ring"]) == "ring"

@@ -1,0 +1,225 @@
+"""Tables are found again by the worlds that they were made for, by all ranks alike, and ignored by others."""
+
+import json
+import socket
+import warnings
+
+import pytest
+
+from hpcdp.collectives import tuning
+from hpcdp.collectives.links import ETHERNET, FABRIC, Topology
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+
+MEASURED = tuning.Machine(tuning.Link(1e-6, 2e-10, 1e-10), FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6)
+CHOICES = {
+    "allreduce": [[1023, "native"], [65536, "ring"], [None, "hierarchical"]],
+    "broadcast": [[None, "native"]],
+    "reduce": [[64, "tree"]],
+}
+
+
+@pytest.fixture(autouse=True)
+def tables(tmp_path, monkeypatch):
+    """The folder of tables."""
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tmp_path))
+    return tmp_path
+
+
+def save(world):
+    return tuning.save(world, tuning.make(world, MEASURED, CHOICES, {"about": ["anything"]}))
+
+
+def choose(world):
+    sizes = (0, 4, 1023, 1024, 65536, 65537, 1 << 40)
+    named = [tuning.choice(world, "allreduce", nbytes) for nbytes in sizes]
+    return named, tuning.choice(world, "reduce", 65), tuning.choice(world, "allgather", 4), tuning.machine(world)
+
+
+def quietly(ranks, fn, per_node=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return threads.run(ranks, fn, per_node)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2), (5, (3, 1, 1))])
+def test_all_ranks_choose_what_the_saved_table_says(tables, ranks, per_node):
+    (where,) = set(quietly(ranks, save, per_node))
+    assert [where] == list(tables.iterdir())
+    names = ["native", "native", "native", "ring", "ring", "hierarchical", "hierarchical"]
+    assert quietly(ranks, choose, per_node) == [(names, None, None, MEASURED)] * ranks
+
+
+def test_a_table_is_used_as_soon_as_it_is_saved():
+    def before_and_after(world):
+        first = tuning.choice(world, "allreduce", 4)
+        save(world)
+        return first, tuning.choice(world, "allreduce", 4)
+
+    assert quietly(3, before_and_after) == [(None, "native")] * 3
+
+
+def test_other_topologies_have_tables_of_their_own(tables):
+    shapes = [(4, None), (4, 2), (4, (3, 1)), (4, (1, 3)), (5, None)]
+    paths = {threads.run(ranks, save, per_node)[0] for ranks, per_node in shapes}
+    assert len(paths) == len(shapes)
+    assert quietly(3, choose)[0][0] == [None] * 7
+    assert quietly(4, choose, (3, 1))[0][0][0] == "native"
+
+
+def test_the_fingerprint_says_what_decides_and_names_no_host():
+    (found, again), *_ = threads.run(5, lambda w: (tuning.fingerprint(w), tuning.fingerprint(w)), (2, 3))
+    assert found is again
+    assert found["ranks_per_node"] == [2, 3]
+    assert found["library"] == "threads"
+    assert found["processors"] == [tuning.processor_name()]
+    assert found["machines"] == 1
+    assert socket.gethostname() not in json.dumps({**found, "processors": []})
+
+
+def test_the_topology_is_that_of_the_nodes():
+    assert threads.run(5, tuning.topology, (2, 3)) == [Topology((2, 3))] * 5
+
+
+@pytest.mark.parametrize(("fabric", "assumed"), [(True, FABRIC), (False, ETHERNET)])
+def test_links_are_assumed_by_the_kind_of_network(monkeypatch, fabric, assumed):
+    monkeypatch.setattr(tuning, "_has_fabric", lambda: fabric)
+    assert threads.run(2, tuning.machine, 1) == [assumed] * 2
+    assert threads.run(2, lambda world: tuning.fingerprint(world)["network"])[0] == "none"
+
+
+def changed(**parts):
+    return lambda table: table | parts
+
+
+def with_choices(choices):
+    return changed(choices=choices)
+
+
+def without(table, *names):
+    return {name: value for name, value in table.items() if name not in names}
+
+
+def with_machine(table, **parts):
+    return table | {"machine": table["machine"] | parts}
+
+
+BROKEN = [
+    (changed(version=tuning.VERSION + 1), "version 2 where 1 is needed"),
+    (lambda table: [table], "version None where 1 is needed"),
+    (lambda table: without(table, "fingerprint"), "no fingerprint"),
+    (lambda table: without(table, "choices"), "no choices"),
+    (
+        lambda table: table | {"fingerprint": table["fingerprint"] | {"library": "MPICH 9"}},
+        "library is 'MPICH 9', here",
+    ),
+    (lambda table: table | {"fingerprint": without(table["fingerprint"], "cores_per_node")}, "cores_per_node is None"),
+    (lambda table: without(table, "machine"), "does not have the seconds"),
+    (lambda table: with_machine(table, wait_s=-1.0), "does not have the seconds"),
+    (lambda table: with_machine(table, across={"alpha_s": 1}), "does not have the seconds"),
+    (lambda table: with_machine(table, gamma_s_per_byte="fast"), "does not have the seconds"),
+    (with_choices({"gossip": []}), "unknown collective 'gossip', valid: allreduce, reduce_scatter"),
+    (
+        with_choices({"reduce": [[None, "butterfly"]]}),
+        "unknown algorithm 'butterfly' of reduce, valid: reference, native",
+    ),
+    (with_choices({"reduce": "native"}), "choices of reduce are no list"),
+    (with_choices({"reduce": [["native", None]]}), "choice 1 of reduce is"),
+    (with_choices({"reduce": [[8, "native"], [8, "tree"]]}), "choice 2 of reduce is up to 8 bytes, after 8"),
+    (with_choices({"reduce": [[None, "native"], [8, "tree"]]}), "choice 1 of reduce is up to None bytes"),
+    (with_choices({"reduce": [[True, "native"]]}), "choice 1 of reduce is up to True bytes"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), BROKEN, ids=[says[:40] for _, says in BROKEN])
+def test_a_table_that_does_not_fit_is_ignored_with_one_warning(change, says):
+    where = threads.run(3, save)[0]
+    where.write_text(json.dumps(change(json.loads(where.read_text()))))
+    ignored_with_one_warning(where, says)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"version": 1', b"[" * 100_000])
+def test_a_broken_file_is_ignored_with_one_warning(text):
+    where = threads.run(3, save)[0]
+    where.write_bytes(text)
+    ignored_with_one_warning(where, "")
+
+
+def ignored_with_one_warning(where, says):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = threads.run(3, choose)
+    assert found == [([None] * 7, None, None, ETHERNET)] * 3
+    (message,) = [str(each.message) for each in caught]
+    assert str(where) in message
+    assert says in message
+    assert "hpcdp tune" in message
+    assert "\n" not in message
+
+
+def test_a_folder_that_is_not_there_is_told(tables, monkeypatch):
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "elsewhere"))
+    with pytest.warns(UserWarning, match=r"HPCDP_TUNING_DIR: expected a folder, got .*elsewhere"):
+        assert threads.run(2, choose)[0][0] == [None] * 7
+    assert threads.run(2, save)[0].parent == tables / "elsewhere"
+
+
+def test_without_a_setting_tables_are_beside_the_kernels(tables, monkeypatch):
+    monkeypatch.delenv("HPCDP_TUNING_DIR")
+    monkeypatch.setenv("HPCDP_CACHE_DIR", str(tables / "cache"))
+    assert tuning.folder() == tables / "cache" / "tuning"
+    assert quietly(2, choose)[0][0] == [None] * 7
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tables, monkeypatch):
+    (tables / "file").write_text("")
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file"))
+
+    def refused(world):
+        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to one"):
+            save(world)
+        return True
+
+    assert all(threads.run(3, refused))
+
+
+def test_a_table_that_cannot_be_completed_leaves_the_old_one(tables, monkeypatch):
+    where = threads.run(2, save)[0]
+    before = where.read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tuning.os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        threads.run(2, save)
+    assert where.read_bytes() == before
+    assert list(tables.iterdir()) == [where]
+
+
+def test_a_table_is_readable_json():
+    where = threads.run(2, save)[0]
+    text = where.read_text()
+    assert json.loads(text)["choices"] == CHOICES
+    assert '    "broadcast": [[null, "native"]],\n' in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.mpi
+def test_real_ranks_follow_the_table_of_rank_0(tables, monkeypatch):
+    import hpcdp
+
+    world = hpcdp.init()
+    kept = {key: world.kept.pop(key) for key in ("tuning table", "tuning fingerprint") if key in world.kept}
+    try:
+        saved = save(world)
+        world.kept.pop("tuning table")
+        if world.rank:
+            monkeypatch.setenv("HPCDP_TUNING_DIR", "/nowhere")
+        assert tuning.choice(world, "allreduce", 4096) == "ring"
+        assert tuning.machine(world) == MEASURED
+        assert world.comm.allgather_json(str(saved)) == [str(saved)] * world.size
+    finally:
+        for key in ("tuning table", "tuning fingerprint"):
+            world.kept.pop(key, None)
+        world.kept.update(kept)
