@@ -11,6 +11,7 @@ from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
 from ..comm.reductions import resolve
+from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 from .progress import Progress, Steps
 from .select import Algorithm, find
@@ -125,7 +126,10 @@ def reduce_scatter(
         _check_like("reduce_scatter", out, (own,), x)
     in_place = type(x) is np.ndarray and type(out) is np.ndarray and np.may_share_memory(x, out)
     work = host if in_place and host.flags.c_contiguous and host.flags.writeable else np.array(host, order="C")
-    chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
+    if world.size > 1:
+        chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
+    else:
+        result[...] = work.reshape(-1)
     if out is None:
         return from_host(result, x)
     out[...] = from_host(result, out)
@@ -233,6 +237,9 @@ def _found(
     operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int = 0
 ) -> tuple[Algorithm, Reduction]:
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
+    if _DEBUG:
+        with Watchdog.of(world).watching(operation, x):
+            _compare(operation, x, op, algorithm, world, root)
     try:
         key = (operation, x.dtype, op, algorithm, x.nbytes.bit_length())
         found = world.kept.get(key)
@@ -242,13 +249,16 @@ def _found(
         got = f"{op!r} and {algorithm!r}"
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if found is None:
-        found = world.keep(key, lambda: _validated(operation, x, op, algorithm, world))
-    if _DEBUG:
-        name = op.name if isinstance(op, Monoid) else op
-        facts = [f"{operation} of {tuple(x.shape)} {x.dtype}", f"op {name!r}", f"algorithm {algorithm!r}"]
-        facts.append(f"root {root}")
-        require_same(world.comm, operation, facts, "call it alike, and in the same order, on all ranks")
+        with Watchdog.of(world).watching(operation, x):
+            found = world.kept[key] = _validated(operation, x, op, algorithm, world)
     return found
+
+
+def _compare(operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int) -> None:
+    name = op.name if isinstance(op, Monoid) else op
+    what = f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "dtype") else type(x).__name__
+    facts = [f"{operation} of {what}", f"op {name!r}", f"algorithm {algorithm!r}", f"root {root}"]
+    require_same(world.comm, operation, facts, "call it alike, and in the same order, on all ranks")
 
 
 _DEBUG = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")

@@ -56,17 +56,14 @@ class Until:
 class Watched(Until):
     """The same, under the eyes of a watchdog while it is waited for."""
 
-    def __init__(self, test: Callable[[], bool], watchdog: Watchdog, call: tuple[str, np.ndarray]) -> None:
+    def __init__(self, test: Callable[[], bool], watchdog: Watchdog, x: np.ndarray) -> None:
         super().__init__(test)
-        self._watchdog, self._call = watchdog, call
+        self._watchdog, self._x = watchdog, x
 
     def wait(self) -> None:
         """Block until it has."""
-        self._watchdog.call = self._call
-        try:
+        with self._watchdog.watching("wait for an iallreduce", self._x):
             super().wait()
-        finally:
-            self._watchdog.call = None
 
 
 class _Machine:
@@ -215,7 +212,7 @@ class Progress:
         if isinstance(failure, UnsupportedError):
             raise failure
         self.watchdog.calls += 1
-        return Watched(test, self.watchdog, ("wait for an iallreduce", x))
+        return Watched(test, self.watchdog, x)
 
     def finish(self) -> None:
         """Block until no operation is under way: before a blocking call, during which none would progress."""

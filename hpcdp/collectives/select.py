@@ -9,7 +9,7 @@ import numpy as np
 
 from ..comm import Reduction, World
 from ..errors import UnsupportedError
-from . import double_tree, halving_doubling, hierarchical, native, reference, ring, rings, shared, tree
+from . import cost, double_tree, halving_doubling, hierarchical, native, reference, ring, rings, shared, tree, tuning
 from .progress import Progress, Steps, drive
 
 
@@ -67,6 +67,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "reduce_scatter": {
         "reference": _flat(reference.reduce_scatter),
         "native": Algorithm(None, native.reduce_scatter),
+        "shared": Algorithm(shared.reduce_scatter_steps, shared.reduce_scatter),
         "ring": _flat(ring.reduce_scatter),
         "halving_doubling": _flat(halving_doubling.reduce_scatter),
     },
@@ -107,10 +108,23 @@ def find(
 
 
 def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World) -> str:
-    """The name of the algorithm for ``algorithm="auto"``, the same on all ranks."""
-    together = world.node_memory.size == world.size
-    if op is None:
-        return "native"
-    if not op.named:
-        return {"allreduce": "hierarchical", "reduce_scatter": "ring", "reduce": "tree"}[collective]
-    return "shared" if collective == "allreduce" and together and shared.can_reduce(dtype, op) else "native"
+    """The name of the algorithm for ``algorithm="auto"``: what was measured in such a world, else what the model says.
+
+    Every rank must call the first time; all get the same name.
+    """
+    able = _able(collective, dtype, op, world)
+    measured = tuning.choice(world, collective, nbytes)
+    if measured in able:
+        return measured
+    topology, machine = tuning.topology(world), tuning.machine(world)
+    return cost.model_choice(collective, nbytes, dtype.itemsize, topology, able, machine)
+
+
+def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World) -> list[str]:
+    """The algorithms that can do it; the specification is none to choose."""
+    names = [name for name in ALGORITHMS[collective] if name != "reference"]
+    if op is not None and not op.named:
+        names.remove("native")
+    if "shared" in names and not (op is not None and shared.can_reduce(dtype, op, world)):
+        names.remove("shared")
+    return names

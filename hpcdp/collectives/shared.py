@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import kernels
 from ..comm import Reduction, Request, World
+from ..comm.communicator import split
 from ..comm.reductions import OPS
 from ..comm.shared import NodeMemory
 from ..errors import MismatchError, UnsupportedError
@@ -166,9 +167,24 @@ def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Ste
     return _staging_of(world).allreduce(x, op.name, patient=False)
 
 
-def can_reduce(dtype: np.dtype, op: Reduction) -> bool:
-    """Whether there are kernels for it."""
-    return op.named and dtype.char in DTYPE_CHARS
+def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:
+    """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten.
+
+    The parts of others are written back too: inside a node that takes less time than not to write where was read.
+    """
+    allreduce(x, op, world)
+    out[...] = split(x, world.size)[world.rank]
+
+
+def reduce_scatter_steps(x: np.ndarray, out: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
+    """`reduce_scatter` as a machine."""
+    yield from allreduce_steps(x, op, world, tag)
+    out[...] = split(x, world.size)[world.rank]
+
+
+def can_reduce(dtype: np.dtype, op: Reduction, world: World) -> bool:
+    """Whether all ranks share memory and there are kernels for it."""
+    return op.named and dtype.char in DTYPE_CHARS and world.node_memory.size == world.size
 
 
 def _staging_of(world: World) -> _Staging:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
@@ -67,6 +68,15 @@ class Watchdog:
     def of(cls, world: World) -> Watchdog:
         """That of ``world``; one that watches nothing where `hpcdp.init` has not made it."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world, 0))
+
+    @contextlib.contextmanager
+    def watching(self, operation: str, x: object) -> Iterator[None]:
+        """Watch what is done meanwhile."""
+        self.call = operation, x
+        try:
+            yield
+        finally:
+            self.call = None
 
     def end(self) -> None:
         """Watch no longer."""

@@ -23,6 +23,5 @@ def test_auto_uses_shared_memory_inside_a_node_and_the_library_elsewhere():
 
 def test_what_the_library_cannot_reduce_is_reduced_here():
     mine = Monoid(np.logaddexp, -np.inf)
-    assert chosen("allreduce", op=mine) == "hierarchical"
-    assert chosen("reduce_scatter", op=mine) == "ring"
-    assert chosen("reduce", op=mine) == "tree"
+    for collective in ("allreduce", "reduce_scatter", "reduce"):
+        assert chosen(collective, op=mine) not in ("native", "shared", "reference")
