@@ -170,18 +170,16 @@ def _reference_broadcast(nbytes: float, on: Topology, of: Machine) -> Cost:
     return Load(n - local, local - 1, n - 1).cost(nbytes, of)
 
 
-def _shared(nbytes: float, on: Topology, of: Machine) -> Cost:
-    """2 waits a chunk, 2 (n - 1) / n S copied, (n - 1) / n S reduced: a reduce-scatter and an allgather in memory."""
-    n = on.ranks
-    chunks = max(1, -(-int(nbytes) // shared.CHUNK_NBYTES))
-    share = (n - 1) / n * nbytes
-    return 2 * chunks * _busy(of.wait_s) + 2 * _busy(share * of.copy_s_per_byte) + _reduced(share, of)
-
-
 def _shared_reduce_scatter(nbytes: float, on: Topology, of: Machine) -> Cost:
-    """The same without the way back."""
+    """2 waits a chunk, (n - 1) / n S copied to where others read it, and (n - 1) / n S reduced."""
+    chunks = max(1, -(-int(nbytes) // shared.CHUNK_NBYTES))
     share = (on.ranks - 1) / on.ranks * nbytes
-    return _shared(nbytes, on, _moving(of)) + _reduced(share, of) + -1 * _busy(share * of.copy_s_per_byte)
+    return _busy(2 * chunks * of.wait_s + share * of.copy_s_per_byte) + _reduced(share, of)
+
+
+def _shared(nbytes: float, on: Topology, of: Machine) -> Cost:
+    """The same, and (n - 1) / n S copied back: a reduce-scatter and an allgather in memory."""
+    return _shared_reduce_scatter(nbytes, on, of) + _busy((on.ranks - 1) / on.ranks * nbytes * of.copy_s_per_byte)
 
 
 def _hierarchical(nbytes: float, on: Topology, of: Machine) -> Cost:

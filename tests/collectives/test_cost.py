@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdp.collectives import ALGORITHMS, cost, links
+from hpcdp.collectives import ALGORITHMS, cost, links, shared
 from hpcdp.collectives.cost import model_choice, predicted_s
 from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Machine, Topology
 from hpcdp.errors import UnsupportedError
@@ -140,6 +140,18 @@ def test_the_slowest_stage_sets_the_time_of_many_segments():
         assert max(stages) < found < 1.02 * max(stages) < sum(stages)
 
 
+def test_shared_memory_waits_twice_a_chunk_copies_and_reduces():
+    machine = replace(PLAIN, copy_s_per_byte=3e-11, wait_s=1e-6, call_s=5e-6)
+    for n in (2, 3, 8):
+        for chunks in (1, 4):
+            nbytes = chunks * shared.CHUNK_NBYTES
+            share = (n - 1) / n * nbytes
+            half = 5e-6 + 2 * chunks * 1e-6 + share * (3e-11 + GAMMA)
+            assert predicted_s("reduce_scatter", "shared", nbytes, Topology((n,)), machine) == pytest.approx(half)
+            whole = predicted_s("allreduce", "shared", nbytes, Topology((n,)), machine)
+            assert whole == pytest.approx(half + share * 3e-11)
+
+
 def test_ranks_of_a_node_share_its_memory():
     memory = replace(PLAIN, inside=Link(0.0, 1e-10, 5e-11))
     two, sixteen = (predicted_s("allgather", "ring", 64 * MB, Topology((n,)), memory) for n in (2, 16))
@@ -162,7 +174,7 @@ def test_a_world_of_one_needs_no_time():
 
 
 def test_an_algorithm_without_a_formula_is_named_with_those_that_have_one():
-    with pytest.raises(UnsupportedError, match="native or .*halving_doubling, got 'butterfly'"):
+    with pytest.raises(UnsupportedError, match=r"native or .*halving_doubling, got 'butterfly'"):
         predicted_s("reduce_scatter", "butterfly", 4, Topology((2,)))
 
 

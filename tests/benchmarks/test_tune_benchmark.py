@@ -1,0 +1,196 @@
+"""hpcdp tune: what it probes, how it chooses, what it saves, and what it refuses."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from hpcdp.benchmarks import probe, tune
+from hpcdp.benchmarks.tune import Effort
+from hpcdp.collectives import ALGORITHMS, tuning
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+
+SHORT = Effort((4, 16, 64, 4096), seconds=0.001, iterations=3)
+
+
+@pytest.fixture(autouse=True)
+def tables(tmp_path, monkeypatch):
+    """The folder of tables."""
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("gain", "incumbent", "wanted"),
+    [
+        ({"native": 1.0}, "ring", "native"),
+        ({"native": 1.0, "ring": 1.02}, "native", "native"),
+        ({"native": 1.0, "ring": 1.02}, "ring", "native"),
+        ({"native": 1.0, "ring": 1.04}, "native", "ring"),
+        ({"native": 1.0, "ring": 1.2, "tree": 1.22}, "ring", "ring"),
+        ({"native": 1.0, "ring": 1.2, "tree": 1.22}, "native", "tree"),
+        ({"native": 1.0, "ring": 1.2, "tree": 1.25}, "ring", "tree"),
+        ({"native": 1.0, "ring": 1.02, "tree": 1.04}, "ring", "tree"),
+        ({"native": 1.0, "tree": 1.5}, "ring", "tree"),
+    ],
+)
+def test_an_algorithm_is_replaced_only_beyond_noise(gain, incumbent, wanted):
+    assert tune.chosen(gain, incumbent) == wanted
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("NNN", [[None, "N"]]),
+        ("RRR", [[None, "R"]]),
+        ("NNR", [[63, "N"], [None, "R"]]),
+        ("RNN", [[4, "R"], [None, "N"]]),
+        ("RNR", [[4, "R"], [63, "N"], [None, "R"]]),
+        ("RRT", [[16, "R"], [63, "N"], [None, "T"]]),
+        ("RTN", [[4, "R"], [15, "N"], [16, "T"], [None, "N"]]),
+    ],
+)
+def test_between_sizes_that_disagree_the_library_runs(names, wanted):
+    long = {"N": "native", "R": "ring", "T": "tree"}
+    found = tune.entries([4, 16, 64], [long[name] for name in names])
+    assert found == [[most, long[name]] for most, name in wanted]
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, (2, 1)), (2, 1)])
+def test_what_was_tuned_is_saved_and_followed(tables, capsys, ranks, per_node):
+    assert threads.run(ranks, lambda world: tune.tune(world, SHORT), per_node) == [0] * ranks
+    (where,) = tables.iterdir()
+    table = json.loads(where.read_text())
+    assert f"# saved in {where}" in capsys.readouterr().out
+    assert set(table["choices"]) == set(table["measured"]) == set(ALGORITHMS)
+    for collective, rows in table["measured"].items():
+        usable = set(ALGORITHMS[collective]) - ({"shared"} if per_node else set())
+        assert len({row["nbytes"] for row in rows}) == len(rows)
+        for row in rows:
+            assert set(row["median_us"]) == set(row["predicted_us"]) == usable
+            assert min(row["median_us"].values()) > 0
+            assert min(row["predicted_us"].values()) > 0
+            assert row["gain"]["native"] == 1.0
+            assert row["chosen"] == "native" or row["gain"][row["chosen"]] >= tune.GAIN
+            assert not any(row["wrong"].values())
+
+    def follows(world):
+        found = {(each, row["nbytes"]): tuning.choice(world, each, row["nbytes"]) for each, row in measured(table)}
+        return found, asdict(tuning.machine(world))
+
+    wanted = {(collective, row["nbytes"]): row["chosen"] for collective, row in measured(table)}
+    assert threads.run(ranks, follows, per_node) == [(wanted, table["machine"])] * ranks
+
+
+def measured(table):
+    return [(collective, row) for collective, rows in table["measured"].items() for row in rows]
+
+
+def test_output_fits_80_columns_and_shows_predictions(capsys):
+    threads.run(2, lambda world: tune.tune(world, SHORT, dry_run=True))
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index(tune.HEADING) : lines.index(tune.HEADING) + 5]
+    assert [line.split()[0] for line in table] == ["#", "4", "16", "64", "4K"]
+    assert all(len(line.split()) == 7 for line in table[1:])
+    assert max(map(len, table)) <= 80
+    assert lines[-1] == "# nothing is saved"
+
+
+def test_a_dry_run_saves_nothing(tables):
+    threads.run(2, lambda world: tune.tune(world, SHORT, dry_run=True))
+    assert not list(tables.iterdir())
+
+
+def test_a_wrong_result_is_told_and_never_chosen(tables, monkeypatch, capsys):
+    algorithm = ALGORITHMS["broadcast"]["tree"]
+
+    def forgetful(x, *given):
+        yield from algorithm.steps(x, *given)
+        x[-1:] = -1
+
+    monkeypatch.setitem(ALGORITHMS["broadcast"], "tree", type(algorithm)(forgetful))
+    assert threads.run(2, lambda world: tune.tune(world, SHORT)) == [1, 1]
+    assert not list(tables.iterdir())
+    text = capsys.readouterr().out
+    assert "WRONG" in text.splitlines()[-1]
+    broadcasts = text.partition("# broadcast")[2].partition("# reduce")[0].splitlines()[2:6]
+    assert all("tree" not in line.split()[1] and "WRONG" in line for line in broadcasts)
+
+
+def test_show_prints_the_table_that_fits(capsys):
+    threads.run(2, lambda world: tune.tune(world, SHORT))
+    printed = capsys.readouterr().out
+    threads.run(2, tune.show)
+    shown = capsys.readouterr().out
+    for line in printed.splitlines():
+        if line[:1].isdigit():
+            assert line in shown
+    assert "# ranks per node: 2\n" in shown
+    assert shown.count("# auto: ") == len(ALGORITHMS)
+
+    def refused(world):
+        with pytest.raises(ConfigError, match="hpcdp tune makes it"):
+            tune.show(world)
+        return True
+
+    assert all(threads.run(3, refused))
+
+
+@pytest.mark.parametrize(("sizes", "per_node"), [(2, None), (5, None), (2, 1), (5, (2, 2, 1)), (4, 2)])
+def test_links_are_measured_on_any_nodes(sizes, per_node):
+    found = threads.run(sizes, probe.probe, per_node)
+    assert found == [found[0]] * sizes
+    machine = found[0]
+    if per_node != 1:
+        assert 0 < machine.inside.alpha_s < 0.1
+        assert machine.inside.shared_s_per_byte <= machine.inside.beta_s_per_byte
+    if per_node is None:
+        assert machine.across == tuning.ETHERNET.across
+    else:
+        assert 0 < machine.across.alpha_s < 0.1
+        assert machine.across != tuning.ETHERNET.across
+    for name in ("copy_s_per_byte", "gamma_s_per_byte", "message_s", "wait_s", "call_s"):
+        assert 0 < getattr(machine, name) < 0.1
+    assert len(probe.describe(machine, per_node is not None)) == (4 if per_node is not None else 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["-m", "64:4"], "MIN <= MAX"),
+        (["-m", "2:64"], "4 bytes or more"),
+        (["fast"], "unexpected argument 'fast'"),
+        (["--dry-run", "--show"], "not allowed with"),
+        (["--slow"], "unexpected argument '--slow'"),
+    ],
+)
+def test_wrong_usage_is_one_line(argv, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        tune.main(argv)
+    assert "\n" not in str(error.value)
+
+
+def test_a_world_of_one_and_too_little_memory_are_refused():
+    with pytest.raises(ConfigError, match="2 ranks or more, got 1; hpcdp launch -n 2 -- hpcdp tune"):
+        threads.run(1, lambda world: tune.tune(world, SHORT))
+    with pytest.raises(ConfigError, match="MiB of memory that are free"):
+        threads.run(2, lambda world: tune.tune(world, Effort((1 << 50,))))
+
+
+@pytest.mark.mpi
+def test_real_ranks_tune(tables, capsys):
+    import hpcdp
+
+    world = hpcdp.init()
+    if world.size == 1:
+        return
+    kept = {key: world.kept.pop(key) for key in ("tuning table", "tuning fingerprint") if key in world.kept}
+    try:
+        assert tune.tune(world, SHORT) == 0
+        assert tuning.loaded(world)["choices"].keys() == ALGORITHMS.keys()
+        assert bool(list(tables.iterdir())) == (world.rank == 0)
+    finally:
+        for key in ("tuning table", "tuning fingerprint"):
+            world.kept.pop(key, None)
+        world.kept.update(kept)
