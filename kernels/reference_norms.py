@@ -1,0 +1,46 @@
+"""Floor 0: norms and the search for infinities and NaNs in plain array operations, the specification of `norms`.
+Imports: arrays.
+
+Arrays are 1-D and contiguous, float32, float64 or the bits of float16 in uint16; any number of elements, also none.
+"""
+
+from __future__ import annotations
+
+from ..arrays import Array, array_namespace
+
+
+def _floats(x: Array) -> Array:
+    xp = array_namespace(x)
+    return x.view(xp.float16) if x.dtype == xp.uint16 else x
+
+
+def all_finite(x: Array) -> bool:
+    """Whether no element of ``x`` is infinite or NaN."""
+    return bool(array_namespace(x).isfinite(_floats(x)).all())
+
+
+def sum_of_squares(x: Array) -> float:
+    """The sum of the squares of ``x``, in float64.
+
+    For float16 and float32 it is finite exactly if all elements are: the square of none overflows in float64.
+    """
+    xp = array_namespace(x)
+    wide = _floats(x).astype(xp.float64)
+    return float((wide * wide).sum())
+
+
+def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:
+    """The squared norms that LARS needs (You, Gitman and Ginsburg 2017, algorithm 1), of every layer in one reading.
+
+    Squares, so that the parts of a layer that ranks own add up. Changes ``out``.
+
+    Args:
+        params: the weights of all layers, flat, shape ``(count,)``.
+        grads: their gradients, likewise.
+        bounds: int64, shape ``(layers + 1,)``, ascending: layer k is elements ``bounds[k]`` to ``bounds[k + 1]``.
+        out: float64, shape ``(layers, 2)``: the sums of squares of a layer's weights and of its gradients.
+    """
+    for segment in range(bounds.size - 1):
+        first, last = int(bounds[segment]), int(bounds[segment + 1])
+        out[segment, 0] = sum_of_squares(params[first:last])
+        out[segment, 1] = sum_of_squares(grads[first:last])
