@@ -16,6 +16,7 @@ from ..comm import World
 from ..comm.shared import Gate
 
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
+_FAR_NBYTES = 4 << 20  # networks let short bursts pass faster than their rate
 _TOKEN, _DATA = 1, 2  # tags
 
 
@@ -31,10 +32,10 @@ def probe(world: World) -> Machine:
     if inside:
         of_first = [pair for pair in inside if nodes[pair[0]] == nodes[inside[0][0]]]
         both_ways = of_first + [(b, a) for a, b in of_first]
-        machine = replace(machine, inside=_link(world, both_ways))
+        machine = replace(machine, inside=_link(world, both_ways, _LONG_NBYTES))
     if world.num_nodes > 1:
         across = list(zip(members[0], members[1], strict=False))
-        machine = replace(machine, across=_link(world, across))
+        machine = replace(machine, across=_link(world, across, _FAR_NBYTES))
     pairs = inside or across
     return replace(
         machine,
@@ -66,15 +67,14 @@ def _gb_s(s_per_byte: float) -> str:
     return f"{1e-9 / max(s_per_byte, 1e-15):.3g} GB/s"
 
 
-def _link(world: World, pairs: Sequence[tuple[int, int]]) -> Link:
+def _link(world: World, pairs: Sequence[tuple[int, int]], nbytes: int) -> Link:
     """Latency while all are at work, the rate of the first pair alone, and then what all of them share."""
     meeting = [pair for pair in pairs if pair[::-1] not in pairs or pair[0] < pair[1]]
     short_s = _between(world, meeting, lambda first, peer: _ping_pong_s(world, first, peer, _SHORT_NBYTES))
-    long_s = _between(world, pairs[:1], lambda first, peer: _ping_pong_s(world, first, peer, _LONG_NBYTES))
-    beta = max(long_s - short_s, 0.0) / (_LONG_NBYTES - _SHORT_NBYTES)
-    at_once_s = _stream_s(world, dict(pairs), _LONG_NBYTES)
-    shared = max(at_once_s - short_s, 0.0) / (_LONG_NBYTES * len(pairs))
-    return Link(short_s, beta, min(beta, shared))
+    long_s = _between(world, pairs[:1], lambda first, peer: _ping_pong_s(world, first, peer, nbytes))
+    beta = max(long_s - short_s, 0.0) / (nbytes - _SHORT_NBYTES)
+    at_once_s = _stream_s(world, dict(pairs), nbytes)
+    return Link(short_s, beta, min(beta, max(at_once_s - short_s, 0.0) / (nbytes * len(pairs))))
 
 
 def _between(world: World, pairs: Sequence[tuple[int, int]], measure: Callable[[bool, int], float]) -> float:
@@ -101,7 +101,7 @@ def _between(world: World, pairs: Sequence[tuple[int, int]], measure: Callable[[
 
 
 def _rounds(nbytes: int) -> int:
-    return 200 if nbytes <= 4096 else 15
+    return 200 if nbytes <= 4096 else 11
 
 
 def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:

@@ -3,7 +3,8 @@
 Later jobs of the same shape follow the table with ``algorithm="auto"``. An algorithm replaces the MPI library's own
 where it is at least 3% faster in the median of the ratios of alternating turns, and one of hpcdp's replaces another by
 the same margin, so noise does not choose. Between two measured sizes that disagree the library's own runs. Each time
-stands beside what the cost model expects of the links just measured.
+stands beside what the cost model expects of the links just measured. ``reference`` is timed too, but never chosen: it
+is the specification, and its memory grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def tune(world: World, effort: Effort, dry_run: bool = False) -> int:
     if world.size < 2:
         raise ConfigError("tune", expected="2 ranks or more", got="1", remedy="hpcdp launch -n 2 -- hpcdp tune")
     _check_memory(world, effort.sizes[-1])
+    if not dry_run:
+        tuning.check_folder(world)
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
     machine = probe.probe(world)
@@ -191,8 +194,8 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
         nbytes: of the whole float32 array; of an allgather that of all ranks' parts, which are equal.
 
     Returns ``nbytes`` and by algorithm ``median_us`` (of the slowest rank), ``wrong`` (elements over all ranks) and
-    ``gain``: how many times as fast as the MPI library's own, for those that were in reach of the fastest, right, and
-    no slower than the library's own in most turns.
+    ``gain``: how many times as fast as the MPI library's own, for those that may be chosen: they were in reach of the
+    fastest, right, and no slower than the library's own in most turns.
     """
     import numpy as np
 
@@ -213,7 +216,7 @@ def measure(world: World, collective: str, names: Sequence[str], nbytes: int, ef
     long = nbytes > 1 << 20
     heat, faults = timed(affordable, Schedule(1 if long else 3, 1 if long else 5, 1))
     median_us = {name: float(np.median(us)) for name, us in heat.items()}
-    right = [name for name in affordable if not faults[name]]
+    right = [name for name in affordable if not faults[name] and name != "reference"]
     best = min((median_us[name] for name in right), default=0.0)
     finalists = [name for name in right if name == LIBRARY or median_us[name] <= _IN_REACH * best]
     gain = {LIBRARY: 1.0}

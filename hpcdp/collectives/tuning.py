@@ -7,6 +7,7 @@ and sends it to all ranks, so all choose alike. A table that does not fit is ign
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -226,11 +227,34 @@ def save(world: World, table: Table) -> Path:
     return Path(name)
 
 
+def check_folder(world: World) -> None:
+    """Make `folder()`, before anything is measured for it; every rank must call.
+
+    Raises:
+        ConfigError: on every rank: it cannot be written.
+    """
+    on_rank_0(world.comm, lambda: _make_folder(folder()))
+
+
+def _make_folder(where: Path) -> None:
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        if not os.access(where, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unwritable(where, error) from error
+
+
+def _unwritable(where: Path, error: OSError) -> ConfigError:
+    expected, remedy = "a folder that can be written", "set HPCDP_TUNING_DIR to one"
+    return ConfigError("tuning table", where=where, expected=expected, got=error.strerror, remedy=remedy)
+
+
 def _write(table: Table) -> Path:
     target = path(table["fingerprint"])
+    _make_folder(target.parent)
     temporary = target.with_name(f".{target.stem}-{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(as_text(table))
@@ -240,10 +264,7 @@ def _write(table: Table) -> Path:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            "tuning table", where=target, expected="a folder that can be written", got=error.strerror,
-            remedy="set HPCDP_TUNING_DIR to one",
-        ) from error  # fmt: skip
+        raise _unwritable(target, error) from error
     return target
 
 

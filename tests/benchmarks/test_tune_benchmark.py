@@ -72,6 +72,7 @@ def test_what_was_tuned_is_saved_and_followed(tables, capsys, ranks, per_node):
             assert min(row["median_us"].values()) > 0
             assert min(row["predicted_us"].values()) > 0
             assert row["gain"]["native"] == 1.0
+            assert "reference" not in row["gain"]
             assert row["chosen"] == "native" or row["gain"][row["chosen"]] >= tune.GAIN
             assert not any(row["wrong"].values())
 
@@ -176,6 +177,19 @@ def test_a_world_of_one_and_too_little_memory_are_refused():
         threads.run(1, lambda world: tune.tune(world, SHORT))
     with pytest.raises(ConfigError, match="MiB of memory that are free"):
         threads.run(2, lambda world: tune.tune(world, Effort((1 << 50,))))
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(tables, monkeypatch, capsys):
+    (tables / "file").write_text("")
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file" / "folder"))
+
+    def refused(world):
+        with pytest.raises(ConfigError, match="set HPCDP_TUNING_DIR to one"):
+            tune.tune(world, SHORT)
+        return True
+
+    assert all(threads.run(2, refused))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.mpi
