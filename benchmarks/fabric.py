@@ -50,7 +50,7 @@ _ALGORITHMS = ",".join(["auto", *(name for name in ALGORITHMS["allreduce"] if na
 _LINK_NBYTES = 8 << 20
 _LINK_REPEATS = 5
 _JOB_TIMEOUT_S = 600
-_NAP_S = 0.001
+_NAP_S = 0.0002
 
 
 def link_rates(world: comm.World, nbytes: int = _LINK_NBYTES) -> dict[str, float]:

@@ -21,7 +21,7 @@ Source: Cho et al., "BlueConnect", 2019; Jia et al., "Highly scalable deep learn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
 import numpy as np
 
@@ -52,6 +52,8 @@ class _Lane:
         self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
         self._rows = memory.alloc((memory.size, nbytes), np.uint8)
         self._passed = 0
+        self._staged = self._total = self._rows
+        self._shards: list[slice] = []
         self.tickets = self.served = 0
 
     def _arrived(self, number: int) -> Request:
@@ -70,34 +72,36 @@ class _Lane:
         self._sync.post(self._counters, self._memory.rank, wrapped)
         return self._passed
 
-    def reduce(self, x: np.ndarray, op: Reduction, rail: ring.Ring | None, tag: int, total_ranks: int) -> Steps:
-        """Reduce ``x``, shape ``(count,)``, no longer than the rows, in place over all ranks of all nodes."""
+    def stage(self, x: np.ndarray, op: Reduction) -> Steps:
+        """Bring ``x``, shape ``(count,)`` and no longer than the rows, to the node and add up this rank's shard."""
         me = self._memory.rank
-        rows = self._rows.view(x.dtype)[:, : x.size]
+        self._staged = self._rows.view(x.dtype)[:, : x.size]
         ends = bounds(x.size, self._rails)
-        own = slice(ends[me], ends[me + 1]) if me < self._rails else slice(0, 0)
+        self._shards = [slice(first, last) for first, last in itertools.pairwise(ends)]
+        own = self._shards[me] if me < self._rails else slice(0, 0)
         yield [self._arrived(self._passed)]  # everybody has taken the last segment
-        rows[me, : own.start], rows[me, own.stop :] = x[: own.start], x[own.stop :]
+        self._staged[me, : own.start], self._staged[me, own.stop :] = x[: own.start], x[own.stop :]
         yield [self._arrived(self._post())]
-        if own.stop > own.start:
-            total = self._summed(x[own], rows[:, own], op)
-            if rail is not None and rail.size > 1:
-                yield from ring.allreduce_segment(total, op.without_mean(), rail, tag)
-            op.finish(total, total_ranks, rows[me, own])
-        yield [self._arrived(self._post())]
-        for owner in range(self._rails):
-            theirs = slice(ends[owner], ends[owner + 1])
-            x[theirs] = rows[owner, theirs]
-        self._post()
+        if me < self._rails:
+            parts = [x[own] if rank == me else self._staged[rank, own] for rank in range(self._memory.size)]
+            total = op.widened(parts[0])
+            if total is parts[0]:
+                total = self._staged[me, own]  # where nobody has staged anything
+                total[...] = parts[0]
+            for part in parts[1:]:
+                op.into(total, part)
+            self._total = total
 
-    def _summed(self, own: np.ndarray, rows: np.ndarray, op: Reduction) -> np.ndarray:
-        """The reduction over the node's ranks, in their order; own data were not staged."""
-        parts = [own if rank == self._memory.rank else rows[rank] for rank in range(self._memory.size)]
-        total = op.widened(parts[0])
-        total = total.copy() if total is parts[0] else total
-        for part in parts[1:]:
-            op.into(total, part)
-        return total
+    def finish(self, x: np.ndarray, op: Reduction, rail: ring.Ring | None, tag: int, ranks: int) -> Steps:
+        """Add up the nodes' sums of what was staged last, and bring the result over ``ranks`` ranks back to ``x``."""
+        me = self._memory.rank
+        if rail is not None:
+            yield from ring.allreduce_segment(self._total, op.without_mean(), rail, tag)
+            op.finish(self._total, ranks, self._staged[me, self._shards[me]])
+        yield [self._arrived(self._post())]
+        for owner, shard in enumerate(self._shards):
+            x[shard] = self._staged[owner, shard]
+        self._post()
 
 
 def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
@@ -108,11 +112,22 @@ def allreduce(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     lanes = world.kept.get(__name__) or world.keep(__name__, lambda: _make_lanes(world))
     rail = None if world.rail_comm is None else ring.Ring.through(world.rail_comm)
     pieces = segments(x, _segment_nbytes(world))
-    machines = [
-        _one_after_another(lane, pieces[number :: len(lanes)], op, rail, tag + number, world.size)
-        for number, lane in enumerate(lanes[: len(pieces)])
-    ]
-    yield from together(machines)
+    begun = 0
+
+    def one_after_another(number: int, lane: _Lane) -> Steps:
+        nonlocal begun
+        ticket, lane.tickets = lane.tickets, lane.tickets + 1
+        # Staging everything before anything is sent would leave the network idle meanwhile.
+        yield [Until(lambda: begun >= number and lane.served == ticket)]
+        try:
+            for piece in pieces[number :: len(lanes)]:
+                yield from lane.stage(piece, op)
+                begun = max(begun, number + 1)
+                yield from lane.finish(piece, op, rail, tag + number, world.size)
+        finally:
+            lane.served += 1
+
+    yield from together([one_after_another(number, lane) for number, lane in enumerate(lanes[: len(pieces)])])
 
 
 def _make_lanes(world: World) -> list[_Lane]:
@@ -123,15 +138,3 @@ def _make_lanes(world: World) -> list[_Lane]:
 
 def _segment_nbytes(world: World) -> int:
     return min(SEGMENT_NBYTES, MESSAGE_NBYTES * world.num_rails * world.num_nodes)
-
-
-def _one_after_another(
-    lane: _Lane, pieces: Sequence[np.ndarray], op: Reduction, rail: ring.Ring | None, tag: int, ranks: int
-) -> Steps:
-    ticket, lane.tickets = lane.tickets, lane.tickets + 1
-    yield [Until(lambda: lane.served == ticket)]
-    try:
-        for piece in pieces:
-            yield from lane.reduce(piece, op, rail, tag, ranks)
-    finally:
-        lane.served += 1

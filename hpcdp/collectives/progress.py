@@ -32,7 +32,7 @@ TAGS = 64
 
 _OPERATIONS = 400  # of different tags; MPI guarantees tags up to 32767
 
-_YIELDS, _NAP_S = 10, 100e-6
+_YIELDS, _NAP_S = 10, 50e-6
 
 
 def drive(steps: Steps) -> None:

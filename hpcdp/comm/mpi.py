@@ -38,29 +38,33 @@ class MpiRequest:
 class MpiReceive:
     """A receive of MPI, which must bring as many bytes as were expected."""
 
-    __slots__ = ("_request", "_source", "_status", "_x")
+    __slots__ = ("_done", "_request", "_source", "_status", "_x")
 
     def __init__(self, request: MPI.Request, x: np.ndarray, source: int) -> None:
         self._request = request
         self._x = x
         self._source = source
         self._status = MPI.Status()
+        self._done = False  # a complete request of MPI tells no number of bytes when it is asked again
 
     def test(self) -> bool:
-        try:
-            done = bool(self._request.Test(self._status))
-        except MPI.Exception as error:
-            raise self._explained(error) from error
-        if done:
-            self._check()
-        return done
+        if not self._done:
+            try:
+                self._done = bool(self._request.Test(self._status))
+            except MPI.Exception as error:
+                raise self._explained(error) from error
+            if self._done:
+                self._check()
+        return self._done
 
     def wait(self) -> None:
-        try:
-            self._request.Wait(self._status)
-        except MPI.Exception as error:
-            raise self._explained(error) from error
-        self._check()
+        if not self._done:
+            try:
+                self._request.Wait(self._status)
+            except MPI.Exception as error:
+                raise self._explained(error) from error
+            self._done = True
+            self._check()
 
     def _check(self) -> None:
         nbytes = self._status.Get_count(MPI.BYTE)

@@ -148,3 +148,17 @@ def test_a_lonely_world_is_refused_for_real():
     assert result.returncode == 1
     assert LaunchError.__name__ in result.stderr
     assert "2 separate worlds of one" in result.stderr
+
+
+@pytest.mark.mpi
+def test_a_complete_receive_stays_complete():
+    world = hpcdp.init()
+    x, y = np.full(3, world.rank), np.empty(3, int)
+    sent = world.comm.isend(x, (world.rank + 1) % world.size)
+    received = world.comm.irecv(y, (world.rank - 1) % world.size)
+    while not received.test():
+        pass
+    assert received.test()
+    received.wait()
+    sent.wait()
+    assert y.tolist() == [(world.rank - 1) % world.size] * 3
