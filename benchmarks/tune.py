@@ -9,6 +9,7 @@ is the specification, and its memory grows with the number of ranks.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -125,7 +126,7 @@ def tune(world: World, effort: Effort, dry_run: bool = False) -> int:
     for collective in ALGORITHMS:
         rows = []
         names = usable(world, collective)
-        _say(world, ["", f"# {collective}: {', '.join(names)}", HEADING])
+        _say(world, ["", *textwrap.wrap(f"# {collective}: {', '.join(names)}", 80, subsequent_indent="# "), HEADING])
         incumbent = LIBRARY
         parts = world.size if collective == "allgather" else 1
         for nbytes in dict.fromkeys(max(1, size // 4 // parts) * 4 * parts for size in effort.sizes):
