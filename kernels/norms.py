@@ -1,5 +1,4 @@
-"""Sums of squares and the search for infinities and NaNs, one reading of memory each, for NumPy arrays. Imports:
-reduce, numba.
+"""Sums of squares and the search for infinities and NaNs, for NumPy arrays. Imports: reduce, numba.
 
 `reference_norms` is the specification: same names, same arguments, the same sums up to rounding in float64. A sum may
 be reassociated so that it runs in several vectors at once; its order depends on the compiled code and the number of

@@ -1,4 +1,4 @@
-"""Gradients in 2 bits or 1 bit an element, the rest being kept, for NumPy arrays. Imports: numba.
+"""Gradients in 2 bits or 1 bit an element, the rest being kept, for NumPy arrays. Imports: lanes, numba.
 
 `reference_quantise` is the specification: same names, same arguments, same bits. Comparing a vector of elements gives a
 vector of bits, which is (a part of) a packed word as it stands. LLVM does not find that in a loop over elements (0.04
@@ -10,68 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import float32, float64, intp, njit, types, uint32
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .lanes import WORD, Lanes
+
 _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
-_WORD = ir.IntType(32)
-
-
-class _Lanes:
-    """``width`` elements of an array from ``index`` on as one vector; uint16 holds the bits of float16."""
-
-    def __init__(self, context: Any, builder: Any, array: tuple[Any, Any], index: Any, width: int) -> None:
-        array_type, value = array
-        stored = {types.uint16: ir.HalfType(), types.float32: ir.FloatType()}.get(array_type.dtype, ir.DoubleType())
-        computed = ir.FloatType() if stored == ir.HalfType() else stored
-        self._builder, self._width = builder, width
-        self._stored, self._computed = ir.VectorType(stored, width), ir.VectorType(computed, width)
-        self._alignment = array_type.dtype.bitwidth // 8
-        data = cgutils.create_struct_proxy(array_type)(context, builder, value).data
-        self._pointer = builder.bitcast(builder.gep(data, [index]), self._stored.as_pointer())
-
-    def load(self) -> Any:
-        return self._widened(self._builder.load(self._pointer, align=self._alignment))
-
-    def store(self, value: Any) -> None:
-        self._builder.store(self._narrowed(value), self._pointer, align=self._alignment)
-
-    def rounded(self, value: Any) -> Any:
-        """``value`` as it would be read after it was stored."""
-        return self._widened(self._narrowed(value))
-
-    def _widened(self, value: Any) -> Any:
-        return value if self._stored == self._computed else self._builder.fpext(value, self._computed)
-
-    def _narrowed(self, value: Any) -> Any:
-        return value if self._stored == self._computed else self._builder.fptrunc(value, self._stored)
-
-    def repeat(self, number: Any) -> Any:
-        """A float64 in all lanes, rounded as an element."""
-        builder = self._builder
-        kind = self._computed.element
-        number = number if kind == ir.DoubleType() else builder.fptrunc(number, kind)
-        one = builder.insert_element(ir.Constant(self._computed, ir.Undefined), number, _WORD(0))
-        zeros = ir.Constant(ir.VectorType(_WORD, self._width), None)
-        return self.rounded(builder.shuffle_vector(one, one, zeros))
-
-    def constant(self, number: float) -> Any:
-        return ir.Constant(self._computed, [number] * self._width)
-
-    def bits(self, flags: Any) -> Any:
-        """A vector of truth values as a 32-bit number, the first one lowest."""
-        number = self._builder.bitcast(flags, ir.IntType(self._width))
-        return number if self._width == 32 else self._builder.zext(number, _WORD)
-
-    def flags(self, number: Any, lowest: int) -> Any:
-        """The bits of a 32-bit number from ``lowest`` on as a vector of truth values: each shifted to be a sign."""
-        kind = ir.VectorType(_WORD, self._width)
-        one = self._builder.insert_element(ir.Constant(kind, ir.Undefined), number, _WORD(0))
-        numbers = self._builder.shuffle_vector(one, one, ir.Constant(kind, None))
-        shifts = ir.Constant(kind, [31 - lowest - lane for lane in range(self._width)])
-        return self._builder.icmp_signed("<", self._builder.shl(numbers, shifts), ir.Constant(kind, None))
 
 
 @intrinsic
@@ -79,15 +23,15 @@ def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
     """The word of 16 elements from ``index`` on; changes ``residual``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        added = _Lanes(context, builder, (signature.args[0], args[0]), args[2], 16).load()
-        kept = _Lanes(context, builder, (signature.args[1], args[1]), args[2], 16)
+        added = Lanes(context, builder, (signature.args[0], args[0]), args[2], 16).load()
+        kept = Lanes(context, builder, (signature.args[1], args[1]), args[2], 16)
         total = kept.rounded(builder.fadd(kept.load(), added))
         up = kept.repeat(args[3])
         down = builder.fneg(up)
         plus, minus = builder.fcmp_ordered(">=", total, up), builder.fcmp_ordered("<=", total, down)
         sent = builder.select(plus, up, builder.select(minus, down, kept.constant(0.0)))
         kept.store(builder.fsub(total, sent))
-        return builder.or_(kept.bits(plus), builder.shl(kept.bits(minus), _WORD(16)))
+        return builder.or_(kept.bits(plus), builder.shl(kept.bits(minus), WORD(16)))
 
     return uint32(grad, residual, intp, float64), generate
 
@@ -95,7 +39,7 @@ def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
 @intrinsic
 def _unpack_16(typingctx: Any, word: Any, threshold: Any, out: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        into = _Lanes(context, builder, (signature.args[2], args[2]), args[3], 16)
+        into = Lanes(context, builder, (signature.args[2], args[2]), args[3], 16)
         up = into.repeat(args[1])
         negative = builder.select(into.flags(args[0], 16), builder.fneg(up), into.constant(0.0))
         into.store(builder.select(into.flags(args[0], 0), up, negative))
@@ -109,8 +53,8 @@ def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
     """The word of 32 elements from ``index`` on; changes ``residual``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        added = _Lanes(context, builder, (signature.args[0], args[0]), args[2], 32).load()
-        kept = _Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
+        added = Lanes(context, builder, (signature.args[0], args[0]), args[2], 32).load()
+        kept = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
         total = kept.rounded(builder.fadd(kept.load(), added))
         plus = builder.fcmp_ordered(">", total, kept.repeat(args[3]))
         kept.store(builder.fsub(total, builder.select(plus, kept.constant(1.0), kept.constant(-1.0))))
@@ -122,7 +66,7 @@ def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
 @intrinsic
 def _unpack_32(typingctx: Any, word: Any, out: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        into = _Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
+        into = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
         into.store(builder.select(into.flags(args[0], 0), into.constant(1.0), into.constant(-1.0)))
         return context.get_dummy_value()
 
