@@ -101,9 +101,9 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1, S2, S5, S6 and S11 from the results of the suite."""
+    """S1, S2, S5, S6, S7 and S11 from the results of the suite."""
     collectives = [*_allreduce(results), *_updates(results), *_fabrics(results)]
-    return [*collectives, *_lenet(results), *_scaling(results), *_startup(results)]
+    return [*collectives, *_lenet(results), *_scaling(results), *_kernels(results), *_startup(results)]
 
 
 def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -212,6 +212,38 @@ def _scaling(results: dict[str, Any]) -> list[Verdict]:
     return found
 
 
+def kernel_names(results: dict[str, Any]) -> list[str]:
+    """The kernels that were measured, in the benchmark's order."""
+    return list(dict.fromkeys(row["kernel"] for report in results.get("kernels", []) for row in report["rows"]))
+
+
+def _of_kernel(name: str, key: str) -> Pick:
+    return lambda row: row[key] if row["kernel"] == name else None
+
+
+def _kernels(results: dict[str, Any]) -> list[Verdict]:
+    rounds = results.get("kernels", [])
+    found = []
+    for name in kernel_names(results):
+        share = median_by_size(rounds, _of_kernel(name, "share"))
+        found.append(_worst("S7", f"kernel, {name}: share of the copy rate", 0.85, share, "%"))
+    return found or [_worst("S7", "kernels: share of the copy rate", 0.85, {}, "%")]
+
+
+def _kernel_table(results: dict[str, Any]) -> str:
+    rounds = results["kernels"]
+    sizes = sorted({row["nbytes"] for report in rounds for row in report["rows"]})
+    rows = []
+    for name in kernel_names(results):
+        cells = [name]
+        for key in ("gb_s", "share", "peer_ratio"):
+            by_size = median_by_size(rounds, _of_kernel(name, key))
+            cells += [f"{by_size[size]:.{1 if key == 'gb_s' else 2}f}" if size in by_size else "-" for size in sizes]
+        rows.append(cells)
+    heading = [f"{what}, {format_size(size)}" for what in ("GB/s", "of copy", "peer's time") for size in sizes]
+    return _table(["kernel", *heading], rows)
+
+
 def _startup(results: dict[str, Any]) -> list[Verdict]:
     found = []
     for report in results.get("startup", [])[:1]:
@@ -289,5 +321,12 @@ def render(results: dict[str, Any]) -> str:
         parts.append(f"## Allreduce, {kind[10:]} ranks on {_cores(results)} cores\n\n" + _medians(results[kind]))
     if results.get("updates"):
         parts.append("## Reduce and update, SGD with momentum\n\n" + _medians(update_rounds(results)))
+    if results.get("kernels"):
+        about = (
+            "Sizes are those of one float32 array. GB/s counts every array read and every array written once; the "
+            "copy moves as many bytes in the same run. The peer is PyTorch on one thread, for unpacking NumPy's fill; "
+            "its time is a multiple of the kernel's.\n\n"
+        )
+        parts.append("## Kernels on one core\n\n" + about + _kernel_table(results))
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
     return "\n".join(parts)

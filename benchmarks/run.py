@@ -123,6 +123,7 @@ class Suite:
             self.collectives()
             for batch in (64, 256):
                 self.training(batch)
+            self.job("kernels", "kernels", ["-i", "4" if self.brief else "60"], ranks=1)
         self.more_ranks()
         self.fabric()
         if "torch" not in self.results["machine"]["versions"]:
