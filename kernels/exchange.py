@@ -27,6 +27,15 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are compiled for."""
 
 _BLOCK = 2048
+
+
+def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
+    """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared.NodeMemory` has it."""
+    state = np.zeros(STATE_LENGTH, np.int64)
+    state[ME], state[[SPINS, SLEEP_NS]] = rank, patience
+    return state
+
+
 _counters_t = types.Array(types.int32, 1, "C")
 _state_t = types.Array(types.int64, 1, "C")
 _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}

@@ -145,10 +145,3 @@ def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: 
         if not wait(counters, index, target, spins, timeout_ns):
             return False
     return True
-
-
-@njit(types.boolean(_counters_t, types.intp, types.intp, types.int32, types.int64, types.int64), nogil=True, cache=True)
-def meet(counters: np.ndarray, index: int, n: int, number: int, spins: int, timeout_ns: int) -> bool:
-    """`post` counter ``index`` and `wait_all`: a barrier in one call; after false, `wait_all` goes on."""
-    post(counters, index, number)
-    return wait_all(counters, n, number, spins, timeout_ns)

@@ -51,9 +51,7 @@ class _Staging:
         self._done = self._exchange.DONE
         self._sum_by_all, self._sum_by_owners = self._exchange.sum_by_all, self._exchange.sum_by_owners
         self._counters = memory.alloc((memory.size * sync.STRIDE,), np.int32)
-        self._state = np.zeros(self._exchange.STATE_LENGTH, np.int64)
-        self._state[self._exchange.ME] = memory.rank
-        self._state[[self._exchange.SPINS, self._exchange.SLEEP_NS]] = memory.patience
+        self._state = self._exchange.state_of(memory.rank, memory.patience)
         self._patient = True
         self._tickets = self._served = 0
         self._arrival = _Arrival(memory, self._counters, self._state)

@@ -18,12 +18,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import kernels
+from ..errors import MismatchError
 from .communicator import Communicator
 
 _SPINS_WITH_A_CORE_EACH = 4000
 _SPINS_WITHOUT = 40
 _SLEEP_NS = 50_000_000
 _TOKEN_BYTES = 16
+
+MAX_NUMBERS = 8
+"""As many int64 as a cache line holds may a rank leave at a `Gate`."""
 
 
 class NodeMemory(Protocol):
@@ -50,25 +54,51 @@ def patience_for(ranks: int, cores: int) -> np.ndarray:
 
 
 class Gate:
-    """A barrier over a node's ranks in a counter each: about a microsecond when every rank has a core.
+    """Where a node's ranks wait for each other, on a counter each: about a microsecond when every rank has a core.
 
     Every rank of the node must make it and pass it in the same order.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
-        self._sync = kernels.load("sync")
-        self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
-        self._patience = tuple(int(number) for number in memory.patience)
-        self._passed = 0
+        self._exchange = exchange = kernels.load("exchange")
+        self._counters = memory.alloc((memory.size * exchange.STRIDE,), np.int32)
+        self._board = memory.alloc((2, memory.size, MAX_NUMBERS), np.int64)
+        self._numbers = np.zeros(MAX_NUMBERS, np.int64)
+        self._state = exchange.state_of(memory.rank, memory.patience)
+        self._meet, self._sum_by_all, self._done = exchange.meet, exchange.sum_by_all, exchange.DONE
 
     def barrier(self) -> None:
         """Block until every rank has come as often as this one."""
-        self._passed = (self._passed + 1 + 2**31) % 2**32 - 2**31  # wraps as the counters do
-        memory, number = self._memory, self._passed
-        if not self._sync.meet(self._counters, memory.rank, memory.size, number, *self._patience):
-            while not self._sync.wait_all(self._counters, memory.size, number, *self._patience):
-                memory.check()
+        counters, state = self._counters, self._state
+        while (met := self._meet(counters, self._memory.size, state, 0)) != self._done:
+            self._wait_on(met)
+
+    def tally(self, *numbers: int) -> list[int]:
+        """A barrier at which every rank leaves up to `MAX_NUMBERS` numbers of 64 bits and gets their sums.
+
+        Raises:
+            MismatchError: the ranks have not left as many, or some have called `barrier`; on every rank.
+        """
+        if self._memory.size == 1:
+            return list(numbers)
+        mine, kind = self._numbers, len(numbers)
+        for place, number in enumerate(numbers):
+            mine[place] = number
+        board, counters, state = self._board, self._counters, self._state
+        while (met := self._sum_by_all(mine, board, counters, state, kind)) != self._done:
+            self._wait_on(met)
+        return mine[:kind].tolist()
+
+    def _wait_on(self, met: int) -> None:
+        if met == self._exchange.DIFFERENT:
+            raise MismatchError(
+                "gate",
+                expected="the same call on every rank of this node",
+                got="another one on some rank",
+                remedy="call step(), allreduce_grads() and update() in the same order on all ranks",
+            )
+        self._memory.check()
 
 
 class ProcessMemory:

@@ -19,6 +19,8 @@ import numpy as np
 
 from .. import kernels
 from ..arrays import Array, array_namespace, from_host, is_host, to_host
+from ..collectives import allreduce
+from ..collectives.progress import Progress
 from ..comm import Communicator, World
 from ..comm.shared import Gate, NodeMemory, PrivateMemory
 from .buckets import Layout, Slot
@@ -50,11 +52,15 @@ class Bucket:
         self.slots = slots
         self.rows = rows
         """Shape ``(ranks that share it, elements)``."""
+        self.words = kernels.load("reduce").words(rows) if is_host(rows) else rows
+        """``rows`` as the kernels take them."""
         self.mine: Array = rows[rank]
         """This rank's row, shape ``(elements,)``."""
         self.shard = shard
         """The columns that this rank sums: first, and one after the last."""
-        self.missing = {slot.name for slot in slots}
+        self.names = frozenset(slot.name for slot in slots)
+        self.missing = set(self.names)
+        """Parameters whose gradient backward has still to write."""
         self.state = State.FILLING
 
     def view(self, slot: Slot) -> Array:
@@ -80,6 +86,7 @@ class Reducer:
         self.rail: Communicator | None = world.rail_comm if together else world.comm
         self.num_shards = world.num_rails if together else 1
         self.gate = Gate(self.memory)
+        self._progress = Progress.of(world)
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
@@ -87,6 +94,8 @@ class Reducer:
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
             param.grad_hook = self._written
+        self.num_missing = len(params)
+        """Gradients that backward has still to write in this step."""
         self._overwriting: dict[str, str] | None = None
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
 
@@ -103,13 +112,30 @@ class Reducer:
 
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]
-        bucket.missing.discard(param.name)
+        if param.name in bucket.missing:
+            bucket.missing.remove(param.name)
+            self.num_missing -= 1
         bucket.state = State.FILLING if bucket.missing else State.READY
 
     @property
     def missing(self) -> list[str]:
         """Parameters that backward has not written since the last step, in the model's order."""
+        if not self.num_missing:
+            return []
         return [slot.name for slot in self.layout.slots if slot.name in self.buckets[slot.bucket].missing]
+
+    def tally(self, *numbers: int) -> list[int]:
+        """The sums of a few ``numbers`` over all ranks, which must all call with as many; they wait for each other."""
+        if self.memory.size < self.world.size:
+            return allreduce(np.array(numbers, np.int64), world=self.world).tolist()
+        watchdog = self._progress.watchdog
+        watchdog.calls += 1
+        watchdog.call = "the closing exchange of a step", numbers
+        try:
+            self._progress.finish()  # as before any blocking collective
+            return self.gate.tally(*numbers)
+        finally:
+            watchdog.call = None
 
     def fill_missing_with_zeros(self) -> None:
         """Make gradients that backward has not written zero, so that they add nothing."""
@@ -122,8 +148,9 @@ class Reducer:
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
         for bucket in self.buckets:
-            bucket.missing = {slot.name for slot in bucket.slots}
+            bucket.missing = set(bucket.names)
             bucket.state = State.FILLING
+        self.num_missing = len(self.params)
 
     def accumulate(self) -> None:
         """From now on backward adds to the gradients; what it has not written in this step counts as zero."""
@@ -150,18 +177,20 @@ class Reducer:
 
         Every rank of the node must have written its row (see `Trainer.step`). Only for buckets in host memory.
         """
-        words = self._reduce.words
-        self._reduce.combine(words(bucket.rows), first, last, words(out), self._reduce.SUM)
+        self._reduce.combine(bucket.words, first, last, self._reduce.words(out), self._reduce.SUM)
+
+    def _sum_shard_into(self, bucket: Bucket, row: int) -> None:
+        first, last = bucket.shard
+        if self.memory.size > 1 and last > first:
+            self._reduce.combine_into(bucket.words, first, last, row, self._reduce.SUM)
 
     def reduce_shard(self, bucket: Bucket) -> Array:
         """Sum this rank's shard over all ranks of the world, in place in its own row; a view of it, shape ``(n,)``.
 
         Every rank must call it for every bucket, in the same order, after all have left backward.
         """
+        self._sum_shard_into(bucket, self.memory.rank)
         first, last = bucket.shard
-        if self.memory.size > 1 and last > first:
-            rows = self._reduce.words(bucket.rows)
-            self._reduce.combine_into(rows, first, last, self.memory.rank, self._reduce.SUM)
         shard = bucket.mine[first:last]
         if self.rail is not None and self.rail.size > 1:
             staged = np.ascontiguousarray(to_host(shard))
@@ -184,12 +213,11 @@ class Reducer:
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
+        on_one_node = self.rail is None or self.rail.size == 1
         for bucket in self.buckets:
             first, last = bucket.shard
-            if self.rail is None or self.rail.size == 1:
-                if self.memory.size > 1 and last > first:
-                    rows = self._reduce.words(bucket.rows)
-                    self._reduce.combine_into(rows, first, last, self._reduce.EVERY_ROW, self._reduce.SUM)
+            if on_one_node:
+                self._sum_shard_into(bucket, self._reduce.EVERY_ROW)
                 bucket.state = State.REDUCED
             else:
                 shard = self.reduce_shard(bucket)

@@ -144,7 +144,7 @@ class Trainer:
         Every rank must call, after backward. For gradients that are changed by hand before the update.
         """
         began = time.perf_counter()
-        self._close_step(0 if len(self.reducer.missing) == len(self.reducer.params) else 1)
+        self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
         self.reducer.reduce_everywhere()
         self._account(began)
 
@@ -162,7 +162,7 @@ class Trainer:
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         held = _checked_count("update", count) + self._held_count
-        total = int(allreduce(np.array([held], np.int64), world=self.world)[0])
+        total = self.reducer.tally(held)[0]
         if total:
             self.step_count += 1
             scale = 1.0 / total
@@ -189,7 +189,7 @@ class Trainer:
         if count == 0:
             self.reducer.fill_missing_with_zeros()
         stale = self.reducer.missing if count and not self.reducer.accumulating else []
-        total, num_stale = allreduce(np.array([count, bool(stale)], np.int64), world=self.world)
+        total, num_stale = self.reducer.tally(count, bool(stale))
         if num_stale:
             by_rank = self.world.comm.allgather_json(stale[:3])
             rank = next(rank for rank, names in enumerate(by_rank) if names)
@@ -200,7 +200,7 @@ class Trainer:
                 got="none for " + ", ".join(by_rank[rank]),
                 remedy="call backward() before step(), or give unused parameters grad_req='null'",
             )
-        return int(total)
+        return total
 
     def _begin_step(self) -> None:
         self.reducer.reset()

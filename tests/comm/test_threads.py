@@ -182,3 +182,33 @@ def test_impossible_sizes_are_refused():
         threads.run(2, lambda world: None, ranks_per_node=0)
     with pytest.raises(ConfigError, match=r"got 4 and \(2, 1\) a node"):
         threads.run(4, lambda world: None, ranks_per_node=(2, 1))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_numbers_left_at_a_gate_are_added_up(n):
+    def rank(world):
+        gate, found = Gate(world.node_memory), []
+        for turn in range(50):
+            found.append(gate.tally(world.rank + turn, -(2**40) * world.rank, 1))
+            gate.barrier()
+            found.append(gate.tally(turn * world.rank))
+        return found
+
+    ranks = sum(range(n))
+    expected = [each for t in range(50) for each in ([ranks + n * t, -(2**40) * ranks, n], [t * ranks])]
+    assert threads.run(n, rank) == [expected] * n
+
+
+def test_ranks_that_pass_a_gate_for_different_things_are_told():
+    told = []
+
+    def rank(world):
+        gate = Gate(world.node_memory)
+        try:
+            gate.tally(1, 2) if world.rank else gate.tally(1)
+        except MismatchError as error:
+            told.append(str(error))
+
+    threads.run(2, rank)
+    assert len(told) == 2
+    assert all("expected the same call on every rank of this node" in text for text in told)

@@ -180,6 +180,36 @@ def test_an_update_without_the_sum_is_refused():
         threads.run(2, rank)
 
 
+def test_an_update_after_a_backward_that_was_not_summed_is_refused():
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        backward(params, world.rank, [0])
+        trainer.allreduce_grads()
+        backward(params, world.rank, [1])
+        trainer.update(1)
+
+    with pytest.raises(StaleGradientError, match="got gradients of this rank alone"):
+        threads.run(2, rank)
+
+
+def test_ranks_that_step_and_update_at_once_are_told_so():
+    told = []
+
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        backward(params, world.rank, [0])
+        trainer.allreduce_grads()
+        try:
+            trainer.update(1) if world.rank else trainer.step(1)
+        except MismatchError:
+            told.append(world.rank)
+
+    threads.run(2, rank)
+    assert sorted(told) == [0, 1]
+
+
 def test_gradients_can_be_changed_between_sum_and_update():
     def rank(world, owner):
         params = model(0)
