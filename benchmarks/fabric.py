@@ -5,13 +5,15 @@
 hosts, and one in each direction at once. An allreduce over H hosts must send ``2 (H - 1) / H`` of its bytes from every
 host, so the bound is that over the link's rate; ``% bound`` is the bound over the median time. ``MPI x`` is the MPI
 library's time over this one's, as the median of the ratios within turns. MPICH, which needs an environment of its own,
-is measured in jobs that alternate with the others, gloo where PyTorch is installed.
+is measured in jobs that alternate with the others, gloo where PyTorch is installed. `hpcdp tune` runs on the hosts
+before, so "auto" is what it has chosen there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -226,6 +228,11 @@ def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
     pythons = {PEER: sys.executable} | ({"MPICH": args.mpich} if args.mpich else {})
     share = [Path(python).absolute().parent.parent for python in pythons.values()]
     with Cluster(hosts, args.rate, share) as cluster:
+        os.environ["HPCDP_TUNING_DIR"] = str(cluster.folder / "tuning")
+        tune = [sys.executable, "-m", "hpcdp.cli", "tune", "allreduce", "--quick", "-m", "4:16M"]
+        done = cluster.mpirun(args.ranks_per_node, tune, _JOB_TIMEOUT_S)
+        if done.returncode:
+            raise ClusterError(f"hpcdp tune on {hosts} hosts", got=done.stderr.strip() or f"status {done.returncode}")
         for number in range(args.rounds):
             for library, python in pythons.items():
                 report = cluster.folder / f"{library}-{number}.json"

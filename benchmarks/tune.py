@@ -33,6 +33,7 @@ _EPILOG = """\
 examples:
   hpcdp launch -n 2 -- hpcdp tune
   srun hpcdp tune --quick
+  hpcdp launch -n 4 -- hpcdp tune allreduce -m 64K:64M
   mpirun -n 8 hpcdp tune --show
 
 Tables are in HPCDP_TUNING_DIR, else beside the compiled kernels.
@@ -45,11 +46,14 @@ def parser() -> Parser:
 
     made = Parser(
         prog="hpcdp tune",
-        usage="hpcdp tune [-m MIN:MAX] [--quick] [--dry-run | --show]",
+        usage="hpcdp tune [COLLECTIVE ...] [-m MIN:MAX] [--quick] [--dry-run | --show]",
         description="Measure links and algorithms on the ranks that a launcher started; save which is the fastest.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    made.add_argument(
+        "collectives", nargs="*", metavar="COLLECTIVE", help="measure only these; what was saved of others stays"
     )
     made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M)")
     made.add_argument("--quick", action="store_true", help="sizes 4:4M and fewer timings, some seconds in all")
@@ -68,8 +72,12 @@ def main(argv: Sequence[str]) -> int:
     given, unknown = parser().parse_known_args(argv)
     if unknown:
         raise ConfigError(f"tune: unexpected argument {unknown[0]!r}", remedy="hpcdp tune -h lists the options")
+    from ..collectives import ALGORITHMS
     from .measure import size_range
 
+    for name in given.collectives:
+        if name not in ALGORITHMS:
+            raise ConfigError("tune", where="collective", expected=" or ".join(ALGORITHMS), got=repr(name))
     sizes = size_range(given.sizes or ("4:4M" if given.quick else "4:64M"), 4 if given.quick else 2)
     if sizes[0] < 4:
         raise ConfigError("tune -m", expected="4 bytes or more, a float32", got=given.sizes)
@@ -86,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
 
         tuning.fingerprint(world)
         pin_to_own_core(world)
-    return tune(world, Effort.quick(sizes) if given.quick else Effort(sizes), dry_run=given.dry_run)
+    effort = Effort.quick(sizes) if given.quick else Effort(sizes)
+    return tune(world, effort, given.dry_run, given.collectives)
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,10 @@ class Effort:
         return cls(sizes, 0.1, 20)
 
 
-def tune(world: World, effort: Effort, dry_run: bool = False) -> int:
+def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Sequence[str] = ()) -> int:
     """`main` for ranks that know their world; rank 0 prints and writes.
+
+    Where only some collectives are named, what was saved of the others stays.
 
     Raises:
         ConfigError: on every rank: a world of one, too little memory, or a folder that cannot be written.
@@ -122,8 +133,9 @@ def tune(world: World, effort: Effort, dry_run: bool = False) -> int:
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
     machine = probe.probe(world)
     _say(world, [f"# {line}" for line in [*facts, *probe.describe(machine, world.num_nodes > 1)]])
-    choices, measured, faulty = {}, {}, 0
-    for collective in ALGORITHMS:
+    before = tuning.loaded(world) or {}
+    choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
+    for collective in collectives or ALGORITHMS:
         rows = []
         names = usable(world, collective)
         _say(world, ["", *textwrap.wrap(f"# {collective}: {', '.join(names)}", 80, subsequent_indent="# "), HEADING])

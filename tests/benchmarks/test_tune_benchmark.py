@@ -119,6 +119,27 @@ def test_a_wrong_result_is_told_and_never_chosen(tables, monkeypatch, capsys):
     assert all("tree" not in line.split()[1] and "WRONG" in line for line in broadcasts)
 
 
+def test_what_was_saved_of_other_collectives_stays(tables, capsys):
+    threads.run(2, lambda world: tune.tune(world, SHORT))
+    (path,) = tables.iterdir()
+    before = json.loads(path.read_text())
+    capsys.readouterr()
+    assert threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
+    printed = capsys.readouterr().out
+    assert "# reduce:" in printed
+    assert "# allreduce:" not in printed
+    after = json.loads(path.read_text())
+    assert after["measured"]["reduce"] != before["measured"]["reduce"]
+    for collective in set(ALGORITHMS) - {"reduce"}:
+        assert after["measured"][collective] == before["measured"][collective]
+        assert after["choices"][collective] == before["choices"][collective]
+
+
+def test_an_unknown_collective_is_told_with_the_valid_ones():
+    with pytest.raises(ConfigError, match=r"\[collective\]: expected allreduce or .*, got 'alreduce'"):
+        tune.main(["alreduce"])
+
+
 def test_show_prints_the_table_that_fits(capsys):
     threads.run(2, lambda world: tune.tune(world, SHORT))
     printed = capsys.readouterr().out
@@ -161,7 +182,7 @@ def test_links_are_measured_on_any_nodes(sizes, per_node):
     [
         (["-m", "64:4"], "MIN <= MAX"),
         (["-m", "2:64"], "4 bytes or more"),
-        (["fast"], "unexpected argument 'fast'"),
+        (["fast"], "got 'fast'"),
         (["--dry-run", "--show"], "not allowed with"),
         (["--slow"], "unexpected argument '--slow'"),
     ],
