@@ -123,6 +123,12 @@ def _sum_of_two(a, b, out):  # type: ignore[no-untyped-def]
 
 
 @njit(**_options)
+def _sum_of_four(a, b, c, d, out):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = narrow(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), out)
+
+
+@njit(**_options)
 def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, into ``out``, shape ``(hi - lo,)``.
 
@@ -130,6 +136,9 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
     """
     if rows.shape[0] == 2 and op == SUM:
         _sum_of_two(rows[0, lo:hi], rows[1, lo:hi], out)
+        return
+    if rows.shape[0] == 4 and op == SUM:  # one pass: a partial sum in the cache is stored five times (0.75 of a copy)
+        _sum_of_four(rows[0, lo:hi], rows[1, lo:hi], rows[2, lo:hi], rows[3, lo:hi], out)
         return
     partial = np.empty(BLOCK, type(widen(rows[0, 0])))
     for first in range(lo, hi, BLOCK):
@@ -190,6 +199,7 @@ for _t in _common:
     accumulate.compile(types.void(_c(_t, 1), _c(_t, 1), types.intp))
     sum_in_both.compile(types.void(_c(_t, 1), _c(_t, 1)))
     _sum_of_two.compile(types.void(_c(_t, 1), _c(_t, 1), _c(_t, 1)))
+    _sum_of_four.compile(types.void(_c(_t, 1), _c(_t, 1), _c(_t, 1), _c(_t, 1), _c(_t, 1)))
     divide.compile(types.void(_c(_t, 1), types.intp))
     finish.compile(types.void(_c(_t, 1), _c(_t, 1)))
     combine.compile(types.void(_c(_t, 2), types.intp, types.intp, _c(_t, 1), types.intp))

@@ -25,7 +25,7 @@ def sample(n, count, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_combine_and_combine_into_give_the_ordered_reduction(dtype, n):
     reduce = kernels.load("reduce")
     rows = sample(n, 4999, dtype)
