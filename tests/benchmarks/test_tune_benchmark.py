@@ -25,13 +25,13 @@ def tables(tmp_path, monkeypatch):
     ("gain", "incumbent", "wanted"),
     [
         ({"native": 1.0}, "ring", "native"),
-        ({"native": 1.0, "ring": 1.02}, "native", "native"),
-        ({"native": 1.0, "ring": 1.02}, "ring", "native"),
-        ({"native": 1.0, "ring": 1.04}, "native", "ring"),
+        ({"native": 1.0, "ring": 1.07}, "native", "native"),
+        ({"native": 1.0, "ring": 1.07}, "ring", "native"),
+        ({"native": 1.0, "ring": 1.09}, "native", "ring"),
         ({"native": 1.0, "ring": 1.2, "tree": 1.22}, "ring", "ring"),
         ({"native": 1.0, "ring": 1.2, "tree": 1.22}, "native", "tree"),
-        ({"native": 1.0, "ring": 1.2, "tree": 1.25}, "ring", "tree"),
-        ({"native": 1.0, "ring": 1.02, "tree": 1.04}, "ring", "tree"),
+        ({"native": 1.0, "ring": 1.2, "tree": 1.31}, "ring", "tree"),
+        ({"native": 1.0, "ring": 1.07, "tree": 1.09}, "ring", "tree"),
         ({"native": 1.0, "tree": 1.5}, "ring", "tree"),
     ],
 )
