@@ -5,16 +5,12 @@ Both take the optimizer to the flat buckets, element by element, so they give th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
-from ..arrays import Array, array_namespace, is_host
-from ..kernels.buffers import empty
+from .. import kernels
+from ..arrays import Array, array_namespace
 from ..optim import Optimizer
 from .reducer import Bucket, Parameter, Reducer
-
-BLOCK_ELEMENTS = 64 * 1024
-"""The fused path sums and updates so many elements at a time: the sum is still in the cache when it is used."""
 
 
 class Owner(Protocol):
@@ -132,32 +128,21 @@ class ShardOwner(_Flat):
             self.reducer.reduce_shard(bucket)
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        reducer = self.reducer
-        across_nodes = reducer.rail is None or reducer.rail.size > 1
+        reducer, fused = self.reducer, kernels.load("reduce_update")
+        name, coefficients = self.optimizer.kernel(step, scale)
+        sum_and_update = fused.RULES.get(name) if reducer.memory.size > 1 and reducer.on_one_node else None
         for bucket in reducer.buckets:
-            if across_nodes or reducer.memory.size == 1 or not is_host(bucket.rows):
-                self._update_span(bucket.number, reducer.reduce_shard(bucket), step, scale)
+            if sum_and_update is not None and bucket.mine.dtype in fused.DTYPES:
+                first, last = bucket.shard
+                flat, state = self.flats[bucket.number][first:last], self.states[bucket.number]
+                arrays = (state[name] for name in self.optimizer.state_names())
+                sum_and_update(bucket.rows, first, last, flat, *arrays, coefficients)
             else:
-                self._sum_and_update_in_blocks(bucket, step, scale)
+                self._update_span(bucket.number, reducer.reduce_shard(bucket), step, scale)
         reducer.gate.barrier()
-
-    def _sum_and_update_in_blocks(self, bucket: Bucket, step: int, scale: float) -> None:
-        flat, state = self.flats[bucket.number], self.states[bucket.number]
-        first, last = self.span(bucket)
-        block = empty((min(BLOCK_ELEMENTS, max(last - first, 1)),), bucket.mine.dtype)
-        for start, stop in _blocks(first, last, block.size):
-            grad = block[: stop - start]
-            self.reducer.sum_over_node(bucket, start, stop, grad)
-            part = {name: array[start - first : stop - first] for name, array in state.items()}
-            self.optimizer.update(flat[start:stop], grad, part, step=step, scale=scale)
 
     def update(self, step: int, scale: float) -> None:
         for bucket in self.reducer.buckets:
             first, last = self.span(bucket)
             self._update_span(bucket.number, bucket.mine[first:last], step, scale)
         self.reducer.gate.barrier()
-
-
-def _blocks(first: int, last: int, length: int) -> Iterator[tuple[int, int]]:
-    for start in range(first, last, length):
-        yield start, min(start + length, last)

@@ -85,6 +85,8 @@ class Reducer:
         together = self.memory is world.node_memory
         self.rail: Communicator | None = world.rail_comm if together else world.comm
         self.num_shards = world.num_rails if together else 1
+        self.on_one_node = self.memory.size == world.size
+        """Whether all ranks share the memory of the buckets, so that no message is needed."""
         self.gate = Gate(self.memory)
         self._progress = Progress.of(world)
         self._namespace = array_namespace(*(param.data for param in params))
@@ -126,7 +128,7 @@ class Reducer:
 
     def tally(self, *numbers: int) -> list[int]:
         """The sums of a few ``numbers`` over all ranks, which must all call with as many; they wait for each other."""
-        if self.memory.size < self.world.size:
+        if not self.on_one_node:
             return allreduce(np.array(numbers, np.int64), world=self.world).tolist()
         watchdog = self._progress.watchdog
         watchdog.calls += 1
@@ -172,13 +174,6 @@ class Reducer:
                 self.params[name].grad_req = grad_req
             self._overwriting = None
 
-    def sum_over_node(self, bucket: Bucket, first: int, last: int, out: np.ndarray) -> None:
-        """Sum columns ``first`` to ``last`` over the node's ranks into ``out``; ``rows`` stay as they are.
-
-        Every rank of the node must have written its row (see `Trainer.step`). Only for buckets in host memory.
-        """
-        self._reduce.combine(bucket.words, first, last, self._reduce.words(out), self._reduce.SUM)
-
     def _sum_shard_into(self, bucket: Bucket, row: int) -> None:
         first, last = bucket.shard
         if self.memory.size > 1 and last > first:
@@ -213,10 +208,9 @@ class Reducer:
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
-        on_one_node = self.rail is None or self.rail.size == 1
         for bucket in self.buckets:
             first, last = bucket.shard
-            if on_one_node:
+            if self.on_one_node:
                 self._sum_shard_into(bucket, self._reduce.EVERY_ROW)
                 bucket.state = State.REDUCED
             else:
