@@ -2,8 +2,9 @@
 
 A block is summed, in the order of the ranks, into a buffer that stays in the first-level cache, and the rule of
 `update` is applied to it: the same operations as `reduce.combine` and the update one after the other, so the same bits.
-A shard is one call: summing and updating blocks of 256 KiB by calls of their own took 102 to 149 us for 1 MB on 2 ranks,
-this takes 62 to 102. A single loop for the sum and the rule took some 20 us less, and needs a second copy of every rule.
+A shard is one call: summing and updating blocks of 256 KiB by calls of their own took 102 to 149 us for 1 MB on 2
+ranks, this takes 62 to 102. One loop for the sum and the rule took some 20 us less, and needs a second copy of each
+rule.
 """
 
 from __future__ import annotations
