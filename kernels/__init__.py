@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import importlib
 import os
 import tempfile
@@ -47,7 +48,14 @@ def cache_dir() -> Path:
 
 def any_compiled() -> bool:
     """Whether the cache of this machine holds compiled kernels already; the first compilation takes half a minute."""
-    return next((cache_dir() / "numba").rglob("*.nbc"), None) is not None
+    return next(_compiled_dir().rglob("*.nbc"), None) is not None
+
+
+def _compiled_dir() -> Path:
+    """Where machine code of just these sources is: Numba looks at a kernel's own file only, not at those it imports."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    stamps = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    return cache_dir() / "numba" / hashlib.blake2b(repr(stamps).encode(), digest_size=6).hexdigest()
 
 
 @contextlib.contextmanager
@@ -58,7 +66,7 @@ def _one_process_compiles(folder: Path) -> Iterator[None]:
     with open(folder / "compile.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            config.CACHE_DIR = user_cache_dir or str(folder / "numba")
+            config.CACHE_DIR = user_cache_dir or str(_compiled_dir())
             yield
         finally:
             config.CACHE_DIR = user_cache_dir

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, from_host, is_host, to_host
-from ..collectives import allreduce
-from ..collectives.progress import Progress
+from ..arrays import Array, array_namespace, is_host
+from ..collectives import allreduce, ring
+from ..collectives.progress import Progress, drive
+from ..collectives.select import choose
 from ..comm import Communicator, World
+from ..comm.reductions import resolve
 from ..comm.shared import Gate, NodeMemory, PrivateMemory
 from .buckets import Layout, Slot
 
@@ -96,6 +98,7 @@ class Reducer:
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
             param.grad_hook = self._written
+        self._over_rings = {each.number for each in self.buckets if self._is_for_rings(each)}
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
         self._overwriting: dict[str, str] | None = None
@@ -111,6 +114,14 @@ class Reducer:
         shard = self.layout.shard(number, self.num_shards, self.memory.rank) if owns_some else (0, 0)
         slots = [slot for slot in self.layout.slots if slot.bucket == number]
         return Bucket(number, slots, rows, self.memory.rank, shard)
+
+    def _is_for_rings(self, bucket: Bucket) -> bool:
+        """Whether a bucket goes over nodes as in the hierarchical algorithm, rather than by the MPI library's own."""
+        if self.on_one_node or self.rail is self.world.comm:
+            return False
+        rows = bucket.rows
+        op = resolve("reduce_shard", "sum", rows.dtype)
+        return choose("allreduce", rows[0].nbytes, rows.dtype, op, self.world) == "hierarchical"
 
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]
@@ -187,13 +198,24 @@ class Reducer:
         self._sum_shard_into(bucket, self.memory.rank)
         first, last = bucket.shard
         shard = bucket.mine[first:last]
-        if self.rail is not None and self.rail.size > 1:
-            staged = np.ascontiguousarray(to_host(shard))
-            self.rail.native_allreduce(staged, "sum")
-            if staged is not shard:
-                shard[...] = from_host(staged, shard)
+        if not self.on_one_node:
+            with self._progress.watchdog.watching("reduction of a bucket", shard):
+                self._sum_over_nodes(bucket, shard)
         bucket.state = State.REDUCED
         return shard
+
+    def _sum_over_nodes(self, bucket: Bucket, shard: Array) -> None:
+        if self.rail is self.world.comm:
+            allreduce(shard, world=self.world)
+            return
+        self._progress.finish()
+        tag = self._progress.tag()  # also of ranks without a rail, so that later tags are the same everywhere
+        if self.rail is None:
+            return
+        if bucket.number in self._over_rings:
+            drive(ring.allreduce(shard, resolve("reduce_shard", "sum", shard.dtype), self.rail, tag))
+        else:
+            self.rail.native_allreduce(shard, "sum")
 
     def sum_of_squares(self) -> float:
         """This rank's part of the summed gradients' squared norm; the parts of all ranks add up to it.

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,15 @@ def test_importing_hpcdp_imports_nothing_heavy():
     output = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
     assert Path(kernels.__file__).parent.name == "kernels"
+
+
+def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
+    before = kernels._compiled_dir()
+    assert kernels._compiled_dir() == before
+    copy = tmp_path / "kernels"
+    shutil.copytree(Path(kernels.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(kernels, "__file__", str(copy / "__init__.py"))
+    first = kernels._compiled_dir()
+    os.utime(copy / "sync.py", ns=(0, 0))
+    assert kernels._compiled_dir() != first
