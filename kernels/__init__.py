@@ -14,7 +14,7 @@ import importlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -60,17 +60,17 @@ def _compiled_dir() -> Path:
 
 @contextlib.contextmanager
 def _one_process_compiles(folder: Path) -> Iterator[None]:
-    from numba.core import config
-
-    user_cache_dir = config.CACHE_DIR
     with open(folder / "compile.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            config.CACHE_DIR = user_cache_dir or str(_compiled_dir())
             yield
         finally:
-            config.CACHE_DIR = user_cache_dir
             fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def loading() -> bool:
+    """Whether a thread of this process is loading kernels, which may mean to wait for another that compiles them."""
+    return _loading.locked()
 
 
 def load(name: str) -> ModuleType:
@@ -78,12 +78,48 @@ def load(name: str) -> ModuleType:
 
     May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), the first
     on a machine also the compilation.
+
+    Raises:
+        ConfigError: machine code cannot be written where it is kept.
     """
     module = _loaded.get(name)
     if module is None:
         with _loading:
             if name not in _loaded:
-                with _one_process_compiles(cache_dir()):
-                    _loaded[name] = importlib.import_module(f"{__name__}.{name}")
+                try:
+                    _loaded[name] = _imported(name)
+                except OSError as error:
+                    raise ConfigError(
+                        "kernel cache", where=cache_dir(), expected="a folder with room that can be written",
+                        got=error.strerror, remedy="set HPCDP_CACHE_DIR to one",
+                    ) from error  # fmt: skip
             module = _loaded[name]
     return module
+
+
+def _imported(name: str) -> ModuleType:
+    from numba.core import config
+
+    folder = _compiled_dir()
+    compiled = folder / f"{name}.compiled"
+    user_cache_dir = config.CACHE_DIR
+    config.CACHE_DIR = user_cache_dir or str(folder)
+    try:
+        if compiled.exists():  # ranks that only read need not wait for each other
+            return importlib.import_module(f"{__name__}.{name}")
+        with _one_process_compiles(cache_dir()):
+            module = importlib.import_module(f"{__name__}.{name}")
+            folder.mkdir(parents=True, exist_ok=True)
+            compiled.touch()
+            return module
+    finally:
+        config.CACHE_DIR = user_cache_dir
+
+
+def compile_once(call: Callable[[], object]) -> None:
+    """Let one process of the machine after another make ``call``: the first compiles, the others read what it has kept.
+
+    For kernels that are compiled for a dtype when it is first met.
+    """
+    with _loading, _one_process_compiles(cache_dir()):
+        call()

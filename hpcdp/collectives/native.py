@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..comm import Reduction, World
+from ..comm.reductions import reducible
 from ..errors import UnsupportedError
 from .progress import Steps
 
@@ -28,11 +29,11 @@ def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     """`allreduce` as a machine."""
-    name, total = _named("allreduce", op), op.widened(x)
+    name, total = _named("allreduce", op), reducible(x)
     nan = np.isnan(total) if name in ("min", "max") and total.dtype.kind == "f" else None
     if nan is not None:  # which MPI's own minimum and maximum may drop
         yield [world.comm.native_iallreduce(nan.view(np.uint8), "max")]
-    yield [world.comm.native_iallreduce(total, "sum" if name == "mean" else name)]
+    yield [world.comm.native_iallreduce(total, op.without_mean().name)]
     if nan is not None:
         total[nan] = np.nan
     op.finish(total, world.size, x)

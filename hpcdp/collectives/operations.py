@@ -223,7 +223,9 @@ def reduce(
     _check_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
-        chosen.run(world, "reduce", np.array(to_host(x), order="C").reshape(-1), reduction, root)
+        host = to_host(x)
+        work = host if chosen.spares_input and host.flags.c_contiguous else np.array(host, order="C")
+        chosen.run(world, "reduce", work.reshape(-1), reduction, root)
         return x
     target = x if out is None else _receiver("reduce", x, out)
     staged = _staged("reduce", target)

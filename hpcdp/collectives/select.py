@@ -24,6 +24,8 @@ class Algorithm:
     """A machine; None for what can only block."""
     blocking: Callable[..., None] | None = None
     """What a blocking call uses instead, where it saves time."""
+    spares_input: bool = False
+    """Whether a reduce leaves the arrays of other ranks than the root as they are."""
 
     def run(self, world: World, operation: str, *arguments: object) -> None:
         """Do it, and return when it is done; whatever was started before is ended first."""
@@ -83,7 +85,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     },
     "reduce": {
         "reference": _flat(reference.reduce),
-        "native": Algorithm(None, native.reduce),
+        "native": Algorithm(None, native.reduce, spares_input=True),
         "tree": _flat(tree.reduce),
     },
 }

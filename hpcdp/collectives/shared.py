@@ -56,6 +56,7 @@ class _Staging:
         self._tickets = self._served = 0
         self._arrival = _Arrival(memory, self._counters, self._state)
         self._half = 0
+        self._compiled: set[np.dtype] = set()
         shape = (2, memory.size, CHUNK_NBYTES)
         sums = memory.alloc(shape, np.uint8)
         self._sums = {dtype: (sums.view(dtype), _kind(dtype, "sum")) for dtype in self._exchange.DTYPES}
@@ -117,6 +118,10 @@ class _Staging:
         n, me = self._memory.size, self._memory.rank
         words = flat.view(np.uint16) if flat.dtype == np.float16 else flat
         staging = self._others.view(words.dtype)
+        if words.dtype not in self._compiled:
+            nothing = np.zeros((n, 1), words.dtype)
+            kernels.compile_once(lambda: self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op]))
+            self._compiled.add(words.dtype)
         for first in range(0, max(words.size, 1), staging.shape[2]):
             piece = words[first : first + staging.shape[2]]
             lo, hi = piece.size * me // n, piece.size * (me + 1) // n

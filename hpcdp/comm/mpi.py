@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from ..errors import MismatchError, UnsupportedError
 from .communicator import Request, split
-from .reductions import resolve
+from .reductions import reducible, resolve
 
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
@@ -128,8 +128,8 @@ class MpiCommunicator:
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         resolve("allreduce", op, x.dtype)
-        if x.dtype == np.float16:  # MPI has no half: reduced in single precision, rounded once
-            wide = x.astype(np.float32)
+        wide = reducible(x)
+        if wide is not x:
             self.native_allreduce(wide, op)
             x[...] = wide
             return
@@ -158,7 +158,7 @@ class MpiCommunicator:
         return Pieces(MpiRequest(self.mpi.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]), x) for piece in _pieces(x))
 
     def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
-        if x.size > MAX_ELEMENTS or x.dtype == np.float16 or (op in ("min", "max") and x.dtype.kind == "f"):
+        if x.size > MAX_ELEMENTS or reducible(x[:0]).dtype != x.dtype or (op in ("min", "max") and x.dtype.kind == "f"):
             for owner, part in enumerate(split(x.copy(), self.size)):
                 self.native_reduce(part, op, owner)
                 if owner == self.rank:
@@ -170,8 +170,8 @@ class MpiCommunicator:
             out /= out.dtype.type(self.size)
 
     def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
-        if x.dtype == np.float16:
-            wide = x.astype(np.float32)
+        wide = reducible(x)
+        if wide is not x:
             self.native_reduce(wide, op, root)
             if self.rank == root:
                 x[...] = wide

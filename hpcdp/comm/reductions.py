@@ -101,6 +101,19 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
     return _NAMED[op]
 
 
+def reducible(x: np.ndarray) -> np.ndarray:
+    """``x`` in a dtype whose reductions MPI libraries do right: itself, or a copy that is narrowed when it is done.
+
+    MPI has no float16, which is reduced in float32; Open MPI 5's sums of integers of 8 and 16 bits saturate where
+    they should wrap around.
+    """
+    if x.dtype == np.float16:
+        return x.astype(np.float32)
+    if x.dtype.kind in "iu" and x.dtype.itemsize < 4:
+        return x.astype(np.int32)
+    return x
+
+
 def reduce_in_order(inputs: Sequence[np.ndarray], op: Reduction) -> np.ndarray:
     """The reduction of one array from every rank, in the order of the ranks; it has the accumulator's dtype."""
     total = op.widened(inputs[0])

@@ -63,7 +63,10 @@ class World:
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
-        self.comm.barrier()
+        watchdog = Watchdog.of(self)
+        watchdog.calls += 1
+        with watchdog.watching("barrier", None):
+            self.comm.barrier()
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
         """What ``make()`` returned when ``key`` was first asked for: state of a higher room, such as staging buffers.

@@ -14,7 +14,8 @@ def _data(rank, count, dtype):
     rng = np.random.default_rng([rank, count])
     if np.dtype(dtype).kind == "f":
         return (rng.standard_normal(count) * 2 + 0.3).astype(dtype)
-    return rng.integers(1, 20, count).astype(dtype)
+    limits = np.iinfo(dtype)
+    return rng.integers(limits.min, limits.max, count, dtype, endpoint=True)  # sums wrap around
 
 
 def data(rank, count, dtype="float32"):
