@@ -65,6 +65,8 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
 @njit([types.void(float32[::1], uint16[::1])], **_options)
 def to_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.to_float16`."""
+    if out.size != x.size:
+        raise ValueError("out must have as many elements as x")
     for i in range(out.size):
         out[i] = narrow(x[i], out)
 
@@ -72,6 +74,8 @@ def to_float16(x, out):  # type: ignore[no-untyped-def]
 @njit([types.void(uint16[::1], float32[::1])], **_options)
 def from_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.from_float16`."""
+    if out.size != x.size:
+        raise ValueError("out must have as many elements as x")
     for i in range(out.size):
         out[i] = widen(x[i])
 
@@ -94,6 +98,8 @@ def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
 @njit([types.void(uint16[::1], float32[::1])], **_options)
 def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.from_bfloat16`."""
+    if out.size != x.size:
+        raise ValueError("out must have as many elements as x")
     for i in range(out.size):
         out[i] = _from_bfloat16(x[i])
 
@@ -110,6 +116,8 @@ def scale(x, factor):  # type: ignore[no-untyped-def]
 def scale_into(x, factor, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.scale_into`; compiled as `scale`."""
     by = type(widen(x.dtype.type(0)))(factor)
+    if out.size != x.size:
+        raise ValueError("out must have as many elements as x")
     for i in range(out.size):
         out[i] = narrow(widen(x[i]) * by, out)
 

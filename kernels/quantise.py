@@ -76,6 +76,8 @@ def _unpack_32(typingctx: Any, word: Any, out: Any, index: Any) -> Any:
 @njit(**_options)
 def pack_two_bit(grad, residual, threshold, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_two_bit`."""
+    if residual.size != grad.size or words.size * 16 < grad.size:
+        raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 16
     for k in range(whole):
         words[k] = _pack_16(grad, residual, 16 * k, threshold)
@@ -92,6 +94,8 @@ def pack_two_bit(grad, residual, threshold, words):  # type: ignore[no-untyped-d
 @njit(**_options)
 def unpack_two_bit(words, threshold, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_two_bit`."""
+    if words.size * 16 < out.size:
+        raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 16
     for k in range(whole):
         _unpack_16(words[k], threshold, out, 16 * k)
@@ -106,6 +110,8 @@ def unpack_two_bit(words, threshold, out):  # type: ignore[no-untyped-def]
 @njit(**_options)
 def pack_one_bit(grad, residual, threshold, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_one_bit`."""
+    if residual.size != grad.size or words.size * 32 < grad.size:
+        raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 32
     for k in range(whole):
         words[k] = _pack_32(grad, residual, 32 * k, threshold)
@@ -123,6 +129,8 @@ def pack_one_bit(grad, residual, threshold, words):  # type: ignore[no-untyped-d
 @njit(**_options)
 def unpack_one_bit(words, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_one_bit`."""
+    if words.size * 32 < out.size:
+        raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 32
     for k in range(whole):
         _unpack_32(words[k], out, 32 * k)

@@ -151,3 +151,12 @@ def test_scale(size, dtype):
         module.scale(reduce.words(inside), factor)
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(inside, expected)
+
+
+@pytest.mark.parametrize("name", ["to_float16", "from_float16", "to_bfloat16", "from_bfloat16"])
+def test_arrays_of_different_sizes_are_refused(name):
+    cast = kernels.load("cast")
+    kinds = ("f4", "u2") if name.startswith("to") else ("u2", "f4")
+    for sizes in ((64, 8), (8, 64)):
+        with pytest.raises(ValueError, match="as many elements as x"):
+            getattr(cast, name)(np.zeros(sizes[0], kinds[0]), np.zeros(sizes[1], kinds[1]))

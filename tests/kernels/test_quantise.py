@@ -122,3 +122,16 @@ def test_a_nan_is_kept_to_itself():
         assert np.flatnonzero(out != 0.5).tolist() == [20]
         assert out[20] == 0
         assert np.flatnonzero(np.isnan(residual)).tolist() == [20]
+
+
+@pytest.mark.parametrize("bits", ["two", "one"])
+def test_arrays_that_do_not_fit_are_refused(bits):
+    quantise = kernels.load("quantise")
+    grad, words = np.zeros(65, "f4"), np.zeros(2, "u4")
+    pack, unpack = getattr(quantise, f"pack_{bits}_bit"), getattr(quantise, f"unpack_{bits}_bit")
+    with pytest.raises(ValueError, match="bit field"):
+        pack(grad, grad.copy(), 0.5, words)
+    with pytest.raises(ValueError, match="as many elements"):
+        pack(grad, np.zeros(64, "f4"), 0.5, np.zeros(9, "u4"))
+    with pytest.raises(ValueError, match="bit field"):
+        unpack(words, 0.5, grad) if bits == "two" else unpack(words, grad)
