@@ -86,6 +86,8 @@ def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
 
     NaNs are looked for in 16 elements at a time: a choice in every element took a quarter of the time.
     """
+    if out.size != x.size:
+        raise ValueError("out must have as many elements as x")
     whole = x.size - x.size % 16
     for first in range(0, whole, 16):
         if _round_16(x, out, first):
