@@ -1,7 +1,9 @@
 """What the documentation says is there is there, and the commands that it shows run.
 
 Every line that begins with ``$`` in a ``console`` block of README.md and docs/ is run here, in a new folder with
-examples/ in it; of ``make`` commands only the target is looked for, since they install the package.
+examples/ in it; of ``make`` commands only the target is looked for, since they install the package. The ``python``
+blocks of docs/collectives.md are one program, which runs on real ranks; one that begins with the name of a file is
+quoted from it.
 """
 
 import os
@@ -27,11 +29,7 @@ def commands() -> list:
     return found
 
 
-@pytest.mark.parametrize("command", commands())
-def test_command_runs(command, tmp_path):
-    if command.startswith("make "):
-        command = f"make -n -C {shlex.quote(str(ROOT))} {command.removeprefix('make ')}"
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+def run(command, folder):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     # A command with mpirun in it is meant for any machine; on this one ranks may outnumber cores and be root's.
@@ -40,11 +38,35 @@ def test_command_runs(command, tmp_path):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_btl": "self,sm,tcp",
+        "HPCDP_TUNING_DIR": str(folder),
     }
-    done = subprocess.run(
-        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_runs(command, tmp_path):
+    if command.startswith("make "):
+        command = f"make -n -C {shlex.quote(str(ROOT))} {command.removeprefix('make ')}"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    run(command, tmp_path)
+
+
+COLLECTIVES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "collectives.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_examples_of_collectives_run(n, tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(block for block in COLLECTIVES if not block.startswith("# hpcdp/")))
+    run(f"hpcdp launch -n {n} -- python page.py", tmp_path)
+
+
+def test_quotations_are_what_the_files_say():
+    quoted = [block.partition("\n") for block in COLLECTIVES if block.startswith("# hpcdp/")]
+    assert quoted
+    for name, _, code in quoted:
+        source = (ROOT / name.removeprefix("# ")).read_text()
+        assert code in source, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
