@@ -42,10 +42,10 @@ train: $(VENV)/installed  ## train LeNet on handwritten digits
 test: $(VENV)/installed-dev  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
 	@$(BIN)/python tests/run.py $(ARGS)
 
-test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts, made on this machine (needs root)
+test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
 
-bench: $(VENV)/installed  ## measure everything and rewrite benchmarks/RESULTS.md (ten quiet minutes)
+bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
 check: $(VENV)/installed-dev  ## lint, formatting, types, floors

@@ -1,10 +1,11 @@
 """`hpcdp tune`: measure the links and every algorithm in this world once, and save which algorithm suits which size.
 
 Later jobs of the same shape follow the table with ``algorithm="auto"``. An algorithm replaces the MPI library's own
-where it is at least 3% faster in the median of the ratios of alternating turns, and one of hpcdp's replaces another by
-the same margin, so noise does not choose. Between two measured sizes that disagree the library's own runs. Each time
-stands beside what the cost model expects of the links just measured. ``reference`` is timed too, but never chosen: it
-is the specification, and its memory grows with the number of ranks.
+where it is at least 8% faster in the median of the ratios of alternating turns, and one of hpcdp's replaces another by
+the same margin, so noise does not choose. Between two measured sizes that disagree the library's own runs; beyond what
+was measured, see `entries`. Sizes and collectives that a job leaves out stay as they were saved. Each time stands
+beside what the cost model expects of the links measured with it. ``reference`` is timed too, but never chosen: it is
+the specification, and its memory grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ GAIN = 1.08
 
 _IN_REACH = 1.5  # algorithms slower than this many times the best of the first heat are not timed again
 _STEADY = 0.75  # of the turns, in which an algorithm must not be slower than the library's own
+_SMALL_NBYTES, _LARGE_NBYTES = 64, 16_000_000  # beyond these a neighbour's choice holds, see `entries`
 _REFERENCE_NBYTES = 64 << 20  # everybody's arrays at everybody's: more only fills the memory
 _EPILOG = """\
 examples:
@@ -47,15 +49,13 @@ def parser() -> Parser:
     made = Parser(
         prog="hpcdp tune",
         usage="hpcdp tune [COLLECTIVE ...] [-m MIN:MAX] [--quick] [--dry-run | --show]",
-        description="Measure links and algorithms on the ranks that a launcher started; save which is the fastest.",
+        description="Measure links and algorithms, and save which is the fastest at each size.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument(
-        "collectives", nargs="*", metavar="COLLECTIVE", help="measure only these; what was saved of others stays"
-    )
-    made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M)")
+    made.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="only these; what was saved of others stays")
+    made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); others stay")
     made.add_argument("--quick", action="store_true", help="sizes 4:4M and fewer timings, some seconds in all")
     either = made.add_mutually_exclusive_group()
     either.add_argument("--dry-run", action="store_true", help="measure and print, save nothing")
@@ -115,7 +115,7 @@ class Effort:
 def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Sequence[str] = ()) -> int:
     """`main` for ranks that know their world; rank 0 prints and writes.
 
-    Where only some collectives are named, what was saved of the others stays.
+    What was saved of other collectives, and of other sizes, stays.
 
     Raises:
         ConfigError: on every rank: a world of one, too little memory, or a folder that cannot be written.
@@ -132,7 +132,7 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
     machine = probe.probe(world)
-    _say(world, [f"# {line}" for line in [*facts, *probe.describe(machine, world.num_nodes > 1)]])
+    _say(world, [f"# {line}" for line in [*facts, *probe.describe(machine, world.num_nodes > 1), _GAIN_IS]])
     before = tuning.loaded(world) or {}
     choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
     for collective in collectives or ALGORITHMS:
@@ -148,8 +148,10 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
             faulty += sum(row["wrong"].values())
             _say(world, [line(row)])
             rows.append(row)
-        choices[collective] = entries([row["nbytes"] for row in rows], [row["chosen"] for row in rows])
-        measured[collective] = rows
+        measured[collective] = merged(measured.get(collective, []), rows)
+        choices[collective] = entries(
+            *zip(*((row["nbytes"], row["chosen"]) for row in measured[collective]), strict=True)
+        )
     table = tuning.make(world, machine, choices, measured)
     if faulty:
         _say(world, ["", f"# {faulty} elements were WRONG: nothing is saved"])
@@ -271,19 +273,30 @@ def chosen(gain: dict[str, float], incumbent: str) -> str:
     return incumbent if gain.get(incumbent, 0.0) >= max(GAIN, gain[best] / GAIN) else best
 
 
+def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one collective by size, where both have measured one those of ``rows``."""
+    by_size = {row["nbytes"]: row for row in (*before, *rows)}
+    return [by_size[nbytes] for nbytes in sorted(by_size)]
+
+
 def entries(sizes: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
-    """The choices as `tuning.Table` has them: what is between two sizes that disagree gets the library's own."""
-    found: list[list[Any]] = []
+    """The choices as `tuning.Table` has them, of sizes in ascending order and what each has got.
+
+    What is between two sizes that disagree gets the library's own, and so does what is below the smallest, unless that
+    is at most 64 bytes. Above the largest the last choice holds from 16 MB on; without so large a size there is none.
+    """
+    found: list[list[Any]] = [[sizes[0] - 1, LIBRARY]] if sizes[0] > _SMALL_NBYTES else []
     for number, name in enumerate(names):
         after = names[number + 1] if number + 1 < len(names) else name
-        most: int | None = None if number + 1 == len(names) else sizes[number]
-        if most is not None and after != name and name == LIBRARY:
+        last = number + 1 == len(names)
+        most = None if last and sizes[number] >= _LARGE_NBYTES else sizes[number]
+        if not last and after != name and name == LIBRARY:
             most = sizes[number + 1] - 1
         if found and found[-1][1] == name:
             found[-1][0] = most
         else:
             found.append([most, name])
-        if most is not None and after != name and LIBRARY not in (name, after):
+        if after != name and LIBRARY not in (name, after):
             found.append([sizes[number + 1] - 1, LIBRARY])
     return found
 
@@ -299,6 +312,7 @@ def predictions(
     return {name: 1e6 * predicted_s(collective, name, nbytes, nodes, machine) for name in algorithms}
 
 
+_GAIN_IS = "gain: how many times as fast as native, the MPI library's own, chosen is"
 HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>11}{'predicted':>11}{'gain':>7}"
 
 
@@ -329,7 +343,7 @@ def show(world: World) -> None:
         raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="hpcdp tune makes it")
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
-    _say(world, [f"# {each}" for each in probe.describe(tuning.machine(world), several)])
+    _say(world, [f"# {each}" for each in [*probe.describe(tuning.machine(world), several), _GAIN_IS]])
     for collective, found in table["choices"].items():
         _say(world, ["", f"# {collective}", HEADING, *map(line, table["measured"].get(collective, []))])
         _say(world, [f"# auto: {_as_ranges(found)}"])
@@ -348,5 +362,6 @@ def _short(value: Any) -> str:
 def _as_ranges(found: Sequence[Sequence[Any]]) -> str:
     from .measure import format_size
 
-    parts = [f"{name} to {format_size(most)}" if most is not None else f"{name} above" for most, name in found[:-1]]
-    return ", ".join([*parts, f"{found[-1][1]} above" if parts else f"{found[-1][1]}"])
+    parts = [f"{name} to {format_size(most)}" for most, name in found if most is not None]
+    above = found[-1][1] if found and found[-1][0] is None else "the model's choice"
+    return ", ".join([*parts, f"{above} above"]) if parts else above

@@ -2,7 +2,7 @@
 
 A table is a JSON file in `folder()`, named by a hash of its fingerprint: all that decides which algorithm is fastest,
 and no name of a host, so that it fits every job of the same shape on the same kind of machines. Rank 0 reads it once
-and sends it to all ranks, so all choose alike. A table that does not fit is ignored with a warning.
+and sends it to all ranks, so all choose alike. A table that does not fit is ignored, which rank 0 says on stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import os
 import platform
 import socket
-import warnings
+import sys
+from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,8 @@ def _read(expected: Fingerprint) -> Table | None:
     where: Path | None = None
     try:
         where = path(expected)
-        if not where.parent.is_dir() and os.environ.get("HPCDP_TUNING_DIR"):
-            raise ConfigError("HPCDP_TUNING_DIR", expected="a folder", got=str(where.parent))
+        if where.parent.exists() and not where.parent.is_dir():
+            raise ConfigError("HPCDP_TUNING_DIR", expected="a folder", got=f"the file {where.parent}")
         if not where.exists():
             return None
         table = json.loads(where.read_text(encoding="utf-8"))
@@ -152,7 +153,8 @@ def _read(expected: Fingerprint) -> Table | None:
         table, reason = None, str(error)
     if reason:
         name = "no tuning table" if where is None else f"tuning table {where}"
-        warnings.warn(f"{name} is ignored: {reason}; `hpcdp tune` writes a new one", stacklevel=2)
+        reason = " ".join(reason.split())
+        print(f"hpcdp: {name} is ignored: {reason}; `hpcdp tune` writes a new one", file=sys.stderr, flush=True)
         return None
     assert isinstance(table, dict)
     return table
@@ -173,7 +175,7 @@ def misfit(table: Any, expected: Fingerprint) -> str:
         _machine(table["machine"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return "its machine does not have the seconds that the model needs"
-    return _wrong_choices(table.get("choices"))
+    return _wrong_choices(table.get("choices")) or _wrong_rows(table.get("measured"))
 
 
 def _wrong_choices(choices: Any) -> str:
@@ -200,6 +202,34 @@ def _wrong_choices(choices: Any) -> str:
                 return f"choice {number} of {collective} is up to {most!r} bytes, after {before}"
             before = most
     return ""
+
+
+def _wrong_rows(measured: Any) -> str:
+    from .select import ALGORITHMS  # which asks this module
+
+    if not isinstance(measured, dict):
+        return f"measured is {measured!r:.40}, not rows by collective"
+    for collective, rows in measured.items():
+        if collective not in ALGORITHMS:
+            return f"measured has an unknown collective {collective!r}, valid: {', '.join(ALGORITHMS)}"
+        if not isinstance(rows, list):
+            return f"what was measured of {collective} is no list"
+        for number, row in enumerate(rows, start=1):
+            if not _is_row(row, ALGORITHMS[collective]):
+                return f"row {number} of what was measured of {collective} lacks figures that `hpcdp tune` writes"
+    return ""
+
+
+def _is_row(row: Any, algorithms: Container[str]) -> bool:
+    if not isinstance(row, dict) or type(row.get("nbytes")) is not int or row["nbytes"] < 1:
+        return False
+    figures = [row.get(name) for name in ("median_us", "predicted_us", "gain", "wrong")]
+    for each in figures:
+        if not isinstance(each, dict) or not all(type(value) in (int, float) for value in each.values()):
+            return False
+    chosen = row.get("chosen")
+    known = isinstance(chosen, str) and chosen in algorithms
+    return known and all(name in each for each in figures[:2] for name in ("native", chosen))  # type: ignore[operator]
 
 
 def make(world: World, measured: Machine, choices: dict[str, list[list[Any]]], details: Any) -> Table:

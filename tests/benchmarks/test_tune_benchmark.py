@@ -44,17 +44,75 @@ def test_an_algorithm_is_replaced_only_beyond_noise(gain, incumbent, wanted):
     [
         ("NNN", [[None, "N"]]),
         ("RRR", [[None, "R"]]),
-        ("NNR", [[63, "N"], [None, "R"]]),
+        ("NNR", [[(64 << 20) - 1, "N"], [None, "R"]]),
         ("RNN", [[4, "R"], [None, "N"]]),
-        ("RNR", [[4, "R"], [63, "N"], [None, "R"]]),
-        ("RRT", [[16, "R"], [63, "N"], [None, "T"]]),
+        ("RNR", [[4, "R"], [(64 << 20) - 1, "N"], [None, "R"]]),
+        ("RRT", [[16, "R"], [(64 << 20) - 1, "N"], [None, "T"]]),
         ("RTN", [[4, "R"], [15, "N"], [16, "T"], [None, "N"]]),
     ],
 )
 def test_between_sizes_that_disagree_the_library_runs(names, wanted):
     long = {"N": "native", "R": "ring", "T": "tree"}
-    found = tune.entries([4, 16, 64], [long[name] for name in names])
+    found = tune.entries([4, 16, 64 << 20], [long[name] for name in names])
     assert found == [[most, long[name]] for most, name in wanted]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "wanted"),
+    [
+        ((64, 4096), ("ring", "ring"), [[4096, "ring"]]),
+        ((65, 4096), ("ring", "ring"), [[64, "native"], [4096, "ring"]]),
+        ((65536, 16 << 20), ("native", "ring"), [[(16 << 20) - 1, "native"], [None, "ring"]]),
+        ((65536, 1 << 20), ("ring", "native"), [[65535, "native"], [65536, "ring"], [1 << 20, "native"]]),
+        ((65536,), ("tree",), [[65535, "native"], [65536, "tree"]]),
+        ((16 << 20,), ("tree",), [[(16 << 20) - 1, "native"], [None, "tree"]]),
+    ],
+)
+def test_beyond_what_was_measured_nothing_is_claimed(sizes, names, wanted):
+    assert tune.entries(sizes, names) == wanted
+
+
+def test_sizes_that_were_left_out_stay(tables, capsys):
+    threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"]))
+    (path,) = tables.iterdir()
+    before = json.loads(path.read_text())["measured"]["reduce"]
+    effort = Effort((64, 1 << 16), seconds=0.001, iterations=3)
+    threads.run(2, lambda world: tune.tune(world, effort, collectives=["reduce"]))
+    table = json.loads(path.read_text())
+    after = table["measured"]["reduce"]
+    assert [row["nbytes"] for row in after] == [4, 16, 64, 4096, 1 << 16]
+    assert [after[0], after[1], after[3]] == [before[0], before[1], before[3]]
+    assert after[2]["median_us"] != before[2]["median_us"]
+    assert table["choices"]["reduce"] == tune.entries(
+        [row["nbytes"] for row in after], [row["chosen"] for row in after]
+    )
+    capsys.readouterr()
+    answers = threads.run(2, lambda world: (tuning.choice(world, "reduce", 1 << 16), tune.show(world)))
+    assert answers == [(after[-1]["chosen"], None)] * 2
+    assert threads.run(2, lambda world: tuning.choice(world, "reduce", 1 << 17)) == [None, None]
+    assert "to 64K, the model's choice above" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("measured", [7, {"reduce": [{"nbytes": 4}]}])
+def test_a_table_with_malformed_rows_is_told_once_and_written_anew(tables, capsys, measured):
+    threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"]))
+    (path,) = tables.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"measured": measured}))
+
+    def refused(world):
+        with pytest.raises(ConfigError, match="hpcdp tune makes it"):
+            tune.show(world)
+        return True
+
+    capsys.readouterr()
+    assert all(threads.run(2, refused))
+    assert capsys.readouterr().err.count("is ignored:") == 1
+    assert threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["broadcast"])) == [0, 0]
+    assert set(json.loads(path.read_text())["measured"]) == {"broadcast"}
+
+
+def test_help_fits_80_columns():
+    assert max(map(len, tune.parser().format_help().splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, (2, 1)), (2, 1)])

@@ -1,6 +1,7 @@
 """Tables are found again by the worlds that they were made for, by all ranks alike, and ignored by others."""
 
 import json
+import re
 import socket
 import warnings
 
@@ -17,6 +18,14 @@ CHOICES = {
     "broadcast": [[None, "native"]],
     "reduce": [[64, "tree"]],
 }
+ROW = {
+    "nbytes": 4,
+    "chosen": "tree",
+    "median_us": {"native": 2.0, "tree": 1},
+    "predicted_us": {"native": 2.0, "tree": 1.5},
+    "gain": {"native": 1.0, "tree": 2.0},
+    "wrong": {},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +36,7 @@ def tables(tmp_path, monkeypatch):
 
 
 def save(world):
-    return tuning.save(world, tuning.make(world, MEASURED, CHOICES, {"about": ["anything"]}))
+    return tuning.save(world, tuning.make(world, MEASURED, CHOICES, {"reduce": [ROW]}))
 
 
 def choose(world):
@@ -128,40 +137,55 @@ BROKEN = [
     (with_choices({"reduce": [[8, "native"], [8, "tree"]]}), "choice 2 of reduce is up to 8 bytes, after 8"),
     (with_choices({"reduce": [[None, "native"], [8, "tree"]]}), "choice 1 of reduce is up to None bytes"),
     (with_choices({"reduce": [[True, "native"]]}), "choice 1 of reduce is up to True bytes"),
+    (changed(measured=7), "measured is 7, not rows by collective"),
+    (lambda table: without(table, "measured"), "measured is None, not rows"),
+    (changed(measured={"gossip": []}), "unknown collective 'gossip'"),
+    (changed(measured={"reduce": {}}), "what was measured of reduce is no list"),
+    (changed(measured={"reduce": [ROW, {"nbytes": 4}]}), "row 2 of what was measured of reduce lacks figures"),
+    (changed(measured={"reduce": [ROW | {"chosen": ["tree"]}]}), "row 1 of"),
+    (changed(measured={"reduce": [ROW | {"nbytes": "4"}]}), "row 1 of"),
+    (changed(measured={"reduce": [ROW | {"median_us": {"tree": 1.0}}]}), "row 1 of"),
+    (changed(measured={"reduce": [ROW | {"gain": {"tree": "twice"}}]}), "row 1 of"),
 ]
 
 
 @pytest.mark.parametrize(("change", "says"), BROKEN, ids=[says[:40] for _, says in BROKEN])
-def test_a_table_that_does_not_fit_is_ignored_with_one_warning(change, says):
+def test_a_table_that_does_not_fit_is_ignored_in_one_line(change, says, capsys):
     where = threads.run(3, save)[0]
     where.write_text(json.dumps(change(json.loads(where.read_text()))))
-    ignored_with_one_warning(where, says)
+    ignored_in_one_line(where, says, capsys)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"version": 1', b"[" * 100_000])
-def test_a_broken_file_is_ignored_with_one_warning(text):
+def test_a_broken_file_is_ignored_in_one_line(text, capsys):
     where = threads.run(3, save)[0]
     where.write_bytes(text)
-    ignored_with_one_warning(where, "")
+    ignored_in_one_line(where, "", capsys)
 
 
-def ignored_with_one_warning(where, says):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = threads.run(3, choose)
-    assert found == [([None] * 7, None, None, ETHERNET)] * 3
-    (message,) = [str(each.message) for each in caught]
-    assert str(where) in message
-    assert says in message
-    assert "hpcdp tune" in message
-    assert "\n" not in message
+def ignored_in_one_line(where, says, capsys):
+    capsys.readouterr()
+    assert quietly(3, choose) == [([None] * 7, None, None, ETHERNET)] * 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert re.fullmatch(
+        rf"hpcdp: tuning table {re.escape(str(where))} is ignored: .*; `hpcdp tune` writes a new one\n", err
+    )
 
 
-def test_a_folder_that_is_not_there_is_told(tables, monkeypatch):
+def test_a_folder_that_is_not_there_yet_has_no_table(tables, monkeypatch, capsys):
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "elsewhere"))
-    with pytest.warns(UserWarning, match=r"HPCDP_TUNING_DIR: expected a folder, got .*elsewhere"):
-        assert threads.run(2, choose)[0][0] == [None] * 7
+    assert quietly(2, choose)[0][0] == [None] * 7
+    assert capsys.readouterr().err == ""
     assert threads.run(2, save)[0].parent == tables / "elsewhere"
+
+
+def test_a_folder_that_is_a_file_is_told(tables, monkeypatch, capsys):
+    (tables / "file").write_text("")
+    monkeypatch.setenv("HPCDP_TUNING_DIR", str(tables / "file"))
+    assert quietly(2, choose)[0][0] == [None] * 7
+    assert "HPCDP_TUNING_DIR: expected a folder, got the file" in capsys.readouterr().err
 
 
 def test_without_a_setting_tables_are_beside_the_kernels(tables, monkeypatch):
