@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpcdp import collectives
-from hpcdp.benchmarks import collective, command, options, point_to_point, prediction
+from hpcdp.benchmarks import collective, command, measure, options, point_to_point, prediction
 from hpcdp.collectives import cost
 from hpcdp.collectives.links import Topology
 from hpcdp.collectives.progress import Progress, drive
@@ -180,6 +181,25 @@ def test_ranks_without_a_partner_wait(ranks: int, capsys: pytest.CaptureFixture[
     assert f"# Ranks 0 and {ranks // 2}." in capsys.readouterr().out
 
 
+def test_a_file_that_fails_is_told_and_the_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
+    report, plot = tmp_path / "result.json", tmp_path / "curve.png"
+    settings = options.parse(
+        ["allreduce", "-m", "4:16", *QUICK, "--csv", "/dev/full", "--json", str(report), "--plot", str(plot)]
+    )
+
+    def rank(world: World) -> str:
+        with pytest.raises(ConfigError) as caught:
+            command.run(settings, world)
+        return str(caught.value)
+
+    for said in threads.run(2, rank):
+        assert said == "bench: /dev/full cannot be written: No space left on device"
+    assert len(json.loads(report.read_text())["rows"]) == 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [plot, report]
+
+
 def test_files(tmp_path: Path) -> None:
     paths = {kind: str(tmp_path / f"result.{kind}") for kind in ("csv", "json")}
     bench(2, "allgather", "--style", "nccl", "-m", "16:64", "--csv", paths["csv"], "--json", paths["json"])
@@ -204,6 +224,28 @@ def test_plot(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert bench(2, name, "-m", "4:4K", "--factor", "4", "--plot", str(path)) == [0, 0]
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("name", "turns"), [("allreduce", 12), ("latency", 12), ("bandwidth", 7)])
+def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 20)
+    monkeypatch.setattr(point_to_point, "library_messages", point_to_point.own_messages)
+    together = []
+
+    def seen(candidates: list[Any], *rest: Any) -> Any:
+        together.append(len({each.name for each in candidates}))
+        return measure.alternate(candidates, *rest)
+
+    monkeypatch.setattr(collective, "alternate", seen)
+    monkeypatch.setattr(point_to_point, "alternate", seen)
+    report = tmp_path / "report.json"
+    given = [name, "-m", "4K:16K", "--factor", "4", "-i", str(turns), "-x", "1", "--json", str(report)]
+    settings = options.parse([*given, "--plot", str(tmp_path / "curve.png")])
+    assert threads.run(2, lambda world: command.run(settings, world)) == [0, 0]
+    assert together == [2] * 4
+    for row in json.loads(report.read_text())["rows"]:
+        assert row["iterations"] == row["library"]["iterations"] == turns
+        assert row["wrong"] == row["library"]["wrong"] == 0
 
 
 @pytest.mark.parametrize("name", ["latency", *options.COLLECTIVES])
@@ -267,6 +309,8 @@ def test_dtypes_as_osu_names_them() -> None:
         (2, ["allreduce", "-m", "1G:512G"], "expected messages that fit in the "),
         (2, ["allreduce", "--csv", "/nowhere/x.csv"], "bench: there is no folder /nowhere"),
         (2, ["allreduce", "--json", "."], "bench: . is a folder"),
+        (2, ["allreduce", "--json", "/proc/x.json"], "bench: /proc/x.json cannot be written: "),
+        (2, ["allreduce", "--plot", f"{'x' * 300}.png"], "cannot be written: File name too long"),
         (1, ["allreduc"], "unknown benchmark 'allreduc'; did you mean 'allreduce'? valid: latency, "),
         (1, ["allreduce", "--style", "ncl"], "unknown style 'ncl'; did you mean 'nccl'? valid: osu, nccl"),
         (1, ["latency", "--style", "nccl"], "--style nccl: expected allreduce, reduce_scatter, allgather"),

@@ -6,6 +6,7 @@ import pytest
 
 from hpcdp.benchmarks import fabric, report
 from hpcdp.benchmarks.measure import Schedule
+from hpcdp.collectives import ALGORITHMS
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
@@ -16,6 +17,7 @@ def job_report(mpi_ms: float, auto_ms: float, wrong: int = 0) -> dict[str, Any]:
     """What a job on 4 nodes leaves; the link carries 100 MB/s."""
     row = {
         "nbytes": 4 * MB,
+        "auto": "ring",
         "median_ms": {"MPI": mpi_ms, "auto": auto_ms},
         "spread": {"MPI": 0.1, "auto": 0.2},
         "mpi_ratio": {"MPI": 1.0, "auto": mpi_ms / auto_ms},
@@ -70,6 +72,7 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
     answers = threads.run(4, measured, ranks_per_node=2)
     names, row, rates = answers[0]
     assert names == ["auto", "ring", "hierarchical"]
+    assert row["auto"] in set(ALGORITHMS["allreduce"]) - {"reference", "shared"}
     assert list(row["median_ms"]) == ["MPI", *names]
     assert all(ms > 0 for ms in row["median_ms"].values())
     assert set(row["wrong"].values()) == {0}
@@ -78,21 +81,45 @@ def test_candidates_are_validated_and_those_that_do_not_fit_are_left_out() -> No
     assert all(answer[2] == rates for answer in answers)
 
 
-def test_an_unknown_algorithm_is_named() -> None:
-    def asked(world: Any) -> str:
-        with pytest.raises(ConfigError) as raised:
-            fabric.usable(world, ["rings_of_saturn"])
-        return str(raised.value)
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--hosts", "1"], "numbers from 2"),
+        (["--hosts", "2,x"], "numbers from 2"),
+        (["--hosts", ""], "numbers from 2"),
+        (["--hosts", "2,"], "numbers from 2"),
+        (["--hosts", "2,100"], "numbers from 2 to 99"),
+        (["--algorithms", "auto,rings"], "unknown allreduce algorithm 'rings'; did you mean 'ring'.*hierarchical"),
+        (["--ranks-per-node", "0"], "--ranks-per-node: expected a whole number from 1, got '0'"),
+        (["--rounds", "no"], "--rounds: expected a whole number from 1, got 'no'"),
+        (["--rate", "fast"], "expected a rate such as 1gbit or 100mbit, got 'fast'"),
+        (["--rate", "1..2gbit"], "expected a rate"),
+        (["--rate", "0gbit"], "expected a rate"),
+        (["--sizes", "4X"], "a number with K, M or G"),
+        (["--mpich", "/nowhere/python"], "a Python that can be run, got '/nowhere/python'"),
+        (["--json", "/nowhere/report.json"], "fabric: there is no folder /nowhere"),
+        (["--slow"], "unrecognized arguments: --slow"),
+    ],
+)
+def test_misuse_is_refused_before_a_cluster_is_made(
+    given: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fabric, "obstacle", lambda: pytest.fail("looked for hosts"))
+    with pytest.raises(ConfigError, match=says) as raised:
+        fabric.main(given)
+    assert "\n" not in str(raised.value)
 
-    (text, _) = threads.run(2, asked)
-    assert "'rings_of_saturn'" in text
-    assert "hierarchical" in text
 
-
-@pytest.mark.parametrize("hosts", ["1", "2,x", "", "2,"])
-def test_hosts_must_be_several(hosts: str) -> None:
-    with pytest.raises(ConfigError, match="numbers from 2"):
-        fabric.main(["--hosts", hosts])
+def test_what_auto_chose_is_told_by_size() -> None:
+    rounds = job_report(200, 80)
+    chosen = ["halving_doubling"] * 2 + ["bidirectional"] * 9 + ["ring"]
+    rounds["rows"] = [rounds["rows"][0] | {"nbytes": 1024 << i, "auto": name} for i, name in enumerate(chosen)]
+    found = fabric.merged([rounds], [])
+    assert [row["auto"] for row in found["rows"]] == chosen
+    lines = fabric.table(found, "4 hosts").splitlines()
+    assert lines[2].startswith("# auto: halving_doubling at 1K, 2K; bidirectional at 4K, ")
+    assert lines[3].endswith("ring at 2M")
+    assert max(map(len, lines)) <= 80
 
 
 def test_without_hosts_it_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
