@@ -12,7 +12,7 @@ import numpy as np
 from .. import collectives
 from ..comm import World
 from ..comm.communicator import bounds, split
-from .measure import Exchange, FreshData, Schedule, alternate, bus_factor, gather, timing, wrong
+from .measure import Exchange, FreshData, Schedule, Series, alternate, bus_factor, gather, timing, wrong
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Sweep:
     validate: bool = True
     out_of_place: bool = False
 
-    def schedule(self, nbytes: int, usual: int) -> Schedule:
+    def schedule(self, nbytes: int, usual: int, candidates: int = 1) -> Schedule:
         """``iterations`` where they were given, else about ``usual``, and fewer of large messages."""
         if self.iterations is None:
             return Schedule.for_size(nbytes, usual, self.warmup)
-        return Schedule(self.iterations, 1, self.warmup)
+        return Schedule.exactly(self.iterations, self.warmup, candidates)
 
 
 class Buffers:
@@ -133,28 +133,36 @@ def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = 
     ranks' together), OSU's ``avg``, ``minimum`` and ``maximum`` and the ``median`` in microseconds, ``iterations``,
     ``algbw_gb_s``, ``busbw_gb_s`` and ``wrong``, the number of wrong elements over all ranks: all of calls in place.
     The same with a separate result are in ``out_of_place``, where that is asked for and exists; those of the MPI
-    library are in ``library``.
+    library, which alternates with hpcdp turn by turn, are in ``library``.
     """
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
     for nbytes in sizes:
         count = nbytes // how.dtype.itemsize
         total = nbytes * (world.size if how.collective == "allgather" else 1)
 
-        def measured(*, in_place: bool, library: bool, count: int = count, total: int = total) -> dict[str, Any]:
-            candidate = exchange(how, buffers, count, in_place=in_place, library=library)
-            found = alternate([candidate], world.comm.barrier, how.schedule(total, 200), how.validate)
-            ranks = gather(world, found)[candidate.name]
-            taken = timing(ranks)
-            algbw = total / taken.avg / 1e3
-            busbw = algbw * bus_factor(world.size, how.collective)
-            return {**asdict(taken), "algbw_gb_s": algbw, "busbw_gb_s": busbw, "wrong": wrong(ranks)}
+        def measured(*candidates: Exchange, total: int = total) -> list[dict[str, Any]]:
+            schedule = how.schedule(total, 200, len(candidates))
+            found = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
+            return [_figures(how.collective, found[each.name], total, world.size) for each in candidates]
 
-        row = {"nbytes": nbytes, "count": count, "total_nbytes": total, **measured(in_place=True, library=False)}
-        if how.out_of_place and how.collective != "broadcast":
-            row["out_of_place"] = measured(in_place=False, library=False)
+        candidates = [exchange(how, buffers, count)]
         if beside_library:
-            row["library"] = measured(in_place=True, library=True)
+            peer = exchange(how, buffers, count, library=True)
+            candidates.append(replace(peer, name="the MPI library"))
+        own, *library = measured(*candidates)
+        row = {"nbytes": nbytes, "count": count, "total_nbytes": total, **own}
+        if how.out_of_place and how.collective != "broadcast":
+            (row["out_of_place"],) = measured(exchange(how, buffers, count, in_place=False))
+        if library:
+            row["library"] = library[0]
         yield row
+
+
+def _figures(collective: str, ranks: list[Series], nbytes: int, size: int) -> dict[str, Any]:
+    taken = timing(ranks)
+    algbw = nbytes / taken.avg / 1e3
+    busbw = algbw * bus_factor(size, collective)
+    return {**asdict(taken), "algbw_gb_s": algbw, "busbw_gb_s": busbw, "wrong": wrong(ranks)}
 
 
 class Compute:

@@ -7,13 +7,13 @@ when a result was wrong.
 from __future__ import annotations
 
 import csv
+import io
 import socket
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, UnsupportedError
-from .options import COLLECTIVES, PAIRS, REDUCING, Settings, check_writable, parse
+from .options import COLLECTIVES, PAIRS, REDUCING, Settings, parse
 
 if TYPE_CHECKING:
     from ..comm import World
@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
 def run(settings: Settings, world: World) -> int:
     """`main` for ranks that know their world; rank 0 prints and writes."""
     from .. import __version__
+    from ..comm.agreement import on_rank_0
     from .style import NcclStyle, OsuStyle
 
     check(settings, world)
@@ -66,22 +67,38 @@ def run(settings: Settings, world: World) -> int:
     except UnsupportedError as error:
         raise ConfigError(str(error)) from error
     limit = _limit(settings, world) if settings.plot else None
-    if world.rank == 0:
-        if closing := style.closing(rows):
-            print(closing, flush=True)
-        if settings.csv:
-            write_csv(settings.csv, rows)
-        if settings.plot:
-            from .plot import draw
+    if world.rank == 0 and (closing := style.closing(rows)):
+        print(closing, flush=True)
+    on_rank_0(world.comm, lambda: _write_files(settings, world, rows, limit, facts[0]))
+    return 1 if any(_faulty(row) for row in rows) else 0
 
-            draw(rows, settings, limit, _heading(settings), facts[0])
-    if settings.json:
-        from .machine import describe, write_json
 
+def _write_files(
+    settings: Settings, world: World, rows: Sequence[Row], limit: tuple[str, float] | None, where: str
+) -> None:
+    from .files import as_json, write
+    from .machine import describe
+    from .plot import draw
+
+    def report() -> str:
         asked = {name: value for name, value in vars(settings).items() if name not in ("csv", "json", "plot")}
         about = {"library": world.library, "machine": describe(world), "limit": limit}
-        write_json(settings.json, world, {**asked, **about, "rows": rows})
-    return 1 if any(_faulty(row) for row in rows) else 0
+        return as_json({**asked, **about, "rows": rows})
+
+    contents: dict[str | None, Callable[[], bytes | str]] = {
+        settings.csv: lambda: as_csv(rows),
+        settings.plot: lambda: draw(rows, settings, limit, _heading(settings), where),
+        settings.json: report,
+    }
+    reasons = []
+    for path, content in contents.items():
+        try:
+            if path:
+                write(path, content())
+        except ConfigError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise ConfigError(f"bench: {'; '.join(reasons)}")
 
 
 def check(settings: Settings, world: World) -> None:
@@ -95,6 +112,7 @@ def check(settings: Settings, world: World) -> None:
     from ..collectives import ALGORITHMS
     from ..comm.reductions import OPS, resolve
     from ..train.config import check_name
+    from .files import check_writable
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
@@ -107,10 +125,7 @@ def check(settings: Settings, world: World) -> None:
             raise ConfigError(str(error)) from error
     if settings.plot and world.size < 2:
         raise ConfigError("bench --plot", expected="2 ranks or more, which exchange something", got="1")
-    reasons = [check_writable(path) for path in settings.files] if world.rank == 0 else []
-    for reason in world.comm.allgather_json(reasons)[0]:
-        if reason:
-            raise ConfigError(f"bench: {reason}")
+    check_writable("bench", settings.files, world)
     _check_memory(settings, world)
 
 
@@ -206,7 +221,7 @@ def _faulty(row: Row) -> bool:
     return any(each["wrong"] for each in (row, row.get("out_of_place"), row.get("library")) if each)
 
 
-def write_csv(path: str, rows: Sequence[Row]) -> None:
+def as_csv(rows: Sequence[Row]) -> str:
     """A line a size; the figures of a nested row are in columns ``out_of_place_avg`` and so on."""
     flat = []
     for row in rows:
@@ -215,7 +230,8 @@ def write_csv(path: str, rows: Sequence[Row]) -> None:
         for prefix, values in nested.items():
             line |= {f"{prefix}_{key}": value for key, value in values.items()}
         flat.append(line)
-    with Path(path).open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(flat[0]))
-        writer.writeheader()
-        writer.writerows(flat)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(flat[0]))
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()

@@ -14,18 +14,18 @@ suite, `run`, goes the same way.
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import comm
+from . import program
 from .collective import ours
+from .files import as_json, check_writable, write, write_json
 from .floor import STAGED, Floor, copy_rates
 from .gradients import GradientAllreduce
-from .machine import describe, pin_to_own_core, write_json
+from .machine import describe, pin_to_own_core
 from .measure import (
     Candidate,
     FreshData,
@@ -39,6 +39,7 @@ from .measure import (
     turn_medians,
     wrong,
 )
+from .options import at_least
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
 from .report import allreduce_rounds, best_peer_ratio, median_by_size
 from .run import Suite
@@ -120,7 +121,7 @@ def alternate_jobs(args: argparse.Namespace) -> int:
             ratios = " ".join(f"{best[own][nbytes][0]:.2f}" for own in OURS if nbytes in best[own])
             print(f"{format_size(nbytes):<8}{cells}{ratios:>14}  {best[OURS[0]].get(nbytes, (0, '-'))[1]}")
     if args.json:
-        Path(args.json).write_text(json.dumps(suite.results, indent=1) + "\n")
+        write(args.json, as_json(suite.results))
     return 1 if suite.failures else 0
 
 
@@ -133,16 +134,18 @@ def _width(name: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = sweep_parser("hpcdp.benchmarks.compare", __doc__, "4:64M", "message sizes in bytes", 3)
+    parser = sweep_parser("compare", __doc__, "4:64M", "message sizes in bytes", 3)
     parser.add_argument("--mpich", metavar="PYTHON", help="start jobs in turn with this Python, which has MPICH")
-    parser.add_argument("--ranks", type=int, default=2, help="of those jobs")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each of those jobs is run")
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="of those jobs")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="how often each of those jobs is run")
     args = parser.parse_args(argv)
+    sizes = size_range(args.sizes, args.factor)
     if args.mpich:
+        check_writable("compare", [args.json])
         return alternate_jobs(args)
     world = comm.init()
+    check_writable("compare", [args.json], world)
     pin_to_own_core(world)
-    sizes = size_range(args.sizes, args.factor)
     gloo, reason = gloo_or_reason(world)
     if world.rank == 0:
         print(f"# allreduce, sum of float32, {world.size} ranks, {world.library}; median us of the slowest rank")
@@ -164,4 +167,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

@@ -15,10 +15,13 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,15 @@ import numpy as np
 
 from .. import comm
 from ..collectives import ALGORITHMS, allreduce
+from ..collectives.select import choose
+from ..comm.reductions import resolve
 from ..errors import ConfigError, UnsupportedError
+from ..train.config import check_name
+from . import program
 from .cluster import Cluster, ClusterError, obstacle
 from .collective import ours
-from .machine import describe, write_json
+from .files import as_json, check_writable, write, write_json
+from .machine import describe
 from .measure import (
     Candidate,
     Exchange,
@@ -44,6 +52,7 @@ from .measure import (
     turn_medians,
     wrong,
 )
+from .options import Parser, at_least
 from .peers import gloo_or_reason
 
 PEER = "MPI"
@@ -52,6 +61,8 @@ _ALGORITHMS = ",".join(["auto", *(name for name in ALGORITHMS["allreduce"] if na
 _LINK_NBYTES = 8 << 20
 _LINK_REPEATS = 5
 _JOB_TIMEOUT_S = 600
+_MOST_HOSTS = 99
+_RATE = r"[0-9]+(\.[0-9]+)?[kmg]?(bit|bps)"  # of those that tc(8) knows, what cluster.sh takes
 _NAP_S = 0.0002
 
 
@@ -108,16 +119,9 @@ def _nap_until_all_are_here(world: comm.World) -> None:
 
 
 def usable(world: comm.World, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that can reduce over the nodes of this world; every rank must call.
-
-    Raises:
-        ConfigError: a name that is no algorithm.
-    """
-    valid = ["auto", *ALGORITHMS["allreduce"]]
+    """Those of ``names``, which are algorithms, that can reduce over the nodes of this world; every rank must call."""
     found = []
     for name in names:
-        if name not in valid:
-            raise ConfigError("fabric", where="algorithm", expected=" or ".join(valid), got=repr(name))
         try:
             allreduce(np.ones(1, np.float32), world=world, algorithm=name)
         except UnsupportedError:
@@ -131,8 +135,9 @@ def measure(
 ) -> dict[str, Any]:
     """One size; every rank must call.
 
-    Returns ``nbytes`` and for every candidate ``median_ms`` (of the slowest rank), ``spread`` (the distance of the
-    quartiles over the median), ``mpi_ratio`` and the number of ``wrong`` elements.
+    Returns ``nbytes``, ``auto`` (the algorithm that "auto" chooses) and for every candidate ``median_ms`` (of the
+    slowest rank), ``spread`` (the distance of the quartiles over the median), ``mpi_ratio`` and the number of ``wrong``
+    elements.
     """
     count = max(1, nbytes // 4)
     data = FreshData(world.rank, world.size)
@@ -142,7 +147,15 @@ def measure(
     candidates += [peer.exchange(data, x) for peer in peers]
     found = gather(world, alternate(candidates, lambda: _nap_until_all_are_here(world), schedule))
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
-    row: dict[str, Any] = {"nbytes": count * 4, "median_ms": {}, "spread": {}, "mpi_ratio": {}, "wrong": {}}
+    auto = choose("allreduce", count * 4, x.dtype, resolve("allreduce", "sum", x.dtype), world)
+    row: dict[str, Any] = {
+        "nbytes": count * 4,
+        "auto": auto,
+        "median_ms": {},
+        "spread": {},
+        "mpi_ratio": {},
+        "wrong": {},
+    }
     for name, us in taken.items():
         low, middle, high = np.percentile(us, (25, 50, 75))
         row["median_ms"][name] = middle / 1e3
@@ -182,7 +195,7 @@ def merged(rounds: Sequence[dict[str, Any]], mpich: Sequence[dict[str, Any]]) ->
     rows = []
     for number, first in enumerate(rounds[0]["rows"]):
         here = [each["rows"][number] for each in rounds]
-        row: dict[str, Any] = {"nbytes": first["nbytes"]}
+        row: dict[str, Any] = {"nbytes": first["nbytes"], "auto": first["auto"]}
         row["bound_ms"] = bus_factor(nodes) * first["nbytes"] / link["one_way"] / 1e3
         for key in ("median_ms", "spread", "mpi_ratio"):
             row[key] = {name: float(np.median([each[key][name] for each in here])) for name in first[key]}
@@ -206,6 +219,7 @@ def table(found: dict[str, Any], title: str) -> str:
     lines = [
         f"# {title}, {found['library']}",
         f"# link: {link['one_way']:.1f} MB/s one way, {link['both_ways']:.1f} each way at once",
+        *textwrap.wrap(f"# auto: {_as_chosen(found['rows'])}", 80, subsequent_indent="#   "),
         f"{'# size':<8}{'bound ms':>10}  {'':<17}{'median ms':>11}{'spread':>8}{'% bound':>9}{'MPI x':>7}",
     ]
     for row in found["rows"]:
@@ -216,6 +230,12 @@ def table(found: dict[str, Any], title: str) -> str:
             lines.append(line + (f" {row['wrong'][name]} WRONG" if row["wrong"][name] else ""))
             first = ""
     return "\n".join(lines)
+
+
+def _as_chosen(rows: Sequence[dict[str, Any]]) -> str:
+    """Which algorithm "auto" has chosen at which sizes."""
+    groups = groupby(rows, key=lambda row: row["auto"])
+    return "; ".join(f"{name} at {', '.join(format_size(row['nbytes']) for row in group)}" for name, group in groups)
 
 
 def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -254,15 +274,15 @@ def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.fabric", description=__doc__)
+    parser = Parser(prog="python -m hpcdp.benchmarks.fabric", description=__doc__)
     parser.add_argument("--hosts", default="2,4", metavar="N,N", help="a cluster of each number of hosts")
-    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=at_least(1), default=2, metavar="N", help="of every host (2)")
     parser.add_argument("--rate", default="1gbit", help="of every host's link, as tc(8) writes it")
     parser.add_argument("--sizes", default=_SIZES, help="message sizes in bytes")
     parser.add_argument("--algorithms", default=_ALGORITHMS, help="of hpcdp; those that exist and fit are measured")
-    parser.add_argument("-i", dest="iterations", type=int, default=40, help="timings a size, fewer above 1M")
-    parser.add_argument("-x", dest="warmup", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=1, help="jobs of each library, which alternate")
+    parser.add_argument("-i", dest="iterations", type=at_least(1), default=40, help="timings a size, fewer above 1M")
+    parser.add_argument("-x", dest="warmup", type=at_least(0), default=2)
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="jobs of each library, which alternate")
     parser.add_argument("--mpich", metavar="PYTHON", default="", help="a Python with mpi4py and MPICH, to compare with")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
@@ -277,8 +297,16 @@ def main(argv: list[str] | None = None) -> int:
     sizes = ",".join(str(parse_size(each)) for each in args.sizes.split(","))
     args.sizes = sizes
     hosts = [int(each) if each.isdecimal() else 0 for each in args.hosts.split(",")]
-    if min(hosts) < 2:
-        raise ConfigError("fabric", where="--hosts", expected="numbers from 2, e.g. 2,4", got=repr(args.hosts))
+    if min(hosts) < 2 or max(hosts) > _MOST_HOSTS:
+        expected = f"numbers from 2 to {_MOST_HOSTS}, e.g. 2,4"
+        raise ConfigError("fabric", where="--hosts", expected=expected, got=repr(args.hosts))
+    for name in args.algorithms.split(","):
+        check_name("allreduce algorithm", name, ["auto", *ALGORITHMS["allreduce"]])
+    if not re.fullmatch(_RATE, args.rate) or not re.search("[1-9]", args.rate):
+        raise ConfigError("fabric", where="--rate", expected="a rate such as 1gbit or 100mbit", got=repr(args.rate))
+    if args.mpich and shutil.which(args.mpich) is None:
+        raise ConfigError("fabric", where="--mpich", expected="a Python that can be run", got=repr(args.mpich))
+    check_writable("fabric", [args.json])
     reason = obstacle()
     if reason is not None:
         print(f"no hosts can be made here: {reason}", file=sys.stderr)
@@ -289,9 +317,9 @@ def main(argv: list[str] | None = None) -> int:
         print(table(found[-1], f"{number} hosts x {args.ranks_per_node} ranks, links of {args.rate}"), flush=True)
     if args.json:
         report = {"benchmark": "fabric", "machine": describe(), "fabrics": found}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        write(args.json, as_json(report))
     return 1 if any(count for each in found for row in each["rows"] for count in row["wrong"].values()) else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

@@ -7,7 +7,6 @@ is the floor that hpcdp's allreduce is compared with; a fifth one is for arrays 
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from dataclasses import dataclass
@@ -17,8 +16,11 @@ import numpy as np
 
 from .. import comm, kernels
 from ..errors import UnsupportedError
-from .machine import describe, pin_to_own_core, write_json
+from . import program
+from .files import check_writable, write_json
+from .machine import describe, pin_to_own_core
 from .measure import FreshData, Schedule, alternate, format_size, gather, size_range, timing, wrong
+from .options import Parser, at_least
 
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""
@@ -159,13 +161,14 @@ def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.floor", description=__doc__)
+    parser = Parser(prog="python -m hpcdp.benchmarks.floor", description=__doc__)
     parser.add_argument("-m", dest="sizes", default="4:256M", metavar="MIN:MAX", help="message sizes in bytes")
-    parser.add_argument("-i", dest="iterations", type=int, default=200)
-    parser.add_argument("-x", dest="warmup", type=int, default=2)
+    parser.add_argument("-i", dest="iterations", type=at_least(1), default=200)
+    parser.add_argument("-x", dest="warmup", type=at_least(0), default=2)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     world = comm.init()
+    check_writable("floor", [args.json], world)
     core = pin_to_own_core(world)
     rows = sweep(world, size_range(args.sizes), args.iterations, args.warmup)
     floor = Floor(world, 4)
@@ -183,4 +186,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

@@ -17,8 +17,10 @@ import numpy as np
 
 from .. import comm, optim
 from ..train.trainer import Trainer
+from . import program
+from .files import check_writable, write_json
 from .floor import Floor
-from .machine import describe, pin_to_own_core, write_json
+from .machine import describe, pin_to_own_core
 from .measure import (
     Candidate,
     FreshData,
@@ -218,13 +220,15 @@ def compare_updates(
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = sweep_parser("hpcdp.benchmarks.gradients", __doc__, "64K:64M", "bytes of the parameters", 2).parse_args(argv)
+    args = sweep_parser("gradients", __doc__, "64K:64M", "bytes of the parameters", 2).parse_args(argv)
+    sizes = size_range(args.sizes, args.factor)
     world = comm.init()
+    check_writable("gradients", [args.json], world)
     pin_to_own_core(world)
     gloo, reason = gloo_or_reason(world)
     floor = Floor(world, 4)
     rows = []
-    for nbytes in size_range(args.sizes, args.factor):
+    for nbytes in sizes:
         rows.append(compare_updates(world, floor, gloo, nbytes, args.iterations, args.warmup))
         if world.rank == 0:
             names = rows[0]["median_us"]
@@ -248,4 +252,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

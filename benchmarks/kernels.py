@@ -21,7 +21,9 @@ import numpy as np
 
 from .. import comm, kernels
 from ..kernels import reference_cast, reference_norms, reference_quantise, reference_update
-from .machine import describe, pin_to_own_core, write_json
+from . import program
+from .files import check_writable, write_json
+from .machine import describe, pin_to_own_core
 from .measure import Schedule, alternate, format_size, median_ratio, size_range, sweep_parser, turn_medians
 
 _THRESHOLD = 0.5
@@ -268,11 +270,11 @@ def measure_kernel(kernel: Kernel, nbytes: int, iterations: int, warmup: int) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = sweep_parser("hpcdp.benchmarks.kernels", __doc__, "1M:64M", "bytes of one float32 array", 2)
-    parser.set_defaults(factor=64)
+    parser = sweep_parser("kernels", __doc__, "1M:64M", "bytes of one float32 array", 2, 64)
     args = parser.parse_args(argv)
     sizes = size_range(args.sizes, args.factor)
     world = comm.init()
+    check_writable("kernels", [args.json], world)
     core = pin_to_own_core(world)
     torch, reason = torch_or_reason()
     print(f"# kernels on core {core}: microseconds, share of the copy rate, the peer's time over ours")
@@ -294,4 +296,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -78,9 +77,3 @@ def describe(world: comm.World | None = None) -> dict[str, Any]:
     if world is not None:
         facts |= {"ranks": world.size, "nodes": world.num_nodes, "ranks_per_node": world.local_size}
     return facts
-
-
-def write_json(path: str | None, world: comm.World, report: dict[str, Any]) -> None:
-    """Write ``report`` on rank 0, if a path was given."""
-    if path and world.rank == 0:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..comm import World
 from ..errors import ConfigError
+from .options import Parser, at_least
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -204,6 +205,12 @@ class Schedule:
         repeats = max(1, min(10, iterations // 3, (4 << 20) // nbytes))
         return cls(max(1, iterations // repeats), repeats, warmup)
 
+    @classmethod
+    def exactly(cls, iterations: int, warmup: int, candidates: int) -> Schedule:
+        """``iterations`` timings; of several candidates up to 10 in a row, for the reason that `for_size` has."""
+        repeats = max(n for n in range(1, 11) if iterations % n == 0) if candidates > 1 else 1
+        return cls(iterations // repeats, repeats, warmup)
+
 
 def alternate(
     candidates: Sequence[Candidate], barrier: Callable[[], Any], schedule: Schedule, validate: bool = True
@@ -278,13 +285,17 @@ def wrong(ranks: Sequence[Series]) -> int:
 
 
 def sweep_parser(
-    prog: str, description: str | None, sizes: str, size_help: str, warmup: int
+    name: str, description: str | None, sizes: str, size_help: str, warmup: int, factor: int = 4
 ) -> argparse.ArgumentParser:
     """The flags of a comparison over sizes: OSU's -m, -i and -x, the factor between sizes, a file for the figures."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("-m", dest="sizes", default=sizes, metavar="MIN:MAX", help=size_help)
-    parser.add_argument("--factor", type=int, default=4, help="each size is so many times the one before")
-    parser.add_argument("-i", dest="iterations", type=int, default=100)
-    parser.add_argument("-x", dest="warmup", type=int, default=warmup)
-    parser.add_argument("--json", metavar="FILE")
+    parser = Parser(prog=f"python -m hpcdp.benchmarks.{name}", description=description)
+    parser.add_argument("-m", dest="sizes", default=sizes, metavar="MIN:MAX", help=f"{size_help} ({sizes})")
+    parser.add_argument(
+        "--factor", type=int, default=factor, metavar="N", help=f"each size is N times the one before ({factor})"
+    )
+    parser.add_argument("-i", dest="iterations", type=at_least(1), default=100, metavar="N", help="timings (100)")
+    parser.add_argument(
+        "-x", dest="warmup", type=at_least(0), default=warmup, metavar="N", help=f"untimed calls before ({warmup})"
+    )
+    parser.add_argument("--json", metavar="FILE", help="the figures, and the machine they were measured on")
     return parser

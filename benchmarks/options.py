@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from ..errors import ConfigError
@@ -40,6 +38,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         about = self.prog.removeprefix("hpcdp").strip()
         raise ConfigError(f"{about}: {message}" if about else message, remedy=f"{self.prog} -h lists the options")
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number from ``smallest`` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {smallest}, got {text!r}")
+        return int(text)
+
+    return number
 
 
 @dataclass(frozen=True)
@@ -166,14 +175,3 @@ def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     if not found:
         raise ConfigError("size range", expected=f"at least {itemsize} bytes, a {dtype}", got=repr(given.sizes))
     return found
-
-
-def check_writable(path: str) -> str:
-    """Why ``path`` cannot be written, or nothing; it is asked before anything is measured."""
-    target = Path(path)
-    if target.is_dir():
-        return f"{path} is a folder"
-    folder = target.parent
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
-    return "" if os.access(target if target.exists() else folder, os.W_OK) else f"{path} may not be written"

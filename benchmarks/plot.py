@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from .measure import format_size
@@ -15,8 +14,8 @@ _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
 
 def draw(
     rows: Sequence[dict[str, Any]], settings: Settings, limit: tuple[str, float] | None, title: str, where: str
-) -> None:
-    """Draw the PNG ``settings.plot``, which is replaced in one go.
+) -> bytes:
+    """Draw the PNG that ``settings.plot`` asks for, and return it.
 
     Args:
         rows: of `collective.sweep`, `collective.overlap_sweep` or `point_to_point.sweep`.
@@ -61,13 +60,9 @@ def draw(
     axes.legend(frameon=False, loc="best")
     axes.set_title(title, fontsize=11, loc="left", pad=21)
     axes.text(0, 1.025, where, transform=axes.transAxes, fontsize=8, color=_LIMIT)
-    unfinished = Path(f"{settings.plot}.part")
-    try:
-        with unfinished.open("wb") as file:
-            canvas.print_png(file)
-        os.replace(unfinished, str(settings.plot))
-    finally:
-        unfinished.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    canvas.print_png(drawn)
+    return drawn.getvalue()
 
 
 def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[str, list[int], list[float]]]:

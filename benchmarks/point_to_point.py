@@ -60,7 +60,8 @@ class Exchange:
     """One pattern at one size, on one rank of a pair.
 
     Args:
-        name: one of `PATTERNS`.
+        name: as printed.
+        pattern: one of `PATTERNS`.
         messages: how they go.
         data: the contents.
         x: what this rank sends, shape ``(count,)``.
@@ -70,6 +71,7 @@ class Exchange:
     """
 
     name: str
+    pattern: str
     messages: Messages
     data: FreshData
     x: np.ndarray
@@ -87,11 +89,11 @@ class Exchange:
     def timed(self) -> int:
         first = self.rank < self.peer
         begin = time.perf_counter_ns()
-        if self.name == "latency":
+        if self.pattern == "latency":
             for sending in (first, not first):
                 self._finish([self._send() if sending else self._receive()])
             return (time.perf_counter_ns() - begin) // 2
-        if self.name == "bibandwidth":
+        if self.pattern == "bibandwidth":
             received = [self._receive() for _ in range(self.window)]
             self._finish([*received, *(self._send() for _ in range(self.window))])
             return time.perf_counter_ns() - begin
@@ -104,7 +106,7 @@ class Exchange:
         return time.perf_counter_ns() - begin
 
     def wrong(self, iteration: int) -> int:
-        if self.rank < self.peer and self.name in ("bandwidth", "multi_pair"):
+        if self.rank < self.peer and self.pattern in ("bandwidth", "multi_pair"):
             return 0
         return self.data.wrong_input(self.y, iteration, self.peer)
 
@@ -185,10 +187,10 @@ class Sweep:
     validate: bool = True
     window: int = 64
 
-    def schedule(self, nbytes: int) -> Schedule:
+    def schedule(self, nbytes: int, candidates: int) -> Schedule:
         """``iterations`` where they were given, else as many as suit the size."""
         if self.iterations is not None:
-            return Schedule(self.iterations, 1, self.warmup)
+            return Schedule.exactly(self.iterations, self.warmup, candidates)
         latency = self.pattern == "latency"
         return Schedule.for_size(nbytes * (1 if latency else self.window), 1000 if latency else 100, self.warmup)
 
@@ -199,31 +201,31 @@ def sweep(how: Sweep, sizes: list[int], world: World, *, beside_library: bool = 
     A row has ``nbytes``, ``count``, ``iterations``, ``wrong`` (wrong elements over all ranks), and for latency ``avg``,
     ``minimum``, ``maximum`` and ``median`` of half a round trip in microseconds, for the others ``mb_s`` (all pairs
     together, decimal; by the slowest pair), ``median_mb_s``, ``min_mb_s`` and ``max_mb_s`` over iterations, and
-    ``messages_s``. With ``beside_library`` the same of the MPI library's own calls is in ``library``.
+    ``messages_s``. With ``beside_library`` the same of the MPI library's own calls, which alternate with hpcdp's turn
+    by turn, is in ``library``.
     """
     ranks = Ranks(how.pattern, world)
     data = FreshData(world.rank, world.size, how.dtype)
     x, y = (np.empty(sizes[-1] // how.dtype.itemsize, how.dtype) for _ in range(2))
-    own, library = own_messages(world), library_messages(world) if beside_library else None
+    ways = {"own": own_messages(world)}
+    if beside_library and (messages := library_messages(world)) is not None:
+        ways["library"] = messages
     for nbytes in sizes:
         count = nbytes // how.dtype.itemsize
+        found = {name: Series([], 1) for name in ways}
+        if ranks.active:
+            mine = (data, x[:count], y[:count], world.rank, ranks.peer, how.window)
+            candidates = [Exchange(name, how.pattern, messages, *mine) for name, messages in ways.items()]
+            found = alternate(candidates, ranks.meet, how.schedule(nbytes, len(ways)), how.validate)
+        ranks.rejoin()
+        taken = {name: _figures(how, series, ranks, nbytes) for name, series in gather(world, found).items()}
+        yield {"nbytes": nbytes, "count": count, **taken.pop("own"), **taken}
 
-        def measured(messages: Messages, count: int = count, nbytes: int = nbytes) -> dict[str, Any]:
-            found = {how.pattern: Series([], 1)}
-            if ranks.active:
-                pair = (world.rank, ranks.peer)
-                candidate = Exchange(how.pattern, messages, data, x[:count], y[:count], *pair, how.window)
-                found = alternate([candidate], ranks.meet, how.schedule(nbytes), how.validate)
-            ranks.rejoin()
-            series = gather(world, found)[how.pattern]
-            ns = np.array([each.ns for each in series[: ranks.pairs]])
-            figures = _latency(ns) if how.pattern == "latency" else _bandwidth(how, ns, nbytes)
-            return {"iterations": ns.shape[1], **figures, "wrong": wrong(series)}
 
-        row = {"nbytes": nbytes, "count": count, **measured(own)}
-        if library is not None:
-            row["library"] = measured(library)
-        yield row
+def _figures(how: Sweep, series: list[Series], ranks: Ranks, nbytes: int) -> dict[str, Any]:
+    ns = np.array([each.ns for each in series[: ranks.pairs]])
+    figures = _latency(ns) if how.pattern == "latency" else _bandwidth(how, ns, nbytes)
+    return {"iterations": ns.shape[1], **figures, "wrong": wrong(series)}
 
 
 def _latency(ns: np.ndarray) -> dict[str, float]:

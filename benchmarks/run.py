@@ -8,7 +8,6 @@ absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python that h
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,8 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import program
 from .cluster import obstacle
+from .files import as_json, check_writable, write
 from .machine import describe
+from .measure import parse_size
+from .options import Parser, at_least
 from .report import render
 
 _HERE = Path(__file__).resolve().parent
@@ -151,22 +154,25 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.run", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = Parser(prog="python -m hpcdp.benchmarks.run", description=__doc__)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--largest", default="256M", metavar="SIZE", help="the largest message")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     parser.add_argument("--brief", action="store_true", help="few and short turns, only to see that everything works")
     parser.add_argument("--mpich", default=os.environ.get("HPCDP_BENCH_MPICH", ""), metavar="PYTHON")
     parser.add_argument("--into", default=str(_HERE), metavar="FOLDER", help="where the results are written")
     args = parser.parse_args(argv)
-    results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich).run()
+    parse_size(args.largest)
     folder = Path(args.into)
-    folder.joinpath("results.json").write_text(json.dumps(results, indent=1) + "\n")
+    figures, text_file = (str(folder / name) for name in ("results.json", "RESULTS.md"))
+    check_writable("run --into", [figures, text_file])
+    results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich).run()
+    write(figures, as_json(results))
     text = render(results)
-    folder.joinpath("RESULTS.md").write_text(text)
+    write(text_file, text)
     print(text)
     return 1 if results["failures"] else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
 import sys
@@ -18,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import LaunchError
+from . import program
+from .files import as_json, check_writable, write
 from .machine import describe
+from .options import Parser, at_least
 
 _IMPORT = "import time; begin = time.perf_counter(); import hpcdp; print(time.perf_counter() - begin)"
 # The clock is the machine's, the same for all processes: a rank says when it knew the world.
@@ -72,20 +73,21 @@ def measure(ranks: int, repeats: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.startup", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser = Parser(prog="python -m hpcdp.benchmarks.startup", description=__doc__)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--repeats", type=at_least(1), default=9)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
+    check_writable("startup", [args.json])
     result = measure(args.ranks, args.repeats)
     print(f"import hpcdp {result['import_s']:.3f} s; hpcdp launch -n {args.ranks} {result['launch_s']:.3f} s")
     for name, seconds in result["slowest_imports"]:
         print(f"  {name:<40}{1e3 * seconds:>8.1f} ms")
     if args.json:
         report = {"benchmark": "startup", "machine": describe(), **result}
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        write(args.json, as_json(report))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

@@ -10,7 +10,6 @@ The network is that of "Dive into Deep Learning", section 12.5: 28 x 28 images, 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import time
@@ -23,8 +22,11 @@ from threadpoolctl import threadpool_limits
 from .. import autograd, comm, nn, optim
 from ..errors import ConfigError
 from ..train.trainer import Trainer
-from .machine import describe, pin_to_own_core, write_json
+from . import program
+from .files import check_writable, write_json
+from .machine import describe, pin_to_own_core
 from .measure import median_ratio
+from .options import Parser, at_least
 from .peers import Gloo
 
 _LR, _MOMENTUM = 0.05, 0.9
@@ -159,14 +161,15 @@ def all_ranks(world: comm.World, framework: str, batch: int, turns: int, seconds
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hpcdp.benchmarks.train_lenet", description=__doc__)
-    parser.add_argument("--batch", type=int, default=64, help="samples a rank")
+    parser = Parser(prog="python -m hpcdp.benchmarks.train_lenet", description=__doc__)
+    parser.add_argument("--batch", type=at_least(1), default=64, help="samples a rank")
     parser.add_argument("--framework", choices=("compare", "hpcdp", "torch"), default="compare")
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=at_least(1), default=15)
     parser.add_argument("--seconds", type=float, default=0.2, help="length of a turn")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     world = comm.init()
+    check_writable("train_lenet", [args.json], world)
     pin_to_own_core(world)
     with threadpool_limits(1):
         if args.framework == "compare":
@@ -183,4 +186,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program.run(main)

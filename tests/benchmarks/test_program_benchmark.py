@@ -1,0 +1,54 @@
+"""The benchmarks that are programs say in one line, on one rank, what was asked wrongly."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpcdp.benchmarks import program
+from hpcdp.errors import ConfigError, LaunchError
+
+LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("fabric", ["--algorithms", "rng"], "unknown allreduce algorithm 'rng'"),
+        ("kernels", ["--factor", "1"], "size factor: expected 2 or more, got 1"),
+        ("compare", ["-m", "64:4"], "expected MIN:MAX with 0 < MIN <= MAX"),
+        ("gradients", ["--json", "/nowhere/x.json"], "gradients: there is no folder /nowhere"),
+        ("run", ["--into", "/nowhere"], "run --into: there is no folder /nowhere"),
+        ("startup", ["--repeats", "0"], "--repeats: expected a whole number from 1, got '0'"),
+        ("train_lenet", ["--batch", "x"], "--batch: expected a whole number from 1, got 'x'"),
+        ("floor", ["-m", "4"], "expected MIN:MAX"),
+    ],
+)
+def test_misuse_is_one_line(name: str, given: list[str], says: str) -> None:
+    command = [sys.executable, "-m", f"hpcdp.benchmarks.{name}", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hpcdp: ")
+    assert says in line
+
+
+def test_one_rank_speaks() -> None:
+    command = [*LAUNCH, "-m", "hpcdp.benchmarks.train_lenet", "--framework", "compare"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("hpcdp: train_lenet [--framework]: expected hpcdp or torch on several ranks") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", [ConfigError, LaunchError])
+def test_the_status_is_that_of_the_program_or_2(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong() -> int:
+        raise kind("a mistake")
+
+    for main, status, said in ((lambda: 1, 1, ""), (lambda: 0, 0, ""), (wrong, 2, "hpcdp: a mistake\n")):
+        with pytest.raises(SystemExit) as left:
+            program.run(main)
+        assert left.value.code == status
+        assert capsys.readouterr().err == said
