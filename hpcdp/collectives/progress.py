@@ -62,7 +62,7 @@ class Watched(Until):
 
     def wait(self) -> None:
         """Block until it has."""
-        with self._watchdog.watching("wait for an iallreduce", self._x):
+        with self._watchdog.watching("wait for an iallreduce", self._x, begins=False):
             super().wait()
 
 

@@ -71,8 +71,9 @@ class Watchdog:
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world, 0))
 
     @contextlib.contextmanager
-    def watching(self, operation: str, x: object) -> Iterator[None]:
-        """Watch what is done meanwhile."""
+    def watching(self, operation: str, x: object, begins: bool = True) -> Iterator[None]:
+        """Watch what is done meanwhile; ``begins`` where all ranks come here once, so that who has not can be told."""
+        self.calls += begins
         self.call = operation, x
         try:
             yield

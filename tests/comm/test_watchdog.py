@@ -91,6 +91,20 @@ def test_the_limit_comes_from_the_environment(monkeypatch):
     assert limit_s() == 2.5
 
 
+def test_a_rank_that_misses_a_first_call_is_told():
+    reports = {}
+
+    def rank(world):
+        allreduce(np.ones(2), world=world, algorithm="ring")
+        watched(world, 0.3, reports)
+        if world.rank != 1:
+            allreduce(np.ones(9, "f4"), world=world)  # of a size for which nothing was chosen yet
+
+    with pytest.raises(WorldAborted):
+        threads.run(3, rank)
+    assert "local rank 1 has not called it" in reports[0].getvalue()
+
+
 @pytest.mark.parametrize("call", ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(3))"])
 def test_real_ranks_end_within_the_limit(call, tmp_path):
     script = tmp_path / "hang.py"
