@@ -10,7 +10,8 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `gradients` does so for gradients through a Trainer: reduce and update by owners.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
 - `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.
-- `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries.
+- `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `files`
+  writes what they report, `program` ends them.
 
 No benchmark fails because of time; a wrong result does fail it.
 """
