@@ -31,9 +31,10 @@ def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Ste
     """`allreduce` as a machine."""
     name, total = _named("allreduce", op), reducible(x)
     nan = np.isnan(total) if name in ("min", "max") and total.dtype.kind == "f" else None
+    started = [world.comm.native_iallreduce(total, op.without_mean().name)]
     if nan is not None:  # which MPI's own minimum and maximum may drop
-        yield [world.comm.native_iallreduce(nan.view(np.uint8), "max")]
-    yield [world.comm.native_iallreduce(total, op.without_mean().name)]
+        started.append(world.comm.native_iallreduce(nan.view(np.uint8), "max"))
+    yield started  # all in one stage: later ones would meet other operations of MPI in another order on every rank
     if nan is not None:
         total[nan] = np.nan
     op.finish(total, world.size, x)

@@ -252,6 +252,7 @@ def _found(
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if found is None:
         with Watchdog.of(world).watching(operation, x):
+            Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
             found = world.kept[key] = _validated(operation, x, op, algorithm, world)
     return found
 

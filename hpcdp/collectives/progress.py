@@ -35,11 +35,19 @@ _OPERATIONS = 400  # of different tags; MPI guarantees tags up to 32767
 _YIELDS, _NAP_S = 10, 50e-6
 
 
+_abandoned: list[object] = []
+"""Requests that nobody waits for any more after an error: MPI may still write into their arrays."""
+
+
 def drive(steps: Steps) -> None:
     """Run one machine to its end, blocking."""
     for stage in steps:
-        for request in stage:
-            request.wait()
+        try:
+            for request in stage:
+                request.wait()
+        except BaseException:
+            _abandoned.append((stage, steps))
+            raise
 
 
 class Until:
@@ -91,6 +99,7 @@ class _Machine:
 
     def _fail(self, error: Exception) -> bool:
         """Raise ``error`` where the machine waits; whether that has ended it."""
+        _abandoned.append(self._waiting)
         try:
             self._waiting = list(self._steps.throw(error))
         except StopIteration:
@@ -113,7 +122,11 @@ class Together:
     def test(self) -> bool:
         """Give every machine a turn; whether all have ended."""
         if self.running:
-            self.running = [machine for machine in self.running if not machine.advance()]
+            try:
+                self.running = [machine for machine in self.running if not machine.advance()]
+            except BaseException:
+                _abandoned.append(self.running)
+                raise
         return not self.running
 
     def wait(self) -> None:
@@ -183,6 +196,8 @@ class Progress:
     def tag(self) -> int:
         """The first tag of the next operation, the same on all ranks, which start operations in one order."""
         self._count = (self._count + 1) % _OPERATIONS
+        if self._count == 0:
+            self.finish()  # whoever has the tags that come now for the second time
         return self._count * TAGS
 
     def start(self, steps: Steps, x: np.ndarray) -> Request:
@@ -190,7 +205,8 @@ class Progress:
 
         An error ends this machine alone, and is raised to whoever asks for it; at once where there is no way to do it.
         """
-        ended, failure = False, None
+        ended = False
+        failure: BaseException | None = None
 
         def to_its_end() -> Steps:
             nonlocal ended, failure
@@ -198,6 +214,9 @@ class Progress:
                 yield from steps
             except Exception as error:
                 failure = error
+            except BaseException as error:  # Ctrl-C ends the wait, and the operation is not complete
+                failure = error
+                raise
             finally:
                 ended = True
 

@@ -37,6 +37,13 @@ def _kind(dtype: np.dtype, op: str) -> int:
     return dtype.num * len(OPS) + OPS.index("sum" if op == "mean" else op)
 
 
+def _with_size(kind: int, size: int) -> int:
+    """One number for both, of which the low 32 bits are compared; of long arrays one in four million looks alike."""
+    if size < 1 << 22:
+        return kind + size * _KINDS
+    return kind + (size * 0x9E3779B97F4A7C15 >> 32 & 0x7FFFFF | 1 << 22) * _KINDS
+
+
 class _Staging:
     """The staging buffer of a node and this rank's place in it. Made by all ranks of the node together.
 
@@ -77,7 +84,7 @@ class _Staging:
                 yield from self._reduce_by_owners(flat, op)
                 return
             staging, kind = found
-            kind += flat.size * _KINDS
+            kind = _with_size(kind, flat.size)
             exchange = self._sum_by_all if flat.nbytes <= self._by_all_nbytes else self._sum_by_owners
             while (met := exchange(flat, staging, self._counters, self._state, kind)) != self._done:
                 yield self._not_yet(met, flat, op)
@@ -102,7 +109,7 @@ class _Staging:
         return [self._arrival]
 
     def _meet(self, flat: np.ndarray, op: str) -> Steps:
-        n, kind = self._memory.size, _kind(flat.dtype, op) + flat.size * _KINDS
+        n, kind = self._memory.size, _with_size(_kind(flat.dtype, op), flat.size)
         while (met := self._exchange.meet(self._counters, n, self._state, kind)) != self._done:
             yield self._not_yet(met, flat, op)
 
@@ -162,12 +169,21 @@ def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
         UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
         MismatchError: ranks called with other sizes, dtypes or ops.
     """
-    drive(_staging_of(world).allreduce(x, op.name, patient=True))
+    drive(_staging_of(world).allreduce(x, _named(op), patient=True))
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     """`allreduce` as a machine."""
-    return _staging_of(world).allreduce(x, op.name, patient=False)
+    return _staging_of(world).allreduce(x, _named(op), patient=False)
+
+
+def _named(op: Reduction) -> str:
+    if not op.named:
+        raise UnsupportedError(
+            "allreduce", where="algorithm='shared'", expected="a reduction that there are kernels for", got=op.name,
+            remedy="use algorithm='auto'",
+        )  # fmt: skip
+    return op.name
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:

@@ -236,3 +236,40 @@ def test_real_ranks_wait_in_any_order():
     for number in np.random.default_rng(world.rank).permutation(len(calls)):
         requests[number].wait()
         assert_close(arrays[number], reduced(n, calls[number][0]), n, "sum", calls[number][1])
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "auto"])
+def test_what_one_rank_asks_for_early_meets_the_right_operation(algorithm):
+    """A rank that polls between two starts must not put its messages in another order than the others."""
+
+    def rank(world):
+        x, y = np.full(50, 10.0 + world.rank), np.full(50, 100.0 + world.rank)
+        allreduce(np.ones(50), "min", world, algorithm)
+        first = iallreduce(x, "min", world, algorithm)
+        if world.rank == 0:
+            time.sleep(0.02)
+            first.test()
+        second = iallreduce(y, "sum", world, algorithm)
+        for request in (first, second) if world.rank else (second, first):
+            request.wait()
+        return x, y
+
+    for x, y in threads.run(3, rank):
+        assert (x == 10).all()
+        assert (y == 303).all()
+
+
+def test_more_operations_than_there_are_tags():
+    def rank(world):
+        arrays = [np.full(3, world.rank + i, "i8") for i in range(900)]
+        requests = []
+        for i, x in enumerate(arrays):
+            requests.append(iallreduce(x, "sum", world, "tree"))
+            if world.rank == 0 and i > 5:
+                requests[0].test()
+        for request in requests[:: -1 if world.rank else 1]:
+            request.wait()
+        return arrays
+
+    for arrays in threads.run(3, rank):
+        assert all((x == 3 + 3 * i).all() for i, x in enumerate(arrays))
