@@ -178,7 +178,7 @@ def test_a_task_cannot_wait_for_a_later_one_of_its_lane(engine):
     deadline = time.monotonic() + 5
     while len(seen) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert "a task of lane io; use another lane or engine" in seen[0]
+    assert "a task of lane io; read the variable, or use another engine" in seen[0]
     assert seen[1] == "later"
 
 

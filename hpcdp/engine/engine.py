@@ -1,0 +1,229 @@
+"""The engine: what its users call."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from sys import _getframe
+from types import TracebackType
+from typing import Self
+
+from ..errors import ConfigError
+from .schedule import Schedule
+from .tasks import DeferredTask, Lane, Task, Variable
+from .workers import Observer, Workers
+
+Done = Callable[..., None]
+"""What the function of a deferred task is given: ``done()`` when it has ended, ``done(error)`` when it has failed."""
+
+_living: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def living_engines() -> list[Engine]:
+    """All engines of this process that may have threads."""
+    return list(_living)
+
+
+class Engine:
+    """Lanes of work ordered by what each task reads and writes.
+
+    As a context it ends with `waitall` and `shutdown`; after an exception with `shutdown` alone. Threads start with the
+    first task of a lane and end with `shutdown`, which happens by itself when the process exits.
+
+    Args:
+        lanes: the names of the lanes, one thread each, or a mapping of names to numbers of threads.
+        max_inflight: how many tasks may be pushed and unfinished before `push` blocks.
+        synchronous: run every task within its `push`, in the pushing thread, and raise there: for debugging. None asks
+            the environment, where ``HPCDP_ENGINE`` may be "synchronous" or "threads" (the default).
+
+    Raises:
+        ConfigError: one of these is not valid.
+    """
+
+    def __init__(
+        self,
+        lanes: Iterable[str] | Mapping[str, int] = ("io",),
+        max_inflight: int = 64,
+        synchronous: bool | None = None,
+    ) -> None:
+        if max_inflight < 1:
+            raise ConfigError("Engine", where="max_inflight", expected="at least 1", got=max_inflight)
+        self.synchronous = _asked_in_environment() if synchronous is None else synchronous
+        self._schedule = Schedule(max_inflight)
+        self._workers = Workers(self._schedule)
+        for name, threads in dict(lanes if isinstance(lanes, Mapping) else dict.fromkeys(lanes, 1)).items():
+            self.add_lane(name, threads)
+        _living.add(self)
+
+    @property
+    def observer(self) -> Observer | None:
+        """``observer(name, lane, start_ns, end_ns)`` is called after each task, in the thread where it ended, with
+        times of `time.perf_counter_ns`. What it raises is kept for `waitall` like the exception of a task."""
+        return self._workers.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._workers.observer = observer
+
+    def variable(self, name: str = "") -> Variable:
+        """A new variable without history."""
+        return Variable(name)
+
+    def add_lane(self, name: str, threads: int = 1, idle: Callable[[], object] | None = None) -> None:
+        """One lane more.
+
+        Args:
+            name: not that of another lane of this engine.
+            threads: so many tasks of the lane run at a time.
+            idle: called on the lane's thread while no task may run there, until it returns something false: true says
+                that something is under way, and it is called again after a nap, which a push interrupts. Naps are 50 us
+                after a task or when a deferred one has ended, then double up to 1 ms. What ``idle`` raises becomes the
+                exception of all deferred tasks of the lane that have not ended.
+
+        Raises:
+            ConfigError: the name is taken, there is no thread, or ``idle`` would be called by several.
+        """
+        if name in self._schedule.lanes:
+            raise ConfigError("add_lane", where="name", expected=f"none of {', '.join(self._schedule.lanes)}", got=name)
+        if threads < 1 or (idle is not None and threads > 1):
+            expected = "at least 1" if idle is None else "1 with idle"
+            raise ConfigError("add_lane", where=f"threads of {name}", expected=expected, got=threads)
+        self._schedule.lanes[name] = Lane(name, threads, idle)
+
+    def push(
+        self,
+        fn: Callable[[], object],
+        reads: Iterable[Variable] = (),
+        writes: Iterable[Variable] = (),
+        lane: str = "io",
+        priority: int = 0,
+        name: str = "",
+    ) -> None:
+        """Run ``fn()`` on a lane after the earlier tasks that it depends on; return at once.
+
+        Blocks while `max_inflight` tasks are unfinished, except on a lane's own thread. An exception of ``fn``, with a
+        note that says which line pushed it, is kept in the written variables until they are written anew: tasks that
+        read them are not run and pass it on, and `wait_to_read` raises it.
+
+        Args:
+            fn: called without arguments; its result is dropped.
+            reads: variables whose earlier writes must be done first.
+            writes: variables whose earlier reads and writes must be done first; those that are read, too, stand in
+                both.
+            lane: the name of a lane.
+            priority: of the tasks of a lane that may run, the highest goes first, then the earliest.
+            name: for errors and traces; default that of ``fn``.
+
+        Raises:
+            ConfigError: there is no such lane, or the engine was shut down.
+        """
+        self._submit(Task(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
+
+    def push_deferred(
+        self,
+        fn: Callable[[Done], object],
+        reads: Iterable[Variable] = (),
+        writes: Iterable[Variable] = (),
+        lane: str = "io",
+        priority: int = 0,
+        name: str = "",
+    ) -> None:
+        """Like `push`, for a task that is not done when ``fn`` returns, such as an exchange that it starts.
+
+        ``fn(done)`` runs on the lane, which is then free for other tasks; the variables stay held until ``done()`` or
+        ``done(error)`` is called, by any thread, once: more calls do nothing. (MXNet: PushAsync and its on_complete.)
+        """
+        self._submit(DeferredTask(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
+
+    def _lane(self, name: str) -> Lane:
+        try:
+            return self._schedule.lanes[name]
+        except KeyError:
+            raise ConfigError("push", where="lane", expected=" or ".join(self._schedule.lanes), got=name) from None
+
+    def _submit(self, task: Task, reads: Iterable[Variable], writes: Iterable[Variable]) -> None:
+        lane = task.lane
+        task.reads = task.shared = reads = tuple(reads)
+        writes = tuple(writes)
+        task.writes = writes = tuple(dict.fromkeys(writes)) if len(writes) > 1 else writes
+        for var in reads:
+            if var in writes:
+                task.shared = tuple(var for var in reads if var not in writes)
+                break
+        if not (lane.started or self.synchronous):
+            self._workers.start(lane)
+        self._schedule.enter(task)
+        if self.synchronous:
+            self._workers.run_inline()
+            self._raise_unseen()
+
+    def _raise_unseen(self) -> None:
+        failure = self._schedule.take_unseen()
+        if failure is not None:
+            failure.throw()
+
+    def wait_to_read(self, var: Variable) -> None:
+        """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
+
+        Raises:
+            ConfigError: it is not done, and will not be: a task of this engine asks, or the engine was shut down.
+            BaseException: what the last of those writes raised, with its traceback and a note on who pushed it.
+        """
+        failure = self._schedule.wait_for(var)
+        if failure is not None:
+            failure.throw()
+
+    def waitall(self) -> None:
+        """Block until everything pushed is done, then raise the first exception that nobody has seen.
+
+        Raises:
+            ConfigError: a task of this engine asks, which would wait for itself.
+        """
+        self._schedule.wait_for_all()
+        self._raise_unseen()
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again.
+
+        An exception that nobody has seen is printed.
+
+        Args:
+            timeout_s: wait no longer than this for what runs.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._schedule.close():
+            if thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        failure = self._schedule.take_unseen()
+        if failure is not None:
+            print("hpcdp: a task failed, and nobody waited for it:", file=sys.stderr)
+            traceback.print_exception(failure.error.with_traceback(failure.traceback))
+
+    def forget_threads(self) -> None:
+        """For a child made by fork, where they do not exist: what waits or pushes is told of a shutdown."""
+        self._schedule.forget()
+        self._workers = Workers(self._schedule)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.waitall()
+        finally:
+            self.shutdown()
+
+
+def _asked_in_environment() -> bool:
+    asked = os.environ.get("HPCDP_ENGINE") or "threads"
+    if asked not in ("synchronous", "threads"):
+        raise ConfigError("Engine", where="HPCDP_ENGINE", expected="synchronous or threads", got=asked)
+    return asked == "synchronous"
