@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 from .. import collectives
 from ..comm import World
 from ..comm.communicator import bounds, split
-from .measure import Exchange, FreshData, Schedule, Series, alternate, bus_factor, gather, timing, wrong
+from ..comm.reductions import reducible
+from .measure import Exchange, FreshData, Schedule, Series, Timing, alternate, bus_factor, gather, timing, wrong
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,10 @@ class Compute:
         return max(1, round(ns / self._step_ns))
 
 
+Start = Callable[[], Any]
+"""Starts a collective and returns its request."""
+
+
 @dataclass
 class Overlapped:
     """A collective that is started, computed beside, and waited for; one instance is one rank's series at one size.
@@ -201,7 +206,7 @@ class Overlapped:
     """
 
     exchange: Exchange
-    start: Callable[[], Any]
+    start: Start
     compute: Compute
     steps: int
     tests: int
@@ -234,44 +239,75 @@ class Overlapped:
         return self.exchange.wrong(iteration)
 
 
-def overlap_sweep(how: Sweep, sizes: list[int], world: World, *, tests: int = 0) -> Iterator[dict[str, Any]]:
+def overlap_sweep(
+    how: Sweep, sizes: list[int], world: World, *, tests: int = 0, beside_library: bool = False
+) -> Iterator[dict[str, Any]]:
     """Time `iallreduce` alone, then with as much computing beside it; every rank must go through it.
 
     A row has OSU's columns in microseconds, means over iterations and ranks: ``overall``, ``compute``, ``init``,
     ``test``, ``wait``, ``pure`` (started and waited for at once), and ``overlap`` in percent: how much of the pure time
-    was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, ``busbw_gb_s`` of the
-    pure time, ``iterations`` and ``wrong``.
+    was hidden, ``100 (1 - (overall - compute) / pure)``, at least 0. Also ``nbytes``, ``count``, the ``median`` of the
+    pure time, ``busbw_gb_s`` of its mean, ``iterations`` and ``wrong``. With ``beside_library`` the same of the MPI
+    library's own nonblocking allreduce, which alternates with hpcdp's turn by turn, is in ``library``, unless it does
+    not know the dtype.
     """
     buffers = Buffers(how, sizes[-1] // how.dtype.itemsize, world)
     compute = Compute()
     for nbytes in sizes:
         count = nbytes // how.dtype.itemsize
-        plain = exchange(replace(how, collective="allreduce"), buffers, count)
+        ways = _ways_to_start(how, buffers, count, beside_library)
+        schedule = how.schedule(nbytes, 100, len(ways))
 
-        def start(x: np.ndarray = plain.x) -> Any:
-            return collectives.iallreduce(x, how.op, world, how.algorithm)
+        def timed(steps: Sequence[int], tests: int, schedule: Schedule = schedule, ways: Any = ways) -> list[_Phases]:
+            candidates = [Overlapped(*way, compute, each, tests) for way, each in zip(ways, steps, strict=True)]
+            ranks = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
+            return [_phases(world, ranks[each.name], each.phases[schedule.warmup :]) for each in candidates]
 
-        schedule = how.schedule(nbytes, 100)
-        found = []
-        steps = 0
-        for tested in (0, tests):
-            candidate = Overlapped(plain, start, compute, steps, tested)
-            ranks = gather(world, alternate([candidate], world.comm.barrier, schedule, how.validate))[candidate.name]
-            phases = world.comm.allgather_json(np.mean(candidate.phases[schedule.warmup :], axis=0).tolist())
-            found.append((timing(ranks), np.mean(phases, axis=0) / 1e3, wrong(ranks)))
-            steps = compute.steps_for(1e3 * timing(ranks).avg)
-        (alone, _, wrong_alone), (beside, (init, computing, testing, waiting), wrong_beside) = found
-        yield {
-            "nbytes": nbytes,
-            "count": count,
-            "overall": beside.avg,
-            "compute": float(computing),
-            "init": float(init),
-            "test": float(testing),
-            "wait": float(waiting),
-            "pure": alone.avg,
-            "overlap": max(0.0, 100 * (1 - (beside.avg - float(computing)) / alone.avg)),
-            "busbw_gb_s": bus_factor(world.size) * nbytes / alone.avg / 1e3,
-            "iterations": beside.iterations,
-            "wrong": wrong_alone + wrong_beside,
-        }
+        alone = timed([0] * len(ways), 0)
+        beside = timed([compute.steps_for(1e3 * each.timing.avg) for each in alone], tests)
+        own, *library = map(_overlap, alone, beside)
+        for each in (own, *library):
+            each["busbw_gb_s"] = bus_factor(world.size) * nbytes / each["pure"] / 1e3
+        yield {"nbytes": nbytes, "count": count, **own, **({"library": library[0]} if library else {})}
+
+
+def _ways_to_start(how: Sweep, buffers: Buffers, count: int, beside_library: bool) -> list[tuple[Exchange, Start]]:
+    """hpcdp's, and the MPI library's own, of which a mean is a sum; each with what its result must be."""
+    plain, world = exchange(replace(how, collective="allreduce"), buffers, count), buffers.world
+    x, op = plain.x, "sum" if how.op == "mean" else how.op
+    found: list[tuple[Exchange, Start]] = [(plain, lambda: collectives.iallreduce(x, how.op, world, how.algorithm))]
+    if beside_library and reducible(x[:0]).dtype == x.dtype:
+        own = Exchange("the MPI library", FreshData(world.rank, world.size, how.dtype, op), x, x, plain.call)
+        found.append((own, lambda: world.comm.native_iallreduce(x, op)))
+    return found
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """What a series took, and what its parts took in microseconds: start, compute, test, wait."""
+
+    timing: Timing
+    parts: list[float]
+    wrong: int
+
+
+def _phases(world: World, ranks: list[Series], parts_ns: list[tuple[int, int, int, int]]) -> _Phases:
+    means = world.comm.allgather_json(np.mean(parts_ns, axis=0).tolist())
+    return _Phases(timing(ranks), (np.mean(means, axis=0) / 1e3).tolist(), wrong(ranks))
+
+
+def _overlap(alone: _Phases, beside: _Phases) -> dict[str, Any]:
+    init, computing, testing, waiting = beside.parts
+    pure, overall = alone.timing.avg, beside.timing.avg
+    return {
+        "overall": overall,
+        "compute": computing,
+        "init": init,
+        "test": testing,
+        "wait": waiting,
+        "pure": pure,
+        "overlap": max(0.0, 100 * (1 - (overall - computing) / pure)),
+        "median": alone.timing.median,
+        "iterations": beside.timing.iterations,
+        "wrong": alone.wrong + beside.wrong,
+    }

@@ -85,13 +85,13 @@ def _write_files(
         about = {"library": world.library, "machine": describe(world), "limit": limit}
         return as_json({**asked, **about, "rows": rows})
 
-    contents: dict[str | None, Callable[[], bytes | str]] = {
-        settings.csv: lambda: as_csv(rows),
-        settings.plot: lambda: draw(rows, settings, limit, _heading(settings), where),
-        settings.json: report,
-    }
+    contents: list[tuple[str | None, Callable[[], bytes | str]]] = [
+        (settings.csv, lambda: as_csv(rows)),
+        (settings.plot, lambda: draw(rows, settings, limit, _heading(settings), where)),
+        (settings.json, report),
+    ]
     reasons = []
-    for path, content in contents.items():
+    for path, content in contents:
         try:
             if path:
                 write(path, content())
@@ -110,9 +110,11 @@ def check(settings: Settings, world: World) -> None:
     import numpy as np
 
     from ..collectives import ALGORITHMS
+    from ..comm.agreement import on_rank_0
     from ..comm.reductions import OPS, resolve
     from ..train.config import check_name
     from .files import check_writable
+    from .plot import check_drawable
 
     if settings.benchmark in COLLECTIVES:
         collective = settings.benchmark.removeprefix("i")
@@ -125,6 +127,8 @@ def check(settings: Settings, world: World) -> None:
             raise ConfigError(str(error)) from error
     if settings.plot and world.size < 2:
         raise ConfigError("bench --plot", expected="2 ranks or more, which exchange something", got="1")
+    if settings.plot:
+        on_rank_0(world.comm, check_drawable)
     check_writable("bench", settings.files, world)
     _check_memory(settings, world)
 
@@ -162,11 +166,12 @@ def _rows(settings: Settings, world: World) -> Iterator[Row]:
     if settings.benchmark in PAIRS:
         pairs = point_to_point.Sweep(settings.benchmark, window=settings.window, **timings)
         return point_to_point.sweep(pairs, sizes, world, beside_library=beside)
+    beside = beside and settings.algorithm != "native"
     asked: dict[str, Any] = {"op": settings.op, "algorithm": settings.algorithm, **timings}
     how = collective.Sweep(settings.benchmark, out_of_place=settings.style == "nccl", **asked)
     if settings.benchmark == "iallreduce":
-        return collective.overlap_sweep(how, sizes, world, tests=settings.tests)
-    return collective.sweep(how, sizes, world, beside_library=beside and settings.algorithm != "native")
+        return collective.overlap_sweep(how, sizes, world, tests=settings.tests, beside_library=beside)
+    return collective.sweep(how, sizes, world, beside_library=beside)
 
 
 def _facts(settings: Settings, world: World) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -141,6 +142,12 @@ def parse(argv: Sequence[str]) -> Settings:
         raise ConfigError("bench --predict", expected=f"latency, {', '.join(COLLECTIVES)}", got=given.benchmark)
     if given.plot and not given.plot.endswith(".png"):
         raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(given.plot))
+    files = [os.path.realpath(path) for path in (given.csv, given.json, given.plot) if path]
+    files = [path for path in files if os.path.isfile(path) or not os.path.exists(path)]  # devices take several
+    if len(set(files)) < len(files):
+        raise ConfigError(
+            "bench", expected="a file of its own for each of --csv, --json and --plot", got="the same one"
+        )
     least = {"iterations": 1, "warmup": 0, "window": 1, "tests": 0, "factor": 2}
     for name, smallest in least.items():
         value = getattr(given, name)

@@ -6,10 +6,25 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from .measure import format_size
 from .options import COLLECTIVES, Settings
 
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
+
+
+def check_drawable() -> None:
+    """Load what `draw` needs, before anything is measured for it.
+
+    Raises:
+        ConfigError: matplotlib is missing or broken.
+    """
+    try:
+        from matplotlib.backends import backend_agg  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "bench --plot", expected="matplotlib", got=str(error), remedy="pip install matplotlib"
+        ) from error
 
 
 def draw(
@@ -77,8 +92,13 @@ def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[st
 
 def _predicted_rate(row: dict[str, Any]) -> float:
     """GB/s of what was predicted, by the same factor as those of what was measured."""
-    us = row.get("pure", row.get("avg", 0.0))
+    us = row[_mean(row)]
     return float(row.get("busbw_gb_s", row["nbytes"] / us / 1e3) * us / row["predicted_us"])
+
+
+def _mean(figures: dict[str, Any]) -> str:
+    """The name of the mean that its busbw is of: of a nonblocking collective, that without computing."""
+    return "pure" if "pure" in figures else "avg"
 
 
 def _rate(figures: dict[str, Any], nbytes: int) -> float:
@@ -86,5 +106,5 @@ def _rate(figures: dict[str, Any], nbytes: int) -> float:
     if "median_mb_s" in figures:
         return float(figures["median_mb_s"] / 1e3)
     if "busbw_gb_s" in figures:
-        return float(figures["busbw_gb_s"] * figures.get("avg", 1.0) / figures.get("median", 1.0))
+        return float(figures["busbw_gb_s"] * figures[_mean(figures)] / figures["median"])
     return float(nbytes / figures["median"] / 1e3)

@@ -168,7 +168,7 @@ def test_a_wrong_result_is_told_and_never_chosen(tables, monkeypatch, capsys):
         yield from algorithm.steps(x, *given)
         x[-1:] = -1
 
-    monkeypatch.setitem(ALGORITHMS["broadcast"], "tree", type(algorithm)(forgetful))
+    monkeypatch.setitem(ALGORITHMS["broadcast"], "tree", replace(algorithm, steps=forgetful, blocking=None))
     assert threads.run(2, lambda world: tune.tune(world, SHORT)) == [1, 1]
     assert not list(tables.iterdir())
     text = capsys.readouterr().out
