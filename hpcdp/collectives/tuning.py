@@ -254,7 +254,17 @@ def save(world: World, table: Table) -> Path:
     """
     name = on_rank_0(world.comm, lambda: str(_write(table)))
     world.kept["tuning table"] = table
+    _forget_choices(world)
     return Path(name)
+
+
+def _forget_choices(world: World) -> None:
+    """Have `operations` choose anew: what it keeps by size begins with the name of the collective."""
+    from .select import ALGORITHMS  # which asks this module
+
+    names = {*ALGORITHMS, *(f"i{collective}" for collective in ALGORITHMS)}
+    for key in [key for key in world.kept if isinstance(key, tuple) and key and key[0] in names]:
+        del world.kept[key]
 
 
 def check_folder(world: World) -> None:

@@ -5,8 +5,10 @@ import re
 import socket
 import warnings
 
+import numpy as np
 import pytest
 
+from hpcdp import collectives
 from hpcdp.collectives import tuning
 from hpcdp.collectives.links import ETHERNET, FABRIC, Topology
 from hpcdp.comm import threads
@@ -66,6 +68,28 @@ def test_a_table_is_used_as_soon_as_it_is_saved():
         return first, tuning.choice(world, "allreduce", 4)
 
     assert quietly(3, before_and_after) == [(None, "native")] * 3
+
+
+def test_sizes_that_were_chosen_before_follow_the_table_that_is_saved():
+    def rank(world):
+        world.kept["other"] = world.kept["other", 1] = "kept"
+        before = {call: _chosen_by(world, call) for call in ("allreduce", "iallreduce")}
+        save(world)
+        return before, {call: _chosen_by(world, call) for call in before}, world.kept["other"], world.kept["other", 1]
+
+    for before, after, *kept in threads.run(2, rank):
+        assert before == {"allreduce": "shared", "iallreduce": "shared"}
+        assert after == {"allreduce": "ring", "iallreduce": "ring"}
+        assert kept == ["kept"] * 2
+
+
+def _chosen_by(world, call):
+    """The algorithm that `operations` keeps for 4 KB of float32."""
+    request = getattr(collectives, call)(np.ones(1024, np.float32), world=world)
+    if call == "iallreduce":
+        request.wait()
+    (found,) = [kept for key, kept in world.kept.items() if isinstance(key, tuple) and key[0] == call]
+    return found[0].name
 
 
 def test_other_topologies_have_tables_of_their_own(tables):
