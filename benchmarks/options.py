@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..errors import ConfigError
 from ..train.config import check_name
@@ -34,7 +34,16 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong usage as `ConfigError`, one line, where argparse prints all options."""
+    """Takes options in full alone, and reports wrong usage as `ConfigError`, one line where argparse prints them all.
+
+    Args:
+        options: argparse's own; an ``epilog`` is shown as it is written.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        if "epilog" in options:
+            options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         about = self.prog.removeprefix("hpcdp").strip()
@@ -97,8 +106,6 @@ def parser() -> Parser:
         usage="hpcdp bench BENCHMARK [-m MIN:MAX] [--style osu|nccl] [options]",
         description="Measure messages and collectives on the ranks that a launcher started.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = made.add_argument
     add("benchmark", metavar="BENCHMARK", help="what to measure, one of those below")
@@ -128,9 +135,7 @@ def parse(argv: Sequence[str]) -> Settings:
     Raises:
         ConfigError: it cannot be done.
     """
-    given, unknown = parser().parse_known_args(argv)
-    if unknown:
-        raise ConfigError(f"bench: unexpected argument {unknown[0]!r}", remedy="hpcdp bench -h lists the options")
+    given = parser().parse_args(argv)
     check_name("benchmark", given.benchmark, BENCHMARKS)
     check_name("style", given.style, STYLES)
     check_name("device", given.device, ("cpu",))

@@ -6,8 +6,9 @@ columns (a prediction, the validation) stand after theirs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .options import Settings
 
@@ -41,24 +42,8 @@ _MAIN_OVERLAP = ("overall", "compute", "pure", "overlap")
 _NCCL_TYPES = {"float32": "float", "float64": "double", "float16": "half"}
 
 
-class Style(Protocol):
-    """How results look."""
-
-    def heading(self, facts: Sequence[str]) -> str:
-        """The lines above the table; ``facts`` say where it was measured."""
-        ...
-
-    def line(self, row: Row) -> str:
-        """One size."""
-        ...
-
-    def closing(self, rows: Sequence[Row]) -> str:
-        """The lines below the table, or nothing."""
-        ...
-
-
-class OsuStyle:
-    """As osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on print; ``-f`` shows all columns.
+class Style(ABC):
+    """How results look.
 
     Args:
         settings: what was asked for.
@@ -67,6 +52,25 @@ class OsuStyle:
 
     def __init__(self, settings: Settings, version: str) -> None:
         self._settings, self._version = settings, version
+
+    @abstractmethod
+    def heading(self, facts: Sequence[str]) -> str:
+        """The lines above the table; ``facts`` say where it was measured."""
+
+    @abstractmethod
+    def line(self, row: Row) -> str:
+        """One size."""
+
+    def closing(self, rows: Sequence[Row]) -> str:
+        """The lines below the table, or nothing."""
+        return ""
+
+
+class OsuStyle(Style):
+    """As osu_latency, osu_bw, osu_allreduce, osu_iallreduce and so on print; ``-f`` shows all columns."""
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        super().__init__(settings, version)
         full, name = settings.full, settings.benchmark
         if name == "iallreduce":
             columns = [column for column in _OVERLAP if full or column[1] in _MAIN_OVERLAP]
@@ -94,20 +98,9 @@ class OsuStyle:
         validation = f"{'Fail' if row['wrong'] else 'Pass':>18}" if self._settings.validate else ""
         return f"{row['nbytes']:<10}{values}{iterations}{validation}"
 
-    def closing(self, rows: Sequence[Row]) -> str:
-        return ""
 
-
-class NcclStyle:
-    """As all_reduce_perf and its like print: out of place, then in place; ``#wrong`` counts elements over all ranks.
-
-    Args:
-        settings: what was asked for.
-        version: hpcdp's.
-    """
-
-    def __init__(self, settings: Settings, version: str) -> None:
-        self._settings, self._version = settings, version
+class NcclStyle(Style):
+    """As all_reduce_perf and its like print: out of place, then in place; ``#wrong`` counts elements over all ranks."""
 
     def heading(self, facts: Sequence[str]) -> str:
         settings = self._settings

@@ -44,15 +44,11 @@ Tables are in HPCDP_TUNING_DIR, else beside the compiled kernels.
 
 def parser() -> Parser:
     """The options of ``hpcdp tune``."""
-    import argparse
-
     made = Parser(
         prog="hpcdp tune",
         usage="hpcdp tune [COLLECTIVE ...] [-m MIN:MAX] [--quick] [--dry-run | --show]",
         description="Measure links and algorithms, and save which is the fastest at each size.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     made.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="only these; what was saved of others stays")
     made.add_argument("-m", dest="sizes", metavar="MIN:MAX", help="array sizes in bytes (4:64M); others stay")
@@ -69,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: on every rank, for what cannot be done.
     """
-    given, unknown = parser().parse_known_args(argv)
-    if unknown:
-        raise ConfigError(f"tune: unexpected argument {unknown[0]!r}", remedy="hpcdp tune -h lists the options")
+    given = parser().parse_args(argv)
     from ..collectives import ALGORITHMS
     from .measure import size_range
 

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from hpcdp.train.config import TrainConfig
 
 _MOST_RANKS = 1_000_000
-_INTERRUPTED = 128 + signal.SIGINT
 _TRAIN_EXAMPLES = """\
 examples:
   hpcdp train lenet --data digits --ranks 2
@@ -64,35 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        return _fail("interrupted", _INTERRUPTED)
+        from hpcdp.launch.ending import INTERRUPTED, fail
+
+        return fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
         return 128 + signal.SIGPIPE
     except HpcdpError as error:
         from hpcdp.launch import ProgramMissingError
+        from hpcdp.launch.ending import fail
 
         asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError)
-        return _fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
-
-
-def _fail(reason: object, status: int, *, by_all: bool = False) -> int:
-    """Says why on one line of stderr; a rank of a job ends here, without MPI_Finalize, which waits for all ranks.
-
-    Rank 0 speaks first: where all ranks failed alike, mpirun ends the others before they repeat it, and where that is
-    certain (``by_all``) they say nothing. Of an interrupt the launcher speaks.
-    """
-    from hpcdp.launch.local import launched_rank
-
-    rank = launched_rank()
-    if rank:
-        time.sleep(1.0 if by_all else 0.2)
-    if rank is None or (status != _INTERRUPTED and not (rank and by_all)):
-        with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
-            print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
-    if rank is not None:
-        sys.stdout.flush()
-        os._exit(status)
-    return status
+        return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -101,7 +82,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
     if argv and argv[0] in _FORWARDING:
         return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])
-    parser = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.", allow_abbrev=False)
+    parser = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
     parser.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
     adders = {"train": _add_train, "launch": _add_launch, "info": _add_info, "doctor": _add_doctor}
@@ -124,8 +105,6 @@ def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int
         name,
         help=about,
         description=about[0].upper() + about[1:] + ".",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         **options,
     )
     parser.set_defaults(command=run)
@@ -196,6 +175,7 @@ def _add_doctor(commands: Any) -> Parser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from hpcdp.launch.ending import fail
     from hpcdp.launch.local import launch, launched_ranks
     from hpcdp.train import config as settings
 
@@ -222,12 +202,12 @@ def _train(arguments: argparse.Namespace) -> int:
             with contextlib.suppress(OSError):
                 print("\x1b[?25h", flush=True)
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
-        return _fail(f"{_ended_by(status)}, all ranks have ended{kept}", status)
+        return fail(f"{_ended_by(status)}, all ranks have ended{kept}", status)
     return status
 
 
 def _ended_by(status: int) -> str:
-    if status == _INTERRUPTED:
+    if status == 128 + signal.SIGINT:
         return "interrupted"
     try:
         return f"ended by {signal.Signals(status - 128).name}"
@@ -270,7 +250,9 @@ def _forward(arguments: argparse.Namespace) -> int:
 
         return tune.main(arguments.rest)
     except ConfigError as error:
-        return _fail(error, 2, by_all=True)
+        from hpcdp.launch.ending import fail
+
+        return fail(error, 2, by_all=True)
 
 
 def _info(arguments: argparse.Namespace) -> int:

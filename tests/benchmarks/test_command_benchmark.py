@@ -328,7 +328,7 @@ def test_dtypes_as_osu_names_them() -> None:
         ),
         (1, ["allreduce", "--plot", "x.pdf"], "expected a file name ending in .png, got 'x.pdf'"),
         (2, ["bandwidth", "--predict"], "bench --predict: expected latency, allreduce, iallreduce, reduce_scatter"),
-        (1, ["allreduce", "more"], "unexpected argument 'more'"),
+        (1, ["allreduce", "more"], "bench: unrecognized arguments: more; hpcdp bench -h lists the options"),
     ],
 )
 def test_misuse_is_told_on_every_rank(ranks: int, given: list[str], says: str) -> None:
