@@ -9,27 +9,17 @@ import numpy as np
 
 from ..comm import Reduction, World
 from ..comm.reductions import reducible
-from ..errors import UnsupportedError
 from .progress import Steps
-
-
-def _named(operation: str, op: Reduction) -> str:
-    if not op.named:
-        raise UnsupportedError(
-            operation, where="algorithm='native'", expected="a reduction that MPI has", got=op.name,
-            remedy="use algorithm='auto'",
-        )  # fmt: skip
-    return op.name
 
 
 def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks."""
-    world.comm.native_allreduce(x, _named("allreduce", op))
+    world.comm.native_allreduce(x, op.name)
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     """`allreduce` as a machine."""
-    name, total = _named("allreduce", op), reducible(x)
+    name, total = op.name, reducible(x)
     nan = np.isnan(total) if name in ("min", "max") and total.dtype.kind == "f" else None
     started = [world.comm.native_iallreduce(total, op.without_mean().name)]
     if nan is not None:  # which MPI's own minimum and maximum may drop
@@ -42,7 +32,7 @@ def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Ste
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:
     """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
-    world.comm.native_reduce_scatter(x, out, _named("reduce_scatter", op))
+    world.comm.native_reduce_scatter(x, out, op.name)
 
 
 def allgather(out: np.ndarray, world: World) -> None:
@@ -57,4 +47,4 @@ def broadcast(x: np.ndarray, root: int, world: World) -> None:
 
 def reduce(x: np.ndarray, op: Reduction, root: int, world: World) -> None:
     """Reduce ``x``, shape ``(count,)``, over all ranks, in place on ``root``; elsewhere it may be overwritten."""
-    world.comm.native_reduce(x, _named("reduce", op), root)
+    world.comm.native_reduce(x, op.name, root)

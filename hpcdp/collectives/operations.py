@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import operator
 
 import numpy as np
 
@@ -42,12 +42,13 @@ def allreduce(
 
     Raises:
         UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
-        MismatchError: the ranks called with different sizes, dtypes or ops. On every rank with ``HPCDP_DEBUG=1``, and
-            by algorithm "shared"; else on ranks that get a message of another size than they expect.
+        MismatchError: the ranks called with different sizes, dtypes, ops or algorithms. On every rank alike with
+            ``HPCDP_DEBUG=1``. Without it "shared" and all algorithms that send messages notice it where ranks meet;
+            "native" leaves it to the MPI library, which may fail in its own ways.
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
-    world = init() if world is None else world
+    world = _ranks(world)
     chosen, reduction = _found("allreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("allreduce", x, out)
     if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
@@ -72,20 +73,19 @@ def iallreduce(
 
     Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
     never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking collective
-    ends what was started before it.
+    ends what was started before it. Algorithm "native" may sum in another order than `allreduce` does: MPI libraries
+    have other algorithms for their nonblocking collectives.
 
     Args, Raises: as `allreduce`.
 
     Returns:
         A request: ``test()`` says whether the result is there, ``wait()`` blocks until it is.
     """
-    world = init() if world is None else world
+    world = _ranks(world)
     chosen, reduction = _found("iallreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("iallreduce", x, out)
     staged = _staged("iallreduce", target)
-    assert chosen.steps is not None
-    progress = Progress.of(world)
-    steps = chosen.steps(staged.reshape(-1), reduction, world, progress.tag())
+    steps = chosen.machine(world, "iallreduce", staged.reshape(-1), reduction)
 
     def then_copied_back() -> Steps:
         if world.size > 1:
@@ -93,7 +93,7 @@ def iallreduce(
         if staged is not target:
             target[...] = from_host(staged, target)
 
-    return progress.start(then_copied_back(), staged)
+    return Progress.of(world).start(then_copied_back(), staged)
 
 
 def reduce_scatter(
@@ -116,7 +116,7 @@ def reduce_scatter(
     Returns:
         ``out``.
     """
-    world = init() if world is None else world
+    world = _ranks(world)
     chosen, reduction = _found("reduce_scatter", x, op, algorithm, world)
     ends = bounds(x.size, world.size)
     own = ends[world.rank + 1] - ends[world.rank]
@@ -157,10 +157,10 @@ def allgather(
     Raises:
         UnsupportedError: as `allreduce`, or x has another size than its part of ``out``.
     """
-    world = init() if world is None else world
+    world = _ranks(world)
     array_namespace(x)
     host = to_host(x)
-    gathered = np.empty((world.size, *host.shape), host.dtype) if out is None else _staged("allgather", out)
+    gathered = np.empty((world.size, *host.shape), host.dtype) if out is None else _staged("allgather", out, "out")
     chosen, _ = _found("allgather", gathered, None, algorithm, world)  # x may be of another size on every rank
     ends = bounds(gathered.size, world.size)
     part = gathered.reshape(-1)[ends[world.rank] : ends[world.rank + 1]]
@@ -190,10 +190,10 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     Returns:
         ``x``.
     """
-    world = init() if world is None else world
-    _check_root("broadcast", root, world)
+    world = _ranks(world)
+    root = _checked_root("broadcast", root, world)
     chosen, _ = _found("broadcast", x, None, algorithm, world, root)
-    staged = _staged("broadcast", x)
+    staged = _staged("broadcast", x) if world.rank != root else _source(x)
     chosen.run(world, "broadcast", staged.reshape(-1), root)
     if staged is not x and world.rank != root:
         x[...] = from_host(staged, x)
@@ -219,8 +219,8 @@ def reduce(
     Returns:
         The result on ``root``, elsewhere ``x``.
     """
-    world = init() if world is None else world
-    _check_root("reduce", root, world)
+    world = _ranks(world)
+    root = _checked_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
         host = to_host(x)
@@ -235,15 +235,24 @@ def reduce(
     return target
 
 
+def _ranks(world: World | None) -> World:
+    if world is None:
+        return init()
+    if not isinstance(world, World):
+        raise UnsupportedError("collective", where="world", expected="what hpcdp.init() returns", got=repr(world))
+    return world
+
+
 def _found(
     operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int = 0
 ) -> tuple[Algorithm, Reduction]:
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
-    if _DEBUG:
+    if world.debug:
         with Watchdog.of(world).watching(operation, x):
             _compare(operation, x, op, algorithm, world, root)
+    by_monoid = isinstance(op, Monoid)
     try:
-        key = (operation, x.dtype, op, algorithm, x.nbytes.bit_length())
+        key = (operation, x.dtype, Monoid if by_monoid else op, algorithm, x.nbytes.bit_length())
         found = world.kept.get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
@@ -254,7 +263,7 @@ def _found(
         with Watchdog.of(world).watching(operation, x):
             Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
             found = world.kept[key] = _validated(operation, x, op, algorithm, world)
-    return found
+    return (found[0], resolve(operation, op, x.dtype)) if isinstance(op, Monoid) else found
 
 
 def _compare(operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int) -> None:
@@ -264,32 +273,48 @@ def _compare(operation: str, x: Array, op: str | Monoid | None, algorithm: str, 
     require_same(world.comm, operation, facts, "call it alike, and in the same order, on all ranks")
 
 
-_DEBUG = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
-
-
 def _validated(
     operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World
 ) -> tuple[Algorithm, Reduction]:
-    dtype = np.dtype(str(x.dtype))
+    known = "iufbc" if op is None else "iuf"  # what is only moved may be complex or bool, too
+    dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
+    if dtype.kind not in known or not dtype.isnative:
+        expected = "a native integer or float" + (", complex or bool" if op is None else "")
+        raise UnsupportedError(operation, where="dtype", expected=expected, got=dtype.str)
     reduction = resolve(operation, "sum" if op is None else op, dtype)
-    if dtype.kind not in "iuf" or not dtype.isnative:
-        raise UnsupportedError(operation, where="dtype", expected="a native integer or float", got=dtype.str)
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice for all sizes up to twice this one
     chosen = find(collective, algorithm, nbytes, dtype, None if op is None else reduction, world)
     return chosen, reduction
 
 
-def _check_root(operation: str, root: int, world: World) -> None:
-    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < world.size:
+def _checked_root(operation: str, root: int, world: World) -> int:
+    try:
+        rank = -1 if isinstance(root, bool) else operator.index(root)
+    except TypeError:
+        rank = -1
+    if not 0 <= rank < world.size:
         raise UnsupportedError(operation, where="root", expected=f"a rank, 0 to {world.size - 1}", got=repr(root))
+    return rank
 
 
 def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) -> None:
+    _check_array(operation, "out", out)
     if tuple(out.shape) != shape or out.dtype != x.dtype:
         raise UnsupportedError(
-            operation, where="out", expected=f"{shape} {x.dtype} as x", got=f"{out.shape} {out.dtype}"
+            operation, where="out", expected=f"{shape} {x.dtype} as x", got=f"{tuple(out.shape)} {out.dtype}"
         )
+    _check_writeable(operation, "out", out)
+
+
+def _check_array(operation: str, where: str, x: Array) -> None:
+    if not hasattr(x, "dtype"):
+        raise UnsupportedError(operation, where=where, expected="an array", got=type(x).__name__)
+
+
+def _check_writeable(operation: str, where: str, x: Array) -> None:
+    if not getattr(getattr(x, "flags", None), "writeable", True):
+        raise UnsupportedError(operation, where=where, expected="a writeable array", got="a read-only one")
 
 
 def _receiver(operation: str, x: Array, out: Array) -> Array:
@@ -298,11 +323,16 @@ def _receiver(operation: str, x: Array, out: Array) -> Array:
     return out
 
 
-def _staged(operation: str, target: Array) -> np.ndarray:
+def _source(x: Array) -> np.ndarray:
+    """``x`` as a contiguous host array that MPI may be handed, which wants a writeable one even where it only reads."""
+    host = np.ascontiguousarray(to_host(x))
+    return host if host.flags.writeable else host.copy()
+
+
+def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
     """``target`` itself where it is a contiguous writeable host array, else a copy in one."""
     if type(target) is np.ndarray and target.flags.c_contiguous and target.flags.writeable:
         return target
-    staged = np.ascontiguousarray(to_host(target))
-    if staged is target or not getattr(getattr(target, "flags", None), "writeable", True):
-        raise UnsupportedError(operation, where="x", expected="a writeable array", got="a read-only one")
-    return staged
+    _check_array(operation, where, target)
+    _check_writeable(operation, where, target)
+    return np.array(to_host(target), order="C")

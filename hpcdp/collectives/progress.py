@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from ..comm import Request, World
-from ..comm.communicator import split
+from ..comm.communicator import LANE_BITS, OPERATION_BITS, make_tag, split
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 
@@ -27,10 +28,8 @@ T = TypeVar("T")
 Steps = Generator[Sequence[Request], None, None]
 """A collective under way; each item is a stage: the requests that must be complete before it goes on."""
 
-TAGS = 64
+TAGS = 1 << LANE_BITS
 """Tags of one operation: as many lanes of segments may it have."""
-
-_OPERATIONS = 400  # of different tags; MPI guarantees tags up to 32767
 
 _YIELDS, _NAP_S = 10, 50e-6
 
@@ -61,17 +60,23 @@ class Until:
         wait_for(self.test)
 
 
-class Watched(Until):
-    """The same, under the eyes of a watchdog while it is waited for."""
+class Watched:
+    """That ``test()`` has become true, under the eyes of a watchdog as long as somebody asks again and again."""
 
     def __init__(self, test: Callable[[], bool], watchdog: Watchdog, x: np.ndarray) -> None:
-        super().__init__(test)
-        self._watchdog, self._x = watchdog, x
+        self._test, self._watchdog = test, watchdog
+        self._call = "wait for an iallreduce", x
+
+    def test(self) -> bool:
+        """Whether it has."""
+        done = self._test()
+        if not done:
+            self._watchdog.asked = self._call
+        return done
 
     def wait(self) -> None:
         """Block until it has."""
-        with self._watchdog.watching("wait for an iallreduce", self._x, begins=False):
-            super().wait()
+        wait_for(self.test)
 
 
 class _Machine:
@@ -183,22 +188,27 @@ def wait_for(test: Callable[[], bool]) -> None:
 class Progress:
     """The operations of a world that have been started and have not ended, and the tags that tell them apart."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, watchdog: Watchdog, signatures: int) -> None:
         self.watchdog = watchdog
+        self._signatures = signatures
         self._active = Together([])
         self._count = 0
 
     @classmethod
     def of(cls, world: World) -> Progress:
         """That of ``world``."""
-        return world.kept.get(cls) or world.keep(cls, lambda: cls(Watchdog.of(world)))
+        return world.kept.get(cls) or world.keep(cls, lambda: cls(Watchdog.of(world), world.comm.signatures))
 
-    def tag(self) -> int:
-        """The first tag of the next operation, the same on all ranks, which start operations in one order."""
-        self._count = (self._count + 1) % _OPERATIONS
+    def tag(self, *agreed: object) -> int:
+        """The first tag of the next operation, the same on all ranks, which start operations in one order.
+
+        Args:
+            agreed: what ranks must agree on; the messages of those that do not never meet.
+        """
+        self._count = (self._count + 1) % (1 << OPERATION_BITS)
         if self._count == 0:
             self.finish()  # whoever has the tags that come now for the second time
-        return self._count * TAGS
+        return make_tag(zlib.crc32(repr(agreed).encode()) % self._signatures, self._count)
 
     def start(self, steps: Steps, x: np.ndarray) -> Request:
         """Let a machine that reduces ``x`` progress with the others whenever one of their requests is asked for.

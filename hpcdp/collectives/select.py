@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..comm import Reduction, World
+from ..comm.reductions import OPS
 from ..errors import UnsupportedError
 from . import cost, double_tree, halving_doubling, hierarchical, native, reference, ring, rings, shared, tree, tuning
 from .progress import Progress, Steps, drive
@@ -20,74 +21,91 @@ class Algorithm:
     Each function takes the collective's arguments (see `reference`), then the world, and ``steps`` a tag after it.
     """
 
+    name: str
     steps: Callable[..., Steps] | None
     """A machine; None for what can only block."""
     blocking: Callable[..., None] | None = None
     """What a blocking call uses instead, where it saves time."""
     spares_input: bool = False
     """Whether a reduce leaves the arrays of other ranks than the root as they are."""
+    any_monoid: bool = True
+    """Whether it takes reductions of a user's own, beside the named ones."""
 
-    def run(self, world: World, operation: str, *arguments: object) -> None:
+    def machine(self, world: World, operation: str, x: np.ndarray, *others: object) -> Steps:
+        """One that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
+        assert self.steps is not None
+        agreed = [other.name if isinstance(other, Reduction) else other for other in others if _is_agreed(other)]
+        tag = Progress.of(world).tag(operation, self.name, x.size, x.dtype.char, agreed)
+        return self.steps(x, *others, world, tag)
+
+    def run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
         """Do it, and return when it is done; whatever was started before is ended first."""
         progress = Progress.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1
-        watchdog.call = operation, arguments[0]
+        watchdog.call = operation, x
         try:
             progress.finish()
             if self.blocking is not None:
-                self.blocking(*arguments, world)
+                self.blocking(x, *others, world)
             else:
-                assert self.steps is not None
-                drive(self.steps(*arguments, world, progress.tag()))
+                drive(self.machine(world, operation, x, *others))
         finally:
             watchdog.call = None
 
 
-def _flat(steps: Callable[..., Steps]) -> Algorithm:
+def _is_agreed(argument: object) -> bool:
+    return isinstance(argument, Reduction | int)
+
+
+def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
     """An algorithm over one communicator, for all ranks of a world."""
 
     def over_all_ranks(*arguments: object) -> Steps:
         *given, world, tag = arguments
         return steps(*given, world.comm, tag)  # type: ignore[attr-defined]
 
-    return Algorithm(over_all_ranks)
+    return Algorithm(name, over_all_ranks)
+
+
+def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
+    return {algorithm.name: algorithm for algorithm in algorithms}
 
 
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
-    "allreduce": {
-        "reference": _flat(reference.allreduce),
-        "native": Algorithm(native.allreduce_steps, native.allreduce),
-        "shared": Algorithm(shared.allreduce_steps, shared.allreduce),
-        "ring": _flat(ring.allreduce),
-        "bidirectional": _flat(rings.both_ways),
-        "halving_doubling": _flat(halving_doubling.allreduce),
-        "tree": _flat(tree.allreduce),
-        "double_tree": _flat(double_tree.allreduce),
-        "hierarchical": Algorithm(hierarchical.allreduce),
-    },
-    "reduce_scatter": {
-        "reference": _flat(reference.reduce_scatter),
-        "native": Algorithm(None, native.reduce_scatter),
-        "shared": Algorithm(shared.reduce_scatter_steps, shared.reduce_scatter),
-        "ring": _flat(ring.reduce_scatter),
-        "halving_doubling": _flat(halving_doubling.reduce_scatter),
-    },
-    "allgather": {
-        "reference": _flat(reference.allgather),
-        "native": Algorithm(None, native.allgather),
-        "ring": _flat(ring.allgather),
-    },
-    "broadcast": {
-        "reference": _flat(reference.broadcast),
-        "native": Algorithm(None, native.broadcast),
-        "tree": _flat(tree.broadcast),
-    },
-    "reduce": {
-        "reference": _flat(reference.reduce),
-        "native": Algorithm(None, native.reduce, spares_input=True),
-        "tree": _flat(tree.reduce),
-    },
+    "allreduce": _by_name(
+        _flat("reference", reference.allreduce),
+        Algorithm("native", native.allreduce_steps, native.allreduce, any_monoid=False),
+        Algorithm("shared", shared.allreduce_steps, shared.allreduce, any_monoid=False),
+        _flat("ring", ring.allreduce),
+        _flat("bidirectional", rings.both_ways),
+        _flat("halving_doubling", halving_doubling.allreduce),
+        _flat("tree", tree.allreduce),
+        _flat("double_tree", double_tree.allreduce),
+        Algorithm("hierarchical", hierarchical.allreduce),
+    ),
+    "reduce_scatter": _by_name(
+        _flat("reference", reference.reduce_scatter),
+        Algorithm("native", None, native.reduce_scatter, any_monoid=False),
+        Algorithm("shared", shared.reduce_scatter_steps, shared.reduce_scatter, any_monoid=False),
+        _flat("ring", ring.reduce_scatter),
+        _flat("halving_doubling", halving_doubling.reduce_scatter),
+    ),
+    "allgather": _by_name(
+        _flat("reference", reference.allgather),
+        Algorithm("native", None, native.allgather),
+        _flat("ring", ring.allgather),
+    ),
+    "broadcast": _by_name(
+        _flat("reference", reference.broadcast),
+        Algorithm("native", None, native.broadcast),
+        _flat("tree", tree.broadcast),
+    ),
+    "reduce": _by_name(
+        _flat("reference", reference.reduce),
+        Algorithm("native", None, native.reduce, spares_input=True, any_monoid=False),
+        _flat("tree", tree.reduce),
+    ),
 }
 """For every collective its algorithms by name."""
 
@@ -98,7 +116,7 @@ def find(
     """The algorithm of that name, or for ``"auto"`` what `choose` says.
 
     Raises:
-        UnsupportedError: there is none of that name; it lists the valid ones.
+        UnsupportedError: there is none of that name, or it has no such reduction; it lists the valid ones.
     """
     known: Mapping[str, Algorithm] = ALGORITHMS[collective]
     if algorithm == "auto":
@@ -106,7 +124,13 @@ def find(
     if algorithm not in known:
         valid = " or ".join(["auto", *known])
         raise UnsupportedError(collective, where="algorithm", expected=valid, got=repr(algorithm))
-    return known[algorithm]
+    found = known[algorithm]
+    if op is not None and not (op.named or found.any_monoid):
+        raise UnsupportedError(
+            collective, where=f"algorithm={algorithm!r}", expected=" or ".join(OPS), got=f"the monoid {op.name!r}",
+            remedy="use algorithm='auto'",
+        )  # fmt: skip
+    return found
 
 
 def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, world: World) -> str:
@@ -124,9 +148,9 @@ def choose(collective: str, nbytes: int, dtype: np.dtype, op: Reduction | None, 
 
 def _able(collective: str, dtype: np.dtype, op: Reduction | None, world: World) -> list[str]:
     """The algorithms that can do it; the specification is none to choose."""
-    names = [name for name in ALGORITHMS[collective] if name != "reference"]
-    if op is not None and not op.named:
-        names.remove("native")
+    by_monoid = op is not None and not op.named
+    names = [each.name for each in ALGORITHMS[collective].values() if each.any_monoid or not by_monoid]
+    names.remove("reference")
     if "shared" in names and not (op is not None and shared.can_reduce(dtype, op, world)):
         names.remove("shared")
     return names

@@ -169,21 +169,12 @@ def allreduce(x: np.ndarray, op: Reduction, world: World) -> None:
         UnsupportedError: several nodes, memory that cannot be shared, or a dtype that is not reduced here.
         MismatchError: ranks called with other sizes, dtypes or ops.
     """
-    drive(_staging_of(world).allreduce(x, _named(op), patient=True))
+    drive(_staging_of(world).allreduce(x, op.name, patient=True))
 
 
 def allreduce_steps(x: np.ndarray, op: Reduction, world: World, tag: int) -> Steps:
     """`allreduce` as a machine."""
-    return _staging_of(world).allreduce(x, _named(op), patient=False)
-
-
-def _named(op: Reduction) -> str:
-    if not op.named:
-        raise UnsupportedError(
-            "allreduce", where="algorithm='shared'", expected="a reduction that there are kernels for", got=op.name,
-            remedy="use algorithm='auto'",
-        )  # fmt: skip
-    return op.name
+    return _staging_of(world).allreduce(x, op.name, patient=False)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, world: World) -> None:

@@ -8,6 +8,41 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..errors import MismatchError
+
+LANE_BITS, OPERATION_BITS = 6, 9
+"""A tag is ``signature << 15 | operation << 6 | lane``; MPI guarantees the lower 15 bits, most libraries have 31."""
+
+
+def make_tag(signature: int, operation: int, lane: int = 0) -> int:
+    """The tag of one lane of the messages of one operation.
+
+    Args:
+        signature: what all ranks must agree on, hashed: messages of ranks that do not agree never meet, since a message
+            that is longer than its receiver expects may overwrite memory (Open MPI 5 between processes of one machine).
+        operation: a number that tells operations under way from each other, below ``2 ** OPERATION_BITS``.
+        lane: below ``2 ** LANE_BITS``.
+    """
+    return (signature << OPERATION_BITS | operation) << LANE_BITS | lane
+
+
+def disagree(expected: int, got: int) -> bool:
+    """Whether two tags are of one operation, called by ranks that do not agree about it."""
+    signatures = LANE_BITS + OPERATION_BITS
+    same_operation = (expected ^ got) >> LANE_BITS & (1 << OPERATION_BITS) - 1 == 0
+    return same_operation and expected >> signatures != got >> signatures
+
+
+def disagreement(source: int) -> MismatchError:
+    """What is raised where rank ``source`` sent something of the same operation, but with another signature."""
+    return MismatchError(
+        "receive",
+        where=f"from rank {source} of this communicator",
+        expected="a message of the same collective, size, dtype, op and algorithm",
+        got="one that differs in some of them",
+        remedy="call collectives alike, and in the same order, on all ranks; HPCDP_DEBUG=1 compares each call",
+    )
+
 
 class Request(Protocol):
     """A message under way."""
@@ -26,6 +61,8 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    signatures: int
+    """How many different signatures its tags can carry."""
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -36,7 +73,10 @@ class Communicator(Protocol):
         ...
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
-        """Receive into ``x`` from ``source``, which must have sent as many bytes."""
+        """Receive into ``x`` from ``source``, which must have sent as many bytes.
+
+        Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.
+        """
         ...
 
     def native_allreduce(self, x: np.ndarray, op: str) -> None:

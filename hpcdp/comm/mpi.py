@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable
-from typing import Any
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from ..errors import MismatchError, UnsupportedError
-from .communicator import Request, split
+from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
 from .reductions import reducible, resolve
 
 MAX_ELEMENTS = 2**30
 """Arrays are passed to MPI in pieces of at most this many elements: Open MPI 5's Bcast fails at 2^31."""
 
+_TESTS_A_LOOK = 1 << 14
+"""After so many tests in vain, some 10 ms of spinning or 2 s of naps, a receive looks for what else has come."""
+
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _explained(native: Callable[P, T]) -> Callable[P, T]:
+    """A collective of MPI's own, with its word for messages that do not fit put as ours."""
+
+    @functools.wraps(native)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return native(*args, **kwargs)
+        except MPI.Exception as error:
+            if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_COUNT):
+                raise
+            raise MismatchError(
+                native.__name__.removeprefix("native_"),
+                expected="the same sizes and dtypes on all ranks",
+                got=f"the MPI library's {error.Get_error_string()}",
+                remedy="HPCDP_DEBUG=1 compares each call",
+            ) from error
+
+    return explained
 
 
 class MpiRequest:
@@ -36,53 +65,31 @@ class MpiRequest:
 
 
 class MpiReceive:
-    """A receive of MPI, which must bring as many bytes as were expected."""
+    """A receive of MPI. Whoever waits looks now and then whether the sender does something else."""
 
-    __slots__ = ("_done", "_request", "_source", "_status", "_x")
+    __slots__ = ("_comm", "_request", "_source", "_tag", "_tests", "_x")
 
-    def __init__(self, request: MPI.Request, x: np.ndarray, source: int) -> None:
-        self._request = request
-        self._x = x
-        self._source = source
-        self._status = MPI.Status()
-        self._done = False  # a complete request of MPI tells no number of bytes when it is asked again
+    def __init__(self, comm: MPI.Comm, x: np.ndarray, source: int, tag: int) -> None:
+        self._request = comm.Irecv(_known(x), source, tag)
+        self._comm, self._x, self._source, self._tag = comm, x, source, tag
+        self._tests = 0
 
     def test(self) -> bool:
-        if not self._done:
-            try:
-                self._done = bool(self._request.Test(self._status))
-            except MPI.Exception as error:
-                raise self._explained(error) from error
-            if self._done:
-                self._check()
-        return self._done
+        if self._request.Test():
+            return True
+        self._tests += 1
+        if self._tests % _TESTS_A_LOOK == 0:
+            self._look()
+        return False
 
     def wait(self) -> None:
-        if not self._done:
-            try:
-                self._request.Wait(self._status)
-            except MPI.Exception as error:
-                raise self._explained(error) from error
-            self._done = True
-            self._check()
+        while not self.test():
+            os.sched_yield()
 
-    def _check(self) -> None:
-        nbytes = self._status.Get_count(MPI.BYTE)
-        if nbytes != self._x.nbytes:
-            raise self._mismatch(str(nbytes))
-
-    def _explained(self, error: MPI.Exception) -> Exception:
-        return self._mismatch("more") if error.Get_error_class() == MPI.ERR_TRUNCATE else error
-
-    def _mismatch(self, got: str) -> MismatchError:
-        return MismatchError(
-            "receive",
-            where=f"from rank {self._source} of this communicator",
-            expected=f"{self._x.nbytes} bytes",
-            got=got,
-            remedy="call collectives with the same sizes, dtypes and algorithms, in the same order, on all ranks; "
-            "HPCDP_DEBUG=1 compares them before each call",
-        )
+    def _look(self) -> None:
+        status = MPI.Status()
+        if self._comm.Iprobe(self._source, MPI.ANY_TAG, status) and disagree(self._tag, status.Get_tag()):
+            raise disagreement(self._source)
 
 
 class Pieces:
@@ -112,6 +119,7 @@ class MpiCommunicator:
         self.mpi = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
+        self.signatures = (int(comm.Get_attr(MPI.TAG_UB) or 32767) + 1) >> LANE_BITS + OPERATION_BITS
 
     def barrier(self) -> None:
         self.mpi.Barrier()
@@ -123,9 +131,10 @@ class MpiCommunicator:
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
         if x.size <= MAX_ELEMENTS:
-            return MpiReceive(self.mpi.Irecv(_known(x), source, tag), x, source)
+            return MpiReceive(self.mpi, x, source, tag)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
+    @_explained
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         resolve("allreduce", op, x.dtype)
         wide = reducible(x)
@@ -157,6 +166,7 @@ class MpiCommunicator:
     def native_iallreduce(self, x: np.ndarray, op: str) -> Request:
         return Pieces(MpiRequest(self.mpi.Iallreduce(MPI.IN_PLACE, piece, _OPS[op]), x) for piece in _pieces(x))
 
+    @_explained
     def native_reduce_scatter(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         if x.size > MAX_ELEMENTS or reducible(x[:0]).dtype != x.dtype or (op in ("min", "max") and x.dtype.kind == "f"):
             for owner, part in enumerate(split(x.copy(), self.size)):
@@ -169,6 +179,7 @@ class MpiCommunicator:
         if op == "mean":
             out /= out.dtype.type(self.size)
 
+    @_explained
     def native_reduce(self, x: np.ndarray, op: str, root: int) -> None:
         wide = reducible(x)
         if wide is not x:
@@ -186,6 +197,7 @@ class MpiCommunicator:
         if op == "mean":
             x /= x.dtype.type(self.size)
 
+    @_explained
     def native_allgather(self, out: np.ndarray) -> None:
         parts = split(_known(out), self.size)
         if out.size <= MAX_ELEMENTS:
@@ -194,6 +206,7 @@ class MpiCommunicator:
         for owner, part in enumerate(parts):
             self.native_broadcast(part, owner)
 
+    @_explained
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         for piece in _pieces(_known(x)):
             self.mpi.Bcast(piece, root)

@@ -20,13 +20,22 @@ class Monoid:
     Args:
         function: takes two arrays of one shape and dtype and returns their reduction, element by element, changing
             neither. It must be associative and commutative: algorithms reduce in orders of their own.
-        identity: reduces with any x to x.
-        name: for messages.
+        identity: reduces with any x to x: what a rank without data fills its array with.
+        name: for messages; the same on all ranks.
+
+    Raises:
+        UnsupportedError: ``function`` cannot be called.
     """
 
     function: Callable[[np.ndarray, np.ndarray], np.ndarray]
     identity: float
     name: str = "monoid"
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise UnsupportedError(
+                "Monoid", where="function", expected="a function of two arrays", got=repr(self.function)
+            )
 
 
 @dataclass(frozen=True)

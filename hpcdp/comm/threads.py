@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, MismatchError, WorldAborted
-from .communicator import Traffic, split
+from .communicator import Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
 from .shared import patience_for
 from .world import World
@@ -60,7 +60,8 @@ class _Group:
         self.met = job.condition()
         self.arrived = [job.condition() for _ in range(size)]
         """A message for this rank: the others sleep on."""
-        self.mail: dict[tuple[int, int, int], deque[np.ndarray]] = defaultdict(deque)
+        self.mail: dict[tuple[int, int], dict[int, deque[np.ndarray]]] = defaultdict(dict)
+        """By source and destination: messages that nobody has received, by tag."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
 
 
@@ -85,16 +86,19 @@ class _Receive:
             self._group.job.wait_for(self._take, self._group.arrived[self._key[1]])
 
     def _take(self) -> bool:
-        box = self._group.mail[self._key]
-        if not self._done and box:
-            message = box.popleft()
+        source, dest, tag = self._key
+        boxes = self._group.mail[source, dest]
+        if not self._done and tag in boxes:
+            message = boxes[tag].popleft()
+            if not boxes[tag]:
+                del boxes[tag]
             if message.nbytes != self._x.nbytes:
-                source, _, tag = self._key
-                raise MismatchError(
-                    "receive", where=f"from {source}, tag {tag}", expected=f"{self._x.nbytes} bytes", got=message.nbytes
-                )
+                expected = f"{self._x.nbytes} bytes"
+                raise MismatchError("receive", where=f"from {source}, tag {tag}", expected=expected, got=message.nbytes)
             self._x.reshape(-1)[...] = message.view(self._x.dtype)
             self._done = True
+        if not self._done and any(disagree(tag, other) for other in boxes):
+            raise disagreement(source)
         return self._done
 
 
@@ -128,6 +132,8 @@ class _Meeting:
 class ThreadCommunicator:
     """One thread rank's end of a group (see `Communicator`)."""
 
+    signatures = 1 << 16
+
     def __init__(self, group: _Group, rank: int) -> None:
         self.rank = rank
         self.size = group.size
@@ -155,7 +161,7 @@ class ThreadCommunicator:
         self.traffic.messages += 1
         self.traffic.nbytes += x.nbytes
         with self._group.job.lock:
-            self._group.mail[self.rank, dest, tag].append(x.reshape(-1).copy())
+            self._group.mail[self.rank, dest].setdefault(tag, deque()).append(x.reshape(-1).copy())
             self._group.arrived[dest].notify_all()
         return _Sent()
 

@@ -58,6 +58,8 @@ class Watchdog:
         """What this rank is in, a new tuple for every call: the operation and its array."""
         self.calls = 0
         """How many calls this rank has begun."""
+        self.asked: tuple[str, object] | None = None
+        """What this rank has asked for in vain, since the watchdog looked last."""
         self._world, self._limit = world, limit
         self._stream = sys.stderr if stream is None else stream
         self._ended = threading.Event()
@@ -71,9 +73,9 @@ class Watchdog:
         return world.kept.get(cls) or world.keep(cls, lambda: cls(world, 0))
 
     @contextlib.contextmanager
-    def watching(self, operation: str, x: object, begins: bool = True) -> Iterator[None]:
-        """Watch what is done meanwhile; ``begins`` where all ranks come here once, so that who has not can be told."""
-        self.calls += begins
+    def watching(self, operation: str, x: object) -> Iterator[None]:
+        """Watch what is done meanwhile; all ranks come here, so who has not can be told."""
+        self.calls += 1
         self.call = operation, x
         try:
             yield
@@ -89,12 +91,13 @@ class Watchdog:
         since = time.monotonic()
         while not self._ended.wait(min(1.0, self._limit / _LOOKS)):
             self._seen[self._world.node_memory.rank] = self.calls
-            if self.call is not call or call is None or kernels.loading():
-                call, since = self.call, time.monotonic()
+            now, self.asked = self.call or self.asked, None
+            if now is not call or call is None or kernels.loading():
+                call, since = now, time.monotonic()
             elif time.monotonic() - since > self._limit:
                 self._report(call)
                 time.sleep(_GRACE_S)  # the other ranks have something to say too
-                if self.call is call:
+                if (self.call or self.asked) is call:
                     self._world.comm.abort(1)
                     return
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, LaunchError
+from .agreement import require_same
 from .communicator import Communicator
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
@@ -58,12 +59,16 @@ class World:
     """How many cores the ranks of this node may use together."""
     device: str = "cpu"
     """Where this rank computes."""
+    debug: bool = False
+    """Whether every call of a collective is compared over the ranks before it is done: ``HPCDP_DEBUG`` of rank 0."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
         with Watchdog.of(self).watching("barrier", None):
+            if self.debug:
+                require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
             self.comm.barrier()
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
@@ -122,9 +127,10 @@ def _start(ranks_per_node: int | None) -> World:
     if everyone.size > 1:
         _abort_when_one_rank_fails(MPI.COMM_WORLD)
     comm = MpiCommunicator(everyone)
-    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limit_s()]
+    debug = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
+    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limit_s(), debug]
     machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-    ranks_per_node, sharing, limit = comm.allgather_json(mine)[0]
+    ranks_per_node, sharing, limit, debug = comm.allgather_json(mine)[0]
     node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
     node_comm = MpiCommunicator(node)
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
@@ -148,6 +154,7 @@ def _start(ranks_per_node: int | None) -> World:
         node_memory=memory,
         library=library,
         cores=cores,
+        debug=debug,
         kept={"ranks_per_node": ranks_per_node},
     )
     world.keep(Watchdog, lambda: Watchdog(world, limit if world.size > 1 else 0))

@@ -209,7 +209,8 @@ class Reducer:
             allreduce(shard, world=self.world)
             return
         self._progress.finish()
-        tag = self._progress.tag()  # also of ranks without a rail, so that later tags are the same everywhere
+        # Also ranks without a rail take a tag, so that later ones are the same everywhere.
+        tag = self._progress.tag("bucket", bucket.number)
         if self.rail is None:
             return
         if bucket.number in self._over_rings:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdp.collectives import Monoid, allreduce, shared
+from hpcdp.collectives import allreduce, shared
 from hpcdp.comm import threads
 from hpcdp.errors import MismatchError, UnsupportedError
 
@@ -54,13 +54,6 @@ def test_ranks_that_call_differently_are_told_on_every_rank(odd, n):
     threads.run(n, rank)
     assert len(told) == n
     assert all("the same dtype, number of elements and op on every rank" in text for text in told)
-
-
-@pytest.mark.parametrize("name", ["sum", "mine"])
-def test_a_reduction_of_ones_own_is_refused_whatever_its_name(name):
-    mine = Monoid(np.minimum, np.inf, name)
-    with pytest.raises(UnsupportedError, match=f"a reduction that there are kernels for, got {name}"):
-        threads.run(2, lambda world: allreduce(np.ones(3), mine, world, "shared"))
 
 
 @pytest.mark.parametrize("odd", [1 << 22, 1 << 24, (1 << 24) + 7, 1 << 31])
