@@ -53,7 +53,7 @@ def allreduce(
     target = x if out is None else _receiver("allreduce", x, out)
     if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
         if world.size > 1:
-            chosen.run(world, "allreduce", target if target.ndim == 1 else target.reshape(-1), reduction)
+            chosen.run(world, "allreduce", _flat(target), reduction)
         return target
     staged = _staged("allreduce", target)
     if world.size > 1:
@@ -160,22 +160,30 @@ def allgather(
     world = _ranks(world)
     array_namespace(x)
     host = to_host(x)
-    gathered = np.empty((world.size, *host.shape), host.dtype) if out is None else _staged("allgather", out, "out")
+    if out is None:
+        gathered = np.empty((world.size, *host.shape), host.dtype)
+        gathered[world.rank] = host
+    else:
+        gathered = _staged("allgather", out, "out")
+        _own_part(gathered, host, world)[...] = host.reshape(-1)
     chosen, _ = _found("allgather", gathered, None, algorithm, world)  # x may be of another size on every rank
-    ends = bounds(gathered.size, world.size)
-    part = gathered.reshape(-1)[ends[world.rank] : ends[world.rank + 1]]
-    if part.size != host.size or gathered.dtype != host.dtype:
-        raise UnsupportedError(
-            "allgather", where="out", expected=f"{host.size} {host.dtype} elements for this rank's x",
-            got=f"{part.size} {gathered.dtype}: its part of {gathered.size} over {world.size} ranks",
-        )  # fmt: skip
-    part[...] = host.reshape(-1)
     chosen.run(world, "allgather", gathered.reshape(-1))
     if out is None:
         return from_host(gathered, x)
     if gathered is not out:
         out[...] = from_host(gathered, out)
     return out
+
+
+def _own_part(gathered: np.ndarray, x: np.ndarray, world: World) -> np.ndarray:
+    ends = bounds(gathered.size, world.size)
+    part = gathered.reshape(-1)[ends[world.rank] : ends[world.rank + 1]]
+    if part.size != x.size or gathered.dtype != x.dtype:
+        raise UnsupportedError(
+            "allgather", where="out", expected=f"{x.size} {x.dtype} elements for this rank's x",
+            got=f"{part.size} {gathered.dtype}: its part of {gathered.size} over {world.size} ranks",
+        )  # fmt: skip
+    return part
 
 
 def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: str = "auto") -> Array:
@@ -194,7 +202,7 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     root = _checked_root("broadcast", root, world)
     chosen, _ = _found("broadcast", x, None, algorithm, world, root)
     staged = _staged("broadcast", x) if world.rank != root else _source(x)
-    chosen.run(world, "broadcast", staged.reshape(-1), root)
+    chosen.run(world, "broadcast", _flat(staged), root)
     if staged is not x and world.rank != root:
         x[...] = from_host(staged, x)
     return x
@@ -225,11 +233,11 @@ def reduce(
     if world.rank != root:
         host = to_host(x)
         work = host if chosen.spares_input and host.flags.c_contiguous else np.array(host, order="C")
-        chosen.run(world, "reduce", work.reshape(-1), reduction, root)
+        chosen.run(world, "reduce", _flat(work), reduction, root)
         return x
     target = x if out is None else _receiver("reduce", x, out)
     staged = _staged("reduce", target)
-    chosen.run(world, "reduce", staged.reshape(-1), reduction, root)
+    chosen.run(world, "reduce", _flat(staged), reduction, root)
     if staged is not target:
         target[...] = from_host(staged, target)
     return target
@@ -289,6 +297,8 @@ def _validated(
 
 
 def _checked_root(operation: str, root: int, world: World) -> int:
+    if type(root) is int and 0 <= root < world.size:
+        return root
     try:
         rank = -1 if isinstance(root, bool) else operator.index(root)
     except TypeError:
@@ -321,6 +331,10 @@ def _receiver(operation: str, x: Array, out: Array) -> Array:
     _check_like(operation, out, tuple(x.shape), x)
     out[...] = x
     return out
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def _source(x: Array) -> np.ndarray:

@@ -34,7 +34,7 @@ def _explained(native: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(native)
     def explained(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return native(*args, **kwargs)
+            return native(*args)
         except MPI.Exception as error:
             if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_COUNT):
                 raise
@@ -199,12 +199,14 @@ class MpiCommunicator:
 
     @_explained
     def native_allgather(self, out: np.ndarray) -> None:
-        parts = split(_known(out), self.size)
-        if out.size <= MAX_ELEMENTS:
-            self.mpi.Allgatherv(MPI.IN_PLACE, [_known(out), [part.size for part in parts]])
-            return
-        for owner, part in enumerate(parts):
-            self.native_broadcast(part, owner)
+        if out.size > MAX_ELEMENTS:
+            for owner, part in enumerate(split(out, self.size)):
+                self.native_broadcast(part, owner)
+        elif out.size % self.size:
+            counts = [part.size for part in split(out, self.size)]
+            self.mpi.Allgatherv(MPI.IN_PLACE, [_known(out), counts])
+        else:
+            self.mpi.Allgather(MPI.IN_PLACE, _known(out))
 
     @_explained
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
@@ -226,11 +228,11 @@ class MpiCommunicator:
 
 def _known(x: np.ndarray) -> np.ndarray:
     """``x`` in a dtype that MPI can carry: float16 as its bits."""
-    return x.view(np.uint16) if x.dtype == np.float16 else x
+    return x.view(np.uint16) if x.dtype.char == "e" else x
 
 
 def _pieces(x: np.ndarray) -> list[np.ndarray]:
+    if x.size <= MAX_ELEMENTS:
+        return [x]
     flat = x.reshape(-1)  # a view: callers pass contiguous arrays
-    if flat.size <= MAX_ELEMENTS:
-        return [flat]
     return [flat[start : start + MAX_ELEMENTS] for start in range(0, flat.size, MAX_ELEMENTS)]

@@ -116,7 +116,7 @@ def reducible(x: np.ndarray) -> np.ndarray:
     MPI has no float16, which is reduced in float32; Open MPI 5's sums of integers of 8 and 16 bits saturate where
     they should wrap around.
     """
-    if x.dtype == np.float16:
+    if x.dtype.char == "e":  # float16
         return x.astype(np.float32)
     if x.dtype.kind in "iu" and x.dtype.itemsize < 4:
         return x.astype(np.int32)
