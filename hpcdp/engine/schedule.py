@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from threading import get_ident
 
 from ..errors import ConfigError
-from .tasks import DeferredTask, Failure, Lane, Task, Variable, Waiter, silent_bell
+from .tasks import DeferredTask, Failure, Lane, Task, Variable, Waiter, ring_last, silent_bell
 
 _ENTERED = -1  # of Task.taken: the task is its lane's now
 
@@ -60,7 +60,7 @@ class Schedule:
                         if not task.blockers:
                             heappush(lane.ready, (-task.priority, task.order, task))
                             if lane.asleep:
-                                lane.asleep.pop().release()
+                                ring_last(lane.asleep)
                     except BaseException:
                         self._withdraw(task)
                         raise
@@ -73,7 +73,7 @@ class Schedule:
         """Undo what was interrupted half-way, or complete it."""
         if task.taken == _ENTERED:
             if task.lane.asleep:
-                task.lane.asleep.pop().release()
+                ring_last(task.lane.asleep)
             return
         for number, var in enumerate((*task.writes, *task.shared)[: task.taken]):
             writing = number < len(task.writes)
@@ -239,6 +239,5 @@ class Schedule:
 
 
 def _ring(bells: list[threading.Lock]) -> None:
-    for bell in bells:
-        bell.release()
-    bells.clear()
+    while bells:
+        ring_last(bells)

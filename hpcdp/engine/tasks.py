@@ -162,7 +162,7 @@ class Lane:
         """Ring for a task, unless a thread of lane ``own`` asks, which takes the first one itself."""
         heappush(self.ready, (-task.priority, task.order, task))
         if self.asleep and (self is not own or len(self.ready) > 1):
-            self.asleep.pop().release()
+            ring_last(self.asleep)
 
 
 def silent_bell() -> threading.Lock:
@@ -170,3 +170,10 @@ def silent_bell() -> threading.Lock:
     bell = threading.Lock()
     bell.acquire()
     return bell
+
+
+def ring_last(bells: list[threading.Lock]) -> None:
+    """Ring the last of the bells and remove it, so that Ctrl-C cannot come between (it could after ``bells.pop()``)."""
+    bell = bells[-1]
+    del bells[-1]
+    bell.release()
