@@ -15,7 +15,7 @@ from typing import Self
 
 from ..errors import ConfigError
 from .schedule import Schedule
-from .tasks import DeferredTask, Lane, Task, Variable
+from .tasks import DeferredTask, Lane, Task, Variable, throw
 from .workers import Observer, Workers
 
 Done = Callable[..., None]
@@ -160,12 +160,7 @@ class Engine:
         self._schedule.enter(task)
         if self.synchronous:
             self._workers.run_inline()
-            self._raise_unseen()
-
-    def _raise_unseen(self) -> None:
-        failure = self._schedule.take_unseen()
-        if failure is not None:
-            failure.throw()
+            throw(self._schedule.take_unseen())
 
     def wait_to_read(self, var: Variable) -> None:
         """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
@@ -174,9 +169,7 @@ class Engine:
             ConfigError: it is not done, and will not be: a task of this engine asks, or the engine was shut down.
             BaseException: what the last of those writes raised, with its traceback and a note on who pushed it.
         """
-        failure = self._schedule.wait_for(var)
-        if failure is not None:
-            failure.throw()
+        throw(self._schedule.wait_for(var))
 
     def waitall(self) -> None:
         """Block until everything pushed is done, then raise the first exception that nobody has seen.
@@ -185,7 +178,7 @@ class Engine:
             ConfigError: a task of this engine asks, which would wait for itself.
         """
         self._schedule.wait_for_all()
-        self._raise_unseen()
+        throw(self._schedule.take_unseen())
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again.

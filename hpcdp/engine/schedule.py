@@ -100,6 +100,8 @@ class Schedule:
             dropped = self._complete(task, failure, task.lane)
         elif failure is not None:
             dropped = self._end(task, failure, task.lane)
+            if dropped is None:  # its function has raised after it had said that it is done
+                self._unseen = self._unseen or failure
         if self.closed and not self._running:
             _ring(self._drained)
         return dropped

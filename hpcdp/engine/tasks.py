@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappush
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 
 class Variable:
@@ -63,9 +63,15 @@ class Failure:
     def __init__(self, error: BaseException) -> None:
         self.error, self.traceback = error, error.__traceback__
 
-    def throw(self) -> NoReturn:
-        """Raise it, as if for the first time."""
-        raise self.error.with_traceback(self.traceback)
+
+def throw(failure: Failure | None) -> None:
+    """Raise a failure, if there is one, as if for the first time."""
+    if failure is not None:
+        error, trace = failure.error, failure.traceback
+        try:
+            raise error.with_traceback(trace)
+        finally:
+            del failure, error, trace  # a frame of the traceback that held it would keep all that it shows alive
 
 
 class Task:

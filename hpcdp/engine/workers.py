@@ -83,9 +83,12 @@ class Workers:
             return bool(idle())
         except BaseException as error:
             failure = Failure(error)
-        for task in tuple(lane.deferred):
+        deferred = tuple(lane.deferred)
+        if not deferred:
+            self._schedule.keep_unseen(failure)
+        for task in deferred:
+            failure.error.add_note(task.pushed_by())
             self._end(task, failure)
-        self._schedule.keep_unseen(failure)
         return False
 
     def _run(self, task: Task) -> Failure | None:
@@ -96,22 +99,21 @@ class Workers:
                 return var.failure
         observer = self.observer
         start_ns = time.perf_counter_ns() if observer is not None else 0
-        failure = None
+        # Frames of the traceback lead to this one: a local variable with the failure would keep all of them alive.
         try:
             if isinstance(task, DeferredTask):
                 task.name, task.start_ns = task.label(), start_ns
                 task.fn(partial(self._done, task))
             else:
                 task.fn()
+            return None
         except BaseException as error:  # carried to whoever waits, KeyboardInterrupt too
             error.add_note(task.pushed_by())
-            own_frame = error.__traceback__
-            failure = Failure(error.with_traceback(own_frame and own_frame.tb_next))
-            del own_frame
-        if observer is not None and not task.deferred:
-            self._observe(task, start_ns)
-        task.fn = None  # what the closure holds can go now
-        return failure
+            return Failure(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        finally:
+            if observer is not None and not task.deferred:
+                self._observe(task, start_ns)
+            task.fn = None  # what the closure holds can go now
 
     def _done(self, task: DeferredTask, error: BaseException | None = None) -> None:
         if error is None:
