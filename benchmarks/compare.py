@@ -2,9 +2,9 @@
 
 ``mpirun -n 2 python -m hpcdp.benchmarks.compare -m 4:64M`` (one node). In a turn the bare patterns of `floor`, hpcdp,
 the MPI library in place and out of place, and gloo where PyTorch is installed, each reduce data that were written just
-before. Columns are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's, ``peer x`` the best
-peer's over hpcdp's, both as the median of the ratios within turns: first for gradients in buckets in the node's memory
-(``Trainer.allreduce_grads``), then for any array (``hpcdp.allreduce``).
+before. Times are medians in microseconds; ``floor %`` is the best pattern's time over hpcdp's, ``peer x`` the best
+peer's over hpcdp's, both as the median of the ratios within turns: for gradients in buckets in the node's memory
+(``Trainer.allreduce_grads``), and for any array (``hpcdp.allreduce``).
 
 MPICH needs an environment of its own beside Open MPI, so whole jobs alternate with it: ``python -m
 hpcdp.benchmarks.compare --mpich .venv-mpich/bin/python`` starts them, outside mpirun, and joins what they report. The
@@ -14,6 +14,7 @@ suite, `run`, goes the same way.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from functools import partial
 from typing import Any
 
@@ -87,19 +88,18 @@ def compare(
 
 
 def print_row(row: dict[str, Any], *, heading: bool) -> None:
-    """One line of the table, under its heading where that is asked for."""
+    """One size, a line a candidate, under the heading where that is asked for; at most 80 columns wide."""
     if heading:
-        names = "".join(f"{name:>{_width(name)}}" for name in row["median_us"])
-        print(f"{'# Size':<8}{names}{'floor %':>14}{'peer x':>14}  best peer")
-    columns = "".join(f"{us:>{_width(name)}.2f}" for name, us in row["median_us"].items())
-    shares = " ".join(f"{100 * share:.0f}" for share in row["floor_share"].values())
-    ratios = " ".join(f"{ratio:.2f}" for ratio in row["peer_ratio"].values())
-    faulty = ", ".join(name for name, count in row["wrong"].items() if count)
-    print(
-        f"{format_size(row['nbytes']):<8}{columns}{shares:>14}{ratios:>14}  {row['peer'] or '-'}"
-        + (f"  WRONG: {faulty}" if faulty else ""),
-        flush=True,
-    )
+        print(f"{'# Size':<8}{'candidate':<28}{'median us':>12}{'floor %':>9}{'peer x':>8}")
+    first = format_size(row["nbytes"])
+    for name, us in row["median_us"].items():
+        share = f"{100 * row['floor_share'][name]:.0f}" if name in row["floor_share"] else ""
+        ratio = f"{row['peer_ratio'][name]:.2f}" if name in row["peer_ratio"] else ""
+        what = {row["floor"]: "floor", row["peer"]: "best peer"}.get(name, "")
+        faulty = f"{row['wrong'][name]} WRONG" if row["wrong"][name] else ""
+        line = f"{first:<8}{name:<28}{us:>12.2f}{share:>9}{ratio:>8}  {faulty or what}"
+        print(line.rstrip(), flush=True)
+        first = ""
 
 
 def alternate_jobs(args: argparse.Namespace) -> int:
@@ -113,13 +113,16 @@ def alternate_jobs(args: argparse.Namespace) -> int:
     if rounds:
         names = (*OURS, *peers)
         best = {own: best_peer_ratio(rounds, own, peers) for own in OURS}
-        print(f"# medians over {args.rounds} rounds, us; peer x: the best peer's time over that of each of hpcdp's")
-        print(f"{'# Size':<8}{''.join(f'{name:>{_width(name)}}' for name in names)}{'peer x':>14}  best peer")
+        print(f"# medians over {args.rounds} rounds; peer x: the best peer's time over hpcdp's")
+        print(f"{'# Size':<8}{'candidate':<28}{'median us':>12}{'peer x':>9}")
         columns = {name: median_by_size(rounds, partial(_median_of, name)) for name in names}
         for nbytes in columns[OURS[0]]:
-            cells = "".join(f"{columns[name].get(nbytes, np.nan):>{_width(name)}.2f}" for name in names)
-            ratios = " ".join(f"{best[own][nbytes][0]:.2f}" for own in OURS if nbytes in best[own])
-            print(f"{format_size(nbytes):<8}{cells}{ratios:>14}  {best[OURS[0]].get(nbytes, (0, '-'))[1]}")
+            first = format_size(nbytes)
+            for name in (name for name in names if nbytes in columns[name]):
+                ratio = f"{best[name][nbytes][0]:.2f}" if nbytes in best.get(name, ()) else ""
+                what = "best peer" if best[OURS[0]].get(nbytes, (0, ""))[1] == name else ""
+                print(f"{first:<8}{name:<28}{columns[name][nbytes]:>12.2f}{ratio:>9}  {what}".rstrip())
+                first = ""
     if args.json:
         write(args.json, as_json(suite.results))
     return 1 if suite.failures else 0
@@ -127,10 +130,6 @@ def alternate_jobs(args: argparse.Namespace) -> int:
 
 def _median_of(name: str, row: dict[str, Any]) -> float | None:
     return row["median_us"].get(name)
-
-
-def _width(name: str) -> int:
-    return max(11, len(name) + 2)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,7 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     pin_to_own_core(world)
     gloo, reason = gloo_or_reason(world)
     if world.rank == 0:
-        print(f"# allreduce, sum of float32, {world.size} ranks, {world.library}; median us of the slowest rank")
+        print(f"# allreduce, sum of float32, {world.size} ranks, {world.library}")
+        print("# median us of the slowest rank; floor %: the best pattern's time over hpcdp's;")
+        print("# peer x: the best peer's time over hpcdp's")
         print(f"# {reason}; not compared" if reason else "# gloo: torch.distributed, one thread")
     floor = Floor(world, max(sizes))
     rows = []
@@ -158,7 +159,8 @@ def main(argv: list[str] | None = None) -> int:
             print_row(rows[-1], heading=len(rows) == 1)
     limits = {"line_round_trip_ns": floor.line_round_trip_ns(), **copy_rates(floor)}
     if world.rank == 0:
-        print("# " + ", ".join(f"{name} {value:.2f}" for name, value in limits.items()))
+        facts = ", ".join(f"{name} {value:.2f}" for name, value in limits.items())
+        print(textwrap.fill(facts, 80, initial_indent="# ", subsequent_indent="# "))
     if gloo is not None:
         gloo.close()
     report = {"benchmark": "compare", "machine": describe(world), "library": world.library, "limits": limits}

@@ -43,6 +43,8 @@ def test_under_mpirun(benchmark: str, tmp_path: Path) -> None:
     assert found["rows"][-1]["nbytes"] == 4096
     assert "Size" in done.stdout
     if benchmark == "compare":
+        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert done.stdout.count(" floor\n") == done.stdout.count(" best peer\n") == len(found["rows"])
         assert found["rows"][0]["peer"] in ("MPI", "MPI in place", "gloo")
 
 
@@ -63,8 +65,13 @@ def test_rounds_with_mpich_are_joined(
     given = ["--mpich", "there", "--rounds", "2", "--ranks", "3", "-m", "4:4", "--json", str(report)]
     assert compare.main(given) == 0
     assert jobs == 2 * [("compare", "own", 3, "4:4"), ("bench", "there", 3, "4:4")]
-    heading, line = capsys.readouterr().out.splitlines()[-2:]
-    assert heading.split()[-7:] == ["array", "MPI", "MPICH", "peer", "x", "best", "peer"]
+    heading, *lines = capsys.readouterr().out.splitlines()[-5:]
+    assert heading.split() == ["#", "Size", "candidate", "median", "us", "peer", "x"]
     # medians over the rounds: 10 and 30, 40 and 120, 30 and 60; the ratios 3 and 2
-    assert line.split() == ["4", "20.00", "20.00", "80.00", "45.00", "2.50", "2.50", "MPICH"]
+    assert [" ".join(line.split()) for line in lines] == [
+        "4 hpcdp buckets 20.00 2.50",
+        "hpcdp any array 20.00 2.50",
+        "MPI 80.00",
+        "MPICH 45.00 best peer",
+    ]
     assert set(json.loads(report.read_text())) == {"allreduce", "allreduce MPICH"}
