@@ -259,7 +259,9 @@ def overlap_sweep(
         schedule = how.schedule(nbytes, 100, len(ways))
 
         def timed(steps: Sequence[int], tests: int, schedule: Schedule = schedule, ways: Any = ways) -> list[_Phases]:
-            candidates = [Overlapped(*way, compute, each, tests) for way, each in zip(ways, steps, strict=True)]
+            candidates = [
+                Overlapped(plain, start, compute, each, tests) for (plain, start), each in zip(ways, steps, strict=True)
+            ]
             ranks = gather(world, alternate(candidates, world.comm.barrier, schedule, how.validate))
             return [_phases(world, ranks[each.name], each.phases[schedule.warmup :]) for each in candidates]
 

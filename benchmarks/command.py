@@ -10,6 +10,7 @@ import csv
 import io
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, UnsupportedError
@@ -48,14 +49,18 @@ def run(settings: Settings, world: World) -> int:
     from .style import NcclStyle, OsuStyle
 
     check(settings, world)
-    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__)
     facts = _facts(settings, world)
     measured = _rows(settings, world)
     if settings.predict:
         from . import prediction
 
-        facts.append(prediction.source(world))
-        measured = prediction.with_predictions(measured, prediction.predictor(settings, world))
+        predicted, basis = prediction.predictor(settings, world)
+        facts.append(basis)
+        if predicted is None:
+            settings = replace(settings, predict=False)
+        else:
+            measured = prediction.with_predictions(measured, predicted)
+    style: Style = (OsuStyle if settings.style == "osu" else NcclStyle)(settings, __version__)
     rows: list[Row] = []
     try:
         for row in measured:

@@ -143,8 +143,6 @@ def parse(argv: Sequence[str]) -> Settings:
     if given.style == "nccl" and not reported:
         valid = ", ".join(name for name in COLLECTIVES if name != "iallreduce")
         raise ConfigError("bench --style nccl", expected=valid, got=given.benchmark)
-    if given.predict and given.benchmark not in ("latency", *COLLECTIVES):
-        raise ConfigError("bench --predict", expected=f"latency, {', '.join(COLLECTIVES)}", got=given.benchmark)
     if given.plot and not given.plot.endswith(".png"):
         raise ConfigError("bench --plot", expected="a file name ending in .png", got=repr(given.plot))
     files = [os.path.realpath(path) for path in (given.csv, given.json, given.plot) if path]

@@ -92,6 +92,8 @@ def _curves(rows: Sequence[dict[str, Any]], settings: Settings) -> list[tuple[st
 
 def _predicted_rate(row: dict[str, Any]) -> float:
     """GB/s of what was predicted, by the same factor as those of what was measured."""
+    if "predicted_mb_s" in row:
+        return float(row["predicted_mb_s"] / 1e3)
     us = row[_mean(row)]
     return float(row.get("busbw_gb_s", row["nbytes"] / us / 1e3) * us / row["predicted_us"])
 

@@ -1,4 +1,7 @@
-"""What the cost model needs to know of a machine: latency and rate of its links, measured between ranks."""
+"""What the cost model needs to know of a machine: latency and rates of its links and cores, measured between ranks.
+
+Rates in a node are measured at some sizes, since MPI libraries send long messages in another way and caches are small.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from ..collectives import allreduce
-from ..collectives.links import ETHERNET, Link, Machine
+from ..collectives.links import ETHERNET, Link, Machine, Rates
 from ..collectives.progress import LANES, Steps, Together
 from ..comm import World
 from ..comm.shared import Gate
 
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
 _FAR_NBYTES = 4 << 20  # networks let short bursts pass faster than their rate
+_SIZES = (4 << 10, 64 << 10, _LONG_NBYTES, 4 << 20, 16 << 20, 64 << 20)
+_NODE_NBYTES = 512 << 20  # of all arrays of a size in a node: many ranks have smaller ones
 _TOKEN, _DATA = 1, 2  # tags
 
 
@@ -28,19 +33,28 @@ def probe(world: World) -> Machine:
     nodes = world.comm.allgather_json(world.node)
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in range(world.num_nodes)]
     machine, across = ETHERNET, []
+    local_size = max(map(len, members))
+    sizes = [nbytes for nbytes in _SIZES if nbytes <= max(_LONG_NBYTES, _NODE_NBYTES // local_size)]
     inside = [(a, b) for ranks in members for a, b in zip(ranks[::2], ranks[1::2], strict=False)]
     if inside:
         of_first = [pair for pair in inside if nodes[pair[0]] == nodes[inside[0][0]]]
         both_ways = of_first + [(b, a) for a, b in of_first]
-        machine = replace(machine, inside=_link(world, both_ways, _LONG_NBYTES))
+        machine = replace(machine, inside=_by_size(world, both_ways, sizes))
     if world.num_nodes > 1:
         across = list(zip(members[0], members[1], strict=False))
         machine = replace(machine, across=_link(world, across, _FAR_NBYTES))
     pairs = inside or across
+    staging = _Staging(world)
+    rates: list[Rates] = []
+    for nbytes in sizes:
+        copied, reduced = (_slowest(world, s) / nbytes for s in staging.copied_and_reduced_s(nbytes))
+        rates.append((nbytes, copied, reduced))
+    _, copy, gamma = rates[sizes.index(_LONG_NBYTES)]
     return replace(
         machine,
-        copy_s_per_byte=_slowest(world, _copy_s(world, _STAGED_NBYTES)) / _STAGED_NBYTES,
-        gamma_s_per_byte=_slowest(world, _reduce_s(_LONG_NBYTES)) / _LONG_NBYTES,
+        copy_s_per_byte=copy,
+        gamma_s_per_byte=gamma,
+        by_size=tuple(rates),
         message_s=_between(world, pairs, lambda _, peer: _machines_s(world, peer)),
         wait_s=_slowest(world, _median_s(Gate(world.node_memory).barrier, 200)),
         call_s=_slowest(world, _call_s(world)),
@@ -65,6 +79,13 @@ def describe(machine: Machine, several_nodes: bool) -> list[str]:
 
 def _gb_s(s_per_byte: float) -> str:
     return f"{1e-9 / max(s_per_byte, 1e-15):.3g} GB/s"
+
+
+def _by_size(world: World, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Link:
+    """The links of ``pairs`` for messages of each size; by itself that of the longest in reach of the caches."""
+    links = {nbytes: _link(world, pairs, nbytes) for nbytes in sizes}
+    rates = tuple((nbytes, link.beta_s_per_byte, link.shared_s_per_byte) for nbytes, link in links.items())
+    return replace(links[_LONG_NBYTES], alpha_s=min(link.alpha_s for link in links.values()), by_size=rates)
 
 
 def _link(world: World, pairs: Sequence[tuple[int, int]], nbytes: int) -> Link:
@@ -101,20 +122,27 @@ def _between(world: World, pairs: Sequence[tuple[int, int]], measure: Callable[[
 
 
 def _rounds(nbytes: int) -> int:
-    return 200 if nbytes <= 4096 else 11
+    return 200 if nbytes <= 4096 else 9 + 60 * _STAGED_NBYTES // (nbytes + _STAGED_NBYTES)
+
+
+def _block(nbytes: int) -> np.ndarray:
+    """Bytes in a longer array, as those of buckets are: from 4 MB on NumPy asks for huge pages, which go faster."""
+    return np.empty(max(nbytes, 4 << 20), np.uint8)[:nbytes]
 
 
 def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
-    """Half a round trip."""
-    x = np.ones(nbytes, np.uint8)
+    """Half a round trip of data that were written just before."""
+    x, y, token = _block(nbytes), _block(nbytes), np.zeros(1, np.uint8)
     taken = []
-    for _ in range(_rounds(nbytes) + 2):
-        begin = time.perf_counter()
-        for sending in (first, not first):
-            if sending:
-                world.comm.isend(x, peer, _DATA).wait()
-            else:
-                world.comm.irecv(x, peer, _DATA).wait()
+    for number in range(_rounds(nbytes) + 2):
+        x[...] = number % 100
+        for message, answer in ((token, token), (x, y)):  # the first lets both begin at once
+            begin = time.perf_counter()
+            for sending in (first, not first):
+                if sending:
+                    world.comm.isend(message, peer, _DATA).wait()
+                else:
+                    world.comm.irecv(answer, peer, _DATA).wait()
         taken.append(time.perf_counter() - begin)
     return float(np.median(taken[2:])) / 2
 
@@ -122,9 +150,10 @@ def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
 def _stream_s(world: World, peers: dict[int, int], nbytes: int) -> float:
     """How long it takes until all have got what the ranks in ``peers`` send to their peers at once."""
     sources = {dest: source for source, dest in peers.items()}
-    x, y = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+    x, y = _block(nbytes), _block(nbytes)
     taken = []
-    for _ in range(_rounds(nbytes)):
+    for number in range(_rounds(nbytes)):
+        x[...] = number % 100
         world.barrier()
         begin = time.perf_counter()
         requests = [world.comm.irecv(y, sources[world.rank], _DATA)] if world.rank in sources else []
@@ -145,24 +174,44 @@ def _median_s(call: Callable[[], Any], repeats: int) -> float:
     return float(np.median(taken[2:]))
 
 
-def _reduce_s(nbytes: int) -> float:
-    total, x = np.zeros(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
-    return _median_s(lambda: np.add(total, x, out=total), 15)
+class _Staging:
+    """What a core does with the memory of its node, while all its ranks do: pieces go through an area in the caches."""
 
+    def __init__(self, world: World) -> None:
+        self._memory = world.node_memory
+        self._rows = self._memory.alloc((self._memory.size, 2, _STAGED_NBYTES // 4), np.float32)
+        self._gate = Gate(self._memory)
 
-def _copy_s(world: World, nbytes: int) -> float:
-    """How long a rank copies what its neighbour has just written in the memory of the node."""
-    memory = world.node_memory
-    rows, gate, x = memory.alloc((memory.size, nbytes), np.uint8), Gate(memory), np.empty(nbytes, np.uint8)
-    taken = []
-    for number in range(15):
-        rows[memory.rank] = number
-        gate.barrier()
-        begin = time.perf_counter()
-        x[...] = rows[(memory.rank + 1) % memory.size]
-        taken.append(time.perf_counter() - begin)
-        gate.barrier()
-    return float(np.median(taken))
+    def copied_and_reduced_s(self, nbytes: int) -> tuple[float, float]:
+        """Seconds to copy so many bytes, half of them to the area and half from what a neighbour wrote, and to reduce
+        as many into an array of this rank's own."""
+        mine, written = self._rows[self._memory.rank]
+        other = self._rows[(self._memory.rank + 1) % self._memory.size, 0]
+        x = np.ones(nbytes // 4, np.float32)
+        pieces = [x[at : at + mine.size] for at in range(0, x.size, mine.size)]
+
+        def copy() -> None:
+            for number, piece in enumerate(pieces):
+                if number % 2:
+                    piece[...] = other[: piece.size]
+                else:
+                    written[: piece.size] = piece
+
+        def reduce() -> None:
+            for piece in pieces:
+                np.add(piece, other[: piece.size], out=piece)
+
+        taken: dict[Callable[[], None], list[float]] = {copy: [], reduce: []}
+        for number in range(_rounds(nbytes)):
+            for do, seconds in taken.items():
+                mine[...] = number % 3
+                self._gate.barrier()
+                begin = time.perf_counter()
+                do()
+                seconds.append(time.perf_counter() - begin)
+                self._gate.barrier()
+        copied, reduced = (float(np.median(seconds[1:])) for seconds in taken.values())
+        return copied, reduced
 
 
 def _call_s(world: World) -> float:

@@ -126,7 +126,10 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     nodes = f"{world.num_nodes} node{'s' if world.num_nodes > 1 else ''}"
     facts = [f"hpcdp tune v{__version__}, {world.size} ranks on {nodes}, {world.library}"]
     machine = probe.probe(world)
-    _say(world, [f"# {line}" for line in [*facts, *probe.describe(machine, world.num_nodes > 1), _GAIN_IS]])
+    crowded = tuning.crowded(world)
+    facts += probe.describe(machine, world.num_nodes > 1)
+    facts += [f"no predictions: {crowded}, and the model takes a core for each"] if crowded else []
+    _say(world, _comments([*facts, _GAIN_IS]))
     before = tuning.loaded(world) or {}
     choices, measured, faulty = dict(before.get("choices", {})), dict(before.get("measured", {})), 0
     for collective in collectives or ALGORITHMS:
@@ -138,7 +141,8 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
         for nbytes in dict.fromkeys(max(1, size // 4 // parts) * 4 * parts for size in effort.sizes):
             row = measure(world, collective, names, nbytes, effort)
             incumbent = row["chosen"] = chosen(row["gain"], incumbent)
-            row["predicted_us"] = predictions(world, machine, collective, row["nbytes"], row["median_us"])
+            algorithms = () if crowded else row["median_us"]
+            row["predicted_us"] = predictions(world, machine, collective, row["nbytes"], algorithms)
             faulty += sum(row["wrong"].values())
             _say(world, [line(row)])
             rows.append(row)
@@ -155,6 +159,10 @@ def tune(world: World, effort: Effort, dry_run: bool = False, collectives: Seque
     else:
         _say(world, ["", f"# saved in {tuning.save(world, table)}"])
     return 0
+
+
+def _comments(facts: Iterable[str]) -> list[str]:
+    return [line for fact in facts for line in textwrap.wrap(fact, 80, initial_indent="# ", subsequent_indent="#   ")]
 
 
 def _say(world: World, lines: Iterable[str]) -> None:
@@ -315,7 +323,8 @@ def line(row: dict[str, Any]) -> str:
     from .measure import format_size
 
     name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
-    figures = f"{us[name]:>10.1f}{predicted[name]:>11.1f}{us[LIBRARY]:>11.1f}{predicted[LIBRARY]:>11.1f}"
+    expected = {each: f"{predicted[each]:.1f}" if each in predicted else "-" for each in (name, LIBRARY)}
+    figures = f"{us[name]:>10.1f}{expected[name]:>11}{us[LIBRARY]:>11.1f}{expected[LIBRARY]:>11}"
     text = f"{format_size(row['nbytes']):<8}{name:<18}{figures}{row['gain'].get(name, 1.0):>7.2f}"
     wrongly = [f"{each} {count} WRONG" for each, count in row["wrong"].items() if count]
     return " ".join([text, *wrongly])
@@ -337,10 +346,10 @@ def show(world: World) -> None:
         raise ConfigError("tune --show", where=where, expected="a table for these ranks", remedy="hpcdp tune makes it")
     several = len(table["fingerprint"]["ranks_per_node"]) > 1
     _say(world, [f"# {where}", *_fingerprint_lines(table)])
-    _say(world, [f"# {each}" for each in [*probe.describe(tuning.machine(world), several), _GAIN_IS]])
+    _say(world, _comments([*probe.describe(tuning.machine(world), several), _GAIN_IS]))
     for collective, found in table["choices"].items():
         _say(world, ["", f"# {collective}", HEADING, *map(line, table["measured"].get(collective, []))])
-        _say(world, [f"# auto: {_as_ranges(found)}"])
+        _say(world, _comments([f"auto: {_as_ranges(found)}"]))
 
 
 def _fingerprint_lines(table: Table) -> list[str]:

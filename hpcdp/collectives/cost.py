@@ -267,7 +267,7 @@ def predicted_s(
             algorithm of the papers above.
         nbytes: of the whole array, of an allgather of all parts.
         topology: the nodes and their ranks.
-        machine: what links and cores do; default `links.assumed`.
+        machine: what links and cores do, of which every rank has one to itself; default `links.assumed`.
 
     Raises:
         UnsupportedError: there is no formula for it; it lists those there are.
@@ -277,7 +277,7 @@ def predicted_s(
         raise UnsupportedError(f"predict {collective}", where="algorithm", expected=valid, got=repr(algorithm))
     if topology.ranks == 1:
         return 0.0
-    machine = machine or assumed(topology)
+    machine = (machine or assumed(topology)).at(nbytes)
     if algorithm == "native":
         in_c = replace(machine, message_s=0.0)
         return machine.call_s + min(formula(nbytes, topology, in_c).alone_s for formula in _LIBRARY[collective])
@@ -322,7 +322,7 @@ def model_choice(
         return predicted_s(collective, name, nbytes, topology, machine)
 
     if "native" in names:
-        stages = _hierarchical(nbytes, topology, machine)
+        stages = _hierarchical(nbytes, topology, machine.at(nbytes))
         suits = "hierarchical" in names and nbytes >= dtype_itemsize * topology.ranks
         slow = stages.network_s >= stages.core_s
         return "hierarchical" if suits and slow and seconds("native") >= _GAIN * seconds("hierarchical") else "native"

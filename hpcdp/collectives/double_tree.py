@@ -49,6 +49,11 @@ def in_order(number: int, n: int) -> Place:
     return Place(parent, (number - half, number + right) if right else (number - half,))
 
 
+def numbers(rank: int, n: int) -> tuple[int, int]:
+    """The numbers of ``rank`` in both trees over ``n`` ranks."""
+    return rank, n - 1 - rank if n % 2 == 0 else (rank - 1) % n
+
+
 def trees(rank: int, n: int) -> tuple[Place, Place]:
     """The places of ``rank`` in both trees over ``n`` ranks."""
 
@@ -56,9 +61,9 @@ def trees(rank: int, n: int) -> tuple[Place, Place]:
         """The rank of this number in the second tree."""
         return n - 1 - number if n % 2 == 0 else (number + 1) % n
 
-    second = in_order(n - 1 - rank if n % 2 == 0 else (rank - 1) % n, n)
+    first, second = (in_order(number, n) for number in numbers(rank, n))
     parent = None if second.parent is None else numbered(second.parent)
-    return in_order(rank, n), Place(parent, tuple(numbered(child) for child in second.children))
+    return first, Place(parent, tuple(numbered(child) for child in second.children))
 
 
 def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:

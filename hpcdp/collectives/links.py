@@ -2,10 +2,12 @@
 
 A message of m bytes takes ``alpha + m beta`` seconds, and reducing it into another array ``m gamma`` more (Thakur,
 Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 3; Chan et al.,
-"Collective communication: theory, practice, and experience", 2007, section 3). To this come three things:
+"Collective communication: theory, practice, and experience", 2007, section 3). To this come four things:
 
 - there are two classes of links, inside a node and across nodes, and their messages share something: all ranks of a
   node its network link (in each direction), and its memory;
+- beta and gamma depend on the size: MPI libraries send short messages in another way than long ones, and long arrays
+  do not fit in the caches. So they are measured at some sizes;
 - our algorithms are machines in Python, so a message costs a core some microseconds, unlike in the MPI library's own;
 - long arrays go in segments. While one is on the network another is added up, so every segment after the first adds
   what the slowest stage takes, where algorithms without segments add up all stages.
@@ -23,6 +25,19 @@ import numpy as np
 from . import double_tree
 from .progress import LANES
 
+_LEAST_S_PER_BYTE = 1e-15  # a petabyte a second, for the logarithm's sake
+
+
+Rates = tuple[int, float, float]
+"""A size in bytes, and two rates at it in seconds a byte."""
+
+
+def _between(rates: tuple[Rates, ...], nbytes: float) -> tuple[float, float]:
+    """Both rates at ``nbytes``, by powers of it between the sizes next to it, and as at the last one beyond."""
+    sizes, *both = np.log(np.maximum(np.array(rates), _LEAST_S_PER_BYTE)).T
+    first, second = (float(np.exp(np.interp(np.log(max(nbytes, 1.0)), sizes, each))) for each in both)
+    return first, second
+
 
 @dataclass(frozen=True)
 class Link:
@@ -34,6 +49,15 @@ class Link:
     """What each byte of one message alone takes."""
     shared_s_per_byte: float
     """What each byte takes of all that a node carries at once: over its network link, or in its memory."""
+    by_size: tuple[Rates, ...] = ()
+    """Where they depend on it, ``(nbytes, beta, shared)`` of some sizes of messages, the least first."""
+
+    def at(self, nbytes: float) -> Link:
+        """The same link for messages of ``nbytes``."""
+        if not self.by_size:
+            return self
+        beta, shared = _between(self.by_size, nbytes)
+        return Link(self.alpha_s, beta, shared)
 
 
 @dataclass(frozen=True)
@@ -54,6 +78,15 @@ class Machine:
     """What it takes until the ranks of a node have met in shared memory."""
     call_s: float
     """What a call of a collective takes beside all this."""
+    by_size: tuple[Rates, ...] = ()
+    """Where they depend on it, ``(nbytes, copy, gamma)`` of some sizes of a rank's array, the least first."""
+
+    def at(self, nbytes: float) -> Machine:
+        """The same machine for arrays of ``nbytes``, which its caches hold or not."""
+        if not self.by_size:
+            return self
+        copy, gamma = _between(self.by_size, nbytes)
+        return replace(self, copy_s_per_byte=copy, gamma_s_per_byte=gamma, by_size=())
 
 
 @dataclass(frozen=True)
@@ -127,7 +160,7 @@ class Load:
         posted_s = self.a_rank * machine.message_s
         network_s, core_s = (
             nbytes * max(min(self.a_rank, number) * link.beta_s_per_byte, number * link.shared_s_per_byte)
-            for number, link in ((self.across, machine.across), (self.inside, machine.inside))
+            for number, link in ((self.across, machine.across.at(nbytes)), (self.inside, machine.inside.at(nbytes)))
         )
         latency_s = machine.across.alpha_s if self.across else machine.inside.alpha_s if self.inside else 0.0
         return Cost(latency_s + posted_s + max(network_s, core_s), network_s, core_s + posted_s)
@@ -194,8 +227,7 @@ def double_levels(topology: Topology) -> tuple[Load, ...]:
     n = topology.ranks
     edges: dict[int, list[tuple[int, int]]] = {}
     for rank in range(n):
-        numbers = (rank, n - 1 - rank if n % 2 == 0 else (rank - 1) % n)
-        for number, place in zip(numbers, double_tree.trees(rank, n), strict=True):
+        for number, place in zip(double_tree.numbers(rank, n), double_tree.trees(rank, n), strict=True):
             if place.parent is not None:
                 edges.setdefault(number & -number, []).append((rank, place.parent))
     sources_and_dests = [np.array(edges[level]).T for level in sorted(edges)]

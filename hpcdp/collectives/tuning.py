@@ -103,6 +103,16 @@ def machine(world: World) -> Machine:
     return _machine(table["machine"])
 
 
+def crowded(world: World) -> str:
+    """Why the cost model does not hold in ``world``: ranks that share cores; every rank must call the first time."""
+    found = fingerprint(world)
+    ranks, cores, machines = found["ranks_per_node"], found["cores_per_node"], found["machines"]
+    full = [(have, of) for have, of in zip(ranks, cores, strict=True) if have > of]
+    if machines < len(ranks) and sum(ranks) > machines * max(cores):  # nodes by name, that share a machine
+        full.append((sum(ranks), machines * max(cores)))
+    return f"{full[-1][0]} ranks share {full[-1][1]} core{'s' if full[-1][1] > 1 else ''}" if full else ""
+
+
 def _machine(values: dict[str, Any]) -> Machine:
     inside, across = (Link(**_seconds(values[name])) for name in ("inside", "across"))
     rest = {name: value for name, value in values.items() if name not in ("inside", "across")}
@@ -110,10 +120,15 @@ def _machine(values: dict[str, Any]) -> Machine:
 
 
 def _seconds(values: dict[str, Any]) -> dict[str, Any]:
-    for value in values.values():
+    rates = tuple((size, first, second) for size, first, second in values.get("by_size", ()))
+    sizes = [rate[0] for rate in rates]
+    single = [value for name, value in values.items() if name != "by_size"]
+    for value in (*single, *(each for rate in rates for each in rate[1:])):
         if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
             raise ValueError(value)
-    return values
+    if any(type(size) is not int for size in sizes) or sizes != sorted({1, *sizes} - {1}):
+        raise ValueError(sizes)
+    return {**values, "by_size": rates}
 
 
 def choice(world: World, collective: str, nbytes: int) -> str | None:
@@ -229,7 +244,8 @@ def _is_row(row: Any, algorithms: Container[str]) -> bool:
             return False
     chosen = row.get("chosen")
     known = isinstance(chosen, str) and chosen in algorithms
-    return known and all(name in each for each in figures[:2] for name in ("native", chosen))  # type: ignore[operator]
+    needed = [figures[0], figures[1] or figures[0]]  # there are predictions of all or, where ranks share cores, none
+    return known and all(name in each for each in needed for name in ("native", chosen))  # type: ignore[operator]
 
 
 def make(world: World, measured: Machine, choices: dict[str, list[list[Any]]], details: Any) -> Table:

@@ -15,7 +15,7 @@ import pytest
 from hpcdp import collectives
 from hpcdp.benchmarks import collective, command, measure, options, point_to_point, prediction
 from hpcdp.collectives import cost
-from hpcdp.collectives.links import Topology
+from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Topology
 from hpcdp.collectives.progress import drive
 from hpcdp.collectives.select import Algorithm
 from hpcdp.comm import World, threads
@@ -23,6 +23,11 @@ from hpcdp.errors import ConfigError
 
 QUICK = ("-i", "3", "-x", "1")
 BLOCKING = [name for name in options.COLLECTIVES if name != "iallreduce"]
+
+
+@pytest.fixture(autouse=True)
+def _short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction.probe, "_SIZES", (4 << 10, 1 << 20))
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +46,6 @@ OSU_COLUMNS = {
     "bandwidth": "# Size      Bandwidth (MB/s)        Validation",
     "bibandwidth": "# Size      Bandwidth (MB/s)        Validation",
     "multi_pair": "# Size                  MB/s        Messages/s        Validation",
-    "iallreduce": "# Size           Overall(us)       Compute(us)    Pure Comm.(us)        Overlap(%)"
-    "        Validation",
     **dict.fromkeys(BLOCKING, "# Size       Avg Latency(us)        Validation"),
 }
 OSU_TITLES = {
@@ -59,7 +62,7 @@ OSU_TITLES = {
 }
 
 
-@pytest.mark.parametrize("name", options.BENCHMARKS)
+@pytest.mark.parametrize("name", OSU_COLUMNS)
 def test_osu_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(4, name, "-m", "8:80", "--factor", "10") == [0] * 4
     lines = capsys.readouterr().out.splitlines()
@@ -76,15 +79,32 @@ def test_osu_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(r"\d+ +" + r"(\d+\.\d\d +)" * columns + "Pass", line)
 
 
+@pytest.mark.parametrize("name", options.BENCHMARKS)
+@pytest.mark.parametrize("given", [["-f"], ["-f", "--predict"], ["-f", "--predict", "-c", "0"], ["--predict"]])
+def test_osu_columns_fit_a_terminal(
+    name: str, given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(prediction.probe, "probe", lambda world: ETHERNET)
+    assert bench(2, name, "-m", "8:4K", "--factor", "512", *given) == [0, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line and line[0] != "#"]
+    (heading,) = [line.removeprefix("#").split() for line in lines if line.startswith("# Size")]
+    assert [row[0] for row in rows] == ["8", "4096"]
+    if "-f" in given:
+        assert {len(row) for row in rows} == {len(heading)}
+        assert {row[-1 if "0" in given else -2] for row in rows} == {"3"}  # iterations
+
+
 def test_osu_full_columns(capsys: pytest.CaptureFixture[str]) -> None:
     bench(2, "allreduce", "-m", "64", "-f", "-c", "0")
-    *_, heading, line = [each for each in capsys.readouterr().out.splitlines() if "ize" in each or each[:2] == "4 "]
-    assert heading == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
-    assert line.split()[-1] == "3" and len(line) == len(heading)
+    heading = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# Size")]
+    assert heading == ["# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"]
     bench(2, "iallreduce", "-m", "4:4", "-f", "-t", "5")
-    heading, line = capsys.readouterr().out.splitlines()[-2:]
-    names = ["Overall", "Compute", "Coll. Init", "Test", "Wait", "Pure Comm."]
-    assert heading.split("(us)")[:-1] == ["# Size".ljust(17) + "Overall"] + [f"{name:>14}" for name in names[1:]]
+    heading, units, line = capsys.readouterr().out.splitlines()[-3:]
+    assert heading.split() == ["#", "Size", "Total", "Comp.", "Init", "Test", "Wait", "Pure", "Ovlp.", "Iters", "Valid"]
+    assert units.split() == ["#", *["(us)"] * 6, "(%)"]
     overall, compute, init, test, wait, _, overlap = map(float, line.split()[1:8])
     assert overall == pytest.approx(compute + init + test + wait, rel=0.1)
     assert test > 0 and 0 <= overlap <= 100
@@ -249,29 +269,70 @@ def test_a_plot_compares_turn_by_turn(name: str, turns: int, tmp_path: Path, mon
         assert row["wrong"] == row["library"]["wrong"] == 0
 
 
-@pytest.mark.parametrize("name", ["latency", *options.COLLECTIVES])
-def test_predictions_stand_beside(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", options.BENCHMARKS)
+def test_predictions_stand_beside(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
     report = tmp_path / "report.json"
-    assert bench(3, name, "-m", "4K:1M", "--factor", "256", "--predict", "--json", str(report)) == [0] * 3
+    assert bench(2, name, "-m", "4K:1M", "--factor", "256", "--predict", "--json", str(report)) == [0] * 2
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].endswith("     Predicted(us)        Validation")
+    rate = name in ("bandwidth", "bibandwidth", "multi_pair")
+    key = "predicted_mb_s" if rate else "predicted_us"
+    assert "# Predicted for links and cores measured just now; hpcdp tune keeps them." in lines
     small, large = json.loads(report.read_text())["rows"]
-    assert [line.split()[-2] for line in lines[-2:]] == [f"{row['predicted_us']:.2f}" for row in (small, large)]
-    assert 0 < small["predicted_us"] < large["predicted_us"]
+    for line, row in zip(lines[-2:], (small, large), strict=True):
+        assert float(line.split()[-2]) == pytest.approx(row[key], rel=1e-2)
+    assert 0 < small[key] < large[key]
 
 
-def test_predictions_are_those_of_the_model_and_the_chosen_algorithm() -> None:
+def test_ranks_that_share_cores_get_no_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    report = tmp_path / "report.json"
+    assert bench(2, "allreduce", "-m", "64:64", "--predict", "--json", str(report)) == [0, 0]
+    printed = capsys.readouterr().out
+    assert "# No predictions: 2 ranks share 1 core, and the model takes a core for each.\n" in printed
+    assert "Predicted(us)" not in printed
+    (row,) = json.loads(report.read_text())["rows"]
+    assert "predicted_us" not in row
+
+
+def test_predictions_are_those_of_the_model_and_the_chosen_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(prediction.probe, "probe", lambda world: FABRIC)
+
     def rank(world: World) -> dict[str, float]:
         found = {}
         for algorithm in ("auto", "shared", "ring"):
             settings = options.parse(["allreduce", "-m", "1M:1M", "--algorithm", algorithm])
-            found[algorithm] = prediction.predictor(settings, world)({"nbytes": 1 << 20, "total_nbytes": 1 << 20})
+            predicted, _ = prediction.predictor(settings, world)
+            assert predicted is not None
+            found |= {algorithm: predicted({"nbytes": 1 << 20, "total_nbytes": 1 << 20})["predicted_us"]}
         return found
 
     found = threads.run(2, rank)[0]
     on = Topology((2,))
-    assert found["auto"] == found["shared"] == 1e6 * cost.predicted_s("allreduce", "shared", 1 << 20, on)
-    assert found["ring"] == 1e6 * cost.predicted_s("allreduce", "ring", 1 << 20, on)
+    assert found["auto"] == found["shared"] == 1e6 * cost.predicted_s("allreduce", "shared", 1 << 20, on, FABRIC)
+    assert found["ring"] == 1e6 * cost.predicted_s("allreduce", "ring", 1 << 20, on, FABRIC)
+
+
+def test_predictions_of_messages_are_those_of_the_link_between_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {"inside": Link(1e-6, 2e-10, 1e-10), "across": Link(20e-6, 1e-9, 1e-9)}
+    monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
+    monkeypatch.setattr(prediction.probe, "probe", lambda world: replace(ETHERNET, call_s=4e-6, **links))
+
+    def rank(world: World) -> list[float]:
+        found = []
+        for name in ("latency", "bandwidth", "bibandwidth", "multi_pair"):
+            predicted, _ = prediction.predictor(options.parse([name, "-W", "1000000"]), world)
+            assert predicted is not None
+            found += predicted({"nbytes": 10**6}).values()
+        return found
+
+    assert threads.run(4, rank)[0] == pytest.approx([203, 1e6 / 101, 1e6 / 101, 2e6 / 201], rel=1e-3)
+    assert threads.run(4, rank, 2)[0] == pytest.approx([1022, 1e3, 2e3, 1e3], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +388,6 @@ def test_dtypes_as_osu_names_them() -> None:
             "bench latency --op: expected one of allreduce, iallreduce, reduce_scatter, reduce",
         ),
         (1, ["allreduce", "--plot", "x.pdf"], "expected a file name ending in .png, got 'x.pdf'"),
-        (2, ["bandwidth", "--predict"], "bench --predict: expected latency, allreduce, iallreduce, reduce_scatter"),
         (1, ["allreduce", "more"], "bench: unrecognized arguments: more; hpcdp bench -h lists the options"),
     ],
 )

@@ -15,6 +15,11 @@ SHORT = Effort((4, 16, 64, 4096), seconds=0.001, iterations=3)
 
 
 @pytest.fixture(autouse=True)
+def _short_probes(monkeypatch):
+    monkeypatch.setattr(probe, "_SIZES", (4 << 10, 1 << 20))
+
+
+@pytest.fixture(autouse=True)
 def tables(tmp_path, monkeypatch):
     """The folder of tables."""
     monkeypatch.setenv("HPCDP_TUNING_DIR", str(tmp_path))
@@ -115,8 +120,19 @@ def test_help_fits_80_columns():
     assert max(map(len, tune.parser().format_help().splitlines())) <= 80
 
 
+def test_where_ranks_share_cores_nothing_is_predicted(tables, monkeypatch, capsys):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert threads.run(2, lambda world: tune.tune(world, SHORT, collectives=["reduce"])) == [0, 0]
+    lines = capsys.readouterr().out.splitlines()
+    assert "# no predictions: 2 ranks share 1 core, and the model takes a core for each" in lines
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    assert len(rows) == 4 and all(row[3] == row[5] == "-" for row in rows)
+    assert threads.run(2, lambda world: tuning.choice(world, "reduce", 4)) == [rows[0][1]] * 2
+
+
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, (2, 1)), (2, 1)])
-def test_what_was_tuned_is_saved_and_followed(tables, capsys, ranks, per_node):
+def test_what_was_tuned_is_saved_and_followed(tables, monkeypatch, capsys, ranks, per_node):
+    monkeypatch.setattr(tuning, "crowded", lambda world: "")
     assert threads.run(ranks, lambda world: tune.tune(world, SHORT), per_node) == [0] * ranks
     (where,) = tables.iterdir()
     table = json.loads(where.read_text())
@@ -136,7 +152,7 @@ def test_what_was_tuned_is_saved_and_followed(tables, capsys, ranks, per_node):
 
     def follows(world):
         found = {(each, row["nbytes"]): tuning.choice(world, each, row["nbytes"]) for each, row in measured(table)}
-        return found, asdict(tuning.machine(world))
+        return found, json.loads(json.dumps(asdict(tuning.machine(world))))
 
     wanted = {(collective, row["nbytes"]): row["chosen"] for collective, row in measured(table)}
     assert threads.run(ranks, follows, per_node) == [(wanted, table["machine"])] * ranks

@@ -204,3 +204,22 @@ def test_without_the_library_the_least_prediction_counts():
         assert model_choice("allreduce", int(nbytes), 4, nodes, names) == best
     assert model_choice("allreduce", 8, 4, nodes, names) == "tree"  # two elements for six ranks are not cut
     assert model_choice("allreduce", 8, 4, nodes, ["ring"]) == "ring"
+
+
+def test_rates_depend_on_the_size_where_they_were_measured():
+    link = Link(1e-6, 5e-10, 4e-10, ((1 << 10, 8e-10, 2e-10), (1 << 14, 2e-10, 1e-10)))
+    for nbytes, beta, shared_rate in ((1, 8e-10, 2e-10), (1 << 10, 8e-10, 2e-10), (1 << 12, 4e-10, 2**0.5 * 1e-10)):
+        found = link.at(nbytes)
+        assert (found.beta_s_per_byte, found.shared_s_per_byte) == pytest.approx((beta, shared_rate))
+    assert link.at(1 << 20).beta_s_per_byte == pytest.approx(2e-10)
+    assert Link(1e-6, 5e-10, 4e-10).at(7) == Link(1e-6, 5e-10, 4e-10)
+    machine = replace(PLAIN, inside=link, by_size=((1 << 20, 1e-11, 2e-11), (1 << 24, 1e-10, 2e-10)))
+    for nbytes in (1 << 20, 1 << 24):
+        for algorithm in ("shared", "ring"):
+            same = replace(machine.at(nbytes), inside=link)
+            found = predicted_s("allreduce", algorithm, nbytes, Topology((2,)), machine)
+            assert found == pytest.approx(predicted_s("allreduce", algorithm, nbytes, Topology((2,)), same))
+    cached, not_cached = (predicted_s("allreduce", "shared", 1 << bits, Topology((2,)), machine) for bits in (20, 24))
+    assert not_cached == pytest.approx(160 * cached)  # sixteen times as long, each byte ten times as slow
+    halves = predicted_s("allreduce", "ring", 1 << 11, Topology((2,)), replace(PLAIN, inside=link))
+    assert halves == pytest.approx(2 * (1e-6 + (1 << 10) * 8e-10) + (1 << 10) * GAMMA)  # by the size of the message

@@ -14,7 +14,8 @@ from hpcdp.collectives.links import ETHERNET, FABRIC, Topology
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
-MEASURED = tuning.Machine(tuning.Link(1e-6, 2e-10, 1e-10), FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6)
+INSIDE = tuning.Link(1e-6, 2e-10, 1e-10, ((4096, 3e-10, 2e-10), (1 << 20, 2e-10, 1e-10)))
+MEASURED = tuning.Machine(INSIDE, FABRIC.across, 3e-11, 4e-11, 5e-6, 6e-7, 7e-6, ((1 << 20, 3e-11, 4e-11),))
 CHOICES = {
     "allreduce": [[1023, "native"], [65536, "ring"], [None, "hierarchical"]],
     "broadcast": [[None, "native"]],
@@ -90,6 +91,15 @@ def _chosen_by(world, call):
         request.wait()
     (found,) = [kept for key, kept in world.kept.items() if isinstance(key, tuple) and key[0] == call]
     return found[0].name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "cores", "said"),
+    [(2, None, 2, ""), (3, None, 2, "3 ranks share 2 cores"), (4, 1, 2, "4 ranks share 2 cores"), (4, 2, 4, "")],
+)
+def test_ranks_that_share_cores_are_told(monkeypatch, ranks, per_node, cores, said):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert threads.run(ranks, tuning.crowded, per_node) == [said] * ranks
 
 
 def test_other_topologies_have_tables_of_their_own(tables):
