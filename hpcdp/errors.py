@@ -83,6 +83,10 @@ class UnsupportedError(HpcdpError):
     """An operation is not defined for this dtype, layout or world."""
 
 
+class NonFiniteGradientError(HpcdpError):
+    """The summed gradients hold a NaN or an infinity, and the policy is to raise."""
+
+
 class StaleGradientError(HpcdpError):
     """A step was asked for although some parameters got no gradient since the last one."""
 

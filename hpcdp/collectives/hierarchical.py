@@ -25,10 +25,9 @@ import itertools
 
 import numpy as np
 
-from .. import kernels
 from ..comm import Reduction, Request, World
 from ..comm.communicator import bounds
-from ..comm.shared import NodeMemory
+from ..comm.shared import Milestones, NodeMemory
 from . import ring
 from .progress import LANES, MESSAGE_NBYTES, Steps, Until, segments, together
 
@@ -48,8 +47,7 @@ class _Lane:
 
     def __init__(self, memory: NodeMemory, rails: int, nbytes: int) -> None:
         self._memory, self._rails = memory, rails
-        self._sync = kernels.load("sync")
-        self._counters = memory.alloc((memory.size * self._sync.STRIDE,), np.int32)
+        self._milestones = Milestones(memory)
         self._rows = memory.alloc((memory.size, nbytes), np.uint8)
         self._passed = 0
         self._staged = self._total = self._rows
@@ -58,18 +56,11 @@ class _Lane:
 
     def _arrived(self, number: int) -> Request:
         """That every rank of the node has posted ``number``."""
-        wrapped = (number + 2**31) % 2**32 - 2**31
-
-        def test() -> bool:
-            self._memory.check()
-            return bool(self._sync.wait_all(self._counters, self._memory.size, wrapped, 0, 0))
-
-        return Until(test)
+        return Until(lambda: self._milestones.reached(number))
 
     def _post(self) -> int:
         self._passed += 1
-        wrapped = (self._passed + 2**31) % 2**32 - 2**31
-        self._sync.post(self._counters, self._memory.rank, wrapped)
+        self._milestones.post(self._passed)
         return self._passed
 
     def stage(self, x: np.ndarray, op: Reduction) -> Steps:

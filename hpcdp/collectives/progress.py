@@ -79,7 +79,9 @@ class Watched:
         wait_for(self.test)
 
 
-class _Machine:
+class Machine:
+    """One machine and the requests that it waits for."""
+
     __slots__ = ("_steps", "_waiting")
 
     def __init__(self, steps: Steps) -> None:
@@ -116,11 +118,11 @@ class Together:
     """Machines that progress together, in any order; itself a request."""
 
     def __init__(self, machines: Iterable[Steps]) -> None:
-        self.running = [_Machine(steps) for steps in machines]
+        self.running = [Machine(steps) for steps in machines]
 
     def add(self, steps: Steps) -> None:
         """Start one more machine."""
-        machine = _Machine(steps)
+        machine = Machine(steps)
         if not machine.advance():
             self.running.append(machine)
 
@@ -160,15 +162,19 @@ def segments(x: np.ndarray, nbytes: int) -> list[np.ndarray]:
     return split(x, max(1, -(-x.nbytes // nbytes)))
 
 
-def in_lanes(items: Sequence[T], steps: Callable[[T, int], Steps], tag: int, most: int = LANES) -> list[Steps]:
+def in_lanes(
+    items: Sequence[T], steps: Callable[[T, int], Steps], tag: int, most: int = LANES, turn: Request | None = None
+) -> list[Steps]:
     """Machines that run ``steps(item, tag)`` for all ``items``, at most ``most`` at a time, each with a tag of its own.
 
-    The machine of a lane takes every ``most``-th item, one after another.
+    The machine of a lane takes every ``most``-th item, one after another; each waits for its ``turn``, if there is one.
     """
     most = min(most, TAGS, len(items))
 
     def one_after_another(lane: int) -> Steps:
         for item in items[lane::most]:
+            if turn is not None:
+                yield [turn]
             yield from steps(item, tag + lane)
 
     return [one_after_another(lane) for lane in range(most)]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Communicator, Reduction
+from ..comm import Communicator, Reduction, Request
 from ..comm.communicator import split
 from .progress import LANES, MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
@@ -83,15 +83,17 @@ def _rotated(chunks: list[np.ndarray]) -> list[np.ndarray]:
     return chunks[1:] + chunks[:1]  # chunk i is complete at position i - 1
 
 
-def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
-    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
-    yield from together(lanes(x, op, Ring.through(comm), tag))
+def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int, turn: Request | None = None) -> Steps:
+    """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``; segments begin when it is its ``turn``."""
+    yield from together(lanes(x, op, Ring.through(comm), tag, turn=turn))
 
 
-def lanes(x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES) -> list[Steps]:
+def lanes(
+    x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None
+) -> list[Steps]:
     """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
     pieces = segments(x, MESSAGE_NBYTES * ring.size)
-    return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most)
+    return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most, turn)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:

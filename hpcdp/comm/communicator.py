@@ -106,6 +106,10 @@ class Communicator(Protocol):
         """Overwrite ``x`` on all ranks with that of ``root``; every rank must call."""
         ...
 
+    def duplicate(self) -> Communicator:
+        """The same ranks, whose messages never meet those of this communicator; every rank must call."""
+        ...
+
     def allgather_json(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (what JSON can carry; nothing is pickled), by rank; every rank must call."""
         ...

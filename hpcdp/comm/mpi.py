@@ -34,7 +34,7 @@ def _explained(native: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(native)
     def explained(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return native(*args)
+            return native(*args, **kwargs)
         except MPI.Exception as error:
             if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_COUNT):
                 raise
@@ -212,6 +212,9 @@ class MpiCommunicator:
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
         for piece in _pieces(_known(x)):
             self.mpi.Bcast(piece, root)
+
+    def duplicate(self) -> MpiCommunicator:
+        return MpiCommunicator(self.mpi.Dup())
 
     def allgather_json(self, value: Any) -> list[Any]:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -27,7 +27,7 @@ _SLEEP_NS = 50_000_000
 _TOKEN_BYTES = 16
 
 MAX_NUMBERS = 8
-"""As many int64 as a cache line holds may a rank leave at a `Gate`."""
+"""As many float64 as a cache line holds may a rank leave at a `Gate`."""
 
 
 class NodeMemory(Protocol):
@@ -63,8 +63,8 @@ class Gate:
         self._memory = memory
         self._exchange = exchange = kernels.load("exchange")
         self._counters = memory.alloc((memory.size * exchange.STRIDE,), np.int32)
-        self._board = memory.alloc((2, memory.size, MAX_NUMBERS), np.int64)
-        self._numbers = np.zeros(MAX_NUMBERS, np.int64)
+        self._board = memory.alloc((2, memory.size, MAX_NUMBERS), np.float64)
+        self._numbers = np.zeros(MAX_NUMBERS, np.float64)
         self._state = exchange.state_of(memory.rank, memory.patience)
         self._meet, self._sum_by_all, self._done = exchange.meet, exchange.sum_by_all, exchange.DONE
 
@@ -74,8 +74,8 @@ class Gate:
         while (met := self._meet(counters, self._memory.size, state, 0)) != self._done:
             self._wait_on(met)
 
-    def tally(self, *numbers: int) -> list[int]:
-        """A barrier at which every rank leaves up to `MAX_NUMBERS` numbers of 64 bits and gets their sums.
+    def tally(self, *numbers: float) -> list[float]:
+        """A barrier at which every rank leaves up to `MAX_NUMBERS` numbers and gets their sums, in float64.
 
         Raises:
             MismatchError: the ranks have not left as many, or some have called `barrier`; on every rank.
@@ -99,6 +99,47 @@ class Gate:
                 remedy="call step(), allreduce_grads() and update() in the same order on all ranks",
             )
         self._memory.check()
+
+
+class Milestones:
+    """How far every rank of a node has got with each of several things: numbers that only grow, for all to see.
+
+    Every rank of the node must make it. Nothing is sent, and nobody needs to be asked.
+
+    Args:
+        memory: the node's.
+        things: how many there are.
+    """
+
+    def __init__(self, memory: NodeMemory, things: int = 1) -> None:
+        self._memory = memory
+        self._sync = kernels.load("sync")
+        self._counters = memory.alloc((things, memory.size * self._sync.STRIDE), np.int32)
+
+    def post(self, number: int, thing: int = 0) -> None:
+        """Say that this rank has got as far as ``number``."""
+        self._sync.post(self._counters[thing], self._memory.rank, _wrapped(number))
+
+    def reached(self, number: int, thing: int = 0) -> bool:
+        """Whether all ranks have got so far; never blocks."""
+        self._memory.check()
+        return bool(self._sync.wait_all(self._counters[thing], self._memory.size, _wrapped(number), 0, 0))
+
+    def wait(self, number: int, thing: int = 0) -> None:
+        """Block until all ranks have got so far."""
+        counters, n, wrapped = self._counters[thing], self._memory.size, _wrapped(number)
+        while not self._sync.wait_all(counters, n, wrapped, *self._memory.patience):
+            self._memory.check()
+
+    def behind(self, number: int, thing: int = 0) -> list[int]:
+        """The local ranks that have not got so far."""
+        at = self._counters[thing, :: self._sync.STRIDE].astype(np.int64)
+        return [rank for rank, here in enumerate(at) if _wrapped(int(here) - number) < 0]
+
+
+def _wrapped(number: int) -> int:
+    """``number`` as the counters hold it, in 32 bits; comparisons are by difference."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 class ProcessMemory:

@@ -197,6 +197,11 @@ class ThreadCommunicator:
         if sent is not None:
             x[...] = sent
 
+    def duplicate(self) -> ThreadCommunicator:
+        group = self.meet(_Group(self._group.job, self.size) if self.rank == 0 else None)[0]
+        assert group is not None
+        return ThreadCommunicator(group, self.rank)
+
     def allgather_json(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self.meet(json.dumps(value))]
 
@@ -256,6 +261,8 @@ def run(n: int, fn: Callable[[World], T], ranks_per_node: int | Sequence[int] | 
         thread.start()
     for thread in threads:
         thread.join()
+    for world in worlds:
+        world.end()
     if failures:
         raise next((error for error in failures if not isinstance(error, WorldAborted)), failures[0])
     return results

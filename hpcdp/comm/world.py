@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
@@ -59,6 +60,8 @@ class World:
     """How many cores the ranks of this node may use together."""
     device: str = "cpu"
     """Where this rank computes."""
+    concurrent: bool = True
+    """Whether several threads of a rank may communicate at a time (MPI's THREAD_MULTIPLE)."""
     debug: bool = False
     """Whether every call of a collective is compared over the ranks before it is done: ``HPCDP_DEBUG`` of rank 0."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -70,6 +73,12 @@ class World:
             if self.debug:
                 require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
             self.comm.barrier()
+
+    def end(self) -> None:
+        """Shut down the engines that are kept, for a world that ends before its process does."""
+        for each in self.kept.values():
+            if isinstance(each, Engine):
+                each.shutdown()
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
         """What ``make()`` returned when ``key`` was first asked for: state of a higher room, such as staging buffers.
@@ -154,6 +163,7 @@ def _start(ranks_per_node: int | None) -> World:
         node_memory=memory,
         library=library,
         cores=cores,
+        concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         debug=debug,
         kept={"ranks_per_node": ranks_per_node},
     )

@@ -1,4 +1,4 @@
-"""Floor 4: gradients. Imports: collectives, comm, optim, autograd, kernels, arrays, errors.
+"""Floor 4: gradients. Imports: collectives, comm, optim, autograd, engine, trace, kernels, arrays, errors.
 
 From a model's gradients to its update:
 

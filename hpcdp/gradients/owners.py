@@ -5,6 +5,8 @@ Both take the optimizer to the flat buckets, element by element, so they give th
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Protocol
 
 from .. import kernels
@@ -16,11 +18,13 @@ from .reducer import Bucket, Parameter, Reducer
 class Owner(Protocol):
     """Who updates the parameters, and where those and the optimizer's state live."""
 
-    states: list[dict[str, Array]]
-    """For every bucket the optimizer's state of the elements that this rank updates, flat."""
-
     holds_all: bool
     """Whether every rank updates everything, and so holds the state of all parameters; alike on all ranks."""
+
+    @property
+    def states(self) -> list[dict[str, Array]]:
+        """For every bucket the optimizer's state of the elements that this rank updates, flat, by name."""
+        ...
 
     @property
     def nbytes_state(self) -> int:
@@ -40,7 +44,10 @@ class Owner(Protocol):
         ...
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        """Both at once, with fewer passes over memory where that is possible; every rank must call."""
+        """Both, with fewer passes over memory or beside the next forward where that is possible; every rank must call.
+
+        Where updates run beside the next forward, whoever reads ``data`` of a parameter waits for its own.
+        """
         ...
 
 
@@ -53,7 +60,7 @@ class _Flat:
         self.reducer = reducer
         self.optimizer = optimizer
         self.flats: list[Array] = []
-        self.states: list[dict[str, Array]] = []
+        self._states: list[dict[str, Array]] = []
         for bucket in reducer.buckets:
             self.flats.append(self._home(bucket))
         for slot in reducer.layout.slots:
@@ -63,7 +70,7 @@ class _Flat:
         reducer.gate.barrier()
         for bucket, flat in zip(reducer.buckets, self.flats, strict=True):
             first, last = self.span(bucket)
-            self.states.append(optimizer.init_state(flat[first:last]))
+            self._states.append(optimizer.init_state(flat[first:last]))
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
         return 0, bucket.mine.shape[0]
@@ -76,13 +83,25 @@ class _Flat:
         param.data = place
 
     @property
-    def nbytes_state(self) -> int:
-        return sum(array.nbytes for state in self.states for array in state.values())
+    def states(self) -> list[dict[str, Array]]:
+        self.reducer.settle()
+        return self._states
 
-    def _update_span(self, number: int, grad: Array, step: int, scale: float) -> None:
-        first, last = self.span(self.reducer.buckets[number])
+    @property
+    def nbytes_state(self) -> int:
+        return sum(array.nbytes for state in self._states for array in state.values())
+
+    def _update_own(self, bucket: Bucket, optimizer: Optimizer, step: int, scale: float) -> None:
+        first, last = self.span(bucket)
         if last > first:
-            self.optimizer.update(self.flats[number][first:last], grad, self.states[number], step=step, scale=scale)
+            flat, state = self.flats[bucket.number][first:last], self._states[bucket.number]
+            optimizer.update(flat, bucket.mine[first:last], state, step=step, scale=scale)
+
+    def _update_later(self, step: int, scale: float) -> None:
+        """Update every bucket as soon as it is reduced, with the optimizer's settings of this moment."""
+        optimizer = copy.copy(self.optimizer)
+        for bucket in reversed(self.reducer.buckets):
+            self.reducer.update_later(bucket, partial(self._update_own, bucket, optimizer, step, scale))
 
 
 class EveryRank(_Flat):
@@ -94,12 +113,15 @@ class EveryRank(_Flat):
         self.reducer.reduce_everywhere()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        self.reduce()
-        self.update(step, scale)
+        if self.reducer.updates_later and self.reducer.memory.size == 1:
+            self._update_later(step, scale)
+        else:
+            self.reduce()
+            self.update(step, scale)
 
     def update(self, step: int, scale: float) -> None:
         for bucket in self.reducer.buckets:
-            self._update_span(bucket.number, bucket.mine, step, scale)
+            self._update_own(bucket, self.optimizer, step, scale)
 
 
 class ShardOwner(_Flat):
@@ -124,25 +146,35 @@ class ShardOwner(_Flat):
         return bucket.shard
 
     def reduce(self) -> None:
-        for bucket in self.reducer.buckets:
-            self.reducer.reduce_shard(bucket)
+        self.reducer.reduce_shards()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
+        if self.reducer.updates_later:
+            self._update_later(step, scale)
+        elif self.reducer.on_one_node and self.reducer.memory.size > 1 and not self.reducer.overlap:
+            self._sum_and_update(step, scale)
+        else:
+            self.reduce()
+            self.update(step, scale)
+
+    def _sum_and_update(self, step: int, scale: float) -> None:
         reducer, fused = self.reducer, kernels.load("reduce_update")
-        name, coefficients = self.optimizer.kernel(step, scale)
-        sum_and_update = fused.RULES.get(name) if reducer.memory.size > 1 and reducer.on_one_node else None
+        sum_and_update, coefficients = None, ()
+        if self.optimizer.update_is_its_kernel:
+            rule, coefficients = self.optimizer.kernel(step, scale)
+            sum_and_update = fused.RULES.get(rule)
         for bucket in reducer.buckets:
             if sum_and_update is not None and bucket.mine.dtype in fused.DTYPES:
                 first, last = bucket.shard
-                flat, state = self.flats[bucket.number][first:last], self.states[bucket.number]
+                flat, state = self.flats[bucket.number][first:last], self._states[bucket.number]
                 arrays = (state[name] for name in self.optimizer.state_names())
                 sum_and_update(bucket.rows, first, last, flat, *arrays, coefficients)
             else:
-                self._update_span(bucket.number, reducer.reduce_shard(bucket), step, scale)
+                reducer.sum_shard(bucket)
+                self._update_own(bucket, self.optimizer, step, scale)
         reducer.gate.barrier()
 
     def update(self, step: int, scale: float) -> None:
         for bucket in self.reducer.buckets:
-            first, last = self.span(bucket)
-            self._update_span(bucket.number, bucket.mine[first:last], step, scale)
+            self._update_own(bucket, self.optimizer, step, scale)
         self.reducer.gate.barrier()

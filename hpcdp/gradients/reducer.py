@@ -5,31 +5,45 @@ own rank's row. Each rank of a node owns a shard of the columns and sums them ov
 add up the sums of their nodes. Elsewhere (a device's memory, or a node whose ranks cannot share) a bucket has one row
 and every rank is a node of its own.
 
-In this version a step reduces when backward has ended; the hook that marks gradients ready is where reductions will be
-launched from while backward runs.
+With overlap, the last gradient of a bucket launches its reduction on the communication lane while backward goes on;
+without, reductions run when the step ends. Both are the same machine, and so the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_host
-from ..collectives import allreduce, ring
-from ..collectives.progress import Progress, drive
-from ..collectives.select import choose
-from ..comm import Communicator, World
+from ..arrays import Array, array_namespace, from_host, is_host, to_host
+from ..collectives import halving_doubling, ring
+from ..collectives.progress import Progress, Steps, Together, Until, drive
+from ..comm import Communicator, Request, World
+from ..comm.communicator import OPERATION_BITS, make_tag
 from ..comm.reductions import resolve
-from ..comm.shared import Gate, NodeMemory, PrivateMemory
+from ..comm.shared import Gate, Milestones, NodeMemory, PrivateMemory
+from ..errors import ConfigError, StaleGradientError
 from .buckets import Layout, Slot
+from .critical_path import BucketTimes
+from .lane import UPDATE, Lane
+
+SHORT_NBYTES = 64 << 10
+"""Up to so many bytes the number of messages after one another counts, not their length."""
+
+_TALLY = (1 << OPERATION_BITS) - 1
+_FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
 class Parameter(Protocol):
-    """What a parameter must be for its gradient to be reduced; `hpcdp.nn.Parameter` is one."""
+    """What a parameter must be for its gradient to be reduced; `hpcdp.nn.Parameter` is one.
+
+    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward.
+    """
 
     name: str
     data: Array
@@ -43,6 +57,7 @@ class State(Enum):
 
     FILLING = "backward has still to write some of its gradients"
     READY = "all its gradients are written"
+    LAUNCHED = "its reduction is under way; nobody may write its gradients"
     REDUCED = "this rank's shard, or all of it, holds the sum over all ranks"
 
 
@@ -62,8 +77,11 @@ class Bucket:
         """The columns that this rank sums: first, and one after the last."""
         self.names = frozenset(slot.name for slot in slots)
         self.missing = set(self.names)
-        """Parameters whose gradient backward has still to write."""
+        """Parameters whose gradient backward has not written in this step."""
+        self.awaited = set(self.names)
+        """Those whose gradient it has still to write before the reduction can be launched."""
         self.state = State.FILLING
+        self.ready_ns = self.launched_ns = self.done_ns = 0
 
     def view(self, slot: Slot) -> Array:
         """The gradient of one parameter: a view of this rank's row in the parameter's shape."""
@@ -77,32 +95,58 @@ class Reducer:
         params: parameters whose ``grad`` and ``grad_hook`` it takes over.
         layout: where each of them goes.
         world: the ranks.
+        overlap: launch reductions while backward runs. None: where messages are needed, and threads may send them.
     """
 
-    def __init__(self, params: Sequence[Parameter], layout: Layout, world: World) -> None:
+    def __init__(self, params: Sequence[Parameter], layout: Layout, world: World, overlap: bool | None = None) -> None:
         self.layout = layout
         self.world = world
         on_host = all(is_host(param.data) for param in params)
         self.memory: NodeMemory = world.node_memory if on_host else PrivateMemory()
         together = self.memory is world.node_memory
-        self.rail: Communicator | None = world.rail_comm if together else world.comm
         self.num_shards = world.num_rails if together else 1
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
+        self.rail = self._duplicate(world.rail_comm if together else world.comm)
+        self.is_counted = self.on_one_node or (self.rail is not None and self.rail.rank == 0)
+        """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
+        self._everyone = self._duplicate(world.comm)
+        self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
+        """Whether reductions are launched while backward runs."""
+        self.updates_later = self.overlap and all(hasattr(param, "data_hook") for param in params)
+        """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
         self.gate = Gate(self.memory)
         self._progress = Progress.of(world)
+        self._lane = Lane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
+        self._signature = zlib.crc32(layout.digest.encode())
+        if len(layout.counts) > _TALLY:
+            expected = f"at most {_TALLY} buckets"
+            raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
+                              remedy="make bucket_cap_mb larger")  # fmt: skip
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
         self.params = {param.name: param for param in params}
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
             param.grad_hook = self._written
-        self._over_rings = {each.number for each in self.buckets if self._is_for_rings(each)}
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
         self._overwriting: dict[str, str] | None = None
+        self._held = False
+        self._cycle = 0
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
+        self.times: list[BucketTimes] = []
+        """When the buckets of the last step that is over were ready, launched and done; empty without overlap."""
+        self.waited_s = 0.0
+        """Seconds that forward has waited for updates of parameters."""
+        self._updating: dict[int, int] = {}
+        if self._lane is not None:
+            self._milestones = Milestones(self.memory, len(self.buckets))
+            self._variables = [self._lane.engine.variable(f"bucket {each.number}") for each in self.buckets]
+
+    def _duplicate(self, comm: Communicator | None) -> Communicator | None:
+        return None if comm is None or self.on_one_node else comm.duplicate()
 
     def _make_bucket(self, number: int) -> Bucket:
         count, dtype = self.layout.counts[number], self.layout.dtypes[number]
@@ -115,20 +159,24 @@ class Reducer:
         slots = [slot for slot in self.layout.slots if slot.bucket == number]
         return Bucket(number, slots, rows, self.memory.rank, shard)
 
-    def _is_for_rings(self, bucket: Bucket) -> bool:
-        """Whether a bucket goes over nodes as in the hierarchical algorithm, rather than by the MPI library's own."""
-        if self.on_one_node or self.rail is self.world.comm:
-            return False
-        rows = bucket.rows
-        op = resolve("reduce_shard", "sum", rows.dtype)
-        return choose("allreduce", rows[0].nbytes, rows.dtype, op, self.world) == "hierarchical"
-
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]
+        if bucket.state is State.LAUNCHED or (self.overlap and bucket.state is State.REDUCED):
+            raise StaleGradientError(
+                "backward", where=param.name, expected="one backward before each step()", got="another one",
+                remedy="call step() in between, or all but the last within no_sync()",
+            )  # fmt: skip
         if param.name in bucket.missing:
             bucket.missing.remove(param.name)
             self.num_missing -= 1
-        bucket.state = State.FILLING if bucket.missing else State.READY
+        bucket.awaited.discard(param.name)
+        if bucket.awaited:
+            bucket.state = State.FILLING
+        else:
+            bucket.state = State.READY
+            bucket.ready_ns = time.perf_counter_ns()
+            if self.overlap and not self._held:
+                self._launch(bucket)
 
     @property
     def missing(self) -> list[str]:
@@ -137,41 +185,45 @@ class Reducer:
             return []
         return [slot.name for slot in self.layout.slots if slot.name in self.buckets[slot.bucket].missing]
 
-    def tally(self, *numbers: int) -> list[int]:
-        """The sums of a few ``numbers`` over all ranks, which must all call with as many; they wait for each other."""
-        if not self.on_one_node:
-            return allreduce(np.array(numbers, np.int64), world=self.world).tolist()
-        watchdog = self._progress.watchdog
-        watchdog.calls += 1
-        watchdog.call = "the closing exchange of a step", numbers
-        try:
-            self._progress.finish()  # as before any blocking collective
-            return self.gate.tally(*numbers)
-        finally:
-            watchdog.call = None
-
     def fill_missing_with_zeros(self) -> None:
         """Make gradients that backward has not written zero, so that they add nothing."""
         for bucket in self.buckets:
+            if bucket.missing:
+                self._settle(bucket)
             for slot in bucket.slots:
                 if slot.name in bucket.missing:
                     bucket.view(slot)[...] = 0
-            bucket.state = State.READY
+            if bucket.state is State.FILLING:
+                bucket.state = State.READY
 
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
+        if not self._updating:
+            self._note_times()
         for bucket in self.buckets:
             bucket.missing = set(bucket.names)
+            bucket.awaited = set(bucket.names)
             bucket.state = State.FILLING
         self.num_missing = len(self.params)
+        self._cycle += 1
 
     def accumulate(self) -> None:
-        """From now on backward adds to the gradients; what it has not written in this step counts as zero."""
+        """From now on backward adds to the gradients, and launches nothing until `launch_again`.
+
+        What it has not written in this step counts as zero.
+        """
+        self._held = True
         if self._overwriting is None:
             self._overwriting = {name: param.grad_req for name, param in self.params.items()}
             self.fill_missing_with_zeros()
             for param in self.params.values():
                 param.grad_req = "add"
+
+    def launch_again(self) -> None:
+        """The next backward is the last one of this step, and may launch reductions."""
+        self._held = False
+        for bucket in self.buckets:
+            bucket.awaited = set(bucket.names)
 
     @property
     def accumulating(self) -> bool:
@@ -185,60 +237,178 @@ class Reducer:
                 self.params[name].grad_req = grad_req
             self._overwriting = None
 
-    def _sum_shard_into(self, bucket: Bucket, row: int) -> None:
-        first, last = bucket.shard
-        if self.memory.size > 1 and last > first:
-            self._reduce.combine_into(bucket.words, first, last, row, self._reduce.SUM)
+    def tally(self, *numbers: float) -> list[float]:
+        """The sums of a few ``numbers`` over all ranks, the same bits on each; all must call with as many, and wait."""
+        watchdog = self._progress.watchdog
+        watchdog.calls += 1
+        watchdog.call = "the closing exchange of a step", numbers
+        try:
+            if self.on_one_node:
+                self._progress.finish()  # as before any blocking collective
+                return self.gate.tally(*numbers)
+            sums = np.array(numbers, np.float64)
+            if self._lane is None:
+                drive(self._tally(sums))
+            else:
+                asked = self._lane.engine.variable("closing exchange")
+                self._lane.launch(lambda turn: self._tally(sums), [asked], _TALLY, asked.name)
+                self._lane.wait(asked)
+            return sums.tolist()
+        finally:
+            watchdog.call = None
 
-    def reduce_shard(self, bucket: Bucket) -> Array:
-        """Sum this rank's shard over all ranks of the world, in place in its own row; a view of it, shape ``(n,)``.
+    def _tally(self, sums: np.ndarray) -> Steps:
+        assert self._everyone is not None
+        tag = make_tag(self._signature % self._everyone.signatures, _TALLY)
+        yield from halving_doubling.allreduce(sums, resolve("tally", "sum", sums.dtype), self._everyone, tag)
 
-        Every rank must call it for every bucket, in the same order, after all have left backward.
-        """
-        self._sum_shard_into(bucket, self.memory.rank)
+    def _launch(self, bucket: Bucket) -> None:
+        assert self._lane is not None
+        number, name = bucket.number, f"bucket {bucket.number}"
+        bucket.state = State.LAUNCHED
+        bucket.launched_ns = time.perf_counter_ns()
+        self._milestones.post(_PHASES * self._cycle + _FILLED, number)
+        self._lane.launch(lambda turn: self._reduction(bucket, turn), [self._variables[number]], number, name)
+
+    def launch_rest(self) -> None:
+        """Launch what backward has not: buckets with gradients that it does not write, which count as zero."""
+        if self.overlap:
+            if not self.accumulating:
+                self.fill_missing_with_zeros()
+            for bucket in self.buckets:
+                if bucket.state in (State.FILLING, State.READY):
+                    bucket.ready_ns = time.perf_counter_ns()
+                    self._launch(bucket)
+
+    def _reduction(self, bucket: Bucket, turn: Request | None) -> Steps:
+        """Sum this rank's shard over all ranks of the world, in place in its own row."""
+        if turn is not None and self.memory.size > 1:
+            filled = _PHASES * self._cycle + _FILLED
+            yield [Until(lambda: self._milestones.reached(filled, bucket.number))]
+        self.sum_shard(bucket)
+        if self.rail is not None and self.rail.size > 1:
+            yield from self._over_rail(bucket, self.rail, turn)
+        bucket.state = State.REDUCED
+        bucket.done_ns = time.perf_counter_ns()
+
+    def _over_rail(self, bucket: Bucket, rail: Communicator, turn: Request | None) -> Steps:
         first, last = bucket.shard
         shard = bucket.mine[first:last]
-        if not self.on_one_node:
-            with self._progress.watchdog.watching("reduction of a bucket", shard):
-                self._sum_over_nodes(bucket, shard)
-        bucket.state = State.REDUCED
-        return shard
-
-    def _sum_over_nodes(self, bucket: Bucket, shard: Array) -> None:
-        if self.rail is self.world.comm:
-            allreduce(shard, world=self.world)
-            return
-        self._progress.finish()
-        # Also ranks without a rail take a tag, so that later ones are the same everywhere.
-        tag = self._progress.tag("bucket", bucket.number)
-        if self.rail is None:
-            return
-        if bucket.number in self._over_rings:
-            drive(ring.allreduce(shard, resolve("reduce_shard", "sum", shard.dtype), self.rail, tag))
+        host = to_host(shard)
+        op, tag = resolve("reduction", "sum", host.dtype), make_tag(self._signature % rail.signatures, bucket.number)
+        if rail.size > 2 and host.nbytes <= SHORT_NBYTES:
+            yield from halving_doubling.allreduce(host, op, rail, tag)
         else:
-            self.rail.native_allreduce(shard, "sum")
+            yield from ring.allreduce(host, op, rail, tag, turn)
+        if host is not shard:
+            shard[...] = from_host(host, shard)
+
+    def sum_shard(self, bucket: Bucket, row: int | None = None) -> None:
+        """Sum this rank's shard over the node's ranks into ``row``, default its own."""
+        first, last = bucket.shard
+        if self.memory.size > 1 and last > first:
+            row = self.memory.rank if row is None else row
+            self._reduce.combine_into(bucket.words, first, last, row, self._reduce.SUM)
+
+    def reduce_shards(self) -> None:
+        """Sum this rank's shard of every bucket over all ranks of the world, in place in its own row.
+
+        Every rank must call. Without overlap, all must have left backward.
+        """
+        watchdog = self._progress.watchdog
+        if self._lane is not None:
+            for bucket in reversed(self.buckets):
+                with watchdog.watching(f"reduction of bucket {bucket.number}", bucket.mine):
+                    self._lane.wait(self._variables[bucket.number])
+        else:
+            with watchdog.watching("reduction of the gradients", self.buckets[0].mine):
+                Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
+
+    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
+        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced.
+
+        It runs on the update lane. Whoever reads ``data`` of one of the bucket's parameters waits until all owners of
+        the node have updated theirs.
+        """
+        assert self._lane is not None
+        number, updated = bucket.number, _PHASES * self._cycle + _UPDATED
+
+        def run() -> None:
+            update()
+            self._milestones.post(updated, number)
+
+        var = self._variables[number]
+        self._lane.engine.push(run, [var], [var], UPDATE, number, f"update of bucket {number}")
+        self._updating[number] = updated
+        self._hook(bucket, self._before_use)
+
+    def _hook(self, bucket: Bucket, hook: Callable[[Parameter], None] | None) -> None:
+        for slot in bucket.slots:
+            self.params[slot.name].data_hook = hook  # type: ignore[attr-defined]
+
+    def _before_use(self, param: Parameter) -> None:
+        self._settle(self._bucket_of[param.name])
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Wait for the update of a bucket, if one is under way."""
+        updated = self._updating.pop(bucket.number, None)
+        if updated is None or self._lane is None:
+            return
+        begin = time.perf_counter()
+        self._hook(bucket, None)
+        with self._progress.watchdog.watching(f"update of bucket {bucket.number}", bucket.mine):
+            self._lane.wait(self._variables[bucket.number])
+            self._milestones.wait(updated, bucket.number)
+        bucket.state = State.FILLING
+        self.waited_s += time.perf_counter() - begin
+        if not self._updating:
+            self._note_times()
+
+    def settle(self) -> None:
+        """Wait for all updates under way."""
+        for bucket in reversed(self.buckets):
+            self._settle(bucket)
+
+    def _note_times(self) -> None:
+        if self.overlap:
+            self.times = [
+                BucketTimes(each.number, each.mine.nbytes, each.ready_ns, each.launched_ns, each.done_ns)
+                for each in self.buckets
+            ]
+
+    def busy_s(self) -> float:
+        """Seconds of the last step that is over in which the reduction of some bucket was under way."""
+        total = end = 0
+        for begin, done in sorted((each.launched_ns, each.done_ns) for each in self.times):
+            total += max(0, done - max(begin, end))
+            end = max(end, done)
+        return total / 1e9
+
+    def shards(self) -> Iterator[tuple[Bucket, Array]]:
+        """Every bucket and this rank's shard of it, a view of shape ``(n,)``."""
+        for bucket in self.buckets:
+            yield bucket, bucket.mine[slice(*bucket.shard)]
 
     def sum_of_squares(self) -> float:
         """This rank's part of the summed gradients' squared norm; the parts of all ranks add up to it.
 
-        The shards must be reduced. Accumulated in float64.
+        The shards must be reduced. Accumulated in float64; it is not finite where some gradient is not.
         """
-        if self.rail is None or self.rail.rank > 0:  # every node holds the same sums: the first one's count
+        if not self.is_counted:
             return 0.0
         xp = self._namespace
-        shards = [bucket.mine[slice(*bucket.shard)] for bucket in self.buckets]
-        return float(sum(float(xp.sum(shard * shard, dtype=xp.float64)) for shard in shards))
+        return float(sum(float(xp.sum(shard * shard, dtype=xp.float64)) for _, shard in self.shards()))
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
-        for bucket in self.buckets:
-            first, last = bucket.shard
-            if self.on_one_node:
-                self._sum_shard_into(bucket, self._reduce.EVERY_ROW)
+        if self.on_one_node and not self.overlap:
+            for bucket in self.buckets:
+                self.sum_shard(bucket, self._reduce.EVERY_ROW)
                 bucket.state = State.REDUCED
-            else:
-                shard = self.reduce_shard(bucket)
+        else:
+            self.reduce_shards()
+            for bucket, shard in self.shards():
                 for other in range(self.memory.size):
                     if other != self.memory.rank:
-                        bucket.rows[other, first:last] = shard
+                        bucket.rows[other, slice(*bucket.shard)] = shard
         self.gate.barrier()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor, as_tensor
 from ..errors import ConfigError
+
+_data: Any = Tensor.__dict__["data"]
+"""The slot behind `Parameter.data`."""
 
 
 class Parameter(Tensor):
@@ -21,12 +24,25 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("name",)
+    __slots__ = ("data_hook", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
+        self.data_hook: Callable[[Parameter], None] | None = None
+        """Called before ``data`` is read, where an update of it may be under way."""
         super().__init__(data)
         self.name = name
         self.attach_grad(grad_req)
+
+    @property
+    def data(self) -> Array:  # type: ignore[override]
+        """The values."""
+        if self.data_hook is not None:
+            self.data_hook(self)
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, values: Array) -> None:
+        _data.__set__(self, values)
 
 
 class Module:

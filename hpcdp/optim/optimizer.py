@@ -63,6 +63,11 @@ class Optimizer(Configurable, abc.ABC):
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
         """The name of the fused kernel and its coefficients at ``step``."""
 
+    @property
+    def update_is_its_kernel(self) -> bool:
+        """Whether `update` does what its `kernel` says and no more, so that fused kernels may stand in for it."""
+        return "update" not in vars(self) and type(self).update is Optimizer.update
+
     def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
         """One step of the rule; changes ``param`` and the arrays of ``state`` in place, leaves ``grad`` as it is.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import from_host, to_host
-from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.agreement import require_same
-from ..errors import ConfigError, StaleGradientError
+from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.buckets import plan
 from ..gradients.reducer import Parameter, State
@@ -24,6 +25,34 @@ from . import trainer_states
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
+
+UNUSED = ("error", "warn", "zero")
+NONFINITE = ("ignore", "count", "skip", "raise")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a trainer does with gradients that are not as they should be, alike on all ranks.
+
+    Args:
+        unused: parameters whose gradient backward has not written. ``"error"``: a StaleGradientError that names them;
+            ``"zero"``: they count as zero, so that ranks may use different parts of a model; ``"warn"``: the same, and
+            each rank names new ones in a warning.
+        nonfinite: a summed gradient that holds a NaN or an infinity. ``"ignore"``: nobody looks, which costs nothing;
+            ``"count"``: counted in ``trainer.num_nonfinite``; ``"skip"``: counted, and the step updates nothing;
+            ``"raise"``: a NonFiniteGradientError.
+
+    Raises:
+        ConfigError: neither of these.
+    """
+
+    unused: str = "error"
+    nonfinite: str = "ignore"
+
+    def __post_init__(self) -> None:
+        for name, valid in (("unused", UNUSED), ("nonfinite", NONFINITE)):
+            if getattr(self, name) not in valid:
+                raise ConfigError("Policy", where=name, expected=" or ".join(valid), got=repr(getattr(self, name)))
 
 
 @dataclass
@@ -61,6 +90,10 @@ class Trainer:
             are the same to the bit.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1.
         clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
+        overlap: reduce a bucket as soon as backward has written it, and update its parameters while the next forward
+            runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
+            is one backward for each. None: where there are several nodes. The numbers are the same to the bit.
+        policy: what to do about unused parameters and gradients that are not finite.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
@@ -76,6 +109,8 @@ class Trainer:
         owner: str = "auto",
         bucket_cap_mb: float = 25,
         clip_norm: float | None = None,
+        overlap: bool | None = None,
+        policy: Policy | None = None,
     ) -> None:
         trained = [param for param in params if param.grad_req != "null"]
         if not trained:
@@ -89,18 +124,24 @@ class Trainer:
         self.stats = CommunicationStats()
         self.step_count = 0
         """Updates made so far."""
+        self.num_nonfinite = 0
+        """Steps whose summed gradients held a NaN or an infinity, as far as the policy looks."""
+        self.loss_scale = 1.0
+        """How many times too large the gradients are, because the loss was scaled up before backward."""
+        self.policy = Policy() if policy is None else policy
+        self._warned: set[str] = set()
         self._clip_norm = clip_norm
         self._syncing = True
         self._held_count = 0
         described = [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in trained]
         items = [f"{name} {shape} {dtype}" for name, shape, dtype in described]
-        items += [f"optimizer {optimizer.config()}", f"owner={owner} {bucket_cap_mb=} {clip_norm=}"]
+        items += [f"optimizer {optimizer.config()}", f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}"]
         require_same(self.world.comm, "Trainer", items)
         for param in trained:
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
-        self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world)
+        self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world, overlap)
         by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
 
@@ -126,17 +167,47 @@ class Trainer:
             return self._held_count
         began = time.perf_counter()
         total = self._close_step(count)
-        if total:
-            self.step_count += 1
-            scale = 1.0 / total
-            if self._clip_norm is None:
-                self.owner.reduce_and_update(self.step_count, scale)
+        try:
+            if total and not self._looks_at_sums:
+                self.step_count += 1
+                self.owner.reduce_and_update(self.step_count, 1.0 / (total * self.loss_scale))
             else:
                 self.owner.reduce()
-                self.owner.update(self.step_count, scale * self._clip_factor(scale))
-        self._begin_step()
+                self._update(total)
+        finally:
+            self._begin_step()
         self._account(began)
         return total
+
+    @property
+    def _looks_at_sums(self) -> bool:
+        return self._clip_norm is not None or self.policy.nonfinite != "ignore"
+
+    def _update(self, total: int) -> None:
+        """Update from gradients that are summed."""
+        if not total:
+            return
+        scale = 1.0 / (total * self.loss_scale)
+        if self._looks_at_sums:
+            norm = self._sum_norm()
+            if not math.isfinite(norm):
+                self.num_nonfinite += 1
+                if self.policy.nonfinite == "raise":
+                    raise NonFiniteGradientError(
+                        "step", where=f"step {self.step_count + 1}", expected="finite gradients",
+                        got="a NaN or an infinity in their sum over all ranks",
+                        remedy="lower the learning rate, or skip such steps: Policy(nonfinite='skip')",
+                    )  # fmt: skip
+                if self.policy.nonfinite == "skip":
+                    return
+            elif self._clip_norm is not None and norm * scale > self._clip_norm:
+                scale = self._clip_norm / norm
+        self.step_count += 1
+        self.owner.update(self.step_count, scale)
+
+    def _sum_norm(self) -> float:
+        """The norm of the summed gradients, the same on all ranks; not finite where one of them is not."""
+        return self.reducer.tally(self.reducer.sum_of_squares())[0] ** 0.5
 
     def allreduce_grads(self) -> None:
         """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` is to follow.
@@ -162,12 +233,11 @@ class Trainer:
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         held = _checked_count("update", count) + self._held_count
-        total = self.reducer.tally(held)[0]
-        if total:
-            self.step_count += 1
-            scale = 1.0 / total
-            self.owner.update(self.step_count, scale if self._clip_norm is None else scale * self._clip_factor(scale))
-        self._begin_step()
+        total = int(self.reducer.tally(held)[0])
+        try:
+            self._update(total)
+        finally:
+            self._begin_step()
         return total
 
     @contextmanager
@@ -182,42 +252,47 @@ class Trainer:
             yield
         finally:
             self._syncing = before
+            if before:
+                self.reducer.launch_again()
 
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
         count += self._held_count
-        if count == 0:
+        unused = self.reducer.missing if count and not self.reducer.accumulating else []
+        stale = unused if self.policy.unused == "error" else []
+        if self.policy.unused == "warn" and not self._warned.issuperset(unused):
+            self._warned.update(unused)
+            warnings.warn(f"rank {self.world.rank}: no gradient for {_listed(unused)}: counted as zero", stacklevel=3)
+        if not stale:
             self.reducer.fill_missing_with_zeros()
-        stale = self.reducer.missing if count and not self.reducer.accumulating else []
+        self.reducer.launch_rest()
         total, num_stale = self.reducer.tally(count, bool(stale))
         if num_stale:
             by_rank = self.world.comm.allgather_json(stale[:3])
+            self.owner.reduce()  # nobody leaves before what was launched has ended
+            self._begin_step()
             rank = next(rank for rank, names in enumerate(by_rank) if names)
             raise StaleGradientError(
                 "step",
                 where=f"rank {rank}",
                 expected="a gradient for every parameter since the last step",
                 got="none for " + ", ".join(by_rank[rank]),
-                remedy="call backward() before step(), or give unused parameters grad_req='null'",
+                remedy="call backward() before step(), give unused parameters grad_req='null', or count them as zero: "
+                "Policy(unused='zero')",
             )
-        return total
+        return int(total)
 
     def _begin_step(self) -> None:
         self.reducer.reset()
         self.reducer.overwrite()
         self._held_count = 0
 
-    def _clip_factor(self, scale: float) -> float:
-        assert self._clip_norm is not None
-        squares = allreduce(np.array([self.reducer.sum_of_squares()]), world=self.world)
-        norm = float(squares[0]) ** 0.5 * scale
-        return min(1.0, self._clip_norm / norm) if norm > 0 else 1.0
-
     def _account(self, began: float) -> None:
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - began + self.reducer.waited_s
+        self.reducer.waited_s = 0.0
         self.stats.steps += 1
-        self.stats.total_s += spent
         self.stats.exposed_s += spent
+        self.stats.total_s += max(spent, self.reducer.busy_s())
 
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.
@@ -225,6 +300,7 @@ class Trainer:
         Raises:
             DataError: rank 0 cannot write there; on every rank.
         """
+        self.reducer.settle()
         trainer_states.save(self, Path(path))
 
     def load_states(self, path: str | Path) -> None:
@@ -233,7 +309,12 @@ class Trainer:
         Raises:
             DataError: the file is missing, damaged or of another model or optimizer; on every rank, nothing is changed.
         """
+        self.reducer.settle()
         trainer_states.load(self, Path(path))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _checked_count(operation: str, count: int) -> int:

@@ -328,7 +328,7 @@ def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per
     assert len({address for _, _, address in results}) == 1
 
 
-@pytest.mark.parametrize(("n", "per_node"), [(4, 2), (3, 2), (4, 3), (5, 2), (5, 3), (1, None)])
+@pytest.mark.parametrize(("n", "per_node"), [(4, 2), (3, 2), (4, 3), (5, 2), (5, 3), (3, 1), (3, None), (1, None)])
 def test_states_are_restored_on_other_numbers_of_ranks_and_owners(tmp_path, n, per_node):
     path = tmp_path / "states.npz"
 
