@@ -1,0 +1,87 @@
+"""Both owners update by what an optimizer's `update` does, whether or not its kernel could be fused with the sum."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hpcdp import kernels, nn, optim
+from hpcdp.comm import threads
+from hpcdp.gradients import EveryRank, Reducer, ShardOwner, buckets
+
+SHAPES = [(7, 3), (1500,), (40, 30), (1,)]
+BOUND = 0.02
+
+
+@dataclasses.dataclass
+class ClippingSGD(optim.SGD):
+    """Another rule under the name of a fused kernel: no gradient counts more than the bound."""
+
+    name = "clipping_sgd"
+
+    def update(self, param, grad, state, *, step, scale=1.0):
+        super().update(param, np.clip(grad * scale, -BOUND, BOUND), state, step=step)
+
+
+def gradient(rank, step, shape):
+    return np.random.default_rng([rank, step, *shape]).standard_normal(shape).astype("f4")
+
+
+def trained(world, owner, optimizer, steps=3):
+    """The parameters after some steps, from gradients that differ by rank."""
+    params = [nn.Parameter(gradient(9, 0, shape), name=f"p{i}") for i, shape in enumerate(SHAPES)]
+    layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params], 0.004, 0.004)
+    reducer = Reducer(params, layout, world, overlap=False)
+    updater = owner(reducer, optimizer)
+    for step in range(1, steps + 1):
+        for param in reversed(params):
+            param.grad[...] = gradient(world.rank, step, param.shape)
+            param.grad_hook(param)
+        reducer.tally(0)
+        updater.reduce_and_update(step, 1 / world.size)
+        reducer.reset()
+        reducer.gate.barrier()
+    return np.concatenate([param.data.reshape(-1) for param in params])
+
+
+def by_hand(n, optimizer, steps=3):
+    flat = np.concatenate([gradient(9, 0, shape).reshape(-1) for shape in SHAPES])
+    state = optimizer.init_state(flat)
+    for step in range(1, steps + 1):
+        total = sum(np.concatenate([gradient(r, step, shape).reshape(-1) for shape in SHAPES]) for r in range(n))
+        optimizer.update(flat, total, state, step=step, scale=1 / n)
+    return flat
+
+
+@pytest.mark.parametrize("owner", [EveryRank, ShardOwner])
+@pytest.mark.parametrize(("n", "per_node"), [(2, None), (3, None), (2, 1)])
+@pytest.mark.parametrize("kind", [optim.SGD, ClippingSGD])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_optimizers_update_is_what_is_done(owner, n, per_node, kind, momentum):
+    optimizer = kind(lr=0.5, momentum=momentum)
+    expected = by_hand(n, optimizer)
+    for found in threads.run(n, lambda world: trained(world, owner, optimizer), per_node):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_of_ones_own_on_the_object_counts_too():
+    optimizer = optim.SGD(lr=0.5)
+    optimizer.update = lambda param, grad, state, *, step, scale: param.fill(step)
+    for found in threads.run(2, lambda world: trained(world, ShardOwner, optimizer)):
+        assert (found == 3).all()
+
+
+def test_a_rule_with_the_update_of_all_is_fused_with_the_sum(monkeypatch):
+    fused, calls = kernels.load("reduce_update"), []
+
+    def counted(*args):
+        calls.append(args)
+        rule(*args)
+
+    rule = fused.RULES["sgd"]
+    monkeypatch.setitem(fused.RULES, "sgd", counted)
+    threads.run(2, lambda world: trained(world, ShardOwner, optim.SGD(lr=0.5), steps=1))
+    assert calls
+    calls.clear()
+    threads.run(2, lambda world: trained(world, ShardOwner, ClippingSGD(lr=0.5), steps=1))
+    assert not calls
