@@ -142,6 +142,8 @@ def _add_train(commands: Any) -> Parser:
 
 
 def _metavar(name: str, kind: type) -> str:
+    if name == "trace":
+        return "FILE"
     return "DIR" if name.endswith("_dir") else {int: "N", float: "X", str: "NAME"}[kind]
 
 

@@ -62,6 +62,7 @@ class TrainConfig:
     eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
     overwrite: bool = _setting(False, "replace the results of an earlier run in the run folder")
+    trace: str | None = _setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -168,14 +169,20 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Makes the data sets, network and shifts, for what they say: better by one process than by all."""
+    """Makes the data sets, network and shifts, for what they say: better by one process than by all.
+
+    Tries out the name of the trace, too.
+    """
     from . import inputs
     from .augment import ShiftedImages
+    from .tracing import check_path
 
     train_set, _ = inputs.datasets(config)
     inputs.network(config, train_set)
     if config.shift:
         ShiftedImages(train_set, config.shift, config.seed)
+    if config.trace is not None:
+        check_path(config.trace)
 
 
 def reserve_run_dir(config: TrainConfig) -> TrainConfig:

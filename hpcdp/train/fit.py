@@ -15,10 +15,12 @@ from hpcdp.comm import World, init
 from hpcdp.data import DataLoader
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.trace import Trace
 
 from .callbacks import Callback
 from .evaluate import Evaluation
 from .metrics import Record, number_correct
+from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
 from .trainer import Trainer
 
 _EXCHANGE_EVERY = 10
@@ -55,7 +57,9 @@ def fit(
     world = world or init()
     steps = max(world.comm.allgather_json(len(loader)))
     exchange_every = math.ceil(steps / max(1, round(steps / _EXCHANGE_EVERY)))
-    meter = _Meter(trainer, world)
+    meter, report = _Meter(trainer, world), StepReport(trainer, world)
+    trace: Trace | None = world.kept.get(Trace)
+    exchanging, evaluating = Phase("metrics", trace), Phase("evaluate", trace)
     records: list[Record] = []
     for callback in callbacks:
         callback.on_start(epochs, steps)
@@ -63,14 +67,23 @@ def fit(
         for epoch in range(1, epochs + 1):
             loader.set_epoch(epoch - 1)
             meter.start_epoch()
+            report.start_epoch()
             batches = iter(loader)
             for step in range(1, steps + 1):
-                meter.add(*_train_step(net, trainer, next(batches, None), loss))
+                with report.phase[DATA]:
+                    batch = next(batches, None)
+                meter.add(*_train_step(net, trainer, batch, loss, report))
                 if step % exchange_every == 0 or step == steps:
-                    _tell(callbacks, meter.exchange(epoch - 1 + step / steps))
+                    with exchanging:
+                        exchanged = meter.exchange(epoch - 1 + step / steps)
+                    if trace is not None and world.rank == 0:
+                        trace.count("samples/s", exchanged["samples_per_s"])
+                    _tell(callbacks, exchanged)
                 for callback in callbacks:
                     callback.on_step(epoch, step)
-            records.append(meter.end_epoch(epoch, evaluate() if evaluate is not None else None))
+            with evaluating:
+                test = evaluate() if evaluate is not None else None
+            records.append(meter.end_epoch(epoch, test) | report.end_epoch())
             _tell(callbacks, records[-1])
     finally:
         for callback in callbacks:
@@ -84,18 +97,24 @@ def _tell(callbacks: Sequence[Callback], record: Record) -> None:
 
 
 def _train_step(
-    net: Module, trainer: Trainer, batch: Any, loss: Callable[[Tensor, Any], Tensor]
+    net: Module, trainer: Trainer, batch: Any, loss: Callable[[Tensor, Any], Tensor], report: StepReport
 ) -> tuple[float, int, int]:
     """One step on this rank's ``batch``, None where it has none: its summed loss, correct answers, samples."""
+    phase = report.phase
     if batch is None or len(batch[1]) == 0:
-        trainer.step(0)
+        with phase[STEP]:
+            trainer.step(0)
+        report.end_step()
         return 0.0, 0, 0
     x, y = batch
-    with record():
+    with phase[FORWARD], record():
         output = net(x)
         losses = loss(output, y)
-    losses.backward()
-    trainer.step(len(y))
+    with phase[BACKWARD]:
+        losses.backward()
+    with phase[STEP]:
+        trainer.step(len(y))
+    report.end_step()
     return float(losses.data.sum()), number_correct(output.data, y), len(y)
 
 

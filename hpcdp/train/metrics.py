@@ -16,11 +16,12 @@ from typing import Any, TextIO
 from hpcdp.arrays import Array, array_namespace, to_host
 
 Record = dict[str, Any]
-"""One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers. `docs/training.md` lists them."""
+"""One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
+`docs/training.md` lists them."""
 
 _TAGS = {
     "step": ("loss", "accuracy", "samples_per_s", "learning_rate", "comm_s", "comm_exposed_s"),
-    "epoch": ("test_loss", "test_accuracy"),
+    "epoch": ("test_loss", "test_accuracy", "compute_s", "critical_path_s", "slowest_ratio"),
 }
 
 
@@ -128,7 +129,7 @@ class MetricsLog:
         self._events.flush()
 
     def write(self, record: Record) -> None:
-        """Append ``record``; a key that is not a number or a string is an error of the caller (TypeError)."""
+        """Append ``record``; a value that JSON does not know is an error of the caller (TypeError)."""
         line = json.dumps(_finite(record)) + "\n"
         if self.failure is not None:
             return

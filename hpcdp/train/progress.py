@@ -11,6 +11,7 @@ from .metrics import Record
 
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
+_COLUMNS = 79
 
 
 class Progress(Protocol):
@@ -80,7 +81,7 @@ class LogProgress:
 
     def epoch(self, record: Record) -> None:
         """See `Progress.epoch`."""
-        self._print(epoch_line(record, self._epochs))
+        self._print("\n".join([epoch_line(record, self._epochs), *time_lines(record)]))
 
     def close(self) -> None:
         """See `Progress.close`."""
@@ -133,7 +134,8 @@ class TerminalProgress:
 
     def epoch(self, record: Record) -> None:
         """See `Progress.epoch`."""
-        self._bars.console.print(epoch_line(record, self._epochs), markup=False)
+        for line in (epoch_line(record, self._epochs), *time_lines(record)):
+            self._bars.console.print(line, markup=False)
 
     def close(self) -> None:
         """See `Progress.close`."""
@@ -148,6 +150,25 @@ def epoch_line(record: Record, epochs: int) -> str:
         f"epoch {record['epoch']:{width}}/{epochs}  loss {record['loss']:.4f}  accuracy {record['accuracy']:6.2%}"
         f"{test}  {record['samples_per_s']:,.0f} samples/s"
     )
+
+
+def time_lines(record: Record) -> list[str]:
+    """Where the time of a finished epoch of several ranks went, in lines of at most 79 characters."""
+    if "slowest_rank" not in record:
+        return []
+    lines = [
+        f"  compute {record['compute_s']:.2f} s  comm {record['comm_s']:.2f} s, {record['comm_exposed_s']:.2f} exposed"
+        f"  critical path {record['critical_path_s']:.2f} s"
+    ]
+    if record["stragglers"]:
+        named = f"  slowest: {record['stragglers'][0]}, {record['slowest_ratio']:.2f} x the median"
+        more = len(record["stragglers"]) - 1
+        lines.append(_shortened(named + (f", and {more} more" if more else "")))
+    return lines
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _COLUMNS else line[: _COLUMNS - 3] + "..."
 
 
 def _numbers(latest: Record | None) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import statistics
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .run_folder import open_run_folder
+from .tracing import Recording, traced
 from .trainer import Trainer
 
 
@@ -39,8 +42,9 @@ def run(config: TrainConfig) -> dict[str, Any]:
     Returns:
         The numbers of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training,
         all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
-        of ``comm_s`` hidden behind computation, None with one rank), ``peak_memory_mb`` (largest rank), ``ranks``,
-        ``run_dir`` and ``records`` (one an epoch, see `fit`).
+        of ``comm_s`` hidden behind computation, None with one rank), ``compute_s`` and ``data_s`` (mean over ranks),
+        ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``ranks``, ``run_dir``, ``trace`` (a line about the
+        file, None without one) and ``records`` (one an epoch, see `fit`).
     """
     world = init()
     config = config.for_world(world.size)
@@ -48,17 +52,21 @@ def run(config: TrainConfig) -> dict[str, Any]:
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
         net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))
         loader = on_every_rank(world.comm, lambda: _loader(config, train_set, world))
-        trainer = Trainer(
-            net.parameters(),
-            inputs.optimizer(config, len(loader)),
-            world=world,
-            owner=config.owner,
-            clip_norm=config.clip_norm,
-        )
-        _load_kernels(config, train_set, world)
-        config, folder = open_run_folder(config, world)
-        with folder or contextlib.nullcontext():
-            callbacks: list[Callback] = [] if folder is None else [ShowProgress(), KeepMetrics(folder)]
+        with contextlib.ExitStack() as stack:
+            recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
+            trainer = Trainer(
+                net.parameters(),
+                inputs.optimizer(config, len(loader)),
+                world=world,
+                owner=config.owner,
+                clip_norm=config.clip_norm,
+            )
+            _load_kernels(config, train_set, world)
+            config, folder = open_run_folder(config, world)
+            callbacks: list[Callback] = []
+            if folder is not None:
+                stack.enter_context(folder)
+                callbacks = [ShowProgress(), KeepMetrics(folder)]
             records = fit(
                 net,
                 trainer,
@@ -68,7 +76,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 callbacks=callbacks,
                 world=world,
             )
-    result = _result(config, records, world)
+    result = _result(config, records, world) | {"trace": None if recording is None else _told(recording)}
     if folder is not None:
         print(report(result, folder.failure), flush=True)
     return result
@@ -127,6 +135,7 @@ def _result(config: TrainConfig, records: list[Record], world: World) -> dict[st
         "comm_s": comm_s,
         "comm_exposed_s": exposed_s,
         "comm_hidden": 1 - exposed_s / comm_s if world.size > 1 and comm_s > 0 else None,
+        **{name: sum(record[name] for record in records) for name in ("compute_s", "data_s", "critical_path_s")},
         "peak_memory_mb": max(world.comm.allgather_json(peak_memory_mb())),
         "ranks": world.size,
         "run_dir": config.run_dir,
@@ -141,15 +150,56 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         communication = "none, there is one rank"
     else:
         share = result["comm_s"] / result["seconds"]
-        communication = f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s a rank, {share:.1%} of the time"
+        communication = (
+            f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s a rank, {result['comm_exposed_s']:.2f} "
+            f"exposed; {share:.1%} of the time"
+        )
     folder = result["run_dir"]
     lines = [
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
         ("communication", communication),
+        *_times(result),
         ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
+        *([] if result["trace"] is None else [("trace", result["trace"])]),
         ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}" if failure is None else folder),
         ("run it again", f"hpcdp train --config {folder}/config.toml"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
+
+
+def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where the time went, how short it could have been, and which ranks the others have waited for."""
+    records = result["records"]
+    seconds, path_s = result["seconds"], result["critical_path_s"]
+    exposed_s = result["comm_exposed_s"] if result["ranks"] > 1 else 0.0
+    other_s = max(0.0, seconds - result["compute_s"] - exposed_s - result["data_s"])
+    through, _ = Counter(record["critical_path"] for record in records).most_common(1)[0]
+    lines = [
+        (
+            "time a rank",
+            f"compute {result['compute_s']:.2f} s, exposed communication {exposed_s:.2f}, "
+            f"data {result['data_s']:.2f}, rest {other_s:.2f}",
+        ),
+        ("critical path", f"{path_s:.2f} s, {path_s / seconds:.0%} of the time: {through}"),
+    ]
+    if result["ranks"] > 1:
+        rank, times = Counter(record["slowest_rank"] for record in records).most_common(1)[0]
+        then = [record for record in records if record["slowest_rank"] == rank]
+        ratio = statistics.median(record["slowest_ratio"] for record in then)
+        often = f"in {times} of {len(records)} epochs, {ratio:.2f} x the median"
+        lines.append(("slowest rank", f"rank {rank} on {then[0]['slowest_host']} {often}"))
+    named = Counter(name for record in records for name in record.get("stragglers", ()))
+    if named:
+        shown = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common(2)]
+        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+        lines.append(("stragglers", ", ".join(shown) + more))
+    return lines
+
+
+def _told(recording: Recording) -> str:
+    if recording.failure is not None:
+        return f"not written: {recording.failure.strerror}"
+    dropped = f", {recording.num_dropped:,} more dropped" if recording.num_dropped else ""
+    return f"{recording.path}, {recording.num_slices:,} slices{dropped}: open it at ui.perfetto.dev"

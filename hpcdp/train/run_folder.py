@@ -51,7 +51,8 @@ def draw_run(folder: Path) -> None:
 class RunFolder:
     """One run's files: ``config.toml``, ``metrics.jsonl``, TensorBoard events and, when closed, ``curves.png``.
 
-    ``config.toml`` leaves out ``run_dir`` and ``overwrite``, so that a run repeated from it gets a folder of its own.
+    ``config.toml`` leaves out ``run_dir``, ``overwrite`` and ``trace``, so that a run repeated from it gets a folder of
+    its own and touches no file outside of it.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -59,7 +60,7 @@ class RunFolder:
         self.failure: OSError | None = None
         """Why the folder is not complete, or None."""
         try:
-            settings = dataclasses.replace(config, run_dir=None, overwrite=False).to_toml()
+            settings = dataclasses.replace(config, run_dir=None, overwrite=False, trace=None).to_toml()
             (self.path / "config.toml").write_text(settings, encoding="utf-8")
             self._log = MetricsLog(self.path)
         except OSError as error:

@@ -1,0 +1,181 @@
+"""Where the time of an epoch went, on which rank, and how short its steps could have been."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from hpcdp.comm import World
+from hpcdp.gradients.critical_path import (
+    BucketCost,
+    BucketTimes,
+    critical_path,
+    mirrored_need,
+    reduction_seconds,
+)
+from hpcdp.trace import Span, Trace
+
+from .metrics import Record
+from .trainer import Trainer
+
+STRAGGLES_AT = 1.2
+"""A rank is a straggler when its own work took more than so many times the median over ranks."""
+
+DATA, FORWARD, BACKWARD, STEP = "data", "forward", "backward", "step"
+"""The phases of a step, in this order."""
+
+
+class Phase:
+    """One part of a step, entered again in every step: adds up its time, and is a span of the trace if there is one."""
+
+    def __init__(self, name: str, trace: Trace | None) -> None:
+        self.name = name
+        self.total_ns = 0
+        """Since the last `StepReport.start_epoch`."""
+        self.start_ns = self.end_ns = 0
+        self._trace = trace
+        self._span: Span | None = None
+
+    def __enter__(self) -> None:
+        if self._trace is not None:
+            self._span = self._trace.span(self.name)
+            self._span.__enter__()
+        self.start_ns = time.perf_counter_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_ns = time.perf_counter_ns()
+        self.total_ns += self.end_ns - self.start_ns
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
+
+
+class StepReport:
+    """Measures the steps of this rank, and compares them with those of others once an epoch.
+
+    Use ``with report.phase["data"]:`` and so on around each phase of a step, then `end_step`.
+    """
+
+    def __init__(self, trainer: Trainer, world: World) -> None:
+        trace: Trace | None = world.kept.get(Trace)
+        self.phase = {name: Phase(name, trace) for name in (DATA, FORWARD, BACKWARD, STEP)}
+        self._trainer, self._world = trainer, world
+        self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may end a step late
+        self._seen: Sequence[BucketTimes] = trainer.reducer.times
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        """Forget what was measured."""
+        for phase in self.phase.values():
+            phase.total_ns = 0
+        self._steps = 0
+        self._exposed_s = self._trainer.stats.exposed_s
+        self._buckets: dict[int, list[float]] = {}
+
+    def end_step(self) -> None:
+        """Take in what the trainer knows of its last step."""
+        self._steps += 1
+        backward = self.phase[BACKWARD]
+        if not self._backwards or self._backwards[-1][0] != backward.start_ns:
+            self._backwards.append((backward.start_ns, backward.end_ns))
+        times = self._trainer.reducer.times
+        if times is self._seen or not times:
+            return
+        self._seen = times
+        first_ns = min(each.ready_ns for each in times)
+        started = [start_ns for start_ns, end_ns in self._backwards if start_ns <= first_ns <= end_ns]
+        if not started:  # of a step in which this rank had no samples
+            return
+        for each, reduction_s in zip(times, reduction_seconds(times), strict=True):
+            sums = self._buckets.setdefault(each.number, [0, 0.0, 0.0])
+            sums[0] += 1
+            sums[1] += (each.ready_ns - started[-1]) / 1e9
+            sums[2] += reduction_s
+
+    def end_epoch(self) -> Record:
+        """What an epoch's record says of its steps, alike on every rank; all must call, one small message a rank."""
+        return compare(self._world.comm.allgather_json(self._summary()))
+
+    def _summary(self) -> dict[str, Any]:
+        alone = self._world.size == 1
+        found: dict[str, Any] = {name: phase.total_ns / 1e9 for name, phase in self.phase.items()}
+        return found | {
+            "host": socket.gethostname(),
+            "steps": self._steps,
+            "exposed": 0.0 if alone else self._trainer.stats.exposed_s - self._exposed_s,
+            "buckets": []
+            if alone
+            else [[number, ready / n, busy / n] for number, (n, ready, busy) in sorted(self._buckets.items())],
+        }
+
+
+def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
+    """One epoch's numbers from those of each rank; docs/training.md lists them.
+
+    A rank's own work is its data and its computation: all that it did but wait for others. The critical path is that of
+    the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction takes as
+    long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured, because
+    they are reduced when backward is over, all of the exposed communication is one.
+    """
+    work = [each[DATA] + _compute(each) for each in summaries]
+    median = statistics.median_low(work)
+    found: Record = {
+        "data_s": statistics.fmean(each[DATA] for each in summaries),
+        "compute_s": statistics.fmean(_compute(each) for each in summaries),
+    }
+    slowest = max(range(len(work)), key=work.__getitem__)
+    path_s, path = _critical_path(summaries, slowest)
+    found |= {"critical_path_s": path_s * summaries[slowest]["steps"], "critical_path": path}
+    if len(work) > 1:
+        ratios = [seconds / median if median > 0 else 1.0 for seconds in work]
+        found |= {
+            "slowest_rank": slowest,
+            "slowest_host": summaries[slowest]["host"],
+            "slowest_ratio": ratios[slowest],
+            "stragglers": [
+                f"rank {rank} on {summaries[rank]['host']}"
+                for rank in sorted(range(len(work)), key=lambda rank: -ratios[rank])
+                if ratios[rank] > STRAGGLES_AT
+            ],
+        }
+    return found
+
+
+def _waited(summary: Mapping[str, Any]) -> float:
+    """Seconds for which forward has waited for parameters: communication that was exposed, but not in a step's end."""
+    return min(summary[FORWARD], max(0.0, summary["exposed"] - summary[STEP]))
+
+
+def _compute(summary: Mapping[str, Any]) -> float:
+    rest = max(0.0, summary[STEP] - summary["exposed"])
+    return summary[FORWARD] + summary[BACKWARD] - _waited(summary) + rest
+
+
+def _critical_path(summaries: Sequence[Mapping[str, Any]], slowest: int) -> tuple[float, str]:
+    """Seconds a step, and what it runs through."""
+    own = summaries[slowest]
+    steps = max(1, own["steps"])
+    forward_s, backward_s = (own[FORWARD] - _waited(own)) / steps, own[BACKWARD] / steps
+    between_s = (own[DATA] + max(0.0, own[STEP] - own["exposed"])) / steps
+    ready: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    for summary in summaries:
+        for number, ready_s, busy_s in summary["buckets"]:
+            ready[number] = max(ready_s, ready.get(number, ready_s))
+            busy[number] = min(busy_s, busy.get(number, busy_s))
+    if not ready:
+        exposed_s = min(each["exposed"] / max(1, each["steps"]) for each in summaries)
+        in_turn = "computation" + (", then communication" if exposed_s > 0 else "")
+        return forward_s + backward_s + between_s + exposed_s, in_turn
+    buckets = [
+        BucketCost(number, ready[number], busy[number], mirrored_need(ready[number], forward_s, backward_s))
+        for number in ready
+    ]
+    path = critical_path(forward_s, backward_s, buckets, between_s)
+    return path.seconds, str(path)
