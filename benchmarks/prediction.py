@@ -22,20 +22,20 @@ Predictor = Callable[[Row], dict[str, float]]
 def predictor(settings: Settings, world: World) -> tuple[Predictor | None, str]:
     """How to predict, and a line that says what from; every rank must call, and must call what it returns.
 
-    Links and cores are those that `hpcdp tune` has measured, else they are measured now. None where ranks share cores:
-    the model takes a core for each, and how they are scheduled decides then.
+    Links and cores are those that `hpcdp tune` has measured, else they are measured now. None for a rank alone, and
+    where ranks share cores: the model takes a core for each, and how they are scheduled decides then.
 
     Raises:
         UnsupportedError: when it is called, for an algorithm that the model does not know; it lists those it does.
     """
+    if world.size == 1:
+        return None, "No predictions: a rank alone exchanges nothing."
     if reason := tuning.crowded(world):
         return None, f"No predictions: {reason}, and the model takes a core for each."
     if tuning.loaded(world) is not None:
         machine, basis = tuning.machine(world), "that hpcdp tune has measured"
-    elif world.size > 1:
-        machine, basis = probe.probe(world), "measured just now; hpcdp tune keeps them"
     else:
-        machine, basis = tuning.machine(world), "that are assumed"
+        machine, basis = probe.probe(world), "measured just now; hpcdp tune keeps them"
     made = _of_messages if settings.benchmark in PAIRS else _of_collective
     return made(settings, world, machine), f"Predicted for links and cores {basis}."
 

@@ -17,6 +17,7 @@ from ..collectives.links import ETHERNET, Link, Machine, Rates
 from ..collectives.progress import LANES, Steps, Together
 from ..comm import World
 from ..comm.shared import Gate
+from .measure import FreshData
 
 _SHORT_NBYTES, _LONG_NBYTES, _STAGED_NBYTES = 4, 1 << 20, 256 << 10
 _FAR_NBYTES = 4 << 20  # networks let short bursts pass faster than their rate
@@ -126,16 +127,17 @@ def _rounds(nbytes: int) -> int:
 
 
 def _block(nbytes: int) -> np.ndarray:
-    """Bytes in a longer array, as those of buckets are: from 4 MB on NumPy asks for huge pages, which go faster."""
-    return np.empty(max(nbytes, 4 << 20), np.uint8)[:nbytes]
+    """Bytes at the beginning of a long array, as those of buckets are: its pages are huge ones, which go faster."""
+    return np.empty(max(nbytes, _SIZES[-1]), np.uint8)[:nbytes]
 
 
 def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
     """Half a round trip of data that were written just before."""
     x, y, token = _block(nbytes), _block(nbytes), np.zeros(1, np.uint8)
+    data = FreshData(world.rank, world.size, np.uint8)
     taken = []
     for number in range(_rounds(nbytes) + 2):
-        x[...] = number % 100
+        data.write(x, number)
         for message, answer in ((token, token), (x, y)):  # the first lets both begin at once
             begin = time.perf_counter()
             for sending in (first, not first):
@@ -150,10 +152,10 @@ def _ping_pong_s(world: World, first: bool, peer: int, nbytes: int) -> float:
 def _stream_s(world: World, peers: dict[int, int], nbytes: int) -> float:
     """How long it takes until all have got what the ranks in ``peers`` send to their peers at once."""
     sources = {dest: source for source, dest in peers.items()}
-    x, y = _block(nbytes), _block(nbytes)
+    x, y, data = _block(nbytes), _block(nbytes), FreshData(world.rank, world.size, np.uint8)
     taken = []
     for number in range(_rounds(nbytes)):
-        x[...] = number % 100
+        data.write(x, number)
         world.barrier()
         begin = time.perf_counter()
         requests = [world.comm.irecv(y, sources[world.rank], _DATA)] if world.rank in sources else []

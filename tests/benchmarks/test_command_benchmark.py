@@ -286,6 +286,12 @@ def test_predictions_stand_beside(
     assert 0 < small[key] < large[key]
 
 
+def test_a_rank_alone_gets_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(1, "allreduce", "-m", "64:64", "--predict") == [0]
+    printed = capsys.readouterr().out
+    assert "# No predictions: a rank alone exchanges nothing.\n" in printed and "Predicted(us)" not in printed
+
+
 def test_ranks_that_share_cores_get_no_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
