@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
     from hpcdp.comm.world import World, init
     from hpcdp.errors import HpcdpError
+    from hpcdp.train.policy import Policy
     from hpcdp.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "HpcdpError",
     "Monoid",
+    "Policy",
     "Trainer",
     "World",
     "allgather",
@@ -43,6 +45,7 @@ _HOMES = {
     "HpcdpError": "hpcdp.errors",
     "Trainer": "hpcdp.train.trainer",
     "Monoid": "hpcdp.collectives",
+    "Policy": "hpcdp.train.policy",
     "World": "hpcdp.comm.world",
     "allgather": "hpcdp.collectives",
     "allreduce": "hpcdp.collectives",

@@ -30,7 +30,7 @@ from ..comm.shared import Gate, Milestones, NodeMemory, PrivateMemory
 from ..errors import ConfigError, StaleGradientError
 from .buckets import Layout, Slot
 from .critical_path import BucketTimes
-from .lane import UPDATE, Lane
+from .lane import UPDATE, Lane, Turn
 
 SHORT_NBYTES = 64 << 10
 """Up to so many bytes the number of messages after one another counts, not their length."""
@@ -267,8 +267,15 @@ class Reducer:
         number, name = bucket.number, f"bucket {bucket.number}"
         bucket.state = State.LAUNCHED
         bucket.launched_ns = time.perf_counter_ns()
-        self._milestones.post(_PHASES * self._cycle + _FILLED, number)
-        self._lane.launch(lambda turn: self._reduction(bucket, turn), [self._variables[number]], number, name)
+        filled = _PHASES * self._cycle + _FILLED  # now: when the machine begins, this rank may be a step further
+        self._milestones.post(filled, number)
+
+        def reduction(turn: Turn) -> Steps:
+            if self.memory.size > 1:
+                yield [Until(lambda: self._milestones.reached(filled, number))]
+            yield from self._reduction(bucket, turn)
+
+        self._lane.launch(reduction, [self._variables[number]], number, name)
 
     def launch_rest(self) -> None:
         """Launch what backward has not: buckets with gradients that it does not write, which count as zero."""
@@ -281,10 +288,7 @@ class Reducer:
                     self._launch(bucket)
 
     def _reduction(self, bucket: Bucket, turn: Request | None) -> Steps:
-        """Sum this rank's shard over all ranks of the world, in place in its own row."""
-        if turn is not None and self.memory.size > 1:
-            filled = _PHASES * self._cycle + _FILLED
-            yield [Until(lambda: self._milestones.reached(filled, bucket.number))]
+        """Sum this rank's shard over all ranks of the world, in place in its own row; the node's have filled theirs."""
         self.sum_shard(bucket)
         if self.rail is not None and self.rail.size > 1:
             yield from self._over_rail(bucket, self.rail, turn)

@@ -1,0 +1,253 @@
+"""Training with reductions under backward and updates under the next forward: the same bits, and nothing forgotten."""
+
+import itertools
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import Policy, nn, optim
+from hpcdp.autograd import record
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, NonFiniteGradientError, StaleGradientError
+
+WIDTH = 400  # so that the first bucket, of 1 MiB, does not hold all
+NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2)]
+SPLITS = {
+    "even": lambda n, rank, step: 2,
+    "uneven": lambda n, rank, step: 1 + (rank + step) % 3,
+    "one has none": lambda n, rank, step: 0 if rank == n - 1 else 2,
+}
+
+
+class Net(nn.Module):
+    """One layer is used twice, one by some ranks in some steps only, one is frozen."""
+
+    def __init__(self):
+        self.first = nn.Dense(6, WIDTH)
+        self.twice = nn.Dense(WIDTH, WIDTH)
+        self.sometimes = nn.Dense(WIDTH, WIDTH)
+        self.frozen = nn.Dense(WIDTH, WIDTH)
+        self.last = nn.Dense(WIDTH, 3)
+        for param in self.frozen.parameters():
+            param.grad_req = "null"
+
+    def forward(self, x, with_all=True):
+        x = nn.functional.relu(self.first(x))
+        x = nn.functional.relu(self.twice(nn.functional.relu(self.twice(x))))
+        x = self.frozen(x)
+        return self.last(x + self.sometimes(x) if with_all else x)
+
+
+def batch(step, rank, count, micro=0):
+    rng = np.random.default_rng([step, rank, micro])
+    return rng.standard_normal((count, 6)).astype("f4"), rng.integers(0, 3, count)
+
+
+def backward(net, x, y, with_all=True):
+    with record():
+        loss = nn.functional.softmax_cross_entropy(net(x, with_all), y)
+    loss.backward()
+
+
+def train(world, split="even", steps=5, with_all=None, micro=1, optimizer=None, late=None, **options):
+    """The parameters after some steps, flat; a bucket for each layer."""
+    net = Net()
+    for number, param in enumerate(net.parameters()):
+        param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+    rule = optim.SGD(lr=0.05, momentum=0.9) if optimizer is None else optimizer()
+    trainer = hpcdp.Trainer(net.parameters(), rule, world, bucket_cap_mb=0.006, **options)
+    assert len(trainer.reducer.buckets) >= 3
+    for step in range(steps):
+        if late is not None:
+            time.sleep(late(world.rank, step))
+        count = SPLITS[split](world.size, world.rank, step)
+        with_rest = with_all is None or with_all(world.rank, step)
+        for number in range(micro):
+            x, y = batch(step, world.rank, count, number)
+            if number < micro - 1:
+                with trainer.no_sync():
+                    if count:
+                        backward(net, x, y, with_rest)
+                    trainer.step(count)
+            else:
+                if count:
+                    backward(net, x, y, with_rest)
+                trainer.step(count)
+    return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
+
+
+def samples_of_all(split, n, steps=5):
+    """The same training on one rank that gets everybody's samples."""
+
+    def rank(world):
+        net = Net()
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.05, momentum=0.9), world)
+        for step in range(steps):
+            parts = [batch(step, r, SPLITS[split](n, r, step)) for r in range(n)]
+            x, y = (np.concatenate(each) for each in zip(*parts, strict=True))
+            backward(net, x, y)
+            trainer.step(len(y))
+        return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
+
+    return threads.run(1, rank)[0]
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("n", "nodes"), NODES)
+def test_the_parameters_do_not_depend_on_overlap(n, nodes, split, owner):
+    at_the_end, meanwhile = (
+        threads.run(n, lambda world, o=o: train(world, split, owner=owner, overlap=o).tobytes(), nodes)
+        for o in (False, True)
+    )
+    assert len({*at_the_end, *meanwhile}) == 1
+    found = np.frombuffer(meanwhile[0], "f4")
+    np.testing.assert_allclose(found, samples_of_all(split, n), rtol=2e-3, atol=2e-5)
+
+
+OPTIONS = {
+    "clipped": {"clip_norm": 0.05},
+    "accumulated": {"micro": 3},
+    "one that counts": {"policy": Policy(nonfinite="count")},
+    "unused": {"policy": Policy(unused="zero"), "with_all": lambda rank, step: (rank + step) % 2 == 0},
+    "unused by all": {"policy": Policy(unused="zero"), "with_all": lambda rank, step: step > 2},
+    "adam": {"optimizer": lambda: optim.AdamW(lr=0.01)},
+    "late": {"late": lambda rank, step: 0.004 * ((rank + step) % 3)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("n", "nodes"), [(3, 1), (4, 2), (3, None)])
+def test_nor_with_options(n, nodes, options):
+    runs = [
+        threads.run(n, lambda world, v=v: train(world, "uneven", **OPTIONS[options], **v).tobytes(), nodes)
+        for v in ({"overlap": o, "owner": w} for o, w in itertools.product((False, True), ("rank", "shard")))
+    ]
+    assert len({result for run in runs for result in run}) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_unused_parameters_are_an_error_that_names_them_and_the_next_step_is_right(owner, overlap):
+    def rank(world):
+        net = Net()
+        trainer = hpcdp.Trainer(
+            net.parameters(), optim.SGD(lr=0.1), world, bucket_cap_mb=0.006, owner=owner, overlap=overlap
+        )
+        trained = [param for param in net.parameters() if param.grad_req != "null"]
+        before = np.concatenate([np.array(p.data).reshape(-1) for p in trained])
+        backward(net, *batch(0, world.rank, 2), with_all=world.rank != 1)
+        with pytest.raises(StaleGradientError, match=r"\[rank 1\].*got none for sometimes.*Policy\(unused='zero'\)"):
+            trainer.step(2)
+        after = np.concatenate([np.array(p.data).reshape(-1) for p in trained])
+        np.testing.assert_array_equal(before, after)
+        backward(net, *batch(1, world.rank, 2))
+        assert trainer.step(2) == 2 * world.size
+        return np.concatenate([np.array(p.data).reshape(-1) for p in trained]).tobytes()
+
+    assert len(set(threads.run(3, rank, 1))) == 1
+
+
+def test_unused_parameters_are_named_once_where_asked():
+    def rank(world):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train(world, policy=Policy(unused="warn"), with_all=lambda rank, step: False)
+        return [str(each.message) for each in told if "no gradient" in str(each.message)]
+
+    assert threads.run(1, rank)[0] == ["rank 0: no gradient for sometimes.weight, sometimes.bias: counted as zero"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("n", "nodes"), [(1, None), (3, None), (3, 1), (4, 2)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_gradients_that_are_not_finite(n, nodes, bad, overlap):
+    """On one rank only, in the second of three steps; each rank counts, skips or raises alike."""
+
+    def rank(world, nonfinite):
+        net = Net()
+        trainer = hpcdp.Trainer(
+            net.parameters(), optim.SGD(lr=0.1), world, bucket_cap_mb=0.006, overlap=overlap,
+            policy=Policy(nonfinite=nonfinite),
+        )  # fmt: skip
+        finite = []
+        for step in range(3):
+            x, y = batch(step, world.rank, 2)
+            if step == 1 and world.rank == world.size - 1:
+                x[0, 0] = bad
+            with np.errstate(invalid="ignore"):
+                backward(net, x, y)
+            if nonfinite == "raise" and step == 1:
+                with pytest.raises(NonFiniteGradientError, match="step 2"):
+                    trainer.step(2)
+            else:
+                trainer.step(2)
+            finite.append(all(np.isfinite(np.array(param.data)).all() for param in net.parameters()))
+        return finite, trainer.num_nonfinite, trainer.step_count
+
+    for nonfinite, wanted in {
+        "ignore": ([True, False, False], 0, 3),
+        "count": ([True, False, False], 2, 3),
+        "skip": ([True, True, True], 1, 2),
+        "raise": ([True, True, True], 1, 2),
+    }.items():
+        assert threads.run(n, lambda world, k=nonfinite: rank(world, k), nodes) == [wanted] * n
+
+
+def test_a_loss_scale_is_divided_out():
+    def rank(world, scale):
+        net = Net()
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, clip_norm=0.2)
+        trainer.loss_scale = scale
+        for step in range(3):
+            x, y = batch(step, world.rank, 2)
+            with record():
+                loss = nn.functional.softmax_cross_entropy(net(x), y) * np.float32(scale)
+            loss.backward()
+            trainer.step(2)
+        return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
+
+    plain, scaled = (threads.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 1024.0))
+    np.testing.assert_array_equal(plain, scaled)  # a power of two rounds nothing
+
+
+def test_a_policy_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"\[unused\]: expected error or warn or zero, got 'ignore'"):
+        Policy(unused="ignore")
+    with pytest.raises(ConfigError, match=r"\[nonfinite\]: expected ignore or count or skip or raise, got 'zero'"):
+        Policy(nonfinite="zero")
+
+
+def test_an_update_uses_the_settings_of_its_step():
+    """The learning rate is changed when `step` has returned, while updates may be under way."""
+
+    def rank(world, overlap):
+        rule = optim.SGD(lr=0.1)
+        net = Net()
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 20
+        trainer = hpcdp.Trainer(net.parameters(), rule, world, bucket_cap_mb=0.006, overlap=overlap)
+        for step in range(4):
+            backward(net, *batch(step, world.rank, 2))
+            trainer.step(2)
+            rule.lr = 0.1 / (step + 2)
+        return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()]).tobytes()
+
+    runs = [threads.run(3, lambda world, o=o: rank(world, o), 1) for o in (False, True)]
+    assert len({result for run in runs for result in run}) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_real_ranks_get_the_same_bits_with_and_without_overlap(owner):
+    world = hpcdp.init()
+    runs = [train(world, "uneven", owner=owner, overlap=o).tobytes().hex() for o in (False, True)]
+    everyone = world.comm.allgather_json(runs)
+    assert len({each for rank in everyone for each in rank}) == 1
