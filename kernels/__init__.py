@@ -8,13 +8,16 @@ a node compile while the others wait and then read the cache.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -22,28 +25,75 @@ from ..errors import ConfigError
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
+_warned = False
+_all_kept = True
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ROOM_NBYTES = 4 << 20
+"""That a disk must have left to be tried: the code of one module takes less."""
 
 
 def cache_dir() -> Path:
     """The folder of compiled kernels: ``HPCDP_CACHE_DIR``, else ``$XDG_CACHE_HOME/hpcdp``, else ``~/.cache/hpcdp``.
 
-    A folder that cannot be written is replaced by a private temporary one of this user.
+    One of the latter that cannot be written is replaced by a private temporary folder, after one warning on rank 0.
+
+    Raises:
+        ConfigError: ``HPCDP_CACHE_DIR`` cannot be written, or the temporary folder is somebody else's.
     """
     chosen = os.environ.get("HPCDP_CACHE_DIR")
-    folder = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcdp"
+    if chosen:
+        problem = _problem(Path(chosen))
+        if problem:
+            raise ConfigError(
+                "kernel cache", where=f"HPCDP_CACHE_DIR={chosen}", expected="a folder that can be written",
+                got=problem, remedy="unset it, or name a folder of yours",
+            )  # fmt: skip
+        return Path(chosen)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcdp"
+        problem = _problem(folder)
+        if not problem:
             return folder
-    except OSError:
-        pass
+        problem = f"[{folder}]: {problem}"
+    except RuntimeError as error:
+        problem = f": {error}"
     fallback = Path(tempfile.gettempdir()) / f"hpcdp-{os.getuid()}"
-    fallback.mkdir(exist_ok=True, mode=0o700)
-    if fallback.stat().st_uid != os.getuid():  # somebody else's folder could feed us their machine code
+    if not _problem(fallback) and fallback.lstat().st_uid != os.getuid():  # it could feed us somebody's machine code
         raise ConfigError(
             "kernel cache", where=fallback, expected="a folder of this user", remedy="set HPCDP_CACHE_DIR to one"
         )
+    _warn_once(f"kernel cache {problem}; {fallback} is used, set HPCDP_CACHE_DIR to a lasting folder")
     return fallback
+
+
+def _problem(folder: Path) -> str | None:
+    """Why nothing can be written to ``folder``, which is made if need be.
+
+    A full disk is none: what was kept earlier can be read, and training need not stop for the rest.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        return None if error.errno in _FULL else f"{error.strerror}"
+    return None if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
+
+
+def _warn_once(text: str) -> None:
+    """Warn of the cache if this process is rank 0 or no rank, and has not yet done so."""
+    global _warned
+    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
+    if not _warned and rank == "0":
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    _warned = True
+
+
+def _not_kept(folder: Path, error: Exception) -> None:
+    """Machine code could not be written: training goes on, and the next job compiles again."""
+    global _all_kept
+    _all_kept = False
+    reason = getattr(error, "strerror", None) or error
+    _warn_once(f"kernel cache [{folder}]: {reason}; kernels are compiled by every process of every job")
 
 
 def any_compiled() -> bool:
@@ -60,12 +110,25 @@ def _compiled_dir() -> Path:
 
 @contextlib.contextmanager
 def _one_process_compiles(folder: Path) -> Iterator[None]:
-    with open(folder / "compile.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
         try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            lock = held.enter_context(open(folder / "compile.lock", "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # every process compiles, then
+            _not_kept(folder, error)
+        yield
+
+
+def _has_room(folder: Path) -> bool:
+    """Whether machine code can be kept there; else ranks that wait for each other would compile one by one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_NBYTES))
+    except OSError as error:
+        _not_kept(folder, error)
+        return False
+    return True
 
 
 def loading() -> bool:
@@ -79,41 +142,45 @@ def load(name: str) -> ModuleType:
     May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), the first
     on a machine also the compilation.
 
+    Where machine code cannot be kept, every process compiles for itself, after one warning on rank 0.
+
     Raises:
-        ConfigError: machine code cannot be written where it is kept.
+        ConfigError: see `cache_dir`.
     """
     module = _loaded.get(name)
     if module is None:
         with _loading:
             if name not in _loaded:
-                try:
-                    _loaded[name] = _imported(name)
-                except OSError as error:
-                    raise ConfigError(
-                        "kernel cache", where=cache_dir(), expected="a folder with room that can be written",
-                        got=error.strerror, remedy="set HPCDP_CACHE_DIR to one",
-                    ) from error  # fmt: skip
+                _loaded[name] = _imported(name)
             module = _loaded[name]
     return module
 
 
 def _imported(name: str) -> ModuleType:
-    from numba.core import config
+    from .machine_code import kept_in
 
     folder = _compiled_dir()
     compiled = folder / f"{name}.compiled"
-    user_cache_dir = config.CACHE_DIR
-    config.CACHE_DIR = user_cache_dir or str(folder)
+    module_name, told = f"{__name__}.{name}", partial(_not_kept, folder)
+    if _is_there(compiled):  # ranks that only read need not wait for each other
+        with kept_in(folder, told):
+            return importlib.import_module(module_name)
+    if not _has_room(folder):
+        with kept_in(None, told):
+            return importlib.import_module(module_name)
+    with _one_process_compiles(cache_dir()), kept_in(folder, told):
+        module = importlib.import_module(module_name)
+        if _all_kept:
+            with contextlib.suppress(OSError):
+                compiled.touch()
+        return module
+
+
+def _is_there(file: Path) -> bool:
     try:
-        if compiled.exists():  # ranks that only read need not wait for each other
-            return importlib.import_module(f"{__name__}.{name}")
-        with _one_process_compiles(cache_dir()):
-            module = importlib.import_module(f"{__name__}.{name}")
-            folder.mkdir(parents=True, exist_ok=True)
-            compiled.touch()
-            return module
-    finally:
-        config.CACHE_DIR = user_cache_dir
+        return file.exists()
+    except OSError:
+        return False
 
 
 def compile_once(call: Callable[[], object]) -> None:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import kernels
+from hpcdp.errors import ConfigError
 
 LOAD = """
 import json
@@ -37,13 +39,141 @@ def test_the_folder_is_chosen_by_the_environment(tmp_path, monkeypatch):
     assert kernels.cache_dir() == tmp_path / "home" / ".cache" / "hpcdp"
 
 
-def test_a_folder_that_cannot_be_made_is_replaced_by_one_of_this_user(tmp_path, monkeypatch):
+@pytest.fixture
+def unwarned(monkeypatch):
+    for name in kernels._RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kernels, "_warned", False)
+    monkeypatch.setattr(kernels, "_all_kept", True)
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_usual_folder_that_cannot_be_made_is_replaced_by_one_of_this_user_after_one_warning(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path / "file" / "below"))
-    folder = kernels.cache_dir()
-    assert folder != tmp_path / "file" / "below"
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match=r"below/hpcdp\]: Not a directory; .* is used, set HPCDP_CACHE_DIR") as told:
+        folder = kernels.cache_dir()
+        assert kernels.cache_dir() == folder
+    assert len(told) == 1
+    assert folder.parent == tmp_path
     assert folder.stat().st_uid == os.getuid()
     assert folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="home directory"):
+        assert kernels.cache_dir().parent == tmp_path
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize(("variable", "rank"), [("OMPI_COMM_WORLD_RANK", 1), ("PMI_RANK", 3), ("SLURM_PROCID", 2)])
+def test_only_rank_0_warns(tmp_path, monkeypatch, variable, rank, recwarn):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv(variable, str(rank))
+    kernels.cache_dir()
+    assert not recwarn.list
+    monkeypatch.setattr(kernels, "_warned", False)
+    monkeypatch.setenv(variable, "0")
+    kernels.cache_dir()
+    assert len(recwarn.list) == 1
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("problem", ["below a file", "not writable"])
+def test_a_folder_that_the_user_names_must_be_usable(tmp_path, monkeypatch, problem):
+    named = tmp_path / "named"
+    if problem == "below a file":
+        named.write_text("")
+        named, why = named / "below", "Not a directory"
+    else:
+        why = "no permission to write"
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != named)
+    monkeypatch.setenv("HPCDP_CACHE_DIR", str(named))
+    for call in (kernels.cache_dir, kernels.any_compiled, lambda: kernels._imported("update")):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert f"HPCDP_CACHE_DIR={named}" in str(caught.value) and why in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+UNKEPT = """
+import json, os, sys, tempfile, warnings
+import numpy as np
+from pathlib import Path
+from hpcdp import kernels
+
+def full(*args, **kwargs):
+    raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])))
+
+where = sys.argv[1]
+if where == "room":
+    Path.mkdir = tempfile.TemporaryFile = full
+elif where == "while compiling":
+    kernels._ROOM_NBYTES = 1
+elif where == "lock":
+    import fcntl
+    fcntl.flock = full
+elif where == "kept":
+    import numba.core.caching
+    numba.core.caching.IndexDataCacheFile._open_for_write = full
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    norms = kernels.load("norms")
+    found = [norms.sum_of_squares(np.full(4, 2.0)), norms.all_finite(np.ones(5, np.uint16))]  # the latter compiles
+kept = [p.name for p in Path(os.environ["HPCDP_CACHE_DIR"]).rglob("*") if p.suffix in (".nbc", ".compiled")]
+print(json.dumps([[str(w.message) for w in told if w.category is RuntimeWarning], found, kept]))
+"""
+
+
+def unkept(where, code, folder):
+    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *kernels._RANK_VARIABLES)}
+    environ["HPCDP_CACHE_DIR"] = str(folder)
+    command = [sys.executable, "-c", UNKEPT, where, str(int(code))]
+    return json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=100).stdout)
+
+
+@pytest.mark.parametrize("where", ["room", "kept"])
+def test_a_full_disk_costs_one_warning_and_the_kernels_are_compiled(tmp_path, where):
+    beside = set(Path(kernels.__file__).parent.rglob("*.nbc"))
+    told, result, kept = unkept(where, errno.ENOSPC, tmp_path)
+    assert len(told) == 1 and "No space left on device; kernels are compiled by every process" in told[0]
+    assert str(tmp_path) in told[0]
+    assert result == [16.0, True]
+    assert kept == []
+    assert set(Path(kernels.__file__).parent.rglob("*.nbc")) == beside
+
+
+def test_without_locks_on_the_file_system_kernels_are_kept_all_the_same(tmp_path):
+    told, result, kept = unkept("lock", errno.ENOLCK, tmp_path)
+    assert len(told) == 1 and "No locks available" in told[0]
+    assert result == [16.0, True]
+    assert any(name.endswith(".nbc") for name in kept)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which only root may")
+def test_a_disk_that_is_full_while_kernels_are_compiled(tmp_path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("this container may not mount")
+    try:
+        told, result, _ = unkept("while compiling", 0, tmp_path)
+        assert result == [16.0, True]
+        assert len(told) == 1 and "No space left on device" in told[0]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_an_unknown_kernel_is_an_import_error():

@@ -1,0 +1,70 @@
+"""Floor 0: where Numba keeps the machine code of kernels; a folder that fails costs time only. Imports: numba.
+
+Numba by itself raises out of a kernel's first call when the disk is full, and where a folder cannot be written it takes
+one beside the sources, in which code is not renewed when another module of this package changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from numba.core import config, dispatcher
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache, UserProvidedCacheLocator
+
+_FAILURES = (OSError, EOFError, pickle.UnpicklingError)
+Told = Callable[[Exception], None]
+
+
+class _OnlyThere(CompileResultCacheImpl):
+    _locator_classes: ClassVar[list[Any]] = [UserProvidedCacheLocator]
+
+
+class _Forgiving(FunctionCache):
+    """The kept machine code of one function; what cannot be read is compiled, what cannot be written is told."""
+
+    _impl_class = _OnlyThere
+
+    def __init__(self, function: Any, told: Told) -> None:
+        self._told = told
+        super().__init__(function)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except _FAILURES:
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except _FAILURES as error:
+            self._told(error)
+
+
+@contextlib.contextmanager
+def kept_in(folder: Path | None, told: Told) -> Iterator[None]:
+    """Machine code of functions that are decorated meanwhile is read from and kept in ``folder``; None: nowhere.
+
+    That of types that they meet later, too. ``NUMBA_CACHE_DIR`` goes before ``folder``. Whenever something cannot be
+    kept ``told(error)`` is called. One thread at a time.
+    """
+
+    def cache(function: Any) -> Any:
+        if folder is None:
+            return NullCache()
+        try:
+            return _Forgiving(function, told)
+        except (OSError, RuntimeError) as error:  # Numba has no place for it
+            told(error)
+            return NullCache()
+
+    before = config.CACHE_DIR, dispatcher.FunctionCache
+    config.CACHE_DIR, dispatcher.FunctionCache = before[0] or str(folder), cache
+    try:
+        yield
+    finally:
+        config.CACHE_DIR, dispatcher.FunctionCache = before
