@@ -27,6 +27,7 @@ from .machine import describe, pin_to_own_core
 from .measure import Schedule, alternate, format_size, median_ratio, size_range, sweep_parser, turn_medians
 
 _THRESHOLD = 0.5
+_LAYERS = 50  # as ResNet-50's
 _FACTOR = -1.0  # can be applied for ever
 _SGD = (1e-3, 1e-4, 0.5)
 _MOMENTUM = (*_SGD, 0.9)
@@ -50,6 +51,7 @@ class Kernel:
         reference: the same in plain array operations.
         moved: bytes that it must move.
         peer: does as much, on arrays of its own; None without one.
+        rtol: how far from the reference's its arrays may be; 0: the same bits.
     """
 
     name: str
@@ -58,12 +60,16 @@ class Kernel:
     reference: Callable[..., Any]
     moved: int
     peer: Callable[[], Any] | None = None
+    rtol: float = 0.0
 
     def wrong(self) -> int:
         """How many elements differ from the reference's after one call, which starts from what the arrays hold now."""
         expected = tuple(x.copy() for x in self.arrays)
         answer, plain = self.call(*self.arrays), self.reference(*expected)
-        differ = sum(int(np.count_nonzero(x != y)) for x, y in zip(self.arrays, expected, strict=True))
+        differ = sum(
+            int(np.count_nonzero(~np.isclose(x, y, rtol=self.rtol, atol=0)))
+            for x, y in zip(self.arrays, expected, strict=True)
+        )
         return differ + (answer is not None and not np.isclose(answer, plain, rtol=1e-12, atol=0))
 
 
@@ -225,6 +231,18 @@ def norms(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
         yield Kernel(name, (x,), getattr(module, rule), getattr(reference_norms, rule), arrays.nbytes, peer)
 
 
+def layer_norms(arrays: Arrays) -> Iterator[Kernel]:
+    """The squared norms of `_LAYERS` layers' weights and gradients that LARS needs; they are only read."""
+
+    def squares(module: Any, params: np.ndarray, grads: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> None:
+        module.segment_squares(params, grads, bounds, out)
+
+    bounds = np.linspace(0, arrays.count, _LAYERS + 1).astype(np.int64)
+    inputs = (arrays.normal(), arrays.normal(), bounds, np.zeros((_LAYERS, 2)))
+    call, reference = (partial(squares, module) for module in (kernels.load("norms"), reference_norms))
+    yield Kernel("LARS norms", inputs, call, reference, 2 * arrays.nbytes, rtol=1e-12)
+
+
 def _all_finite_in_torch(torch: Any, x: Any) -> bool:
     return bool(torch.isfinite(x).all())
 
@@ -237,6 +255,7 @@ def all_kernels(count: int, torch: Any) -> Iterator[Kernel]:
     yield from packing(arrays)
     yield from sums(arrays, torch)
     yield from norms(arrays, torch)
+    yield from layer_norms(arrays)
 
 
 def measure_kernel(kernel: Kernel, nbytes: int, iterations: int, warmup: int) -> dict[str, Any]:
