@@ -159,7 +159,7 @@ class ShardOwner(_Flat):
 
     def _sum_and_update(self, step: int, scale: float) -> None:
         reducer, fused = self.reducer, kernels.load("reduce_update")
-        sum_and_update, coefficients = None, ()
+        sum_and_update = None
         if self.optimizer.update_is_its_kernel:
             rule, coefficients = self.optimizer.kernel(step, scale)
             sum_and_update = fused.RULES.get(rule)
