@@ -18,7 +18,7 @@ from .agreement import require_same
 from .communicator import Communicator
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
-from .watchdog import Watchdog, limit_s
+from .watchdog import Watchdog, limits_s
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,7 +69,7 @@ class World:
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
-        with Watchdog.of(self).watching("barrier", None):
+        with Watchdog.of(self).watching("barrier"):
             if self.debug:
                 require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
             self.comm.barrier()
@@ -137,9 +137,9 @@ def _start(ranks_per_node: int | None) -> World:
         _abort_when_one_rank_fails(MPI.COMM_WORLD)
     comm = MpiCommunicator(everyone)
     debug = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
-    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limit_s(), debug]
+    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s(), debug]
     machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-    ranks_per_node, sharing, limit, debug = comm.allgather_json(mine)[0]
+    ranks_per_node, sharing, limits, debug = comm.allgather_json(mine)[0]
     node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
     node_comm = MpiCommunicator(node)
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
@@ -167,7 +167,7 @@ def _start(ranks_per_node: int | None) -> World:
         debug=debug,
         kept={"ranks_per_node": ranks_per_node},
     )
-    world.keep(Watchdog, lambda: Watchdog(world, limit if world.size > 1 else 0))
+    world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
     return world
 
 

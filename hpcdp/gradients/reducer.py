@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,8 @@ from ..collectives.progress import Progress, Steps, Together, Until, drive
 from ..comm import Communicator, Request, World
 from ..comm.communicator import OPERATION_BITS, make_tag
 from ..comm.reductions import resolve
-from ..comm.shared import Gate, Milestones, NodeMemory, PrivateMemory
+from ..comm.shared import Milestones, NodeMemory, PrivateMemory
+from ..comm.watchdog import WatchedGate
 from ..errors import ConfigError, StaleGradientError
 from .buckets import Layout, Slot
 from .critical_path import BucketTimes
@@ -36,6 +38,7 @@ SHORT_NBYTES = 64 << 10
 """Up to so many bytes the number of messages after one another counts, not their length."""
 
 _TALLY = (1 << OPERATION_BITS) - 1
+_MOST_NAMES = 2
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
@@ -87,6 +90,12 @@ class Bucket:
         """The gradient of one parameter: a view of this rank's row in the parameter's shape."""
         return self.mine[slot.offset : slot.offset + slot.count].reshape(slot.shape)
 
+    def described(self) -> str:
+        """Its number, first parameters and size, for messages."""
+        first = ", ".join(slot.name for slot in self.slots[:_MOST_NAMES])
+        more = f" and {len(self.slots) - _MOST_NAMES} more" if len(self.slots) > _MOST_NAMES else ""
+        return f"bucket {self.number} ({first}{more}; {self.mine.nbytes} bytes)"
+
 
 class Reducer:
     """The buckets of a model's parameters. All ranks must make it together, with the same layout.
@@ -115,8 +124,8 @@ class Reducer:
         """Whether reductions are launched while backward runs."""
         self.updates_later = self.overlap and all(hasattr(param, "data_hook") for param in params)
         """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
-        self.gate = Gate(self.memory)
         self._progress = Progress.of(world)
+        self.gate = WatchedGate(self.memory, self._progress.watchdog)
         self._lane = Lane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
@@ -239,10 +248,7 @@ class Reducer:
 
     def tally(self, *numbers: float) -> list[float]:
         """The sums of a few ``numbers`` over all ranks, the same bits on each; all must call with as many, and wait."""
-        watchdog = self._progress.watchdog
-        watchdog.calls += 1
-        watchdog.call = "the closing exchange of a step", numbers
-        try:
+        with self._progress.watchdog.watching("the closing exchange of a step"):
             if self.on_one_node:
                 self._progress.finish()  # as before any blocking collective
                 return self.gate.tally(*numbers)
@@ -254,8 +260,6 @@ class Reducer:
                 self._lane.launch(lambda turn: self._tally(sums), [asked], _TALLY, asked.name)
                 self._lane.wait(asked)
             return sums.tolist()
-        finally:
-            watchdog.call = None
 
     def _tally(self, sums: np.ndarray) -> Steps:
         assert self._everyone is not None
@@ -322,11 +326,21 @@ class Reducer:
         watchdog = self._progress.watchdog
         if self._lane is not None:
             for bucket in reversed(self.buckets):
-                with watchdog.watching(f"reduction of bucket {bucket.number}", bucket.mine):
+                behind = partial(self._behind, bucket, _PHASES * self._cycle + _FILLED)
+                with watchdog.watching("reduction", bucket.described, behind):
                     self._lane.wait(self._variables[bucket.number])
         else:
-            with watchdog.watching("reduction of the gradients", self.buckets[0].mine):
+            with watchdog.watching("reduction", self._unreduced):
                 Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
+
+    def _unreduced(self) -> str:
+        first, *others = [bucket for bucket in self.buckets if bucket.state is not State.REDUCED] or self.buckets
+        return first.described() + (f" and {len(others)} more" if others else "")
+
+    def _behind(self, bucket: Bucket, *milestones: int) -> list[int]:
+        """The local ranks that have not reached the first of ``milestones`` that is not reached by all."""
+        found = (self._milestones.behind(number, bucket.number) for number in milestones if self.memory.size > 1)
+        return next(filter(None, found), [])
 
     def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
         """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced.
@@ -360,7 +374,8 @@ class Reducer:
             return
         begin = time.perf_counter()
         self._hook(bucket, None)
-        with self._progress.watchdog.watching(f"update of bucket {bucket.number}", bucket.mine):
+        behind = partial(self._behind, bucket, updated - _UPDATED + _FILLED, updated)
+        with self._progress.watchdog.watching("update", bucket.described, behind):
             self._lane.wait(self._variables[bucket.number])
             self._milestones.wait(updated, bucket.number)
         bucket.state = State.FILLING

@@ -2,6 +2,9 @@
 
 import io
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,14 +16,14 @@ import pytest
 from hpcdp.collectives import allreduce, iallreduce
 from hpcdp.collectives.progress import Progress
 from hpcdp.comm import threads
-from hpcdp.comm.watchdog import DEFAULT_LIMIT_S, Watchdog, limit_s
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, Watchdog, _process, limits_s
 from hpcdp.errors import ConfigError, WorldAborted
 
 
-def watched(world, limit, reports):
+def watched(world, timeout, reports, stall=0):
     reports[world.rank] = io.StringIO()
     world.kept.pop(Progress, None)
-    world.kept[Watchdog] = Watchdog(world, limit, reports[world.rank])
+    world.kept[Watchdog] = Watchdog(world, stall, timeout, reports[world.rank])
     return world.kept[Watchdog]
 
 
@@ -38,10 +41,11 @@ def test_the_ranks_that_wait_say_for_whom(algorithm):
     with pytest.raises(WorldAborted):
         threads.run(3, rank)
     assert time.monotonic() - begin < 20
+    missing = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) has not come"
     for number in (0, 2):
-        assert f"rank {number} of 3: allreduce of 5 float32 has not ended in 0.3 s; local rank 1 has not called it" in (
-            reports[number].getvalue()
-        )
+        lines = reports[number].getvalue().splitlines()
+        assert lines[0] == f"rank {number} of 3: allreduce of 5 float32 has not ended in 0.3 s: {missing}"
+        assert "the job ends now" in lines[1]
     assert reports[1].getvalue() == ""
 
 
@@ -58,7 +62,7 @@ def test_started_operations_are_watched_while_they_are_waited_for():
 
     with pytest.raises(WorldAborted):
         threads.run(2, rank)
-    assert "wait for an iallreduce of 3 float64 has not ended in 0.3 s; local rank 1" in reports[0].getvalue()
+    assert "wait for an iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
 
 
 def test_calls_that_end_are_no_hang_however_many():
@@ -77,18 +81,87 @@ def test_calls_that_end_are_no_hang_however_many():
     assert [report.getvalue() for report in reports.values()] == ["", ""]
 
 
+def test_a_stall_is_reported_once_and_the_job_goes_on():
+    reports = {}
+
+    def rank(world):
+        allreduce(np.ones(2), world=world, algorithm="ring")
+        dog = watched(world, 30, reports, stall=0.3)
+        for _ in range(2):
+            if world.rank == 1:
+                time.sleep(1.2)  # four times as long
+            allreduce(np.ones(5), world=world, algorithm="ring")
+        time.sleep(0.1)  # until the watchdog has seen the end
+        dog.end()
+
+    threads.run(2, rank)
+    first, after, *rest = (line for line in reports[0].getvalue().splitlines() if line.startswith("rank"))
+    assert "allreduce of 5 float64 has not ended in 0.3 s: rank 1 (host" in first
+    assert "the job goes on, until 30 s have passed" in reports[0].getvalue()
+    took = re.fullmatch(r"rank 0 of 2: allreduce of 5 float64 has ended after (.*) s, and the job goes on", after)
+    assert took is not None
+    assert 0.8 < float(took[1]) < 3
+    assert len(rest) == 2  # each call is told of by itself
+    assert reports[1].getvalue() == ""
+
+
+def test_what_is_waited_for_is_named_by_who_knows():
+    """Not by the number of calls, but as the caller says; ranks that have stopped or are gone are said so."""
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 0, reports, stall=0.3)
+        if world.rank == 0:
+            dog.calls += 100
+            gone, stopped = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+            try:
+                os.kill(stopped.pid, signal.SIGSTOP)
+                dog._visible = [
+                    dog._everyone[2]._replace(pid=gone.pid, born=_process(gone.pid)[1]),
+                    dog._everyone[3]._replace(pid=stopped.pid, born=_process(stopped.pid)[1]),
+                ]
+                gone.kill()
+                gone.wait()
+                with dog.watching("update", lambda: "bucket 3 (a, b; 12 bytes)", lambda: [0, 1]):
+                    time.sleep(0.8)
+                time.sleep(0.1)
+            finally:
+                for each in (gone, stopped):
+                    each.kill()
+                    each.wait()
+        world.comm.barrier()
+        dog.end()
+
+    threads.run(4, rank)
+    host = socket.gethostname()
+    assert (
+        reports[0]
+        .getvalue()
+        .startswith(
+            f"rank 0 of 4: update of bucket 3 (a, b; 12 bytes) has not ended in 0.3 s: "
+            f"rank 1 (host {host}, pid {os.getpid()}) has not come, rank 2 (host {host}, pid "
+        )
+    )
+    assert re.search(
+        r"rank 2 \(host .*, pid \d+\) is gone, rank 3 \(host .*, pid \d+\) is stopped\n", reports[0].getvalue()
+    )
+
+
+@pytest.mark.parametrize("name", ["HPCDP_STALL_S", "HPCDP_TIMEOUT_S"])
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
-def test_a_limit_that_is_none_is_refused(text, monkeypatch):
-    monkeypatch.setenv("HPCDP_TIMEOUT_S", text)
-    with pytest.raises(ConfigError, match=f"expected seconds, or 0 for no limit, got '{text}'"):
-        limit_s()
+def test_a_limit_that_is_none_is_refused(text, name, monkeypatch):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name}: expected seconds, or 0 for no limit, got '{text}'"):
+        limits_s()
 
 
-def test_the_limit_comes_from_the_environment(monkeypatch):
+def test_the_limits_come_from_the_environment(monkeypatch):
+    monkeypatch.delenv("HPCDP_STALL_S", raising=False)
     monkeypatch.delenv("HPCDP_TIMEOUT_S", raising=False)
-    assert limit_s() == DEFAULT_LIMIT_S
+    assert limits_s() == (DEFAULT_STALL_S, DEFAULT_TIMEOUT_S)
+    monkeypatch.setenv("HPCDP_STALL_S", "0")
     monkeypatch.setenv("HPCDP_TIMEOUT_S", "2.5")
-    assert limit_s() == 2.5
+    assert limits_s() == (0, 2.5)
 
 
 def test_a_rank_that_misses_a_first_call_is_told():
@@ -102,7 +175,7 @@ def test_a_rank_that_misses_a_first_call_is_told():
 
     with pytest.raises(WorldAborted):
         threads.run(3, rank)
-    assert "local rank 1 has not called it" in reports[0].getvalue()
+    assert re.search(r"rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
 @pytest.mark.parametrize("call", ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(3))"])
