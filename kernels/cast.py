@@ -70,6 +70,7 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
+# No factory for these loops: what closes over an intrinsic is not found in Numba's cache by the next process.
 @njit([types.void(float32[::1], uint16[::1])], **_options)
 def to_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.to_float16`."""

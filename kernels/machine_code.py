@@ -62,9 +62,10 @@ def kept_in(folder: Path | None, told: Told) -> Iterator[None]:
             told(error)
             return NullCache()
 
-    before = config.CACHE_DIR, dispatcher.FunctionCache
-    config.CACHE_DIR, dispatcher.FunctionCache = before[0] or str(folder), cache
+    decorating: Any = dispatcher
+    before = config.CACHE_DIR, decorating.FunctionCache
+    config.CACHE_DIR, decorating.FunctionCache = before[0] or str(folder), cache
     try:
         yield
     finally:
-        config.CACHE_DIR, dispatcher.FunctionCache = before
+        config.CACHE_DIR, decorating.FunctionCache = before

@@ -35,6 +35,10 @@ def _compile(num_states: int, num_coefficients: int):  # type: ignore[no-untyped
     return njit(signatures, nogil=True, cache=True, error_model="numpy")
 
 
+# A factory that closes over the rule would be compiled anew by every process: Numba's key of a cached function has the
+# identity of kernels in its closure, which no two processes share (measured: no hit in a second run).
+
+
 @_compile(0, 3)
 def sgd(rows, lo, hi, param, coefficients):  # type: ignore[no-untyped-def]
     """Sum columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, and update ``param``, shape ``(hi - lo,)``, by it.
