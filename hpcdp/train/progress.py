@@ -161,9 +161,8 @@ def time_lines(record: Record) -> list[str]:
         f"  critical path {record['critical_path_s']:.2f} s"
     ]
     if record["stragglers"]:
-        named = f"  slowest: {record['stragglers'][0]}, {record['slowest_ratio']:.2f} x the median"
-        more = len(record["stragglers"]) - 1
-        lines.append(_shortened(named + (f", and {more} more" if more else "")))
+        named = ", ".join(record["stragglers"])
+        lines.append(_shortened(f"  slowest, {record['slowest_ratio']:.2f} x the median: {named}"))
     return lines
 
 

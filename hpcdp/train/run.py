@@ -95,6 +95,8 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) ->
     rule = inputs.optimizer(config, steps=1)
     rule.update(flat, np.zeros_like(flat), rule.init_state(flat), step=1)
     allreduce(np.zeros(1), world=world)
+    if world.size > 1:
+        kernels.load("reduce_update")
 
 
 def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.DataLoader:

@@ -6,7 +6,7 @@ import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +25,9 @@ from .trainer import Trainer
 
 STRAGGLES_AT = 1.2
 """A rank is a straggler when its own work took more than so many times the median over ranks."""
+
+_STEPS_KEPT = 256
+"""So many of an epoch's last steps say what its buckets take."""
 
 DATA, FORWARD, BACKWARD, STEP = "data", "forward", "backward", "step"
 """The phases of a step, in this order."""
@@ -76,7 +79,7 @@ class StepReport:
             phase.total_ns = 0
         self._steps = 0
         self._exposed_s = self._trainer.stats.exposed_s
-        self._buckets: dict[int, list[float]] = {}
+        self._buckets: dict[int, deque[tuple[float, float]]] = {}
 
     def end_step(self) -> None:
         """Take in what the trainer knows of its last step."""
@@ -93,10 +96,8 @@ class StepReport:
         if not started:  # of a step in which this rank had no samples
             return
         for each, reduction_s in zip(times, reduction_seconds(times), strict=True):
-            sums = self._buckets.setdefault(each.number, [0, 0.0, 0.0])
-            sums[0] += 1
-            sums[1] += (each.ready_ns - started[-1]) / 1e9
-            sums[2] += reduction_s
+            measured = self._buckets.setdefault(each.number, deque(maxlen=_STEPS_KEPT))
+            measured.append(((each.ready_ns - started[-1]) / 1e9, reduction_s))
 
     def end_epoch(self) -> Record:
         """What an epoch's record says of its steps, alike on every rank; all must call, one small message a rank."""
@@ -109,10 +110,13 @@ class StepReport:
             "host": socket.gethostname(),
             "steps": self._steps,
             "exposed": 0.0 if alone else self._trainer.stats.exposed_s - self._exposed_s,
-            "buckets": []
-            if alone
-            else [[number, ready / n, busy / n] for number, (n, ready, busy) in sorted(self._buckets.items())],
+            "buckets": [] if alone else [[n, *_medians(each)] for n, each in sorted(self._buckets.items())],
         }
+
+
+def _medians(measured: Iterable[tuple[float, float]]) -> list[float]:
+    """Of each column: a step in which something was compiled, or another rank was late, says little of the others."""
+    return [statistics.median(column) for column in zip(*measured, strict=True)]
 
 
 def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:

@@ -10,8 +10,10 @@ import termios
 import pytest
 
 from hpcdp.train import progress
-from hpcdp.train.progress import LogProgress, epoch_line, terminal_columns
+from hpcdp.train.progress import LogProgress, epoch_line, terminal_columns, time_lines
 
+TIMES = {"compute_s": 1234.5, "comm_s": 321.0, "comm_exposed_s": 123.456, "critical_path_s": 1300.25}
+SLOWEST = {"slowest_rank": 3, "slowest_host": "node17", "slowest_ratio": 1.8449, "stragglers": ["rank 3 on node17"]}
 LATEST = {"loss": 0.4321, "accuracy": 0.912, "samples_per_s": 12345.6, "step": 3}
 
 SHOW = f"""
@@ -21,7 +23,7 @@ progress._REFRESH_S = 0.0
 display = progress.create(epochs=100, steps=1000)
 for step in range(1, 1001):
     display.step(100, step, {LATEST})
-display.epoch({LATEST} | {{"epoch": 100, "test_accuracy": 0.9876}})
+display.epoch({LATEST | TIMES | SLOWEST} | {{"epoch": 100, "test_accuracy": 0.9876}})
 display.close()
 print("end", type(display).__name__)
 """
@@ -75,7 +77,11 @@ def test_a_log_has_plain_lines(environment, told):
     ).stdout
     *lines, end, _ = shown.split("\n")
     assert end == "end LogProgress"
-    assert lines == ["epoch 100/100  loss 0.4321  accuracy 91.20%  test 98.76%  12,346 samples/s"]
+    assert lines == [
+        "epoch 100/100  loss 0.4321  accuracy 91.20%  test 98.76%  12,346 samples/s",
+        "  compute 1234.50 s  comm 321.00 s, 123.46 exposed  critical path 1300.25 s",
+        "  slowest, 1.84 x the median: rank 3 on node17",
+    ]
 
 
 def test_a_long_epoch_gets_a_line_now_and_then(monkeypatch):
@@ -111,3 +117,15 @@ def test_an_epoch_line_fits_a_terminal_with_large_numbers():
     large = {"epoch": 999, "loss": 12.345678, "accuracy": 1.0, "test_accuracy": 1.0, "samples_per_s": 1234567.0}
     assert len(epoch_line(large, 999)) <= 80
     assert "test" not in epoch_line({k: v for k, v in large.items() if k != "test_accuracy"}, 999)
+
+
+def test_the_times_of_an_epoch_fit_a_terminal_and_one_rank_has_none():
+    host = "node17.cluster.example.org"
+    stragglers = [f"rank {rank} on {host}" for rank in (1234, 1235, 1236)]
+    lines = time_lines(TIMES | SLOWEST | {"compute_s": 99999.0, "stragglers": stragglers})
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 79
+    assert lines[1].startswith(f"  slowest, 1.84 x the median: rank 1234 on {host}")
+    assert lines[1].endswith("...")
+    assert len(time_lines(TIMES | SLOWEST | {"stragglers": []})) == 1
+    assert time_lines(TIMES) == []

@@ -35,11 +35,12 @@ def test_rank_0_opens_one_new_folder_and_all_know_its_name(tmp_path, monkeypatch
 
 
 def test_the_settings_in_the_folder_repeat_the_run_elsewhere(tmp_path):
-    config = TrainConfig(model="mlp", lr=0.012, clip_norm=2.5, run_dir=str(tmp_path / "a"), overwrite=True)
+    folder, trace = str(tmp_path / "a"), str(tmp_path / "trace.json")
+    config = TrainConfig(model="mlp", lr=0.012, clip_norm=2.5, run_dir=folder, overwrite=True, trace=trace)
     open_on(2, config)
     again = settings.load(tmp_path / "a" / "config.toml")
     assert (again.model, again.lr, again.clip_norm, again.ranks) == ("mlp", 0.012, 2.5, 2)
-    assert (again.run_dir, again.overwrite) == (None, False)
+    assert (again.run_dir, again.overwrite, again.trace) == (None, False, None)
 
 
 def test_an_earlier_run_is_left_alone_and_every_rank_says_so(tmp_path):

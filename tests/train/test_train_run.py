@@ -1,5 +1,6 @@
 """Whole runs, over real ranks and as users start them."""
 
+import itertools
 import json
 import os
 import re
@@ -35,7 +36,8 @@ def command(*arguments: str) -> list[str]:
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """The folder and the output of a run of two ranks."""
     folder = tmp_path_factory.mktemp("runs")
-    done = train(folder, "mlp", "--data", "digits", "--ranks", "2", "--epochs", "3", "--batch-size", "50")
+    settings = ("--ranks", "2", "--epochs", "3", "--batch-size", "50", "--trace", "traces/out.json")
+    done = train(folder, "mlp", "--data", "digits", *settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder / "runs" / "mlp-digits-001", done.stdout
 
@@ -45,13 +47,18 @@ def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     lines = shown.splitlines()
     assert shown.isascii()
     assert all(line.isprintable() for line in lines)
-    assert max(map(len, lines)) <= 100
+    assert max(len(line.replace("runs/mlp-digits-001", "a")) for line in lines) <= 80
     assert [line[:9] for line in lines if line.startswith("epoch")] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert all(line.startswith("  compute ") for before, line in itertools.pairwise(lines) if before[:5] == "epoch")
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines if not line.startswith("epoch"))
     last = read_metrics(folder / "metrics.jsonl")[-1]
     assert told["test accuracy"] == f"{last['test_accuracy']:.4f}"
     assert re.match(r"[\d,]+ samples/s over 2 ranks", told["speed"])
     assert re.match(r"\d+% hidden", told["communication"])
+    assert re.match(r"compute \d+\.\d\d s, exposed communication \d+\.\d\d, data ", told["time a rank"])
+    assert re.match(r"\d+\.\d\d s, \d+% of the time: (computation|bucket)", told["critical path"])
+    assert re.match(r"rank [01] on \S+ in [23] of 3 epochs, \d\.\d\d x the median$", told["slowest rank"])
+    assert re.match(r"traces/out.json, \d[\d,]+ slices: open", told["trace"])
     assert told["run folder"] == "runs/mlp-digits-001"
 
 
@@ -76,9 +83,38 @@ def test_the_folder_holds_metrics_events_curves_and_settings(finished):
     assert matplotlib.image.imread(folder / "curves.png").shape[0] > 300
 
 
+def test_records_of_an_epoch_say_where_the_time_went(finished):
+    folder, _ = finished
+    epochs = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "epoch"]
+    for record in epochs:
+        own_s = record["compute_s"] + record["comm_exposed_s"] + record["data_s"]
+        assert 0 < record["compute_s"] < own_s <= record["seconds"] * 1.001
+        assert record["critical_path_s"] > 0
+        assert record["slowest_rank"] in (0, 1)
+        assert record["slowest_ratio"] >= 1
+        assert bool(record["stragglers"]) == (record["slowest_ratio"] > 1.2)
+
+
+def test_the_trace_shows_every_step_of_every_rank(finished):
+    folder, _ = finished
+    path = folder.parents[1] / "traces" / "out.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    for rank in (0, 1):
+        own = [event for event in events if event["pid"] == rank and event["ph"] == "X" and event["tid"] == 0]
+        starts = [event["ts"] for event in own]
+        assert starts == sorted(starts)
+        for name in ("data", "forward", "backward", "step"):
+            assert len([event for event in own if event["name"] == name]) == 87
+        steps = [e for e in own if e["name"] in ("data", "forward", "backward", "step")]
+        assert [e["name"] for e in steps] == ["data", "forward", "backward", "step"] * 87
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.001 for a, b in itertools.pairwise(steps))
+    assert [p.name for p in path.parent.iterdir()] == ["out.json"]
+
+
 def test_the_settings_in_the_folder_repeat_the_run(finished, tmp_path):
     folder, _ = finished
     assert settings.load(folder / "config.toml").batch_size == 50
+    assert settings.load(folder / "config.toml").trace is None
     done = train(tmp_path, "--config", str(folder / "config.toml"))
     assert done.returncode == 0, done.stderr
     again = read_metrics(tmp_path / "runs" / "mlp-digits-001" / "metrics.jsonl")
@@ -116,6 +152,8 @@ def test_an_earlier_run_is_not_overwritten_unless_asked(finished, tmp_path):
         (("mlp", "--data", "digit"), "digits"),
         (("mlp", "--data", "mnist", "--data-dir", "nowhere"), "nowhere"),
         (("mlp", "--batch-size", "1"), "batch"),
+        (("mlp", "--trace", "/proc/out.json"), "write the trace [/proc/out.json]"),
+        (("mlp", "--trace", "."), "Is a directory"),
     ],
 )
 def test_bad_settings_are_one_line_that_names_what_is_valid(tmp_path, arguments, named):
@@ -125,6 +163,7 @@ def test_bad_settings_are_one_line_that_names_what_is_valid(tmp_path, arguments,
     assert len(lines) == 1, done.stderr
     assert named in lines[0]
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
@@ -153,19 +192,45 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
     assert subprocess.run(["pgrep", "-f", f"hpcdp.cli train mlp.*{tmp_path}"], capture_output=True).stdout == b""
 
 
+def result(**numbers) -> dict:
+    ran = {"compute_s": 2.5, "data_s": 0.25, "critical_path_s": 2.75, "seconds": 3.21, "comm_s": 0.0}
+    record = {"critical_path": "computation"}
+    about = {"test_accuracy": 0.98761, "samples_per_s": 12345.6, "comm_exposed_s": 0.0, "comm_hidden": None}
+    place = {"peak_memory_mb": 155.2, "ranks": 1, "run_dir": "runs/a", "trace": None, "records": [record]}
+    return ran | about | place | numbers
+
+
 def test_the_report_of_one_rank_speaks_of_no_communication():
-    result = {
-        "test_accuracy": 0.98761,
-        "samples_per_s": 12345.6,
-        "seconds": 3.21,
-        "comm_s": 0.0,
-        "comm_hidden": None,
-        "peak_memory_mb": 155.2,
-        "ranks": 1,
-        "run_dir": "runs/a",
-    }
-    lines = report(result).splitlines()
+    lines = report(result()).splitlines()
     assert lines[0].split() == ["test", "accuracy", "0.9876"]
     assert "12,346 samples/s over 1 rank," in lines[1]
     assert lines[2].endswith("none, there is one rank")
-    assert "No space left" in report(result, OSError(28, "No space left on device"))
+    assert "compute 2.50 s, exposed communication 0.00, data 0.25, rest 0.46" in lines[3]
+    assert lines[4].endswith(" 2.75 s, 86% of the time: computation")
+    assert not any(line.startswith(("slowest", "stragglers", "trace")) for line in lines)
+    assert "No space left" in report(result(), OSError(28, "No space left on device"))
+
+
+def test_the_report_of_many_ranks_names_who_was_waited_for():
+    epochs = [(3, 1.5, "bucket 2"), (1, 1.1, "bucket 2"), (3, 1.25, "computation"), (3, 2.0, "bucket 2")]
+    records = [
+        {
+            "critical_path": path,
+            "slowest_rank": rank,
+            "slowest_host": f"node{rank}",
+            "slowest_ratio": ratio,
+            "stragglers": [f"rank {rank} on node{rank}"] if ratio > 1.2 else [],
+        }
+        for rank, ratio, path in epochs
+    ]
+    records[-1]["stragglers"] += ["rank 4 on node4", "rank 5 on node4"]
+    shown = report(
+        result(ranks=8, comm_s=0.5, comm_exposed_s=0.1, comm_hidden=0.8, records=records, trace="x.json, 7 slices")
+    )
+    told = dict(re.split(r" {2,}", line, maxsplit=1) for line in shown.splitlines())
+    assert told["communication"] == "80% hidden; 0.50 s a rank, 0.10 exposed; 15.6% of the time"
+    assert told["critical path"] == "2.75 s, 86% of the time: bucket 2"
+    assert told["slowest rank"] == "rank 3 on node3 in 3 of 4 epochs, 1.50 x the median"
+    assert told["stragglers"] == "rank 3 on node3 (3 epochs), rank 4 on node4 (1 epoch) and 1 more"
+    assert told["trace"] == "x.json, 7 slices"
+    assert max(map(len, shown.splitlines())) <= 80
