@@ -26,8 +26,9 @@ from .trainer import Trainer
 STRAGGLES_AT = 1.2
 """A rank is a straggler when its own work took more than so many times the median over ranks."""
 
-_STEPS_KEPT = 256
-"""So many of an epoch's last steps say what its buckets take."""
+_LOOK_EVERY, _LOOKS_KEPT = 8, 256
+"""The buckets of an epoch's first steps are looked at, then those of one in so many (it takes 2 us a bucket), and so
+many of the last looks count."""
 
 DATA, FORWARD, BACKWARD, STEP = "data", "forward", "backward", "step"
 """The phases of a step, in this order."""
@@ -87,6 +88,8 @@ class StepReport:
         backward = self.phase[BACKWARD]
         if not self._backwards or self._backwards[-1][0] != backward.start_ns:
             self._backwards.append((backward.start_ns, backward.end_ns))
+        if self._steps > _LOOK_EVERY and self._steps % _LOOK_EVERY:
+            return
         times = self._trainer.reducer.times
         if times is self._seen or not times:
             return
@@ -96,7 +99,7 @@ class StepReport:
         if not started:  # of a step in which this rank had no samples
             return
         for each, reduction_s in zip(times, reduction_seconds(times), strict=True):
-            measured = self._buckets.setdefault(each.number, deque(maxlen=_STEPS_KEPT))
+            measured = self._buckets.setdefault(each.number, deque(maxlen=_LOOKS_KEPT))
             measured.append(((each.ready_ns - started[-1]) / 1e9, reduction_s))
 
     def end_epoch(self) -> Record:

@@ -325,6 +325,8 @@ class _Output:
         if self._file is not None and self.failure is None:
             try:
                 self._file.close()
+                if self._path.exists() and not _is_trace(self._path):  # made since, by the run itself
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 os.replace(_unfinished(self._path), self._path)
             except OSError as error:
                 self._fail(error)

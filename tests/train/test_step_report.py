@@ -138,3 +138,19 @@ def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
     found = json.loads(json.dumps(report._summary()))
     assert (found["steps"], found["backward"]) == (4, 4.0)
     assert found["buckets"] == [[0, 0.5, 1.5], [1, 1.0, 0.5]]
+
+
+def test_of_a_long_epoch_one_step_in_eight_is_looked_at():
+    world, _ = threads.run(2, lambda world: world)
+    trainer = SimpleNamespace(reducer=SimpleNamespace(times=[]), stats=SimpleNamespace(exposed_s=0.0))
+    report = StepReport(trainer, world)
+    durations = [7] * 8 + [1] * 88  # looked at: the first eight, and eleven of the others
+    for duration in durations:
+        with report.phase["backward"]:
+            now = time.perf_counter_ns()
+            trainer.reducer.times = [BucketTimes(5, 8, now, now, now + duration * 10**9)]
+        report.end_step()
+    ((number, ready_s, reduction_s),) = report._summary()["buckets"]
+    assert (number, reduction_s) == (5, 1.0)
+    assert 0 <= ready_s < 0.01
+    assert len(report._buckets[5]) == 8 + 88 // 8

@@ -229,6 +229,17 @@ def test_a_file_that_is_no_trace_of_ours_is_not_replaced(tmp_path, content):
     assert "expected a new file" in refused("/dev/null", ranks=1)
 
 
+def test_a_file_that_the_run_itself_has_made_is_not_replaced(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    (world,) = threads.run(1, lambda world: world)
+    with traced(path, world) as recording:
+        path.write_text("{}\n")
+    assert isinstance(recording.failure, FileExistsError)
+    assert capsys.readouterr().err == f"hpcdp: cannot write {path}: File exists\n"
+    assert path.read_text() == "{}\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_gets_full_is_told_once_and_no_rank_hangs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tracing, "_unfinished", lambda path: path.with_name("full"))
