@@ -53,6 +53,7 @@ def test_started_operations_are_watched_while_they_are_waited_for():
     reports = {}
 
     def rank(world):
+        iallreduce(np.ones(3), world=world, algorithm="ring").wait()
         watched(world, 0.3, reports)
         if world.rank == 0:
             request = iallreduce(np.ones(3), world=world, algorithm="ring")
@@ -178,7 +179,7 @@ def test_a_rank_that_misses_a_first_call_is_told():
     assert re.search(r"rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
-@pytest.mark.parametrize("call", ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(3))"])
+@pytest.mark.parametrize("call", ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(4))"])
 def test_real_ranks_end_within_the_limit(call, tmp_path):
     script = tmp_path / "hang.py"
     script.write_text(
@@ -186,6 +187,7 @@ def test_real_ranks_end_within_the_limit(call, tmp_path):
         import time, numpy, hpcdp
         world = hpcdp.init()
         hpcdp.allreduce(numpy.ones(4))
+        hpcdp.allreduce(numpy.ones(7), "max", algorithm="ring")
         {call}
         hpcdp.allreduce(numpy.ones(7), "max", algorithm="ring")
         """)

@@ -1,0 +1,241 @@
+"""Training with real ranks of which one fails: what the others do, what they say, and after what time."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import faulty_rank
+import numpy as np
+import pytest
+
+from hpcdp.comm import threads
+
+STARTED_S = 60
+"""A busy machine takes its time until all ranks train."""
+
+
+class Job:
+    """Ranks of `faulty_rank` under the launcher; all its processes carry a mark in their environment."""
+
+    def __init__(self, folder, scenario, ranks, per_node=None, limits=(0, 0), **options):
+        self.folder, self.ranks = folder, ranks
+        self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
+        mine = ("OMPI_", "PMIX_", "PMI_", "HPCDP_RANKS", "HPCDP_TEST_REPORT")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+        environment |= dict([self.mark.split("=")])
+        environment |= {"HPCDP_STALL_S": str(limits[0]), "HPCDP_TIMEOUT_S": str(limits[1])}
+        if per_node is not None:
+            environment["HPCDP_RANKS_PER_NODE"] = str(per_node)
+        command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable]
+        command += [faulty_rank.__file__, scenario, str(folder), json.dumps(options)]
+        with (folder / "said").open("w") as said:
+            self.launcher = subprocess.Popen(
+                command, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in [*self.processes(), self.launcher.pid]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+    @property
+    def said(self):
+        return (self.folder / "said").read_text(errors="replace")
+
+    def pid(self, rank):
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def processes(self):
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    def shared_files(self):
+        """Files of memory that the job's processes have mapped and that have a name to be left behind with."""
+        found = set()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                found.update(re.findall(r" (/dev/shm/\S+)", Path(f"/proc/{pid}/maps").read_text()))
+        return {name for name in found if Path(name).exists()}
+
+    def wait_for(self, condition, limit_s):
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; the job said:\n{self.said}"
+            time.sleep(0.02)
+
+    def trains(self, step=5):
+        """Wait until every rank has made some steps; files appear empty."""
+        paths = [self.folder / f"step-{rank}" for rank in range(self.ranks)]
+        self.wait_for(
+            lambda: all(path.exists() and (path.read_text() or "0") >= str(step) for path in paths), STARTED_S
+        )
+
+    def fault(self):
+        """When a rank's own fault began, by `time.time`."""
+        self.wait_for(lambda: (self.folder / "fault").exists(), STARTED_S)
+        self.wait_for((self.folder / "fault").read_text, 1)
+        return float((self.folder / "fault").read_text())
+
+    def ends(self, within_s, since):
+        """The exit status, once the job has ended and left no process behind, in time."""
+        try:
+            self.launcher.wait(STARTED_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it has not ended; it said:\n{self.said}")
+        took = time.time() - since
+        assert took < within_s, f"ended after {took:.1f} s; it said:\n{self.said}"
+        assert self.processes() == []
+        return self.launcher.returncode
+
+    def results(self):
+        """What the scenario returned on every rank of a job in which nobody is to fail."""
+        assert self.ends(STARTED_S, time.time()) == 0, self.said
+        return [json.loads((self.folder / f"result-{rank}").read_text()) for rank in range(self.ranks)]
+
+
+OVERLAP = {"overlap": True, "owner": "rank"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "per_node", "options"),
+    [("raises_in_backward", 1, OVERLAP), ("raises_between_steps", None, {"overlap": False, "owner": "shard"})],
+)
+def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
+    with Job(tmp_path, scenario, 2, per_node, **options) as job:
+        assert job.ends(10, since=job.fault()) not in (0, None)
+        assert "rank 1 of 2 failed:\nTraceback" in job.said
+        assert 'raise ValueError("the fault of this test")' in job.said
+        assert "rank 0 of 2 failed" not in job.said
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize(("overlap", "per_node"), [(True, 2), (False, None)])
+def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, per_node, owner, tmp_path):
+    with Job(tmp_path, "fine", 3, per_node, overlap=overlap, owner=owner) as job:
+        job.trains()
+        mapped = job.shared_files()
+        pid, killed = job.pid(1), time.time()
+        os.kill(pid, signal.SIGKILL)
+        assert job.ends(10, since=killed) not in (0, None)
+        assert re.search(r"rank 1\b.*(?s:.*)\b(SIGKILL|signal 9|Killed)", job.said)
+        assert [name for name in mapped if Path(name).exists()] == []
+
+
+def test_a_rank_that_is_stopped_is_reported_and_the_job_goes_on_when_it_does(tmp_path):
+    with Job(tmp_path, "stops_in_an_update", 2, limits=(0.7, 40), overlap=True, owner="shard") as job:
+        stopped, pid = job.fault(), job.pid(1)
+        job.wait_for(lambda: "has not ended" in job.said, 6)
+        os.kill(pid, signal.SIGCONT)
+        assert time.time() - stopped < 8
+        undisturbed, disturbed = job.results()[0]
+        assert undisturbed == disturbed
+        host = socket.gethostname()
+        names = r"bucket \d \(\d\.\w+, \d\.\w+.*; \d+ bytes\)"
+        first = (
+            rf"rank 0 of 2: update of {names} has not ended in 0\.7 s: rank 1 \(host {host}, pid {pid}\) is stopped\n"
+        )
+        assert len(re.findall(first, job.said)) == 1, job.said
+        assert re.search("the job goes on, until 40 s have passed.*stacks:\n.*[Tt]hread", job.said)
+        assert "in train_for_ever" in job.said
+        assert re.search(rf"rank 0 of 2: update of {names} has ended after \d.* s, and the job goes on", job.said)
+
+
+@pytest.mark.parametrize(("per_node", "overlap"), [(1, True), (None, False)])
+def test_a_rank_that_stays_stopped_is_named_and_the_job_aborted(per_node, overlap, tmp_path):
+    with Job(tmp_path, "fine", 2, per_node, limits=(0.5, 1.5), overlap=overlap, owner="rank") as job:
+        job.trains()
+        pid, stopped = job.pid(1), time.time()
+        os.kill(pid, signal.SIGSTOP)
+        job.wait_for(lambda: "has not ended in 0.5 s" in job.said, 5)
+        assert job.ends(1.5 + 10, since=stopped) not in (0, None)
+        for limit, what in (("0.5", "goes on, until 1.5 s have passed"), ("1.5", "ends now")):
+            pattern = rf"has not ended in {limit} s: rank 1 \(host .*, pid {pid}\) is stopped\n  the job {what}"
+            assert len(re.findall(pattern, job.said)) == 1, job.said
+
+
+def test_a_rank_in_an_endless_loop_is_named_and_shows_where_it_is(tmp_path):
+    with Job(tmp_path, "loops", 2, limits=(0.5, 2), overlap=False, owner="rank") as job:
+        since = job.fault()
+        assert job.ends(2 + 10, since) not in (0, None)
+        assert re.search(rf"closing exchange .* in 0\.5 s: rank 1 \(host .*, pid {job.pid(1)}\) has not come", job.said)
+        assert "in loops_for_ever" in job.said
+
+
+def test_ranks_whose_models_differ_are_told_alike(tmp_path):
+    with Job(tmp_path, "other_models", 3, 2) as job:
+        everyone = job.results()
+    found = {name: {rank[name][0] for rank in everyone} for name in everyone[0]}
+    assert [len(messages) for messages in found.values()] == [1] * 4
+    said = {name: messages.pop() for name, messages in found.items()}
+    first = "expected {} as on rank 0, got {} on rank 2"
+    assert first.format("0.weight (6, 200) float32", "0.weight (6, 201) float32") in said["shapes"].replace(
+        "200, 6", "6, 200"
+    ).replace("201, 6", "6, 201")
+    assert first.format("0.weight (6, 200) float32", "0.weight (6, 200) float64") in said["dtypes"].replace(
+        "200, 6", "6, 200"
+    )
+    assert re.search(r"expected 0\.weight .* as on rank 0, got 3\.bias .* on rank 2", said["order"])
+    assert re.search(r"expected 3\.weight .*3.* as on rank 0, got 3\.weight .*200, 200.* on rank 2", said["number"])
+    assert max(took for rank in everyone for _, took in rank.values()) < 5
+
+
+def test_fewer_batches_on_one_rank_give_the_gradient_of_the_global_batch(tmp_path):
+    with Job(tmp_path, "fewer_batches", 3, 2) as job:
+        everyone = job.results()
+
+    def alone(world):
+        net, params = faulty_rank.model()
+        trainer = faulty_rank.trainer_of(params, world)
+        for step in range(6):
+            parts = [faulty_rank.batch(step, rank, faulty_rank.counts_of(step, rank)) for rank in range(3)]
+            x, y = (np.concatenate(each) for each in zip(*parts, strict=True))
+            faulty_rank.backward(net, x, y)
+            trainer.step(len(y))
+        return faulty_rank.values(params)
+
+    wanted = threads.run(1, alone)[0]
+    totals = [sum(faulty_rank.counts_of(step, rank) for rank in range(3)) for step in range(6)]
+    assert all(each[0] == totals for rank in everyone for each in rank.values())
+    (bits,) = {each[1] for rank in everyone for each in rank.values()}  # either owner, overlap or not, on every rank
+    np.testing.assert_allclose(np.frombuffer(bytes.fromhex(bits), "f4"), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_nan_on_one_rank_is_treated_alike_on_all(tmp_path):
+    with Job(tmp_path, "not_finite", 3, 2) as job:
+        everyone = job.results()
+    wanted = {
+        # After the first NaN nothing is finite any more.
+        "count": {"raised": [], "untouched": [2, 3, 4], "counted": 4, "updates": 5, "finite": False},
+        "skip": {"raised": [], "untouched": [1, 3], "counted": 2, "updates": 3, "finite": True},
+        "raise": {"raised": [1, 3], "untouched": [1, 3], "counted": 2, "updates": 3, "finite": True},
+    }
+    for policy, expected in wanted.items():
+        for overlap in (False, True):
+            found = [rank[f"{policy} {overlap}"] for rank in everyone]
+            if policy == "count":  # bits of NaN may or may not change
+                found = [each | {"untouched": expected["untouched"]} for each in found]
+            assert found == [expected] * 3, policy
+
+
+def test_ctrl_c_ends_overlapped_steps_at_once(tmp_path):
+    with Job(tmp_path, "fine", 2, 1, overlap=True, owner="rank") as job:
+        job.trains()
+        interrupted = time.time()
+        job.launcher.send_signal(signal.SIGINT)
+        assert job.ends(5, since=interrupted) == 128 + signal.SIGINT
