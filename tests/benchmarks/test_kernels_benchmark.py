@@ -21,10 +21,23 @@ def test_every_kernel_gives_what_its_reference_gives(count: int) -> None:
 
 def test_bytes_are_those_that_must_be_moved() -> None:
     moved = {kernel.name: kernel.moved for kernel in benchmark.all_kernels(3200, None)}
-    per_element = {"SGD": 12, "AdamW": 28, "to bfloat16": 6, "sum of 4 rows": 20, "sum of squares": 4, "scale": 8, "LARS norms": 8}
+    per_element = {
+        "SGD": 12,
+        "AdamW": 28,
+        "to bfloat16": 6,
+        "sum of 4 rows": 20,
+        "sum of squares": 4,
+        "scale": 8,
+        "LARS norms": 8,
+    }
     assert {name: moved[name] / 3200 for name in per_element} == per_element
     assert moved["pack two bit"] == 3200 * 12 + 800
     assert moved["unpack one bit"] == 3200 * 4 + 400
+
+
+def test_arrays_begin_with_a_cache_line() -> None:
+    for kernel in benchmark.all_kernels(1 << 18, None):
+        assert all(x.ctypes.data % 64 == 0 for x in kernel.arrays if x.nbytes >= 1 << 16)
 
 
 def test_a_wrong_kernel_is_told() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hpcdp import kernels, nn, optim
 from hpcdp.comm import threads
 from hpcdp.gradients import EveryRank, Reducer, ShardOwner, buckets
+from hpcdp.optim import optimizer as optimizers
 
 SHAPES = [(7, 3), (1500,), (40, 30), (1,)]
 BOUND = 0.02
@@ -21,6 +22,9 @@ class ClippingSGD(optim.SGD):
 
     def update(self, param, grad, state, *, step, scale=1.0):
         super().update(param, np.clip(grad * scale, -BOUND, BOUND), state, step=step)
+
+
+del optimizers._kinds["clipping_sgd"]  # other tests look at the list of the library's own
 
 
 def gradient(rank, step, shape):
