@@ -139,3 +139,12 @@ def test_other_faults_of_a_call() -> None:
         optim.Adam().update(ones(2), ones(2), {"m": ones(2), "v": ones(2)}, step=0)
     with pytest.raises(ArrayMixError):
         optim.SGD(0.1).update([1.0], [2.0], {}, step=1)
+
+
+def test_a_large_state_begins_with_a_cache_line() -> None:
+    param = np.ones(1 << 18, np.float32)
+    states = [optim.Adam().init_state(param) for _ in range(2)]
+    arrays = [array for state in states for array in state.values()]
+    assert all(array.ctypes.data % 64 == 0 and not array.any() for array in arrays)
+    arrays[0][...] = 1
+    assert not any(array.any() for array in arrays[1:])
