@@ -18,7 +18,7 @@ MAIN = "main"
 """The lane of the thread that trains."""
 
 CAPACITY = 1 << 18
-"""Slices and counts that a trace keeps unless it is told otherwise, some 60 MB."""
+"""Slices and counts that a trace keeps unless it is told otherwise, 60 to 100 MB."""
 
 
 class Slice(NamedTuple):

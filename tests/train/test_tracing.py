@@ -1,5 +1,8 @@
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -300,3 +303,33 @@ def test_any_slices_become_tracks_that_can_be_drawn(found):
             for inner in long[number + 1 :]:
                 within = inner.end_ns <= outer.end_ns and outer.nests and inner.nests
                 assert inner.start_ns >= outer.end_ns or within
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tracing.md"
+BEFORE = """
+import numpy as np
+import hpcdp
+from hpcdp import autograd, nn, optim
+net = nn.Dense(4, 3)
+rng = np.random.default_rng(hpcdp.init().rank)
+loader = [(rng.normal(size=(5, 4)).astype(np.float32), rng.integers(0, 3, size=5)) for _ in range(3)]
+"""
+
+
+def test_the_loop_of_the_guide_runs(tmp_path):
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (tmp_path / "loop.py").write_text(BEFORE + block)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "loop.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    trace = read(tmp_path / "out.json")
+    assert_drawable(trace)
+    for rank in (0, 1):
+        own = [(name, args) for *_, name, args in by_track(trace)[rank, 0]]
+        assert [each for each in own if each[0] in ("forward", "backward", "step")] == [
+            ("forward", None),
+            ("backward", None),
+            ("step", {"samples": 5}),
+        ] * 3
+    assert len([event for event in trace["traceEvents"] if event["ph"] == "C"]) == 6
