@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 from .progress import Progress, Steps
 from .select import Algorithm, find
+
+_MOVED: Any = object()
+"""In the place of an op: what is only moved is not reduced."""
+
+_ALIKE = "call it alike, and in the same order, on all ranks"
 
 
 def allreduce(
@@ -43,8 +49,9 @@ def allreduce(
     Raises:
         UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
         MismatchError: the ranks called with different sizes, dtypes, ops or algorithms. On every rank alike with
-            ``HPCDP_DEBUG=1``. Without it "shared" and all algorithms that send messages notice it where ranks meet;
-            "native" leaves it to the MPI library, which may fail in its own ways.
+            ``HPCDP_DEBUG=1``, and in the first blocking call of its kind. Later "shared" and all algorithms that send
+            messages notice it where ranks meet; "native", which "auto" may choose, leaves it to the MPI library, which
+            may fail in its own ways.
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
@@ -73,8 +80,8 @@ def iallreduce(
 
     Every rank must start the same ones in the same order. They progress while one of them is asked (``test()``, which
     never blocks) or waited for (``wait()``); until then neither ``x`` nor ``out`` may be touched. A blocking collective
-    ends what was started before it. Algorithm "native" may sum in another order than `allreduce` does: MPI libraries
-    have other algorithms for their nonblocking collectives.
+    ends what was started before it. Algorithm "native", which "auto" may choose, may sum in another order than
+    `allreduce` does: MPI libraries have other algorithms for their nonblocking collectives.
 
     Args, Raises: as `allreduce`.
 
@@ -85,15 +92,15 @@ def iallreduce(
     chosen, reduction = _found("iallreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("iallreduce", x, out)
     staged = _staged("iallreduce", target)
-    steps = chosen.machine(world, "iallreduce", staged.reshape(-1), reduction)
 
     def then_copied_back() -> Steps:
         if world.size > 1:
-            yield from steps
+            yield from chosen.machine(world, "iallreduce", staged.reshape(-1), reduction)
         if staged is not target:
             target[...] = from_host(staged, target)
 
-    return Progress.of(world).start(then_copied_back(), staged)
+    with Watchdog.of(world).watching("iallreduce", staged):  # the first one of an algorithm may wait for the others
+        return Progress.of(world).start(then_copied_back(), staged)
 
 
 def reduce_scatter(
@@ -158,6 +165,7 @@ def allgather(
         UnsupportedError: as `allreduce`, or x has another size than its part of ``out``.
     """
     world = _ranks(world)
+    _check_array("allgather", "x", x)
     array_namespace(x)
     host = to_host(x)
     if out is None:
@@ -166,7 +174,7 @@ def allgather(
     else:
         gathered = _staged("allgather", out, "out")
         _own_part(gathered, host, world)[...] = host.reshape(-1)
-    chosen, _ = _found("allgather", gathered, None, algorithm, world)  # x may be of another size on every rank
+    chosen, _ = _found("allgather", gathered, _MOVED, algorithm, world)  # x may be of another size on every rank
     chosen.run(world, "allgather", gathered.reshape(-1))
     if out is None:
         return from_host(gathered, x)
@@ -200,7 +208,7 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     """
     world = _ranks(world)
     root = _checked_root("broadcast", root, world)
-    chosen, _ = _found("broadcast", x, None, algorithm, world, root)
+    chosen, _ = _found("broadcast", x, _MOVED, algorithm, world, root)
     staged = _staged("broadcast", x) if world.rank != root else _source(x)
     chosen.run(world, "broadcast", _flat(staged), root)
     if staged is not x and world.rank != root:
@@ -231,7 +239,7 @@ def reduce(
     root = _checked_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
-        host = to_host(x)
+        host = np.asarray(to_host(x))
         work = host if chosen.spares_input and host.flags.c_contiguous else np.array(host, order="C")
         chosen.run(world, "reduce", _flat(work), reduction, root)
         return x
@@ -252,7 +260,7 @@ def _ranks(world: World | None) -> World:
 
 
 def _found(
-    operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int = 0
+    operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int = 0
 ) -> tuple[Algorithm, Reduction]:
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
     if world.debug:
@@ -270,29 +278,41 @@ def _found(
     if found is None:
         with Watchdog.of(world).watching(operation, x):
             Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
+            if operation != "iallreduce":  # which returns at once
+                _compare_first(operation, key, world)
             found = world.kept[key] = _validated(operation, x, op, algorithm, world)
     return (found[0], resolve(operation, op, x.dtype)) if isinstance(op, Monoid) else found
 
 
-def _compare(operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World, root: int) -> None:
-    name = op.name if isinstance(op, Monoid) else op
+def _compare_first(operation: str, key: tuple[object, ...], world: World) -> None:
+    """Ranks whose calls differ mostly do so from the first one; a difference later is not worth a message each time.
+
+    On a communicator of its own: a rank that has made such a call before has already gone on.
+    """
+    comm = world.kept.get(_compare_first) or world.keep(_compare_first, world.comm.duplicate)
+    kind, dtype, op, algorithm, size_class = key
+    reduction = "none" if op is _MOVED else "a monoid" if op is Monoid else repr(op)
+    facts = [f"{kind} of {dtype} in 2**{size_class} bytes", f"op {reduction}", f"algorithm {algorithm!r}"]
+    require_same(comm, operation, facts, _ALIKE)
+
+
+def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> None:
+    name = op.name if isinstance(op, Monoid) else None if op is _MOVED else op
     what = f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "dtype") else type(x).__name__
     facts = [f"{operation} of {what}", f"op {name!r}", f"algorithm {algorithm!r}", f"root {root}"]
-    require_same(world.comm, operation, facts, "call it alike, and in the same order, on all ranks")
+    require_same(world.comm, operation, facts, _ALIKE)
 
 
-def _validated(
-    operation: str, x: Array, op: str | Monoid | None, algorithm: str, world: World
-) -> tuple[Algorithm, Reduction]:
-    known = "iufbc" if op is None else "iuf"  # what is only moved may be complex or bool, too
+def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World) -> tuple[Algorithm, Reduction]:
+    known = "iufbc" if op is _MOVED else "iuf"  # what is only moved may be complex or bool, too
     dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
     if dtype.kind not in known or not dtype.isnative:
-        expected = "a native integer or float" + (", complex or bool" if op is None else "")
+        expected = "a native integer or float" + (", complex or bool" if op is _MOVED else "")
         raise UnsupportedError(operation, where="dtype", expected=expected, got=dtype.str)
-    reduction = resolve(operation, "sum" if op is None else op, dtype)
+    reduction = resolve(operation, "sum" if op is _MOVED else op, dtype)
     collective = operation.removeprefix("i")
     nbytes = 1 << x.nbytes.bit_length() >> 1  # one choice for all sizes up to twice this one
-    chosen = find(collective, algorithm, nbytes, dtype, None if op is None else reduction, world)
+    chosen = find(collective, algorithm, nbytes, dtype, None if op is _MOVED else reduction, world)
     return chosen, reduction
 
 

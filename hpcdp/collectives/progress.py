@@ -42,7 +42,7 @@ def drive(steps: Steps) -> None:
     """Run one machine to its end, blocking."""
     for stage in steps:
         try:
-            for request in stage:
+            for request in reversed(stage):  # receives stand last: who waits for one sees what has come instead
                 request.wait()
         except BaseException:
             _abandoned.append((stage, steps))
@@ -142,7 +142,7 @@ class Together:
 
 
 def together(machines: Sequence[Steps]) -> Steps:
-    """The machines as one; a single one keeps its stages, so that a blocking call waits inside MPI."""
+    """The machines as one; a single one keeps its stages, so that a blocking call waits for it without naps."""
     if len(machines) == 1:
         yield from machines[0]
     else:
@@ -246,7 +246,6 @@ class Progress:
         self._active.add(to_its_end())
         if isinstance(failure, UnsupportedError):
             raise failure
-        self.watchdog.calls += 1
         return Watched(test, self.watchdog, x)
 
     def finish(self) -> None:

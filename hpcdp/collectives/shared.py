@@ -9,6 +9,8 @@ Reductions run in the order of the local ranks, so all ranks get the same bits, 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from .. import kernels
@@ -30,11 +32,11 @@ DTYPE_CHARS = frozenset("efdbilqBILQ")
 
 
 _KINDS = 256
-"""More than there are pairs of dtype and reduction; a mean is a sum until it has arrived."""
+"""More than there are pairs of dtype and reduction."""
 
 
 def _kind(dtype: np.dtype, op: str) -> int:
-    return dtype.num * len(OPS) + OPS.index("sum" if op == "mean" else op)
+    return dtype.num * len(OPS) + OPS.index(op)
 
 
 def _with_size(kind: int, size: int) -> int:
@@ -66,7 +68,8 @@ class _Staging:
         self._compiled: set[np.dtype] = set()
         shape = (2, memory.size, CHUNK_NBYTES)
         sums = memory.alloc(shape, np.uint8)
-        self._sums = {dtype: (sums.view(dtype), _kind(dtype, "sum")) for dtype in self._exchange.DTYPES}
+        kinds = itertools.product(self._exchange.DTYPES, ("sum", "mean"))
+        self._sums = {(dtype, op): (sums.view(dtype), _kind(dtype, op)) for dtype, op in kinds}
         self._others = memory.alloc(shape, np.uint8)
         self._by_all_nbytes = min(BY_ALL_NBYTES // max(memory.size - 1, 1), CHUNK_NBYTES)
 
@@ -79,8 +82,8 @@ class _Staging:
             self._patient = patient
             self._state[[self._exchange.SPINS, self._exchange.SLEEP_NS]] = self._memory.patience if patient else 0
         try:
-            found = self._sums.get(flat.dtype)
-            if found is None or op not in ("sum", "mean"):
+            found = self._sums.get((flat.dtype, op))
+            if found is None:
                 yield from self._reduce_by_owners(flat, op)
                 return
             staging, kind = found

@@ -28,6 +28,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _in_our_words(operation: str, error: MPI.Exception) -> Exception:
+    """What to raise for an error of MPI's: messages that do not fit come of ranks that disagree."""
+    if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_COUNT):
+        return error
+    return MismatchError(
+        operation,
+        expected="the same sizes and dtypes on all ranks",
+        got=f"the MPI library's {error.Get_error_string()}",
+        remedy="HPCDP_DEBUG=1 compares each call",
+    )
+
+
 def _explained(native: Callable[P, T]) -> Callable[P, T]:
     """A collective of MPI's own, with its word for messages that do not fit put as ours."""
 
@@ -36,14 +48,7 @@ def _explained(native: Callable[P, T]) -> Callable[P, T]:
         try:
             return native(*args, **kwargs)
         except MPI.Exception as error:
-            if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_COUNT):
-                raise
-            raise MismatchError(
-                native.__name__.removeprefix("native_"),
-                expected="the same sizes and dtypes on all ranks",
-                got=f"the MPI library's {error.Get_error_string()}",
-                remedy="HPCDP_DEBUG=1 compares each call",
-            ) from error
+            raise _in_our_words(native.__name__.removeprefix("native_"), error) from error
 
     return explained
 
@@ -58,10 +63,14 @@ class MpiRequest:
         self._x = x
 
     def test(self) -> bool:
-        return bool(self._request.Test())
+        try:
+            return bool(self._request.Test())
+        except MPI.Exception as error:
+            raise _in_our_words("request", error) from error
 
     def wait(self) -> None:
-        self._request.Wait()
+        while not self.test():
+            os.sched_yield()  # not in C, where Ctrl-C could not end it
 
 
 class MpiReceive:

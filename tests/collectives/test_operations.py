@@ -139,6 +139,7 @@ def test_an_unknown_algorithm_is_told_with_the_valid_ones(collective):
         (np.zeros(3, "i4,f4"), "sum", "got |V8"),
         (np.zeros(3, ">f4"), "sum", "got >f4"),
         ([1, 2], "sum", "expected an array, got list"),
+        (np.zeros(3), None, r"\[op\]: expected sum or mean or min or max or prod or a Monoid, got None"),
     ],
 )
 def test_what_cannot_be_reduced_is_said(collective, x, op, message):
@@ -332,9 +333,15 @@ ONE_ANOTHER = "expected a message of the same collective, size, dtype, op and al
 def test_without_it_a_message_of_another_call_is_told(algorithm, unlike):
     told = []
 
+    def call(world, number):
+        x, op, chosen = UNLIKE[unlike](number, algorithm)
+        allreduce(x, op, world, chosen)
+
     def rank(world):
+        for number in range(world.size):  # a first call would be compared
+            call(world, number)
         try:
-            allreduce(*UNLIKE[unlike](world.rank, algorithm)[:2], world, UNLIKE[unlike](world.rank, algorithm)[2])
+            call(world, world.rank)
         except MismatchError as error:
             told.append(str(error))
             raise
@@ -342,6 +349,38 @@ def test_without_it_a_message_of_another_call_is_told(algorithm, unlike):
     with pytest.raises(MismatchError, match=ONE_ANOTHER):
         threads.run(3, rank)
     assert told
+
+
+@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "iallreduce"])
+@pytest.mark.parametrize("algorithm", ["auto", "native"])
+@pytest.mark.parametrize("unlike", ["size", "dtype", "algorithm"])
+def test_the_first_call_of_its_kind_is_compared_on_all_ranks(collective, algorithm, unlike):
+    told = []
+
+    def rank(world):
+        odd = world.rank == 2
+        x = np.zeros(900 if odd and unlike == "size" else 40, "f4" if odd and unlike == "dtype" else "i4")
+        chosen = "reference" if odd and unlike == "algorithm" else algorithm
+        with pytest.raises(MismatchError) as error:
+            COLLECTIVES[collective](x, world=world, algorithm=chosen)
+        told.append(str(error.value))
+        assert allreduce(np.ones(3), world=world).tolist() == [3.0] * 3
+
+    threads.run(3, rank)
+    assert len(set(told)) == 1
+    assert f"{collective} [item" in told[0]
+    assert "on rank 2; call it alike" in told[0]
+
+
+@pytest.mark.parametrize("odd", ["mean", "max"])
+def test_memory_tells_another_op(odd):
+    def rank(world):
+        for op in ("sum", odd):
+            allreduce(np.ones(5, "f4"), op, world, "shared")
+        allreduce(np.ones(5, "f4"), odd if world.rank else "sum", world, "shared")
+
+    with pytest.raises(MismatchError, match="expected the same dtype, number of elements and op on every rank"):
+        threads.run(3, rank)
 
 
 @pytest.mark.mpi
@@ -352,6 +391,7 @@ def test_two_real_ranks_tell_a_message_of_another_call():
     world = hpcdp.init()
     if world.size != 2:
         pytest.skip("only ranks that hear from a rank that differs are told: with two that is both")
+    allreduce(np.zeros(300_000), world=world, algorithm="bidirectional")  # a first call would be compared
     with pytest.raises(MismatchError, match=ONE_ANOTHER):
         allreduce(np.zeros(300_000 + 1000 * world.rank), world=world, algorithm="bidirectional")
     assert allreduce(np.ones(3), world=world, algorithm="ring").tolist() == [2.0] * 3
