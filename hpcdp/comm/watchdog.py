@@ -114,6 +114,14 @@ class Watchdog:
         """Those whose process can be looked at."""
         self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        exchange = world.comm.allgather_json
+
+        def watched(value: Any) -> list[Any]:
+            with contextlib.nullcontext() if self.call else self.watching("an exchange of all ranks"):
+                return exchange(value)
+
+        # Whatever ranks agree on, they exchange so; it may be far from any other call, as when a Trainer is made.
+        world.comm.allgather_json = watched  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, world: World) -> Watchdog:
@@ -161,22 +169,21 @@ class Watchdog:
                 lasted = 0.0
             elif 0 < self._timeout < lasted:
                 told = True
-                self._report(call, self._timeout, "the job ends now")
+                self._report(call, self._timeout, "the job ends now (HPCDP_TIMEOUT_S)")
                 time.sleep(_GRACE_S)  # the other ranks have something to say too
                 if (self.call or self.asked) is call:
                     self._world.comm.abort(1)
                     return
             elif 0 < self._stall < lasted and not told:
                 told = True
-                until = f", until {self._timeout:g} s have passed" if self._timeout else ""
+                until = f", until {self._timeout:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout else ""
                 self._report(call, self._stall, f"the job goes on{until}")
 
     def _report(self, call: tuple[Any, ...], limit: float, next_: str) -> None:
         missing = self._missing(call)
         self._say(
             f"{_described(call)} has not ended in {limit:g} s: {self._listed(missing)}\n"
-            f"  {next_}; HPCDP_STALL_S and HPCDP_TIMEOUT_S set the limits, HPCDP_DEBUG=1 compares the calls of all "
-            "ranks; stacks:"
+            f"  {next_}; HPCDP_DEBUG=1 compares the calls of all ranks; stacks:"
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(self._stream)

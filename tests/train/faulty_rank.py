@@ -17,8 +17,8 @@ from hpcdp import Policy, nn, optim
 from hpcdp.autograd import record
 from hpcdp.errors import MismatchError, NonFiniteGradientError
 
-WIDTH, CAP_MB = 200, 0.1
-"""Every layer gets a bucket of its own, but for the last two."""
+WIDTH, CAP_MB = 400, 0.006
+"""The first bucket, of 1 MiB, holds the last two layers; the others have one each."""
 
 
 def model(width=WIDTH, depth=2, dtype="f4", backwards=False):
@@ -111,6 +111,7 @@ class StopsItself(optim.SGD):
         if StopsItself.updates == StopsItself.stops_at:
             note_time()
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.2)  # the signal may reach another thread first
         super().update(*args, **options)
 
 

@@ -18,6 +18,8 @@ import pytest
 
 from hpcdp.comm import threads
 
+pytestmark = pytest.mark.slow
+
 STARTED_S = 60
 """A busy machine takes its time until all ranks train."""
 
@@ -183,16 +185,21 @@ def test_ranks_whose_models_differ_are_told_alike(tmp_path):
     found = {name: {rank[name][0] for rank in everyone} for name in everyone[0]}
     assert [len(messages) for messages in found.values()] == [1] * 4
     said = {name: messages.pop() for name, messages in found.items()}
-    first = "expected {} as on rank 0, got {} on rank 2"
-    assert first.format("0.weight (6, 200) float32", "0.weight (6, 201) float32") in said["shapes"].replace(
-        "200, 6", "6, 200"
-    ).replace("201, 6", "6, 201")
-    assert first.format("0.weight (6, 200) float32", "0.weight (6, 200) float64") in said["dtypes"].replace(
-        "200, 6", "6, 200"
-    )
+    first = "expected 0.weight (6, 400) float32 as on rank 0, got 0.weight {} on rank 2"
+    assert first.format("(6, 401) float32") in said["shapes"]
+    assert first.format("(6, 400) float64") in said["dtypes"]
     assert re.search(r"expected 0\.weight .* as on rank 0, got 3\.bias .* on rank 2", said["order"])
-    assert re.search(r"expected 3\.weight .*3.* as on rank 0, got 3\.weight .*200, 200.* on rank 2", said["number"])
+    assert re.search(r"expected 3\.weight .*3.* as on rank 0, got 3\.weight .*400, 400.* on rank 2", said["number"])
     assert max(took for rank in everyone for _, took in rank.values()) < 5
+
+
+def test_a_trainer_that_some_ranks_do_not_make_is_a_hang_that_names_them(tmp_path):
+    with Job(tmp_path, "trainer_on_some_ranks", 2, limits=(0.5, 1.5)) as job:
+        since = job.fault()
+        assert job.ends(1.5 + 10, since) not in (0, None)
+        assert re.search(rf"rank 0 of 2: .* in 0\.5 s: rank 1 \(host .*, pid {job.pid(1)}\) has not come", job.said)
+        assert "in trainer_of" in job.said  # where rank 0 waits
+        assert "in trainer_on_some_ranks" in job.said  # where rank 1 is instead
 
 
 def test_fewer_batches_on_one_rank_give_the_gradient_of_the_global_batch(tmp_path):
