@@ -79,10 +79,9 @@ class Bucket:
         self.shard = shard
         """The columns that this rank sums: first, and one after the last."""
         self.names = frozenset(slot.name for slot in slots)
-        self.missing = set(self.names)
-        """Parameters whose gradient backward has not written in this step."""
-        self.awaited = set(self.names)
-        """Those whose gradient it has still to write before the reduction can be launched."""
+        self.missing = self.awaited = set(self.names)
+        """Parameters whose gradient backward has not written in this step, and those that it has still to write before the
+        reduction can be launched: others only while gradients accumulate."""
         self.state = State.FILLING
         self.ready_ns = self.launched_ns = self.done_ns = 0
 
@@ -183,8 +182,8 @@ class Reducer:
             bucket.state = State.FILLING
         else:
             bucket.state = State.READY
-            bucket.ready_ns = time.perf_counter_ns()
             if self.overlap and not self._held:
+                bucket.ready_ns = time.perf_counter_ns()
                 self._launch(bucket)
 
     @property
@@ -196,6 +195,8 @@ class Reducer:
 
     def fill_missing_with_zeros(self) -> None:
         """Make gradients that backward has not written zero, so that they add nothing."""
+        if not self.num_missing:
+            return
         for bucket in self.buckets:
             if bucket.missing:
                 self._settle(bucket)
@@ -207,11 +208,10 @@ class Reducer:
 
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
-        if not self._updating:
+        if self.overlap and not self._updating:
             self._note_times()
         for bucket in self.buckets:
-            bucket.missing = set(bucket.names)
-            bucket.awaited = set(bucket.names)
+            bucket.missing = bucket.awaited = set(bucket.names)
             bucket.state = State.FILLING
         self.num_missing = len(self.params)
         self._cycle += 1
@@ -329,6 +329,10 @@ class Reducer:
                 behind = partial(self._behind, bucket, _PHASES * self._cycle + _FILLED)
                 with watchdog.watching("reduction", bucket.described, behind):
                     self._lane.wait(self._variables[bucket.number])
+        elif self.on_one_node:
+            for bucket in self.buckets:
+                self.sum_shard(bucket)
+                bucket.state = State.REDUCED
         else:
             with watchdog.watching("reduction", self._unreduced):
                 Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
@@ -389,14 +393,15 @@ class Reducer:
             self._settle(bucket)
 
     def _note_times(self) -> None:
-        if self.overlap:
-            self.times = [
-                BucketTimes(each.number, each.mine.nbytes, each.ready_ns, each.launched_ns, each.done_ns)
-                for each in self.buckets
-            ]
+        self.times = [
+            BucketTimes(each.number, each.mine.nbytes, each.ready_ns, each.launched_ns, each.done_ns)
+            for each in self.buckets
+        ]
 
     def busy_s(self) -> float:
         """Seconds of the last step that is over in which the reduction of some bucket was under way."""
+        if not self.times:
+            return 0.0
         total = end = 0
         for begin, done in sorted((each.launched_ns, each.done_ns) for each in self.times):
             total += max(0, done - max(begin, end))

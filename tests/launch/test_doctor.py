@@ -154,10 +154,14 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kernel_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path / "file" / "below"))
+    below = str(tmp_path / "file" / "below")
+    monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", below)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     finding = doctor.check_kernel_cache()
     assert finding.verdict is Verdict.WARNING and finding.remedy == "set HPCDP_CACHE_DIR"
+    monkeypatch.setenv("HPCDP_CACHE_DIR", below)
+    assert doctor.check_kernel_cache().verdict is Verdict.FAILED
 
 
 def test_mpirun_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
