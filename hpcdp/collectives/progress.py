@@ -31,6 +31,8 @@ Steps = Generator[Sequence[Request], None, None]
 TAGS = 1 << LANE_BITS
 """Tags of one operation: as many lanes of segments may it have."""
 
+PATIENCE_S = 1.0
+
 _YIELDS, _NAP_S = 10, 50e-6
 
 
@@ -61,17 +63,32 @@ class Until:
 
 
 class Watched:
-    """That ``test()`` has become true, under the eyes of a watchdog as long as somebody asks again and again."""
+    """That ``test()`` has become true, under the eyes of a watchdog as long as somebody asks again and again.
+
+    Who asks seldom, between other things, has waited for no longer than `PATIENCE_S` each time.
+    """
 
     def __init__(self, test: Callable[[], bool], watchdog: Watchdog, x: np.ndarray) -> None:
+        self.call = "wait for an iallreduce", x
+        self.waited_s = 0.0
         self._test, self._watchdog = test, watchdog
-        self._call = "wait for an iallreduce", x
+        self._asked: float | None = None
 
     def test(self) -> bool:
         """Whether it has."""
-        done = self._test()
-        if not done:
-            self._watchdog.asked = self._call
+        watchdog, now = self._watchdog, time.monotonic()
+        if self._asked is not None:
+            self.waited_s += min(now - self._asked, PATIENCE_S)
+        self._asked = now
+        done = True
+        try:
+            done = self._test()
+        finally:
+            if not done:
+                if watchdog.asked is None or watchdog.asked.waited_s < self.waited_s:
+                    watchdog.asked = self
+            elif watchdog.asked is self:
+                watchdog.asked = None
         return done
 
     def wait(self) -> None:

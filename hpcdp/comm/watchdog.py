@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 
@@ -97,8 +97,8 @@ class Watchdog:
         """What this rank is in, a new tuple for every call: see the arguments of `watching`."""
         self.calls = 0
         """How many calls this rank has begun."""
-        self.asked: tuple[Any, ...] | None = None
-        """What this rank has asked for in vain, since the watchdog looked last."""
+        self.asked: Asked | None = None
+        """What this rank asks for in vain now and then, between other things."""
         self._world, self._stall, self._timeout = world, stall, timeout
         self._stream = sys.stderr if stream is None else stream
         self._ended = threading.Event()
@@ -154,7 +154,9 @@ class Watchdog:
             lasted += min(time.monotonic() - looked, look_s + _LONGEST_LOOK_S)
             looked = time.monotonic()
             self._seen[self._world.node_memory.rank] = self.calls
-            now, self.asked = self.call or self.asked, None
+            now, asked = self._now(), self.asked
+            if asked is not None and now is asked.call:
+                lasted = asked.waited_s
             if now is not call or call is None:
                 if told and call is not None:
                     self._say(f"{_described(call)} has ended after {lasted:.1f} s, and the job goes on")
@@ -165,13 +167,17 @@ class Watchdog:
                 told = True
                 self._report(call, self._timeout, "the job ends now (HPCDP_TIMEOUT_S)")
                 time.sleep(_GRACE_S)  # the other ranks have something to say too
-                if (self.call or self.asked) is call:
+                if self._now() is call:
                     self._world.comm.abort(1)
                     return
             elif 0 < self._stall < lasted and not told:
                 told = True
                 until = f", until {self._timeout:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout else ""
                 self._report(call, self._stall, f"the job goes on{until}")
+
+    def _now(self) -> tuple[Any, ...] | None:
+        asked = self.asked
+        return self.call if self.call is not None or asked is None else asked.call
 
     def _report(self, call: tuple[Any, ...], limit: float, next_: str) -> None:
         missing = self._missing(call)
@@ -216,6 +222,15 @@ class Watchdog:
         if len(self._neighbours) == self._world.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
+
+
+class Asked(Protocol):
+    """Something that was started, and that is asked for until it is there."""
+
+    call: tuple[Any, ...]
+    """As `Watchdog.call`."""
+    waited_s: float
+    """For how long it has been asked for."""
 
 
 class _Watching:

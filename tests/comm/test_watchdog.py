@@ -66,6 +66,24 @@ def test_started_operations_are_watched_while_they_are_waited_for():
     assert "wait for an iallreduce of 3 float64 has not ended in 0.3 s: rank 1 (host" in reports[0].getvalue()
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.15])
+def test_started_operations_are_watched_while_they_are_asked_for(pause_s):
+    """Two in turn, and other things between."""
+    reports = {}
+
+    def rank(world):
+        iallreduce(np.ones(3), world=world, algorithm="ring").wait()
+        watched(world, 0.5, reports)
+        if world.rank == 0:
+            requests = [iallreduce(np.ones(3), world=world, algorithm="ring") for _ in range(2)]
+            while not all([request.test() for request in requests]):
+                time.sleep(pause_s)
+
+    with pytest.raises(WorldAborted):
+        threads.run(2, rank)
+    assert "wait for an iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
+
+
 def test_calls_that_end_are_no_hang_however_many():
     reports = {}
 
