@@ -3,7 +3,9 @@
 From a model's gradients to its update:
 
 - `buckets` fuses parameters into flat buckets: a pure function of the model.
+- `bucket` is one of them: its memory and its state.
 - `reducer` keeps the state of every bucket and sums it over the ranks.
+- `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
 - `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.
 """
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,7 +28,9 @@ from ..comm.reductions import resolve
 from ..comm.shared import Milestones, NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..errors import ConfigError, StaleGradientError
-from .buckets import Layout, Slot
+from ..trace import Trace
+from .bucket import Bucket, Parameter, State
+from .buckets import Layout
 from .critical_path import BucketTimes
 from .lane import UPDATE, Lane, Turn
 
@@ -38,62 +38,7 @@ SHORT_NBYTES = 64 << 10
 """Up to so many bytes the number of messages after one another counts, not their length."""
 
 _TALLY = (1 << OPERATION_BITS) - 1
-_MOST_NAMES = 2
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
-
-
-class Parameter(Protocol):
-    """What a parameter must be for its gradient to be reduced; `hpcdp.nn.Parameter` is one.
-
-    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward.
-    """
-
-    name: str
-    data: Array
-    grad: Array
-    grad_req: str
-    grad_hook: Any
-
-
-class State(Enum):
-    """Where a bucket is on its way."""
-
-    FILLING = "backward has still to write some of its gradients"
-    READY = "all its gradients are written"
-    LAUNCHED = "its reduction is under way; nobody may write its gradients"
-    REDUCED = "this rank's shard, or all of it, holds the sum over all ranks"
-
-
-class Bucket:
-    """One flat buffer of gradients and this rank's part in it."""
-
-    def __init__(self, number: int, slots: Sequence[Slot], rows: Array, rank: int, shard: tuple[int, int]) -> None:
-        self.number = number
-        self.slots = slots
-        self.rows = rows
-        """Shape ``(ranks that share it, elements)``."""
-        self.words = kernels.load("reduce").words(rows) if is_host(rows) else rows
-        """``rows`` as the kernels take them."""
-        self.mine: Array = rows[rank]
-        """This rank's row, shape ``(elements,)``."""
-        self.shard = shard
-        """The columns that this rank sums: first, and one after the last."""
-        self.names = frozenset(slot.name for slot in slots)
-        self.missing = self.awaited = set(self.names)
-        """Parameters whose gradient backward has not written in this step, and those that it has still to write before the
-        reduction can be launched: others only while gradients accumulate."""
-        self.state = State.FILLING
-        self.ready_ns = self.launched_ns = self.done_ns = 0
-
-    def view(self, slot: Slot) -> Array:
-        """The gradient of one parameter: a view of this rank's row in the parameter's shape."""
-        return self.mine[slot.offset : slot.offset + slot.count].reshape(slot.shape)
-
-    def described(self) -> str:
-        """Its number, first parameters and size, for messages."""
-        first = ", ".join(slot.name for slot in self.slots[:_MOST_NAMES])
-        more = f" and {len(self.slots) - _MOST_NAMES} more" if len(self.slots) > _MOST_NAMES else ""
-        return f"bucket {self.number} ({first}{more}; {self.mine.nbytes} bytes)"
 
 
 class Reducer:
@@ -124,6 +69,7 @@ class Reducer:
         self.updates_later = self.overlap and all(hasattr(param, "data_hook") for param in params)
         """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
         self._progress = Progress.of(world)
+        self._trace: Trace | None = world.kept.get(Trace)
         self.gate = WatchedGate(self.memory, self._progress.watchdog)
         self._lane = Lane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
@@ -376,14 +322,17 @@ class Reducer:
         updated = self._updating.pop(bucket.number, None)
         if updated is None or self._lane is None:
             return
-        begin = time.perf_counter()
+        begin = time.perf_counter_ns()
         self._hook(bucket, None)
         behind = partial(self._behind, bucket, updated - _UPDATED + _FILLED, updated)
         with self._progress.watchdog.watching("update", bucket.described, behind):
             self._lane.wait(self._variables[bucket.number])
             self._milestones.wait(updated, bucket.number)
         bucket.state = State.FILLING
-        self.waited_s += time.perf_counter() - begin
+        end = time.perf_counter_ns()
+        self.waited_s += (end - begin) / 1e9
+        if self._trace is not None:
+            self._trace.slice(f"wait for bucket {bucket.number}", "main", begin, end)
         if not self._updating:
             self._note_times()
 
@@ -397,6 +346,10 @@ class Reducer:
             BucketTimes(each.number, each.mine.nbytes, each.ready_ns, each.launched_ns, each.done_ns)
             for each in self.buckets
         ]
+        if self._trace is not None:
+            for each in self.times:
+                ready = f"bucket {each.number} ready"
+                self._trace.slice(ready, "main", each.ready_ns, each.ready_ns, nbytes=each.nbytes)
 
     def busy_s(self) -> float:
         """Seconds of the last step that is over in which the reduction of some bucket was under way."""

@@ -18,8 +18,8 @@ from ..comm import World, init
 from ..comm.agreement import require_same
 from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
+from ..gradients.bucket import Parameter, State
 from ..gradients.buckets import plan
-from ..gradients.reducer import Parameter, State
 from ..optim import Optimizer
 from . import trainer_states
 from .policy import Policy

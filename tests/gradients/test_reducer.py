@@ -12,8 +12,8 @@ from hpcdp import nn
 from hpcdp.comm import threads
 from hpcdp.errors import StaleGradientError
 from hpcdp.gradients import Reducer, buckets
+from hpcdp.gradients.bucket import State
 from hpcdp.gradients.lane import STALLED_S, Lane
-from hpcdp.gradients.reducer import State
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 NODES = [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, 2), (6, (2, 1, 3))]
