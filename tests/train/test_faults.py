@@ -135,7 +135,8 @@ def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, per_node, ow
         pid, killed = job.pid(1), time.time()
         os.kill(pid, signal.SIGKILL)
         assert job.ends(10, since=killed) not in (0, None)
-        assert re.search(rf"rank 1 with PID {pid} .*exited|PID {pid} RUNNING AT", job.said)  # MPICH knows no ranks
+        # MPICH's mpiexec names no rank, and as often as not the pid of one that it has ended itself.
+        assert re.search(rf"rank 1 with PID {pid} .*exited|BAD TERMINATION OF ONE", job.said)
         assert "signal 9" in job.said
         assert [name for name in mapped if Path(name).exists()] == []
 
