@@ -31,6 +31,11 @@ class Owner(Protocol):
         """Bytes of optimizer state on this rank."""
         ...
 
+    @property
+    def nbytes_parameters(self) -> int:
+        """This rank's share of the bytes of the parameters: they lie on every rank, or once per node."""
+        ...
+
     def span(self, bucket: Bucket) -> tuple[int, int]:
         """Which columns of a bucket this rank updates: first, and one after the last."""
         ...
@@ -91,6 +96,10 @@ class _Flat:
     def nbytes_state(self) -> int:
         return sum(array.nbytes for state in self._states for array in state.values())
 
+    @property
+    def nbytes_parameters(self) -> int:
+        return sum(flat.nbytes for flat in self.flats)
+
     def _update_own(self, bucket: Bucket, optimizer: Optimizer, step: int, scale: float) -> None:
         first, last = self.span(bucket)
         if last > first:
@@ -141,6 +150,10 @@ class ShardOwner(_Flat):
         if self.reducer.memory.rank == 0:
             place[...] = param.data
         param.data = place
+
+    @property
+    def nbytes_parameters(self) -> int:
+        return super().nbytes_parameters // self.reducer.memory.size
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
         return bucket.shard

@@ -43,8 +43,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         The numbers of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training,
         all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
         of ``comm_s`` hidden behind computation, None with one rank), ``compute_s`` and ``data_s`` (mean over ranks),
-        ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``ranks``, ``run_dir``, ``trace`` (a line about the
-        file, None without one) and ``records`` (one an epoch, see `fit`).
+        ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``,
+        ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
     """
     world = init()
     config = config.for_world(world.size)
@@ -76,7 +76,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 callbacks=callbacks,
                 world=world,
             )
-    result = _result(config, records, world) | {"trace": None if recording is None else _told(recording)}
+    result = _result(config, records, trainer) | {"trace": None if recording is None else _told(recording)}
     if folder is not None:
         print(report(result, folder.failure), flush=True)
     return result
@@ -125,7 +125,8 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _result(config: TrainConfig, records: list[Record], world: World) -> dict[str, Any]:
+def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dict[str, Any]:
+    world = trainer.world
     seconds = sum(record["seconds"] for record in records)
     comm_s = sum(record["comm_s"] for record in records)
     exposed_s = sum(record["comm_exposed_s"] for record in records)
@@ -139,6 +140,7 @@ def _result(config: TrainConfig, records: list[Record], world: World) -> dict[st
         "comm_hidden": 1 - exposed_s / comm_s if world.size > 1 and comm_s > 0 else None,
         **{name: sum(record[name] for record in records) for name in ("compute_s", "data_s", "critical_path_s")},
         "peak_memory_mb": max(world.comm.allgather_json(peak_memory_mb())),
+        "nbytes": trainer.nbytes,
         "ranks": world.size,
         "run_dir": config.run_dir,
         "records": records,
@@ -163,6 +165,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("communication", communication),
         *_times(result),
         ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
+        ("held a rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
         *([] if result["trace"] is None else [("trace", result["trace"])]),
         ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}" if failure is None else folder),

@@ -118,6 +118,15 @@ class Trainer:
         by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of this rank: its share of the ``"parameters"``, its ``"gradients"``, its part of the ``"state"``."""
+        return {
+            "parameters": self.owner.nbytes_parameters,
+            "gradients": sum(bucket.mine.nbytes for bucket in self.reducer.buckets),
+            "state": self.owner.nbytes_state,
+        }
+
     def step(self, count: int) -> int:
         """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.
 

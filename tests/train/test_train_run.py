@@ -196,7 +196,15 @@ def result(**numbers) -> dict:
     ran = {"compute_s": 2.5, "data_s": 0.25, "critical_path_s": 2.75, "seconds": 3.21, "comm_s": 0.0}
     record = {"critical_path": "computation"}
     about = {"test_accuracy": 0.98761, "samples_per_s": 12345.6, "comm_exposed_s": 0.0, "comm_hidden": None}
-    place = {"peak_memory_mb": 155.2, "ranks": 1, "run_dir": "runs/a", "trace": None, "records": [record]}
+    nbytes = {"parameters": 260_000, "gradients": 520_000, "state": 0}
+    place = {
+        "nbytes": nbytes,
+        "peak_memory_mb": 155.2,
+        "ranks": 1,
+        "run_dir": "runs/a",
+        "trace": None,
+        "records": [record],
+    }
     return ran | about | place | numbers
 
 
@@ -207,6 +215,7 @@ def test_the_report_of_one_rank_speaks_of_no_communication():
     assert lines[2].endswith("none, there is one rank")
     assert "compute 2.50 s, exposed communication 0.00, data 0.25, rest 0.46" in lines[3]
     assert lines[4].endswith(" 2.75 s, 86% of the time: computation")
+    assert "held a rank    parameters 0.26 MB, gradients 0.52 MB, state 0.00 MB" in lines
     assert not any(line.startswith(("slowest", "stragglers", "trace")) for line in lines)
     assert "No space left" in report(result(), OSError(28, "No space left on device"))
 

@@ -315,12 +315,23 @@ def test_frozen_parameters_are_left_alone():
     threads.run(2, rank)
 
 
+def test_every_rank_has_all_of_it_where_each_updates_everything():
+    def rank(world):
+        trainer = Trainer(model(0), optim.Adam(), world, owner="rank")
+        whole = sum(trainer.reducer.layout.counts) * 4
+        assert trainer.nbytes == {"parameters": whole, "gradients": whole, "state": 2 * whole}
+
+    threads.run(3, rank)
+
+
 def test_an_owner_of_a_shard_keeps_its_part_of_the_state_and_parameters_once_per_node():
     def rank(world):
         params = model(0)
         trainer = Trainer(params, optim.Adam(), world, owner="shard")
         address = params[2].data.__array_interface__["data"][0]
-        return trainer.owner.nbytes_state, sum(trainer.reducer.layout.counts) * 4, address
+        whole = sum(trainer.reducer.layout.counts) * 4
+        assert trainer.nbytes == {"parameters": whole // 4, "gradients": whole, "state": trainer.owner.nbytes_state}
+        return trainer.owner.nbytes_state, whole, address
 
     results = threads.run(4, rank)
     assert sum(state for state, _, _ in results) == 2 * results[0][1]
