@@ -319,15 +319,16 @@ class Reducer:
 
     def _settle(self, bucket: Bucket) -> None:
         """Wait for the update of a bucket, if one is under way."""
-        updated = self._updating.pop(bucket.number, None)
+        updated = self._updating.get(bucket.number)
         if updated is None or self._lane is None:
             return
         begin = time.perf_counter_ns()
-        self._hook(bucket, None)
         behind = partial(self._behind, bucket, updated - _UPDATED + _FILLED, updated)
         with self._progress.watchdog.watching("update", bucket.described, behind):
             self._lane.wait(self._variables[bucket.number])
             self._milestones.wait(updated, bucket.number)
+        self._hook(bucket, None)  # not before: whoever reads meanwhile waits, too, and an error stays one
+        self._updating.pop(bucket.number, None)
         bucket.state = State.FILLING
         end = time.perf_counter_ns()
         self.waited_s += (end - begin) / 1e9
@@ -373,8 +374,13 @@ class Reducer:
         """
         if not self.is_counted:
             return 0.0
+        return sum(self._squares(shard) for _, shard in self.shards())
+
+    def _squares(self, shard: Array) -> float:
+        if is_host(shard):
+            return float(kernels.load("norms").sum_of_squares(shard))
         xp = self._namespace
-        return float(sum(float(xp.sum(shard * shard, dtype=xp.float64)) for _, shard in self.shards()))
+        return float(xp.sum(shard * shard, dtype=xp.float64))
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""

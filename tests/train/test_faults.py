@@ -131,9 +131,9 @@ def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize(("overlap", "per_node"), [(True, 2), (False, None)])
-def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, per_node, owner, tmp_path):
-    with Job(tmp_path, "fine", 3, per_node, overlap=overlap, owner=owner) as job:
+@pytest.mark.parametrize(("overlap", "ranks", "per_node"), [(True, 3, 2), (False, 2, None)])
+def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, ranks, per_node, owner, tmp_path):
+    with Job(tmp_path, "fine", ranks, per_node, overlap=overlap, owner=owner) as job:
         job.trains()
         mapped = job.shared_files()
         pid, killed = job.pid(1), time.time()
