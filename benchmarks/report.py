@@ -101,8 +101,8 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1, S2, S5, S6, S7 and S11 from the results of the suite."""
-    collectives = [*_allreduce(results), *_updates(results), *_fabrics(results)]
+    """S1, S2, S3, S5, S6, S7 and S11 from the results of the suite."""
+    collectives = [*_allreduce(results), *_updates(results), *_fabrics(results), *_overlaps(results)]
     return [*collectives, *_lenet(results), *_scaling(results), *_kernels(results), *_startup(results)]
 
 
@@ -179,6 +179,39 @@ def _fabric_table(fabric: dict[str, Any]) -> str:
         for row in fabric["rows"]
     ]
     return text + _table(["size", "bound", *names], rows)
+
+
+def _overlapped_places(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [place for report in results.get("overlap", []) for place in report["places"]]
+
+
+def _overlaps(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for place in _overlapped_places(results):
+        for row in place["rows"]:
+            what = f"{row['model']}, {_where(place)}: a step against its critical path"
+            measured = f"{row['ratio'][row['default']]:.2f}x ({row['exposed_ms'][row['default']]:.1f} ms exposed)"
+            found.append(Verdict("S3", what, "at most 1.05x", measured, row["ratio"][row["default"]] <= 1.05))
+    return found
+
+
+def _where(place: dict[str, Any]) -> str:
+    ranks = f"{place['ranks_per_node']} ranks"
+    return f"{ranks} on one node" if place["hosts"] == 1 else f"{place['hosts']} hosts x {ranks}, {place['rate']}"
+
+
+def _overlap_table(places: list[dict[str, Any]]) -> str:
+    """Every place and model: the step in each manner, computation alone, the critical path."""
+    text = "## Overlap\n\nMilliseconds a step; in brackets the communication that was exposed. Reductions are those of "
+    text += "all buckets, one by one with nothing beside; the critical path follows from them and from computation.\n\n"
+    rows = []
+    for place in places:
+        for row in place["rows"]:
+            cells = [f"{row['step_ms'][name]:.1f} ({ms:.1f})" for name, ms in row["exposed_ms"].items()]
+            cells += [f"{row[key]:.1f}" for key in ("compute_ms", "reductions_ms", "critical_path_ms")]
+            rows.append([f"{row['model']}, {_where(place)}", *cells])
+    names = list(places[0]["rows"][0]["exposed_ms"])
+    return text + _table(["", *names, "computation", "reductions", "critical path"], rows)
 
 
 def _lenet(results: dict[str, Any]) -> list[Verdict]:
@@ -329,4 +362,7 @@ def render(results: dict[str, Any]) -> str:
         )
         parts.append("## Kernels on one core\n\n" + about + _kernel_table(results))
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
+    places = _overlapped_places(results)
+    if places:
+        parts.append(_overlap_table(places))
     return "\n".join(parts)

@@ -61,7 +61,7 @@ class Suite:
             report = Path(folder, "report.json")
             module = ["hpcdp.cli", "bench"] if benchmark == "bench" else [f"hpcdp.benchmarks.{benchmark}"]
             command = [python, "-m", *module, *arguments, "--json", str(report)]
-            if benchmark not in ("startup", "fabric"):  # which start jobs of their own
+            if benchmark not in ("startup", "fabric", "overlap"):  # which start jobs of their own
                 command = [python, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *command]
             print(f"# {kind}: {benchmark} {' '.join(arguments)}", flush=True)
             begin = time.monotonic()
@@ -106,6 +106,12 @@ class Suite:
         arguments = ["--algorithms", "auto", "--sizes", "4,64K,1M,4M,16M", "-i", "2" if self.brief else "20"]
         self.job("fabric", "fabric", arguments + (["--mpich", self.mpich] if self.mpich else []), ranks=2)
 
+    def overlap(self) -> None:
+        """Steps with communication beside them, on this machine and where possible over two hosts with slow links."""
+        turns = ["--turns", "1", "--steps", "1"] if self.brief else ["--turns", "3", "--steps", "3"]
+        hosts = "1" if obstacle() is not None else "1,2"
+        self.job("overlap", "overlap", ["--hosts", hosts, *turns], ranks=2)
+
     def training(self, batch: int) -> None:
         """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each."""
         turns = ["--turns", "2", "--seconds", "0.02"] if self.brief else ["--turns", "8"]
@@ -129,6 +135,7 @@ class Suite:
             self.job("kernels", "kernels", ["-i", "4" if self.brief else "60"], ranks=1)
         self.more_ranks()
         self.fabric()
+        self.overlap()
         if "torch" not in self.results["machine"]["versions"]:
             self.results["skipped"].append("gloo and PyTorch: torch is not installed")
         self.results["failures"] = self.failures
