@@ -97,7 +97,7 @@ def _link(world: World, pairs: Sequence[tuple[int, int]], nbytes: int) -> Link:
     for _ in range(_TRIES):
         short_s = _between(world, meeting, lambda first, peer: _ping_pong_s(world, first, peer, _SHORT_NBYTES))
         long_s = _between(world, pairs[:1], lambda first, peer: _ping_pong_s(world, first, peer, nbytes))
-        if long_s > short_s:
+        if long_s > short_s or nbytes < _LONG_NBYTES:  # of short messages the length need not be felt
             break
     else:
         raise HpcdpError(
@@ -105,7 +105,7 @@ def _link(world: World, pairs: Sequence[tuple[int, int]], nbytes: int) -> Link:
             got=f"{long_s * 1e6:.1f} us and {short_s * 1e6:.1f} us",
             remedy="other programs use these cores or links: try again when it is quiet",
         )  # fmt: skip
-    beta = (long_s - short_s) / (nbytes - _SHORT_NBYTES)
+    beta = max(long_s - short_s, 0.0) / (nbytes - _SHORT_NBYTES)
     at_once_s = _stream_s(world, dict(pairs), nbytes)
     return Link(short_s, beta, min(beta, max(at_once_s - short_s, 0.0) / (nbytes * len(pairs))))
 

@@ -31,7 +31,8 @@ class Optimizer(Configurable, abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _kinds[cls.name] = cls
+        if "name" in vars(cls):  # else a variant, which does not replace what it varies
+            _kinds[cls.name] = cls
 
     def __post_init__(self) -> None:
         if isinstance(self.lr, dict):
