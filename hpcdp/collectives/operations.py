@@ -49,9 +49,9 @@ def allreduce(
     Raises:
         UnsupportedError: an unknown op or algorithm, or one that cannot do this dtype or world.
         MismatchError: the ranks called with different sizes, dtypes, ops or algorithms. On every rank alike with
-            ``HPCDP_DEBUG=1``, and in the first blocking call of its kind. Later "shared" and all algorithms that send
-            messages notice it where ranks meet; "native", which "auto" may choose, leaves it to the MPI library, which
-            may fail in its own ways.
+            ``HPCDP_DEBUG=1``. Without it "shared" and all algorithms that send messages notice it where ranks meet;
+            "native", which "auto" may choose, compares the first blocking call of its kind and leaves later ones to the
+            MPI library, which may fail in its own ways.
 
     Source: Chan et al., "Collective communication: theory, practice, and experience", 2007, section 2.
     """
@@ -278,16 +278,17 @@ def _found(
     if found is None:
         with Watchdog.of(world).watching(operation, x):
             Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
-            if operation != "iallreduce":  # which returns at once
+            found = _validated(operation, x, op, algorithm, world)
+            if found[0].name == "native" and operation != "iallreduce":  # which returns at once
                 _compare_first(operation, key, world)
-            found = world.kept[key] = _validated(operation, x, op, algorithm, world)
+            world.kept[key] = found
     return (found[0], resolve(operation, op, x.dtype)) if isinstance(op, Monoid) else found
 
 
 def _compare_first(operation: str, key: tuple[object, ...], world: World) -> None:
-    """Ranks whose calls differ mostly do so from the first one; a difference later is not worth a message each time.
+    """What the MPI library would not tell, and might crash of; later calls are not worth a message each time.
 
-    On a communicator of its own: a rank that has made such a call before has already gone on.
+    On a communicator of its own: a rank that has made such a call before has already gone on, and will be waited for.
     """
     comm = world.kept.get(_compare_first) or world.keep(_compare_first, world.comm.duplicate)
     kind, dtype, op, algorithm, size_class = key
