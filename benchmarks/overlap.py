@@ -98,7 +98,8 @@ def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
         ClusterError: the hosts cannot be made, or the job failed.
     """
     command = [sys.executable, "-m", "hpcdp.benchmarks.overlap", "--models", args.models, "--turns", str(args.turns)]
-    command += ["--steps", str(args.steps), "--bucket-cap-mb", str(args.bucket_cap_mb)]
+    command += ["--steps", str(args.steps)]
+    command += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
     if hosts == 1:
         with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
             report = Path(folder, "report.json")
@@ -136,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", default="wide,deep", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--turns", type=at_least(1), default=5, help="of each candidate (5)")
     parser.add_argument("--steps", type=at_least(1), default=4, help="that are timed in a turn (4)")
-    parser.add_argument("--bucket-cap-mb", type=float, default=25, metavar="MB", help="as a Trainer takes it (25)")
+    parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as a Trainer takes it")
     parser.add_argument("--json", metavar="FILE")
     return parser
 
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     for name in args.models.split(","):
         check_name("model", name, list(MODELS))
-    if not args.bucket_cap_mb > 0:
+    if args.bucket_cap_mb is not None and not args.bucket_cap_mb > 0:
         raise ConfigError("overlap", where="--bucket-cap-mb", expected="a positive size", got=args.bucket_cap_mb)
     if launched_ranks() is not None:
         return job(args)

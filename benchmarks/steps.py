@@ -61,7 +61,7 @@ class Found:
 class Training:
     """A network and its trainer, which take one step after another on batches that differ by rank and step."""
 
-    def __init__(self, model: Model, world: comm.World, cap_mb: float, overlap: bool = False) -> None:
+    def __init__(self, model: Model, world: comm.World, cap_mb: float | None, overlap: bool = False) -> None:
         self.net = model.net()
         self.optimizer = optim.SGD(lr=_LR, momentum=_MOMENTUM)
         params = self.net.parameters()
@@ -121,7 +121,7 @@ class Alone(Training):
     ready and needed.
     """
 
-    def __init__(self, model: Model, world: comm.World, cap_mb: float) -> None:
+    def __init__(self, model: Model, world: comm.World, cap_mb: float | None) -> None:
         super().__init__(model, world, cap_mb)
         reducer = self.trainer.reducer
         self._ready_ns = [0] * len(reducer.buckets)
@@ -159,7 +159,7 @@ class Alone(Training):
         self.taken.append([(backward - begin) / 1e9, (end - backward) / 1e9, *ready, *needed, *taken])
 
 
-def measure(world: comm.World, model: Model, cap_mb: float, turns: int, steps: int) -> dict[str, Any]:
+def measure(world: comm.World, model: Model, cap_mb: float | None, turns: int, steps: int) -> dict[str, Any]:
     """One model; every rank must call. What `row` makes of it, and what is known of the model.
 
     ``default`` is what a Trainer chooses by itself.

@@ -9,6 +9,7 @@ from functools import partial
 from threading import get_ident
 
 from .schedule import Schedule
+from .slices import ask_for_short_slices
 from .tasks import DeferredTask, Failure, Lane, Task, silent_bell
 
 NAPS_S = (50e-6, 1e-3)
@@ -41,6 +42,8 @@ class Workers:
                 return  # two threads have pushed the lane's first task, or Ctrl-C came while its threads were started
             lane.threads.append(threading.current_thread())
             schedule.own[get_ident()] = lane
+        if lane.idle is not None:  # it naps, and finds what has come meanwhile
+            ask_for_short_slices()
         bell, nap_s = silent_bell(), NAPS_S[0]
         last: Task | None = None
         failure: Failure | None = None

@@ -20,6 +20,8 @@ MIB = 2**20
 LINE_NBYTES = 64
 """Slots and shards begin at multiples of a cache line: no two ranks write to the same line, and loads are aligned."""
 
+_DEFAULT_BUCKETS, _DEFAULT_CAPS_MB = 8, (1.0, 25.0)
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -61,19 +63,30 @@ class Layout:
         return lines * part // parts * per_line, lines * (part + 1) // parts * per_line
 
 
+def _default_cap_mb(params: Sequence[tuple[str, tuple[int, ...], np.dtype]]) -> float:
+    least_mb, most_mb = _DEFAULT_CAPS_MB
+    nbytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in params)
+    return min(most_mb, max(least_mb, nbytes / MIB / _DEFAULT_BUCKETS))
+
+
 def plan(
-    params: Sequence[tuple[str, tuple[int, ...], np.dtype]], bucket_cap_mb: float = 25, first_cap_mb: float = 1
+    params: Sequence[tuple[str, tuple[int, ...], np.dtype]],
+    bucket_cap_mb: float | None = None,
+    first_cap_mb: float = 1,
 ) -> Layout:
     """Lay out parameters in buckets, last parameter first, since backward produces its gradient first.
 
     Args:
         params: name, shape and dtype of every parameter, in order of first use.
         bucket_cap_mb: a bucket is closed before it would exceed so many MiB; a larger parameter has one to itself.
+            None: an eighth of the model, so that a small one is not sent as a whole after backward, but from 1 to 25.
         first_cap_mb: the same for the first bucket, small so that communication starts early.
 
     Raises:
         ConfigError: a cap that is not positive, or two parameters of one name.
     """
+    if bucket_cap_mb is None:
+        bucket_cap_mb = _default_cap_mb(params)
     if not (bucket_cap_mb > 0 and first_cap_mb > 0):
         raise ConfigError("bucket plan", where="bucket_cap_mb", expected="a positive size", got=bucket_cap_mb)
     names = [name for name, _, _ in params]

@@ -61,7 +61,8 @@ class Trainer:
         owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
             optimizer's state. ``"auto"``: ``"shard"`` where the node's ranks share memory, else ``"rank"``. The numbers
             are the same to the bit.
-        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1.
+        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
+            1 to 25.
         clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
         overlap: reduce a bucket as soon as backward has written it, and update its parameters while the next forward
             runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
@@ -80,7 +81,7 @@ class Trainer:
         world: World | None = None,
         *,
         owner: str = "auto",
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         clip_norm: float | None = None,
         overlap: bool | None = None,
         policy: Policy | None = None,

@@ -73,3 +73,12 @@ def test_the_digest_depends_on_the_model_alone():
 def test_what_cannot_be_planned_is_refused(params, cap, message):
     with pytest.raises(ConfigError, match=message):
         plan(params, cap)
+
+
+@pytest.mark.parametrize(("layers", "expected_mib"), [(4, 1), (64, 4), (1024, 25)])
+def test_a_bucket_is_an_eighth_of_the_model_within_bounds(layers, expected_mib):
+    layout = plan([(str(i), (2**17,), F4) for i in range(layers)])  # 0.5 MiB each
+    sizes = {count * 4 / MIB for count in layout.counts[1:-1]}
+    assert sizes <= {expected_mib}
+    assert layout.counts[0] * 4 == MIB
+    assert sizes or len(layout.counts) == 2

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hpcdp.engine import Engine, default_engine, process, workers
 from hpcdp.errors import ConfigError
 
-GUIDE = Path(__file__).parents[1] / "docs" / "engine.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "engine.md"
 CELLS = 4
 PROGRAMS = st.lists(
     st.tuples(
