@@ -196,22 +196,24 @@ def _overlaps(results: dict[str, Any]) -> list[Verdict]:
 
 
 def _where(place: dict[str, Any]) -> str:
-    ranks = f"{place['ranks_per_node']} ranks"
+    ranks = f"{place['ranks_per_node']} rank" + ("s" if place["ranks_per_node"] > 1 else "")
     return f"{ranks} on one node" if place["hosts"] == 1 else f"{place['hosts']} hosts x {ranks}, {place['rate']}"
 
 
 def _overlap_table(places: list[dict[str, Any]]) -> str:
     """Every place and model: the step in each manner, computation alone, the critical path."""
     text = "## Overlap\n\nMilliseconds a step; in brackets the communication that was exposed. Reductions are those of "
-    text += "all buckets, one by one with nothing beside; the critical path follows from them and from computation.\n\n"
+    text += "all buckets, one by one with nothing beside; the critical path follows from them and from computation. "
+    text += "Messages and sums take processor time, too: where no core is to spare, from computation.\n\n"
     rows = []
     for place in places:
         for row in place["rows"]:
             cells = [f"{row['step_ms'][name]:.1f} ({ms:.1f})" for name, ms in row["exposed_ms"].items()]
             cells += [f"{row[key]:.1f}" for key in ("compute_ms", "reductions_ms", "critical_path_ms")]
+            cells.append(f"{max(row['beside_ms'].values()):.1f}")
             rows.append([f"{row['model']}, {_where(place)}", *cells])
     names = list(places[0]["rows"][0]["exposed_ms"])
-    return text + _table(["", *names, "computation", "reductions", "critical path"], rows)
+    return text + _table(["", *names, "computation", "reductions", "critical path", "processor time beside"], rows)
 
 
 def _lenet(results: dict[str, Any]) -> list[Verdict]:
