@@ -1,7 +1,8 @@
 """Which tests a run takes, what it records for the summary, and how a failing or hanging rank ends the others.
 
 Without ``--with-mpi`` the tests marked ``mpi`` are left out; under ``mpirun ... --with-mpi --only-mpi`` all others are
-(pytest-mpi 0.6 takes the second option only without the first).
+(pytest-mpi 0.6 takes the second option only without the first). ``--alone`` parts the tests marked ``alone`` from those
+that bear others beside them. A run of few tests imports only the files that name their marker.
 """
 
 import faulthandler
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,12 +25,19 @@ REPORT = os.environ.get("HPCDP_TEST_REPORT")
 hypothesis.settings.register_profile("hpcdp", deadline=None)
 hypothesis.settings.load_profile("hpcdp")
 _terminal = 2
+_report: Path | None = None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", choices=("also", "only", "not"), default="also", help="tests marked `alone`")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    global _terminal
+    global _terminal, _report
     _terminal = os.dup(2)  # nothing is captured yet
+    if REPORT:
+        _report = Path(f"{REPORT}.{config.workerinput['workerid'] if hasattr(config, 'workerinput') else RANK}")
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "MPIPlugin":
             plugin._is_testing_mpi = False  # it would print forty lines about MPI after each run
@@ -36,14 +45,31 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+def _only(config: pytest.Config) -> str | None:
+    """The marker of all tests of this run."""
+    return "mpi" if config.getoption("--only-mpi") else "alone" if config.getoption("--alone") == "only" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    only = _only(config)
+    if only is None or collection_path.is_dir():
+        return None
+    if collection_path in (Path(argument.partition("::")[0]).resolve() for argument in config.args):
+        return None  # pytest says that what was asked for by name is not there
+    return f"mark.{only}".encode() not in collection_path.read_bytes() or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    with_mpi = config.getoption("--with-mpi") or config.getoption("--only-mpi")
-    unwanted = [
-        item
-        for item in items
-        if (not with_mpi if item.get_closest_marker("mpi") else bool(config.getoption("--only-mpi")))
-    ]
+    only, with_mpi, alone = _only(config), config.getoption("--with-mpi"), config.getoption("--alone")
+    unwanted = []
+    for item in items:
+        marks = {name for name in ("mpi", "alone") if item.get_closest_marker(name)}
+        for name in marks:
+            if f"mark.{name}" not in item.path.read_text(encoding="utf-8"):
+                raise pytest.UsageError(f"{item.nodeid}: its own file must say mark.{name}")
+        if only not in marks if only else ("mpi" in marks and not with_mpi) or ("alone" in marks and alone == "not"):
+            unwanted.append(item)
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
         items[:] = [item for item in items if item not in unwanted]
@@ -80,8 +106,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 def _record(nodeid: str, outcome: str, reason: str = "") -> None:
     """One line for tests/run.py, written at once, so that it survives whatever ends this process."""
-    if REPORT:
-        with open(f"{REPORT}.{RANK}", "a", encoding="utf-8") as file:
+    if _report:
+        with _report.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"test": nodeid, "outcome": outcome, "reason": reason}) + "\n")
 
 

@@ -1,12 +1,16 @@
-"""Runs the tests as one process, then as 1, 2, 3 and 4 MPI ranks, and sums up all runs together.
+"""Runs the tests of one process, then those of 1, 2, 3 and 4 MPI ranks, and sums up all runs together.
 
-    python tests/run.py [--ranks 1,2,3,4] [--limit-s SECONDS] [PYTEST ARGUMENTS ...]
+    python tests/run.py [--workers N] [--ranks 1,2,3,4] [--limit-s SECONDS] [PYTEST ARGUMENTS ...]
+
+Tests of one process are shared out to as many workers as there are cores, up to four; those marked ``alone`` follow
+with nothing beside them. One worker runs all in one go.
 
 The last line is always ``N passed, N failed, N skipped``. A test that runs in several worlds counts once for each of
 them; it counts as skipped if no run ran it.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
+WORKERS = min(4, len(os.sched_getaffinity(0)))
 
 
 class Summary:
@@ -31,7 +36,12 @@ class Summary:
         self.skipped: dict[str, str] = {}
 
     def add(self, title: str, reports: list[Path], status: int) -> None:
-        """Takes in one run from what its ranks recorded (a line an event) and its exit status."""
+        """Takes in one run from what its processes recorded (a line an event) and its exit status.
+
+        Of several workers each records its own tests, and the process that shares them out what they report.
+        """
+        workers = any(path.suffix.startswith(".gw") for path in reports)
+        ranks = len(reports) > 1 and not workers
         passed: set[str] = set()
         failed: dict[str, str] = {}
         running: dict[str, list[str]] = {}
@@ -40,16 +50,18 @@ class Summary:
             events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             for event in events:
                 if event["outcome"] == "failed":
-                    failed.setdefault(event["test"], f"{title}, rank {rank}: {event['test']}")
+                    where = f", rank {rank}" if ranks else ""
+                    failed.setdefault(event["test"], f"{title}{where}: {event['test']}")
                 elif event["outcome"] == "skipped":
                     self.skipped[event["test"]] = event["reason"]
                 elif event["outcome"] == "passed" and rank == "0":
                     passed.add(event["test"])
             if events and events[-1]["outcome"] == "started":
                 running.setdefault(events[-1]["test"], []).append(rank)
-        if status and not failed:
-            for test, ranks in running.items():
-                failed[test] = f"{title}: hung or crashed, rank {', '.join(ranks)}: {test}"
+        if status and (workers or not failed):  # ranks that waited for one that failed are ended with it
+            for test, where in running.items():
+                where = f", rank {', '.join(where)}" if ranks else ""
+                failed[test] = f"{title}: hung or crashed{where}: {test}"
         if status not in (0, NO_TESTS_COLLECTED) and not failed:
             failed[title] = f"{title}: ended with status {status}"
         self.passed += len(passed - failed.keys())
@@ -80,17 +92,26 @@ def run(command: list[str], report: Path, limit_s: float) -> int:
         status = 124
     except KeyboardInterrupt:
         status = 130
-    process.terminate()
-    try:
-        process.wait(15)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    end_group(process)
     return status
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a run with its workers and the jobs of its tests, which have 15 s to clear away what they made."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline:
+            process.poll()  # a dead process that nobody has waited for still belongs to the group
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--workers", type=int, default=WORKERS, help="that share the tests of one process")
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of one run, in seconds")
     options, pytest_arguments = parser.parse_known_args()
@@ -99,7 +120,10 @@ def main() -> int:
     color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"  # an mpirun gives its ranks a pseudo-terminal
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", color, *pytest_arguments]
     runs = {"one process": pytest}
-    for n in options.ranks.split(","):
+    if options.workers > 1:
+        workers = ["-n", str(options.workers), "--dist", "worksteal", "--alone", "not"]
+        runs = {f"{options.workers} workers": [*pytest, *workers], "alone": [*pytest, "--alone", "only"]}
+    for n in filter(None, options.ranks.split(",")):
         launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", n, "--"]
         runs[f"{n} MPI rank{'s' * (n != '1')}"] = [*launch, *pytest, "--with-mpi", "--only-mpi"]
     summary = Summary()

@@ -54,6 +54,7 @@ def test_a_wrong_kernel_is_told() -> None:
     assert benchmark.Kernel("sum", (x.copy(),), np.sum, np.mean, 400).wrong() == 1
 
 
+@pytest.mark.alone
 def test_a_share_is_the_time_of_the_copy_over_that_of_the_kernel() -> None:
     x = np.ones(1 << 16, np.float32)
 

@@ -84,6 +84,7 @@ def test_started_operations_are_watched_while_they_are_asked_for(pause_s):
     assert "wait for an iallreduce of 3 float64 has not ended in 0.5 s: rank 1 (host" in reports[0].getvalue()
 
 
+@pytest.mark.alone
 def test_calls_that_end_are_no_hang_however_many():
     reports = {}
 
@@ -100,6 +101,7 @@ def test_calls_that_end_are_no_hang_however_many():
     assert [report.getvalue() for report in reports.values()] == ["", ""]
 
 
+@pytest.mark.alone
 def test_a_stall_is_reported_once_and_the_job_goes_on():
     reports = {}
 

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -131,11 +132,17 @@ elif where == "kept":
     numba.core.caching.IndexDataCacheFile._open_for_write = full
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    norms = kernels.load("norms")
-    found = [norms.sum_of_squares(np.full(4, 2.0)), norms.all_finite(np.ones(5, np.uint16))]  # the latter compiles
+    unpack, found = kernels.load("quantise").unpack_one_bit, []
+    for dtype in ("f4", "f8"):  # the latter is compiled now
+        out = np.zeros(3, dtype)
+        unpack(np.array([5], "u4"), out)
+        found.append(out.tolist())
 kept = [p.name for p in Path(os.environ["HPCDP_CACHE_DIR"]).rglob("*") if p.suffix in (".nbc", ".compiled")]
 print(json.dumps([[str(w.message) for w in told if w.category is RuntimeWarning], found, kept]))
 """
+
+
+UNPACKED = [[1.0, -1.0, 1.0]] * 2  # of 0b101
 
 
 def unkept(where, code, folder):
@@ -151,7 +158,7 @@ def test_a_full_disk_costs_one_warning_and_the_kernels_are_compiled(tmp_path, wh
     told, result, kept = unkept(where, errno.ENOSPC, tmp_path)
     assert len(told) == 1 and "No space left on device; kernels are compiled by every process" in told[0]
     assert str(tmp_path) in told[0]
-    assert result == [16.0, True]
+    assert result == UNPACKED
     assert kept == []
     assert set(Path(kernels.__file__).parent.rglob("*.nbc")) == beside
 
@@ -159,7 +166,7 @@ def test_a_full_disk_costs_one_warning_and_the_kernels_are_compiled(tmp_path, wh
 def test_without_locks_on_the_file_system_kernels_are_kept_all_the_same(tmp_path):
     told, result, kept = unkept("lock", errno.ENOLCK, tmp_path)
     assert len(told) == 1 and "No locks available" in told[0]
-    assert result == [16.0, True]
+    assert result == UNPACKED
     assert any(name.endswith(".nbc") for name in kept)
 
 
@@ -170,10 +177,83 @@ def test_a_disk_that_is_full_while_kernels_are_compiled(tmp_path):
         pytest.skip("this container may not mount")
     try:
         told, result, _ = unkept("while compiling", 0, tmp_path)
-        assert result == [16.0, True]
+        assert result == UNPACKED
         assert len(told) == 1 and "No space left on device" in told[0]
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+ASK = """
+import json, sys
+import numpy as np
+from hpcdp import kernels
+kernels._PATIENCE_S, kernels._LIMIT_S = 0.1, float(sys.argv[1])
+kernels.load("sync")
+unpack, out = kernels.load("quantise").unpack_one_bit, np.zeros(3, sys.argv[2])
+kernels.compile_once(lambda: unpack(np.array([5], "u4"), out))
+print(json.dumps([out.tolist(), sum(unpack.stats.cache_misses.values())]))
+"""
+COMPILING = (
+    "hpcdp: compiling kernels, once on this machine (about a minute); set HPCDP_CACHE_DIR to keep them elsewhere"
+)
+
+
+def ask(folder, limit_s, dtype="f4", rank=0):
+    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *kernels._RANK_VARIABLES)}
+    environ |= {"HPCDP_CACHE_DIR": str(folder), "OMPI_COMM_WORLD_RANK": str(rank)}
+    command = [sys.executable, "-c", ASK, str(limit_s), dtype]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def answer(process):
+    """What it has unpacked, how many kernels it has compiled for that, and the lines that it has said."""
+    try:
+        output, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    unpacked, misses = json.loads(output)
+    assert unpacked == UNPACKED[0]
+    return misses, said.splitlines()
+
+
+@pytest.fixture
+def compiled_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
+    folder = kernels._compiled_dir()
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def held(compiled_dir):
+    """Another process, for all that the file system knows, compiles the same kernels, and never ends."""
+    with open(compiled_dir / "compile.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield f"hpcdp: another process is compiling kernels ({compiled_dir}); waiting"
+
+
+def test_a_lock_that_is_held_delays_only_what_is_not_compiled(tmp_path, held):
+    assert answer(ask(tmp_path, 0.5)) == (1, [COMPILING, held])  # two modules, of which only the first is waited for
+    assert answer(ask(tmp_path, 1000)) == (0, [])
+    assert answer(ask(tmp_path, 0.5, "f8")) == (1, [held])
+    assert answer(ask(tmp_path, 1000, "f8")) == (0, [])
+
+
+def test_ranks_wait_no_longer_than_for_what_they_need(tmp_path, compiled_dir, held):
+    process = ask(tmp_path, 1000)
+    assert [process.stderr.readline().rstrip() for _ in range(2)] == [COMPILING, held]
+    for name in ("sync", "quantise"):
+        (compiled_dir / f"{name}.compiled").touch()
+    assert answer(process)[1] == []
+
+
+def test_only_rank_0_says_that_kernels_are_compiled(tmp_path):
+    together = [ask(tmp_path, 1000, "f8", rank) for rank in range(2)]
+    (first, said), (second, nothing) = map(answer, together)
+    assert (said[0], set(said[1:])) == (COMPILING, set(said) - {COMPILING})
+    assert nothing == []
+    assert first + second == 2  # float32 with its module, then float64
 
 
 def test_an_unknown_kernel_is_an_import_error():

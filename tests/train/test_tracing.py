@@ -92,6 +92,7 @@ def test_all_ranks_and_lanes_are_in_one_file(tmp_path):
 SHIFTS_S = [0.0, 3600.0, -250.0, 0.001]
 
 
+@pytest.mark.alone
 def test_clocks_are_aligned(tmp_path):
     """All ranks note the same moments, on clocks that differ by an hour, and one of which runs fast."""
     path = tmp_path / "out.json"
