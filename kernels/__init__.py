@@ -13,24 +13,31 @@ import fcntl
 import hashlib
 import importlib
 import os
+import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 from ..errors import ConfigError
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
 _warned = False
+_said: set[str] = set()
 _all_kept = True
+_queues = True
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20
 """That a disk must have left to be tried: the code of one module takes less."""
+_NAP_S, _PATIENCE_S, _LIMIT_S = 0.05, 5.0, 120.0
+"""Of a wait for another process that compiles: between two looks, until it is said, and until it is given up."""
 
 
 def cache_dir() -> Path:
@@ -82,10 +89,20 @@ def _problem(folder: Path) -> str | None:
 def _warn_once(text: str) -> None:
     """Warn of the cache if this process is rank 0 or no rank, and has not yet done so."""
     global _warned
-    rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
-    if not _warned and rank == "0":
+    if not _warned and _speaks():
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     _warned = True
+
+
+def _speaks() -> bool:
+    """Whether this process is rank 0 or no rank."""
+    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
+
+
+def _say_once(text: str) -> None:
+    if text not in _said and _speaks():
+        print(f"hpcdp: {text}", file=sys.stderr, flush=True)
+    _said.add(text)
 
 
 def _not_kept(folder: Path, error: Exception) -> None:
@@ -109,14 +126,32 @@ def _compiled_dir() -> Path:
 
 
 @contextlib.contextmanager
-def _one_process_compiles(folder: Path) -> Iterator[None]:
+def _one_process_compiles(folder: Path, is_kept: Callable[[], bool]) -> Iterator[None]:
+    """Hold the lock of ``folder``, or none if ``is_kept()`` turns true before, or the wait has been given up."""
     with contextlib.ExitStack() as held:
         try:
-            lock = held.enter_context(open(folder / "compile.lock", "a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for_turn(held.enter_context(open(folder / "compile.lock", "a")), folder, is_kept)
         except OSError as error:  # every process compiles, then
             _not_kept(folder, error)
         yield
+
+
+def _wait_for_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> None:
+    global _queues
+    began = time.monotonic()
+    while _queues:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        if is_kept():
+            return
+        waited = time.monotonic() - began
+        if waited > _PATIENCE_S:
+            _say_once(f"another process is compiling kernels ({folder}); waiting")
+        _queues = waited < _LIMIT_S  # one that is stuck is not waited for again, for each of the other modules
+        time.sleep(_NAP_S)
 
 
 def _has_room(folder: Path) -> bool:
@@ -140,7 +175,8 @@ def load(name: str) -> ModuleType:
     """The Numba kernels of ``hpcdp/kernels/<name>.py``, compiled at most once a node.
 
     May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), the first
-    on a machine also the compilation.
+    on a machine also the compilation, which rank 0 says on standard error. A process that waits for another's
+    compilation says so after 5 s, and after 120 s compiles for itself.
 
     Where machine code cannot be kept, every process compiles for itself, after one warning on rank 0.
 
@@ -168,7 +204,8 @@ def _imported(name: str) -> ModuleType:
     if not _has_room(folder):
         with kept_in(None, told):
             return importlib.import_module(module_name)
-    with _one_process_compiles(cache_dir()), kept_in(folder, told):
+    _say_once("compiling kernels, once on this machine (about a minute); set HPCDP_CACHE_DIR to keep them elsewhere")
+    with _one_process_compiles(folder, partial(_is_there, compiled)), kept_in(folder, told):
         module = importlib.import_module(module_name)
         if _all_kept:
             with contextlib.suppress(OSError):
@@ -184,9 +221,20 @@ def _is_there(file: Path) -> bool:
 
 
 def compile_once(call: Callable[[], object]) -> None:
-    """Let one process of the machine after another make ``call``: the first compiles, the others read what it has kept.
+    """Make ``call``, for which one process of the machine compiles and the others read what it has kept.
 
-    For kernels that are compiled for a dtype when it is first met.
+    For kernels that are compiled for a dtype when it is first met. ``call`` may be made more than once: it is given up,
+    before it does anything, where machine code is not kept yet.
     """
-    with _loading, _one_process_compiles(cache_dir()):
-        call()
+    from .machine_code import NotKeptError, read_only
+
+    def is_kept() -> bool:
+        with contextlib.suppress(NotKeptError), read_only():
+            call()
+            return True
+        return False
+
+    with _loading:
+        if not is_kept():
+            with _one_process_compiles(_compiled_dir(), is_kept):
+                call()

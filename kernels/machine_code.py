@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,11 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache,
 
 _FAILURES = (OSError, EOFError, pickle.UnpicklingError)
 Told = Callable[[Exception], None]
+_here = threading.local()
+
+
+class NotKeptError(Exception):
+    """A kernel that was called under `read_only` would have to be compiled."""
 
 
 class _OnlyThere(CompileResultCacheImpl):
@@ -33,16 +39,28 @@ class _Forgiving(FunctionCache):
         super().__init__(function)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except _FAILURES:
-            return None
+        found = None
+        with contextlib.suppress(*_FAILURES):
+            found = super().load_overload(sig, target_context)
+        if found is None and getattr(_here, "reads_only", False):
+            raise NotKeptError
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         except _FAILURES as error:
             self._told(error)
+
+
+@contextlib.contextmanager
+def read_only() -> Iterator[None]:
+    """Calls of this thread meanwhile compile nothing that could be kept: `NotKeptError` is raised before they run."""
+    _here.reads_only = True
+    try:
+        yield
+    finally:
+        _here.reads_only = False
 
 
 @contextlib.contextmanager
