@@ -286,6 +286,7 @@ def predicted_s(
     return machine.call_s + pipelined_s(formula(nbytes / segments, topology, machine), segments)
 
 
+_CROWDED_NBYTES = 64 << 10
 _GAIN = 1.1
 """How much faster than the MPI library's own an algorithm must be predicted to be: predictions are no better."""
 
@@ -300,12 +301,14 @@ def model_choice(
 ) -> str:
     """The algorithm of ``candidates`` for worlds in which nothing was measured.
 
-    In one node whose ranks share memory that is ``shared``. Over several nodes it is ``native``, since the MPI library
-    knows networks that this model does not, unless the network is the slowest stage of ``hierarchical`` and this is
-    predicted to be `_GAIN` times as fast, although the library is taken to use the best algorithm of the papers. So it
-    is for long arrays on links of 10 Gbit/s: there, fewer bytes on the link and the overlap with it outweigh what
-    Python costs. On a fabric as fast as memory nothing is known to be won. What else may be faster must have been
-    measured. Without ``native`` (a reduction that MPI does not have) it is the one with the lowest prediction.
+    In one node whose ranks share memory that is ``shared``, unless they outnumber its cores and the array is short:
+    then the MPI library was faster up to `_CROWDED_NBYTES`, since a rank of it that waits leaves its core at once. Over
+    several nodes it is ``native``, since the MPI library knows networks that this model does not, unless the network is
+    the slowest stage of ``hierarchical`` and this is predicted to be `_GAIN` times as fast, although the library is
+    taken to use the best algorithm of the papers. So it is for long arrays on links of 10 Gbit/s: there, fewer bytes on
+    the link and the overlap with it outweigh what Python costs. On a fabric as fast as memory nothing is known to be
+    won. What else may be faster must have been measured. Without ``native`` (a reduction that MPI does not have) it is
+    the one with the lowest prediction.
 
     Args:
         collective, nbytes, topology, machine: as for `predicted_s`.
@@ -316,7 +319,8 @@ def model_choice(
     names = list(candidates)
     machine = machine or assumed(topology)
     if "shared" in names and topology.nodes == 1 and topology.shared_memory:
-        return "shared"
+        short = topology.crowded and nbytes < _CROWDED_NBYTES
+        return "native" if short and "native" in names else "shared"
 
     def seconds(name: str) -> float:
         return predicted_s(collective, name, nbytes, topology, machine)

@@ -96,6 +96,8 @@ class Topology:
     local_sizes: tuple[int, ...]
     shared_memory: bool = True
     """Whether the ranks of a node can read each other's memory."""
+    crowded: bool = False
+    """Whether ranks outnumber the cores of some node."""
 
     @property
     def ranks(self) -> int:

@@ -280,21 +280,12 @@ def _found(
             Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
             found = _validated(operation, x, op, algorithm, world)
             if found[0].name == "native" and operation != "iallreduce":  # which returns at once
-                _compare_first(operation, key, world)
+                name = "a monoid" if by_monoid else "none" if op is _MOVED else repr(op)
+                facts = [f"{operation} of {x.size} {x.dtype}", f"op {name}", f"algorithm {algorithm!r}", f"root {root}"]
+                # The MPI library would not tell, and might crash; later calls are not worth a message each time.
+                require_same(Progress.of(world).first_calls, operation, facts, _ALIKE)
             world.kept[key] = found
     return (found[0], resolve(operation, op, x.dtype)) if isinstance(op, Monoid) else found
-
-
-def _compare_first(operation: str, key: tuple[object, ...], world: World) -> None:
-    """What the MPI library would not tell, and might crash of; later calls are not worth a message each time.
-
-    On a communicator of its own: a rank that has made such a call before has already gone on, and will be waited for.
-    """
-    comm = world.kept.get(_compare_first) or world.keep(_compare_first, world.comm.duplicate)
-    kind, dtype, op, algorithm, size_class = key
-    reduction = "none" if op is _MOVED else "a monoid" if op is Monoid else repr(op)
-    facts = [f"{kind} of {dtype} in 2**{size_class} bytes", f"op {reduction}", f"algorithm {algorithm!r}"]
-    require_same(comm, operation, facts, _ALIKE)
 
 
 def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> None:

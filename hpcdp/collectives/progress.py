@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..comm import Request, World
+from ..comm import Communicator, Request, World
 from ..comm.communicator import LANE_BITS, OPERATION_BITS, make_tag, split
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
@@ -211,16 +211,18 @@ def wait_for(test: Callable[[], bool]) -> None:
 class Progress:
     """The operations of a world that have been started and have not ended, and the tags that tell them apart."""
 
-    def __init__(self, watchdog: Watchdog, signatures: int) -> None:
+    def __init__(self, watchdog: Watchdog, comm: Communicator) -> None:
         self.watchdog = watchdog
-        self._signatures = signatures
+        self.first_calls = comm.duplicate()
+        """For what ranks compare before they call something for the first time: some may have gone on."""
+        self._signatures = comm.signatures
         self._active = Together([])
         self._count = 0
 
     @classmethod
     def of(cls, world: World) -> Progress:
-        """That of ``world``."""
-        return world.kept.get(cls) or world.keep(cls, lambda: cls(Watchdog.of(world), world.comm.signatures))
+        """That of ``world``; every rank must call the first time."""
+        return world.kept.get(cls) or world.keep(cls, lambda: cls(Watchdog.of(world), world.comm))
 
     def tag(self, *agreed: object) -> int:
         """The first tag of the next operation, the same on all ranks, which start operations in one order.

@@ -92,7 +92,7 @@ def _fingerprint(world: World) -> Fingerprint:
 def topology(world: World) -> Topology:
     """The nodes of ``world`` for the cost model; every rank must call the first time."""
     found = fingerprint(world)
-    return Topology(tuple(found["ranks_per_node"]), found["shared_memory"])
+    return Topology(tuple(found["ranks_per_node"]), found["shared_memory"], bool(crowded(world)))
 
 
 def machine(world: World) -> Machine:

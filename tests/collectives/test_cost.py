@@ -183,6 +183,8 @@ def test_memory_is_used_where_it_is_shared(nbytes):
     names = ALGORITHMS["allreduce"]
     assert model_choice("allreduce", nbytes, 4, Topology((4,)), names) == "shared"
     assert model_choice("allreduce", nbytes, 4, Topology((4,), shared_memory=False), names) != "shared"
+    crowded = model_choice("allreduce", nbytes, 4, Topology((4,), crowded=True), names)
+    assert crowded == ("native" if nbytes < 1 << 16 else "shared")
     assert model_choice("allreduce", nbytes, 4, Topology((2, 2)), names) != "shared"
 
 

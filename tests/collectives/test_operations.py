@@ -353,13 +353,14 @@ def test_without_it_a_message_of_another_call_is_told(algorithm, unlike):
 
 @pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "iallreduce"])
 @pytest.mark.parametrize("algorithm", ["auto", "native"])
-@pytest.mark.parametrize("unlike", ["size", "dtype"])
+@pytest.mark.parametrize("unlike", ["size", "one element", "dtype"])
 def test_a_first_call_that_differs_is_told_on_all_ranks(collective, algorithm, unlike):
     told = []
 
     def rank(world):
         odd = world.rank == 2
-        x = np.zeros(900 if odd and unlike == "size" else 40, "f4" if odd and unlike == "dtype" else "i4")
+        size = {"size": 900, "one element": 41}.get(unlike, 40) if odd else 40
+        x = np.zeros(size, "f4" if odd and unlike == "dtype" else "i4")
         with pytest.raises(MismatchError) as error:
             COLLECTIVES[collective](x, world=world, algorithm=algorithm)
         told.append(str(error.value))
@@ -370,6 +371,28 @@ def test_a_first_call_that_differs_is_told_on_all_ranks(collective, algorithm, u
     if algorithm == "native":
         assert len(set(told)) == 1
         assert "on rank 2; call it alike" in told[0]
+
+
+def test_a_first_broadcast_from_different_roots_is_told_on_all_ranks():
+    def rank(world):
+        with pytest.raises(MismatchError, match="got root 1 on rank 1"):
+            broadcast(np.ones(5), int(world.rank == 1), world, algorithm="native")
+
+    threads.run(3, rank)
+
+
+@pytest.mark.parametrize("count", [40, 3_000_000])
+@pytest.mark.parametrize("unlike", ["size", "dtype", "op"])
+def test_memory_of_nodes_tells_ranks_that_differ_and_can_be_used_again(count, unlike):
+    def rank(world):
+        odd = world.rank % 2  # of both nodes, so that rails agree
+        x = np.ones(count + (odd and unlike == "size"), "f4" if odd and unlike == "dtype" else "i4")
+        with pytest.raises(MismatchError, match="others on some rank of this node"):
+            allreduce(x, "max" if odd and unlike == "op" else "sum", world, "hierarchical")
+        world.barrier()
+        assert allreduce(np.full(7, world.rank + 1.0), "sum", world, "hierarchical").tolist() == [10.0] * 7
+
+    threads.run(4, rank, ranks_per_node=2)
 
 
 def test_a_call_that_is_new_on_one_rank_only_is_told_by_memory():

@@ -120,8 +120,10 @@ def test_the_fingerprint_says_what_decides_and_names_no_host():
     assert socket.gethostname() not in json.dumps({**found, "processors": []})
 
 
-def test_the_topology_is_that_of_the_nodes():
-    assert threads.run(5, tuning.topology, (2, 3)) == [Topology((2, 3))] * 5
+@pytest.mark.parametrize("cores", [2, 9])
+def test_the_topology_is_that_of_the_nodes(monkeypatch, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert threads.run(5, tuning.topology, (2, 3)) == [Topology((2, 3), crowded=cores < 5)] * 5
 
 
 @pytest.mark.parametrize(("fabric", "assumed"), [(True, FABRIC), (False, ETHERNET)])
