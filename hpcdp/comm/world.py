@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -66,6 +67,8 @@ class World:
     """Whether every call of a collective is compared over the ranks before it is done: ``HPCDP_DEBUG`` of rank 0."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
+    endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    """Called by `finish`, the last first."""
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -73,6 +76,11 @@ class World:
             if self.debug:
                 require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
             self.comm.barrier()
+
+    def finish(self) -> None:
+        """Let end what is under way and others need: called when a program has come to its end without an error."""
+        for ending in reversed(self.endings):
+            ending()
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
@@ -111,6 +119,7 @@ def init(ranks_per_node: int | None = None) -> World:
     with _init_lock:
         if _world is None:
             _world = _start(_virtual_node_size(ranks_per_node))
+            atexit.register(_world.finish)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
         return _world

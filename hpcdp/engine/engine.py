@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import threading
@@ -51,6 +52,8 @@ class Engine:
         max_inflight: int = 64,
         synchronous: bool | None = None,
     ) -> None:
+        if isinstance(lanes, str):
+            raise ConfigError("Engine", where="lanes", expected="several names, e.g. ('io',)", got=repr(lanes))
         if max_inflight < 1:
             raise ConfigError("Engine", where="max_inflight", expected="at least 1", got=max_inflight)
         self.synchronous = _asked_in_environment() if synchronous is None else synchronous
@@ -120,7 +123,7 @@ class Engine:
             name: for errors and traces; default that of ``fn``.
 
         Raises:
-            ConfigError: there is no such lane, or the engine was shut down.
+            ConfigError: there is no such lane, the priority is no integer, or the engine was shut down.
         """
         self._submit(Task(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
 
@@ -147,6 +150,11 @@ class Engine:
             raise ConfigError("push", where="lane", expected=" or ".join(self._schedule.lanes), got=name) from None
 
     def _submit(self, task: Task, reads: Iterable[Variable], writes: Iterable[Variable]) -> None:
+        try:
+            task.priority = operator.index(task.priority)
+        except TypeError:
+            expected = "an integer"
+            raise ConfigError("push", where="priority", expected=expected, got=repr(task.priority)) from None
         lane = task.lane
         task.reads = task.shared = reads = tuple(reads)
         writes = tuple(writes)
@@ -189,9 +197,11 @@ class Engine:
             timeout_s: wait no longer than this for what runs.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._schedule.close():
-            if thread is not threading.current_thread():
-                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        threads = self._schedule.close()
+        if threading.current_thread() in threads:  # two tasks that shut down would wait for each other's lane
+            threads = []
+        for thread in threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         failure = self._schedule.take_unseen()
         if failure is not None:
             print("hpcdp: a task failed, and nobody waited for it:", file=sys.stderr)

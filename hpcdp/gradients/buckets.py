@@ -87,8 +87,8 @@ def plan(
     """
     if bucket_cap_mb is None:
         bucket_cap_mb = _default_cap_mb(params)
-    if not (bucket_cap_mb > 0 and first_cap_mb > 0):
-        raise ConfigError("bucket plan", where="bucket_cap_mb", expected="a positive size", got=bucket_cap_mb)
+    if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0 and first_cap_mb > 0):
+        raise ConfigError("bucket plan", where="bucket_cap_mb", expected="a positive size", got=repr(bucket_cap_mb))
     names = [name for name, _, _ in params]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:

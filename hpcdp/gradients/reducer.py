@@ -12,6 +12,7 @@ without, reductions run when the step ends. Both are the same machine, and so th
 from __future__ import annotations
 
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,6 +40,18 @@ SHORT_NBYTES = 64 << 10
 
 _TALLY = (1 << OPERATION_BITS) - 1
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """What calls ``method`` as long as its object lives, and does not keep it alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = weak()
+        if living is not None:
+            living()
+
+    return call
 
 
 class Reducer:
@@ -74,7 +87,8 @@ class Reducer:
         self._lane = Lane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
-        self._signature = zlib.crc32(layout.digest.encode())
+        serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
+        self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
         if len(layout.counts) > _TALLY:
             expected = f"at most {_TALLY} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
@@ -97,10 +111,14 @@ class Reducer:
         self._updating: dict[int, int] = {}
         if self._lane is not None:
             self._milestones = Milestones(self.memory, len(self.buckets))
+            world.endings.append(_weakly(self.settle))  # a rank that left earlier would leave others waiting
             self._variables = [self._lane.engine.variable(f"bucket {each.number}") for each in self.buckets]
 
     def _duplicate(self, comm: Communicator | None) -> Communicator | None:
-        return None if comm is None or self.on_one_node else comm.duplicate()
+        """One for all reducers of a world: MPICH has 2048 of them."""
+        if comm is None or self.on_one_node:
+            return None
+        return self.world.keep(("reducers", id(comm)), comm.duplicate)
 
     def _make_bucket(self, number: int) -> Bucket:
         count, dtype = self.layout.counts[number], self.layout.dtypes[number]
@@ -115,10 +133,11 @@ class Reducer:
 
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]
-        if bucket.state is State.LAUNCHED or (self.overlap and bucket.state is State.REDUCED):
+        if bucket.state in (State.LAUNCHED, State.REDUCED):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one backward before each step()", got="another one",
-                remedy="call step() in between, or all but the last within no_sync()",
+                remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
+                "step(0) on all ranks drops what it wrote",
             )  # fmt: skip
         if param.name in bucket.missing:
             bucket.missing.remove(param.name)

@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -83,9 +84,7 @@ def check_path(path: str | Path) -> None:
                 got="a file of something else",
                 remedy="choose another name",
             )
-        unfinished = _unfinished(path)
-        unfinished.open("wb").close()
-        unfinished.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ConfigError("write the trace", where=path, got=error.strerror, remedy="choose another name") from error
 
@@ -96,7 +95,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 class Recording:

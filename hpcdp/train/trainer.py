@@ -24,6 +24,8 @@ from ..optim import Optimizer
 from . import trainer_states
 from .policy import Policy
 
+_MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
+
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
 
@@ -70,7 +72,8 @@ class Trainer:
         policy: what to do about unused parameters and gradients that are not finite.
 
     Raises:
-        MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
+        MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
+            every rank, naming ranks and the first difference.
         ConfigError: no parameters, an unknown owner, a clip_norm that is not positive.
     """
 
@@ -91,8 +94,10 @@ class Trainer:
             raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
         if owner not in OWNERS:
             raise ConfigError("Trainer", where="owner", expected=" or ".join(OWNERS), got=repr(owner))
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=clip_norm)
+        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+            raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=repr(clip_norm))
+        if not (overlap is None or isinstance(overlap, bool)):
+            raise ConfigError("Trainer", where="overlap", expected="True, False or None", got=repr(overlap))
         self.world = init() if world is None else world
         self.optimizer = optimizer
         self.stats = CommunicationStats()
@@ -241,7 +246,7 @@ class Trainer:
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
         count += self._held_count
-        unused = self.reducer.missing if count and not self.reducer.accumulating else []
+        unused = self.reducer.missing if count else []
         stale = unused if self.policy.unused == "error" else []
         if self.policy.unused == "warn" and not self._warned.issuperset(unused):
             self._warned.update(unused)
@@ -249,7 +254,11 @@ class Trainer:
         if not stale:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
-        total, num_stale = self.reducer.tally(count, bool(stale))
+        settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
+        mark = float(hash(settings) & _MARKS)
+        total, num_stale, marks, squares = self.reducer.tally(count, bool(stale), mark, mark * mark)
+        if marks * marks != squares * self.world.size:  # so it is where all are the same, exactly
+            self._refuse(settings)
         if num_stale:
             by_rank = self.world.comm.allgather_json(stale[:3])
             self.owner.reduce()  # nobody leaves before what was launched has ended
@@ -264,6 +273,13 @@ class Trainer:
                 "Policy(unused='zero')",
             )
         return int(total)
+
+    def _refuse(self, settings: tuple[float, float]) -> None:
+        """Raise that ranks would go different ways, on all of them."""
+        self.owner.reduce()  # nobody leaves before what was launched has ended
+        self._begin_step()
+        items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
+        require_same(self.world.comm, "step", items, "change them alike on all ranks")
 
     def _begin_step(self) -> None:
         self.reducer.reset()

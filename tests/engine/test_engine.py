@@ -721,3 +721,35 @@ def test_the_examples_of_the_guide_run(synchronous, monkeypatch):
     assert len(examples) >= 2
     for example in examples:
         exec(compile(example, str(GUIDE), "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), 0.5])
+def test_a_priority_that_is_no_integer_is_refused_and_the_engine_goes_on(engine, priority):
+    var = engine.variable("v")
+    with pytest.raises(ConfigError, match=r"push \[priority\]: expected an integer"):
+        engine.push(lambda: None, writes=[var], priority=priority)
+    found = []
+    engine.push(lambda: found.append(1), writes=[var])
+    engine.waitall()
+    assert found == [1]
+
+
+def test_two_tasks_that_shut_down_do_not_wait_for_each_other():
+    engine, met = Engine(lanes=("a", "b"), synchronous=False), threading.Barrier(2)
+
+    def ends():
+        met.wait()
+        engine.shutdown()
+
+    for lane in "ab":
+        engine.push(ends, lane=lane)
+    ended = threading.Thread(target=engine.shutdown)
+    time.sleep(0.1)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()
+
+
+def test_one_name_is_no_list_of_lanes():
+    with pytest.raises(ConfigError, match="several names"):
+        Engine(lanes="io")

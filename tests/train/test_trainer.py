@@ -180,7 +180,7 @@ def test_an_update_without_the_sum_is_refused():
         threads.run(2, rank)
 
 
-def test_an_update_after_a_backward_that_was_not_summed_is_refused():
+def test_a_backward_after_gradients_were_summed_is_refused():
     def rank(world):
         params = model(0)
         trainer = Trainer(params, optim.SGD(lr=0.1), world)
@@ -189,7 +189,7 @@ def test_an_update_after_a_backward_that_was_not_summed_is_refused():
         backward(params, world.rank, [1])
         trainer.update(1)
 
-    with pytest.raises(StaleGradientError, match="got gradients of this rank alone"):
+    with pytest.raises(StaleGradientError, match="expected one backward before each step"):
         threads.run(2, rank)
 
 
@@ -416,3 +416,58 @@ def test_real_ranks_give_what_one_rank_gives(split):
     every_rank, by_shards = (train(world, split=split, owner=owner) for owner in ("rank", "shard"))
     np.testing.assert_array_equal(every_rank, by_shards)
     np.testing.assert_allclose(every_rank, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_that_names_it():
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1, weight_decay=0.1), world)
+        used = params[:2] + params[3:]
+        with trainer.no_sync():
+            for param in used[::-1]:
+                param.write(param.data)
+            trainer.step(1)
+        for param in used[::-1]:
+            param.write(param.data)
+        trainer.step(1)
+
+    with pytest.raises(StaleGradientError, match=r"got none for dense\.weight"):
+        threads.run(2, rank)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("what", ["learning rate 0.2", "loss scale 8.0"])
+def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world, overlap=overlap)
+        backward(params, 0, [world.rank])
+        trainer.step(1)
+        if world.rank == 1:
+            trainer.optimizer.lr, trainer.loss_scale = (0.2, 1.0) if what.startswith("learning") else (0.1, 8.0)
+        before = [param.data.copy() for param in params]
+        backward(params, 1, [world.rank])
+        with pytest.raises(MismatchError, match=f"got {what} on rank 1; change them alike"):
+            trainer.step(1)
+        assert all((param.data == was).all() for param, was in zip(params, before, strict=True))
+        trainer.optimizer.lr, trainer.loss_scale = 0.1, 1.0
+        backward(params, 1, [world.rank])
+        assert trainer.step(1) == n
+
+    threads.run(n, rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": "yes"}, "True, False or None, got 'yes'"),
+        ({"overlap": 2}, "True, False or None, got 2"),
+        ({"clip_norm": "1"}, "a positive norm, got '1'"),
+        ({"bucket_cap_mb": "x"}, "a positive size, got 'x'"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_by_name(options, message):
+    (world,) = threads.run(1, lambda world: world)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(model(0), optim.SGD(lr=0.1), world, **options)
