@@ -14,7 +14,7 @@ import numpy as np
 from .. import autograd, comm, nn, optim
 from ..gradients import EveryRank, Reducer, ShardOwner
 from ..gradients.buckets import MIB, Layout, Slot
-from ..gradients.critical_path import BucketCost, critical_path
+from ..gradients.critical_path import BucketCost, CriticalPath, critical_path
 from ..train.trainer import Trainer
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"
@@ -135,6 +135,10 @@ class Alone(Training):
             param.grad_hook = partial(self._stamp_ready, param.grad_hook, slot.bucket)
             param.data_hook = partial(self._stamp_needed, slot.bucket)  # type: ignore[attr-defined]
 
+    def turn(self, steps: int, found: Found) -> None:
+        super().turn(steps, found)
+        del self.taken[-1 - steps]  # that of the step which is not counted
+
     def _stamp_ready(self, hook: Callable[[Any], None], bucket: int, param: Any) -> None:
         hook(param)
         self._ready_ns[bucket] = time.perf_counter_ns()
@@ -209,6 +213,22 @@ def _only(reducer: Reducer, number: int, world: comm.World) -> Reducer:
     return Reducer(params, Layout(slots, (layout.counts[number],), (layout.dtypes[number],)), world, False)
 
 
+def _path(
+    steps: np.ndarray, reductions_s: Sequence[float], spare: bool
+) -> tuple[CriticalPath, tuple[float, float, float, list[BucketCost]]]:
+    """The critical path of the median of ``steps``, shape ``(steps, figures of Alone.taken)``, and what it is made of:
+    forward, backward, what is between steps, the buckets."""
+    forward_s, backward_s, *rest = np.median(steps, axis=0).tolist()
+    buckets = [
+        BucketCost(number, ready_s, reduction_s, needed_s, update_s)
+        for number, (ready_s, needed_s, update_s, reduction_s) in enumerate(
+            zip(*np.reshape(rest, (3, -1)).tolist(), reductions_s, strict=True)
+        )
+    ]
+    between_s = 0.0 if spare else sum(each.update_s for each in buckets)
+    return critical_path(forward_s, backward_s, buckets, between_s), (forward_s, backward_s, between_s, buckets)
+
+
 def row(
     found: Sequence[dict[str, Any]],
     taken: Sequence[Sequence[Sequence[float]]],
@@ -239,20 +259,16 @@ def row(
             figures["hidden"][name] = 1 - exposed_s / total_s if total_s else 0.0
     steps = np.array(taken)  # ranks, steps, figures
     slowest = np.argmax(steps[:, :, 0] + steps[:, :, 1], axis=0)
-    forward_s, backward_s, *rest = np.median(steps[slowest, np.arange(steps.shape[1])], axis=0).tolist()
-    buckets = [
-        BucketCost(number, ready_s, reduction_s, needed_s, update_s)
-        for number, (ready_s, needed_s, update_s, reduction_s) in enumerate(
-            zip(*np.reshape(rest, (3, -1)).tolist(), reductions_s, strict=True)
-        )
-    ]
-    between_s = 0.0 if spare else sum(each.update_s for each in buckets)
-    path = critical_path(forward_s, backward_s, buckets, between_s)
+    own = steps[slowest, np.arange(steps.shape[1])]
+    in_turns = {name: np.max([rank[name]["step_s"] for rank in found], axis=0) for name in found[0]}
+    paths = [_path(each, reductions_s, spare)[0] for each in np.array_split(own, len(in_turns[ALONE]))]
+    path_s = np.array([path.seconds for path in paths])
+    path, (forward_s, backward_s, between_s, buckets) = _path(own, reductions_s, spare)
     return figures | {
         "compute_ms": 1e3 * (forward_s + backward_s + between_s),
         "reductions_ms": 1e3 * sum(reductions_s),
         "critical_path_ms": 1e3 * path.seconds,
         "critical_path": str(path),
-        "ratio": {name: step_ms / (1e3 * path.seconds) for name, step_ms in figures["step_ms"].items()},
+        "ratio": {name: float(np.median(each / path_s)) for name, each in in_turns.items()},
         "buckets": [[1e3 * each.ready_s, 1e3 * each.reduction_s, 1e3 * each.needed_s] for each in buckets],
     }

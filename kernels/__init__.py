@@ -113,11 +113,6 @@ def _not_kept(folder: Path, error: Exception) -> None:
     _warn_once(f"kernel cache [{folder}]: {reason}; kernels are compiled by every process of every job")
 
 
-def any_compiled() -> bool:
-    """Whether the cache of this machine holds compiled kernels already; the first compilation takes half a minute."""
-    return next(_compiled_dir().rglob("*.nbc"), None) is not None
-
-
 def _compiled_dir() -> Path:
     """Where machine code of just these sources is: Numba looks at a kernel's own file only, not at those it imports."""
     sources = sorted(Path(__file__).parent.glob("*.py"))

@@ -84,8 +84,6 @@ def run(config: TrainConfig) -> dict[str, Any]:
 
 def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) -> None:
     """Have the kernels compiled or loaded before the clock runs, by a step of a network that is thrown away."""
-    if world.rank == 0 and not kernels.any_compiled():
-        print("compiling kernels, once on this machine", flush=True)
     net = inputs.network(config, train_set)
     x, y = train_set[np.arange(min(2, len(train_set)))]
     with record():

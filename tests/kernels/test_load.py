@@ -103,7 +103,7 @@ def test_a_folder_that_the_user_names_must_be_usable(tmp_path, monkeypatch, prob
         why = "no permission to write"
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != named)
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(named))
-    for call in (kernels.cache_dir, kernels.any_compiled, lambda: kernels._imported("update")):
+    for call in (kernels.cache_dir, lambda: kernels._imported("update")):
         with pytest.raises(ConfigError) as caught:
             call()
         assert f"HPCDP_CACHE_DIR={named}" in str(caught.value) and why in str(caught.value)
