@@ -136,6 +136,8 @@ class EveryRank(_Flat):
 class ShardOwner(_Flat):
     """Parameters live once per node; each rank updates its shard of every bucket, with 1/n of the optimizer's state.
 
+    There are as many shards as the smallest node has ranks; further ranks of larger nodes own none.
+
     Nothing is gathered inside the node: when the owners are done, every rank sees the new parameters (Rajbhandari et
     al., "ZeRO", 2020, stage 1, with the allgather replaced by shared memory).
     """
