@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcdp.errors import LaunchError
 
-from . import ProgramMissingError, mpi
+from . import ProgramMissingError, mpi, segments
+from .watch import End, Watch, first_failure
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,7 +31,7 @@ _GRACE_S = 10.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _RANKS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_SEGMENT_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+_LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SI_KERNEL = 0x80
 
@@ -57,7 +58,9 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
     """Runs ``program`` as ``ranks`` ranks on this machine and returns its exit status; MPI is not started here.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 reach the ranks through mpirun. Ended by a signal to the launcher the
-    status is 128 + its number, as in a shell. Raises `LaunchError` for a missing program, mpirun or MPI library.
+    status is 128 + its number, as in a shell; else it is that of the rank that failed first, which is named on stderr
+    where mpirun does not. Raises `LaunchError` for a missing program, mpirun or MPI library, and `ConfigError` for a
+    limit of the watchdog that every rank would refuse.
     """
     if launched_ranks() is not None:
         raise LaunchError(
@@ -66,6 +69,10 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
             got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
             remedy="call the program itself there, or leave mpirun out",
         )
+    if any(name in os.environ for name in _LIMIT_VARIABLES):
+        from hpcdp.comm.watchdog import limits_s  # with NumPy, which the launcher does not need otherwise
+
+        limits_s()
     try:
         further = shlex.split(mpi_args)
     except ValueError as error:
@@ -81,8 +88,7 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
     library = mpi.find_library()
     mpirun = mpi.find_mpirun(library)
     command = [str(mpirun), "-n", str(ranks), *further, *program]
-    private = library.family == "openmpi" and not mpi.is_open_mpi_4(mpirun)
-    return _supervise(command, environment(library, mpirun, ranks, os.environ), private)
+    return _supervise(command, environment(library, mpirun, ranks, os.environ), ranks, library.family)
 
 
 def environment(library: mpi.MpiLibrary, mpirun: Path, ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -131,21 +137,7 @@ def _terminal() -> dict[str, str]:
     return {"TTY_COMPATIBLE": interactive, "TTY_INTERACTIVE": interactive, **size}
 
 
-@contextlib.contextmanager
-def _segments_of(environ: Mapping[str, str], private: bool) -> Iterator[dict[str, str]]:
-    """``environ`` with a folder of the job's own for Open MPI's segments: ranks that a signal ends leave theirs."""
-    folder = None
-    if private and not any(name in environ for name in _SEGMENT_VARIABLES):
-        with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
-            folder = tempfile.mkdtemp(prefix="hpcdp-", dir="/dev/shm")
-    try:
-        yield {**environ, **(dict.fromkeys(_SEGMENT_VARIABLES, folder) if folder else {})}
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _supervise(command: Sequence[str], environ: Mapping[str, str], private: bool) -> int:
+def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, family: str) -> int:
     watched = {*_FORWARDED, signal.SIGCHLD}
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -156,18 +148,43 @@ def _supervise(command: Sequence[str], environ: Mapping[str, str], private: bool
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
-        with _segments_of(environ, private) as environ:
+        with contextlib.ExitStack() as left_behind:
+            if family == "mpich":
+                left_behind.enter_context(segments.new_ones_removed())
+            elif not mpi.is_open_mpi_4(Path(command[0])):
+                environ = left_behind.enter_context(segments.own_folder(environ))
             mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec)
-            ended_by = _forward_signals(mpirun, watched)
+            with contextlib.closing(Watch(mpirun.pid, ranks, watched)) as watch:
+                ended_by = _forward_signals(mpirun, watch)
+                ends = watch.ends()
             _end_orphans()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if ended_by is not None:
         return 128 + ended_by
-    return mpirun.returncode if mpirun.returncode >= 0 else 128 - mpirun.returncode
+    if mpirun.returncode < 0:
+        return 128 - mpirun.returncode
+    return _explained(ends, mpirun.returncode, family)
 
 
-def _forward_signals(mpirun: subprocess.Popen[bytes], watched: set[signal.Signals]) -> int | None:
+def _explained(ends: Sequence[End], code: int, family: str) -> int:
+    """The status of the job, once the rank that failed first has been named where mpirun has not done so.
+
+    Open MPI names it and has its status, but says of one that left with status 0 only what may have happened.
+    """
+    first = first_failure(ends, code)
+    if first is None or (first.status is None and code == 0):
+        return code
+    alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
+    if (family == "mpich" or first.status == 0) and not alike:
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(f"hpcdp launch: {first}", file=sys.stderr, flush=True)
+    if first.status is None:
+        return code
+    return first.exit_status or 1
+
+
+def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | None:
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself.
 
     A second ending signal, or the end of the grace time, kills what has not ended by then.
@@ -175,19 +192,18 @@ def _forward_signals(mpirun: subprocess.Popen[bytes], watched: set[signal.Signal
     ended_by: int | None = None
     deadline = float("inf")
     while mpirun.poll() is None:
-        timeout_s = min(1.0, max(0.0, deadline - time.monotonic()))
-        received = signal.sigtimedwait(watched, timeout_s)
+        received = watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
         if time.monotonic() >= deadline:
             mpirun.kill()
             mpirun.wait()
-        elif received is not None and received.si_signo in _FORWARDED:
-            if received.si_signo in _ENDING:
+        elif received is not None and received.number in _FORWARDED:
+            if received.number in _ENDING:
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
-                ended_by = ended_by or received.si_signo
+                ended_by = ended_by or received.number
             # Ctrl-C on a terminal has reached mpirun already, which takes a second SIGINT for an order to die at once;
             # a terminal that is closed tells the session's leader alone.
-            if (received.si_signo, received.si_code) != (signal.SIGINT, _SI_KERNEL):
-                mpirun.send_signal(received.si_signo)
+            if received != (signal.SIGINT, _SI_KERNEL):
+                mpirun.send_signal(received.number)
     return ended_by
 
 

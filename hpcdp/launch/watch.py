@@ -1,0 +1,200 @@
+"""Which rank of a job ended first, and how: what mpirun does not say, or says of another rank that it killed itself.
+
+A pidfd of each rank wakes the launcher when the rank ends; between such ends it sleeps. Where /proc or pidfds are not
+to be had, nothing is known and mpirun's own words and status stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
+_TOGETHER_S = 1.0
+"""So soon after a rank has left without MPI_Finalize mpirun kills the others; Open MPI takes a quarter of a second."""
+
+# linux/pidfd.h, Linux 6.15 and later: the status of a process that its parent has reaped
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _PIDFD_INFO = 0xC040FF0B, 1 << 3, "=Q52xi"
+# linux/signalfd.h
+_SIGNALFD_INFO, _SIGNALFD_SIZE, _SIGNALFD_FLAGS = "=I4xi", 128, os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class End(NamedTuple):
+    """The end of a rank: its wait status (wait(2)), None where it is not known, and when it was seen (monotonic)."""
+
+    rank: int
+    pid: int
+    status: int | None
+    at_s: float
+
+    @property
+    def exit_status(self) -> int:
+        """As a shell puts it: 128 + the number of a signal; 0 where the status is not known."""
+        code = os.waitstatus_to_exitcode(self.status or 0)
+        return code if code >= 0 else 128 - code
+
+    def __str__(self) -> str:
+        if self.status is None:
+            how = "ended before the others"
+        elif os.WIFSIGNALED(self.status):
+            how = f"was killed by {_name(os.WTERMSIG(self.status))}"
+        elif self.status == 0:
+            how = "ended without MPI_Finalize (exit status 0)"
+        else:
+            how = f"ended with status {os.WEXITSTATUS(self.status)} before the others"
+        return f"rank {self.rank} (pid {self.pid}) {how}"
+
+
+class Signal(NamedTuple):
+    """A signal to the launcher: its number and where it came from (``si_code``, sigaction(2))."""
+
+    number: int
+    code: int
+
+
+class Watch:
+    """Waits for signals that the caller has blocked and sees in which order the ranks below ``mpirun`` end.
+
+    Args:
+        mpirun: its process, a child of the caller's.
+        ranks: as many are looked for.
+        signals: what `wait` receives.
+    """
+
+    def __init__(self, mpirun: int, ranks: int, signals: set[signal.Signals]) -> None:
+        self._mpirun, self._missing = mpirun, ranks
+        self._pause_s, self._next_look = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
+        self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
+        self._ends: dict[int, End] = {}  # by pidfd, the first end first
+        self._signals = _signal_descriptor(signals)
+        self._poll = select.epoll()
+        self._poll.register(self._signals, select.EPOLLIN)
+
+    def close(self) -> None:
+        for descriptor in (self._signals, *self._ranks):
+            os.close(descriptor)
+        self._poll.close()
+
+    def wait(self, timeout_s: float) -> Signal | None:
+        """The next signal; None after ``timeout_s`` seconds at most."""
+        if self._missing and time.monotonic() >= self._next_look:
+            self._look()
+            self._pause_s = min(2 * self._pause_s, _LONGEST_LOOK_S)
+            self._next_look = time.monotonic() + self._pause_s
+        if self._missing:
+            timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
+        for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first
+            if descriptor != self._signals:
+                self._poll.unregister(descriptor)
+                rank, pid = self._ranks[descriptor]
+                self._ends[descriptor] = End(rank, pid, _status_of_zombie(pid), time.monotonic())
+        with contextlib.suppress(BlockingIOError):
+            return Signal(*struct.unpack_from(_SIGNALFD_INFO, os.read(self._signals, _SIGNALFD_SIZE)))
+        return None
+
+    def ends(self) -> list[End]:
+        """The ends that were seen, the first one first; called once mpirun has ended and reaped its ranks."""
+        return [
+            end if end.status is not None else end._replace(status=_status_of_reaped(descriptor))
+            for descriptor, end in self._ends.items()
+        ]
+
+    def _look(self) -> None:
+        known = {pid for _, pid in self._ranks.values()}
+        for rank, pid in _ranks_below(self._mpirun):
+            if pid not in known:
+                with contextlib.suppress(OSError, AttributeError):  # it has gone; or Python was built without
+                    descriptor = os.pidfd_open(pid)
+                    self._ranks[descriptor] = rank, pid
+                    self._poll.register(descriptor, select.EPOLLIN)
+                    self._missing -= 1
+
+
+def first_failure(ends: Sequence[End], code: int) -> End | None:
+    """The end that made mpirun end the others, None where it cannot be told from what mpirun did.
+
+    Args:
+        ends: the ends of the ranks, in order.
+        code: mpirun's exit status. MPICH's is often that of a rank that it killed.
+    """
+    last = None
+    for end in ends:
+        if end.status != 0:
+            break
+        last = end
+    else:
+        return None
+    if end.status is None or not os.WIFSIGNALED(end.status):
+        return end
+    sign = os.WTERMSIG(end.status)
+    if last is not None and end.at_s - last.at_s < _TOGETHER_S and code in (0, 1, sign):
+        return last
+    return end if code in (sign, 128 + sign) else None  # else MPI_Abort was called, which names the rank
+
+
+def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
+    """(rank, pid) of the ranks among the descendants; what a rank has started itself carries its variables, too."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                rank = _rank(child)
+                if rank is None:
+                    yield from _ranks_below(child)
+                else:
+                    yield rank, child
+
+
+def _rank(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(_RANK_VARIABLES):
+                return int(variable.partition(b"=")[2])
+    return None
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """From field 52 of /proc/PID/stat (proc(5)); None where its parent has been faster."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[49]) if fields[0] == b"Z" else None
+
+
+def _status_of_reaped(descriptor: int) -> int | None:
+    info = bytearray(struct.pack(_PIDFD_INFO, _PIDFD_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, status = struct.unpack(_PIDFD_INFO, info)
+    return int(status) if mask & _PIDFD_INFO_EXIT else None
+
+
+def _signal_descriptor(signals: set[signal.Signals]) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = ctypes.create_string_buffer(128)
+    libc.sigemptyset(wanted)
+    for sign in signals:
+        libc.sigaddset(wanted, int(sign))
+    descriptor = int(libc.signalfd(-1, wanted, _SIGNALFD_FLAGS))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "signalfd")
+    return descriptor
+
+
+def _name(sign: int) -> str:
+    try:
+        return signal.Signals(sign).name
+    except ValueError:
+        return f"signal {sign}"
