@@ -1,12 +1,13 @@
 """Notices a call that does not end, says what this rank waits for and for whom, and ends the job if nothing changes.
 
 A hang is the usual end of ranks that call collectives differently, or of one that has stopped. A thread of each rank
-looks now and then whether the rank is still in the same call. How far the others are is read from the node's memory,
-and how they are from /proc: ranks that are stuck answer no messages.
+looks now and then whether the rank is still in the same call. How far the others of the node are is read from its
+memory, and how they are from /proc: nobody needs to answer. The watchdogs of other nodes are asked, see `roll_call`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
@@ -22,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError
+from ..errors import ConfigError, WorldAborted
+from .roll_call import Question, RollCall
 from .shared import Gate, NodeMemory
 
 if TYPE_CHECKING:
@@ -34,9 +37,13 @@ _LOOKS = 20
 _LONGEST_LOOK_S = 1.0
 _GRACE_S = 1.0
 _MOST_NAMES = 8
+_SHORTEST_LIMIT_S = 0.1
+_ANSWER_S = 1.0
+"""How long an answer may take, beside the time until the other watchdog looks."""
+_NAP_S = 0.01
 _LATE = "has not come"
 _SHOW_STACKS = signal.SIGRTMIN + 9
-"""At this signal a rank writes its stacks, by faulthandler and so even where an extension holds the interpreter."""
+"""At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
 
 
 def limits_s() -> tuple[float, float]:
@@ -54,8 +61,9 @@ def _seconds(name: str, default: float) -> float:
         limit = float(text) if text else default
     except ValueError:
         limit = -1.0
-    if not 0 <= limit < float("inf"):
-        raise ConfigError(name, expected="seconds, or 0 for no limit", got=repr(text))
+    if limit != 0 and not _SHORTEST_LIMIT_S <= limit < float("inf"):
+        expected = f"seconds, at least {_SHORTEST_LIMIT_S:g}, or 0 for no limit"
+        raise ConfigError(name, expected=expected, got=repr(text))
     return limit
 
 
@@ -101,10 +109,13 @@ class Watchdog:
         """What this rank asks for in vain now and then, between other things."""
         self._world, self._stall, self._timeout = world, stall, timeout
         self._stream = sys.stderr if stream is None else stream
+        self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall, timeout) if limit > 0)])
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hpcdp-watchdog", daemon=True)
         if stall > 0 or timeout > 0:
             self._meet(shows_stacks=stream is None and _show_stacks_when_asked())
-            threading.Thread(target=self._watch, name="hpcdp-watchdog", daemon=True).start()
+            self._thread.start()
+            atexit.register(self.end)  # before MPI_Finalize, during which no thread may be in MPI
 
     def _meet(self, shows_stacks: bool) -> None:
         world, pid, host = self._world, os.getpid(), socket.gethostname()
@@ -114,6 +125,11 @@ class Watchdog:
         """Those whose process can be looked at."""
         self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
+        self._watched = threading.get_ident()
+        self._shown: int | None = None
+        """The number of the call after which this rank has shown its stack to the ranks of other nodes."""
+        strangers = sorted(set(range(world.size)) - set(self._neighbours))
+        self._roll = RollCall(world.comm.duplicate(), strangers) if world.concurrent and strangers else None
         exchange = world.comm.allgather_json
 
         def watched(value: Any) -> list[Any]:
@@ -143,17 +159,24 @@ class Watchdog:
     def end(self) -> None:
         """Watch no longer."""
         self._ended.set()
+        atexit.unregister(self.end)
+        if self._thread.is_alive():
+            self._thread.join(_GRACE_S)  # no longer: it may be ending the job
 
     def _watch(self) -> None:
+        with contextlib.suppress(WorldAborted):  # there is nobody left to ask
+            self._look_again_and_again()
+
+    def _look_again_and_again(self) -> None:
         call: tuple[Any, ...] | None = None
         lasted, told = 0.0, False
-        look_s = min(_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (self._stall, self._timeout) if limit > 0))
         looked = time.monotonic()
-        while not self._ended.wait(look_s):
+        while not self._ended.wait(self._look_s):
             # While this process was stopped itself nobody kept it waiting.
-            lasted += min(time.monotonic() - looked, look_s + _LONGEST_LOOK_S)
+            lasted += min(time.monotonic() - looked, self._look_s + _LONGEST_LOOK_S)
             looked = time.monotonic()
             self._seen[self._world.node_memory.rank] = self.calls
+            self._answer()
             now, asked = self._now(), self.asked
             if asked is not None and now is asked.call:
                 lasted = asked.waited_s
@@ -166,7 +189,7 @@ class Watchdog:
             elif 0 < self._timeout < lasted:
                 told = True
                 self._report(call, self._timeout, "the job ends now (HPCDP_TIMEOUT_S)")
-                time.sleep(_GRACE_S)  # the other ranks have something to say too
+                self._answer_for(_GRACE_S, lambda: False)  # the other ranks have something to say too
                 if self._now() is call:
                     self._world.comm.abort(1)
                     return
@@ -187,15 +210,41 @@ class Watchdog:
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
             faulthandler.dump_traceback(self._stream)
-        if self._world.rank == min({each.rank for each in self._visible} - missing.keys(), default=None):
+        if self._world.rank == min(set(self._neighbours) - missing.keys(), default=None):
             self._ask_for_stacks(missing)
 
     def _ask_for_stacks(self, missing: dict[int, str]) -> None:
+        """By a signal, of the ranks of this node; others show theirs when the roll is called."""
         for each in self._visible:
-            if missing.get(each.rank) == _LATE and each.shows_stacks and _process(each.pid)[1] == each.born:
-                self._say(f"{each} shows its stacks, too")
+            late = each.rank in self._neighbours and missing.get(each.rank) == _LATE
+            if late and each.shows_stacks and _process(each.pid)[1] == each.born:
+                self._say(f"{each} shows its stack, too")
                 with contextlib.suppress(OSError):
                     os.kill(each.pid, _SHOW_STACKS)
+
+    def _answer(self) -> None:
+        """Tell ranks of other nodes that have asked how far this one is."""
+        for question in self._roll.questions() if self._roll else ():
+            assert self._roll is not None
+            calls = self.calls
+            self._roll.answer(question.rank, calls, self._now() is not None)
+            if question.calls > calls != self._shown:
+                self._shown = calls
+                self._show_stack(question)
+
+    def _answer_for(self, limit_s: float, enough: Callable[[], bool]) -> None:
+        """For so long, or until there is ``enough``; naps are counted, since this process may be stopped meanwhile."""
+        for _ in range(int(limit_s / _NAP_S)):
+            self._answer()
+            if enough() or self._ended.wait(_NAP_S):
+                break
+
+    def _show_stack(self, question: Question) -> None:
+        asker = self._everyone[question.rank]
+        frame = sys._current_frames().get(self._watched)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  its thread has ended"
+        said = f"rank {asker.rank} (host {asker.host}) waits in {question.call}; this rank is here:\n{stack}"
+        self._say(said.rstrip())
 
     def _say(self, text: str) -> None:
         self._stream.write(f"rank {self._world.rank} of {self._world.size}: {text}\n")
@@ -213,13 +262,26 @@ class Watchdog:
                 found[each.rank] = "is gone"
             elif state in ("T", "t"):
                 found[each.rank] = "is stopped"
-        return dict(sorted(found.items()))
+        return dict(sorted((found | self._absent(call, found)).items()))
+
+    def _absent(self, call: tuple[Any, ...], known: dict[int, str]) -> dict[int, str]:
+        """As `_missing`, of the ranks of other nodes, about which no more is ``known`` than they say."""
+        roll, calls = self._roll, self.calls
+        if roll is None:
+            return {}
+        asked = roll.ask((each.rank for each in self._everyone if each.rank not in known), calls, _described(call))
+        self._answer_for(self._look_s + _ANSWER_S, lambda: asked <= roll.answers.keys() or self._now() is not call)
+        found = dict.fromkeys(asked - roll.answers.keys(), "does not answer")
+        for rank in asked & roll.answers.keys():
+            if roll.answers[rank].calls < calls:
+                found[rank] = "is in an earlier call" if roll.answers[rank].within else _LATE
+        return found
 
     def _listed(self, missing: dict[int, str]) -> str:
         if missing:
             shown = [f"{self._everyone[rank]} {why}" for rank, why in list(missing.items())[:_MOST_NAMES]]
             return ", ".join(shown) + (f" and {len(missing) - len(shown)} more" if len(missing) > len(shown) else "")
-        if len(self._neighbours) == self._world.size:
+        if self._roll is not None or len(self._neighbours) == self._world.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
 
@@ -276,7 +338,10 @@ def _described(call: tuple[Any, ...]) -> str:
 
 def _show_stacks_when_asked() -> bool:
     try:
-        faulthandler.register(_SHOW_STACKS, sys.stderr, all_threads=True)
-    except (OSError, ValueError, AttributeError, RuntimeError):  # a stream without a file descriptor
+        # What faulthandler puts back when Python ends; by default the signal would end a rank that is in MPI_Finalize.
+        signal.signal(_SHOW_STACKS, signal.SIG_IGN)
+        # One thread, the main one: the stacks of others may change while they are read, which has crashed.
+        faulthandler.register(_SHOW_STACKS, sys.stderr, all_threads=False)
+    except (OSError, ValueError, AttributeError, RuntimeError):  # not the main thread; no file descriptor
         return False
     return True

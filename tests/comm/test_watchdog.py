@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -24,6 +25,7 @@ def watched(world, timeout, reports, stall=0):
     reports[world.rank] = io.StringIO()
     world.kept.pop(Progress, None)
     world.kept[Watchdog] = Watchdog(world, stall, timeout, reports[world.rank])
+    Progress.of(world)
     return world.kept[Watchdog]
 
 
@@ -47,6 +49,66 @@ def test_the_ranks_that_wait_say_for_whom(algorithm):
         assert lines[0] == f"rank {number} of 3: allreduce of 5 float32 has not ended in 0.3 s: {missing}"
         assert "the job ends now" in lines[1]
     assert reports[1].getvalue() == ""
+
+
+@pytest.mark.parametrize("nodes", [[1, 1, 1], [1, 2]])
+def test_a_rank_of_another_node_is_named_and_says_where_it_is(nodes):
+    """In no call, so that of itself it has nothing to say."""
+    reports, ended = {}, threading.Event()
+
+    def somewhere_else():
+        ended.wait(20)
+
+    def rank(world):
+        allreduce(np.ones(2), world=world, algorithm="ring")
+        watched(world, 1, reports, stall=0.4)
+        if world.rank == 1:
+            somewhere_else()
+        try:
+            allreduce(np.ones(5, "f4"), world=world, algorithm="ring")
+        finally:
+            ended.set()
+
+    with pytest.raises(WorldAborted):
+        threads.run(3, rank, ranks_per_node=nodes)
+    host = socket.gethostname()
+    missing = rf"rank 1 \(host {host}, pid {os.getpid()}\) has not come\n"
+    for number in (0, 2):
+        for limit in ("0.4", "1"):
+            said = rf"rank {number} of 3: allreduce of 5 float32 has not ended in {limit} s: {missing}"
+            assert len(re.findall(said, reports[number].getvalue())) == 1, (number, limit)
+    own = reports[1].getvalue()
+    assert re.match(
+        rf"rank 1 of 3: rank [02] \(host {host}\) waits in allreduce of 5 float32; this rank is here:\n", own
+    )
+    assert "in somewhere_else\n    ended.wait(20)\n" in own
+    assert own.count("this rank is here") == 1  # though asked again, and by others
+
+
+def test_ranks_of_other_nodes_are_told_apart():
+    """One is in a call that this one has left, one as far as this one, and one answers no more."""
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 0, reports, stall=0.4)
+        if world.rank == 3:
+            dog.end()
+        world.comm.barrier()
+        dog.calls += (5, 2, 5, 0)[world.rank]
+        if world.rank != 3:
+            with dog.watching(f"call of rank {world.rank}"):
+                time.sleep(2.5)
+        world.comm.barrier()
+        dog.end()
+
+    threads.run(4, rank, ranks_per_node=1)
+    member = rf"rank {{}} \(host {re.escape(socket.gethostname())}, pid {os.getpid()}\)"
+    silent = member.format(3) + " does not answer\n"
+    for number in (0, 2):
+        expected = rf"call of rank {number} has not ended in 0.4 s: {member.format(1)} is in an earlier call, {silent}"
+        assert re.search(expected, reports[number].getvalue())
+    assert re.search(rf"call of rank 1 has not ended in 0.4 s: {silent}", reports[1].getvalue())
+    assert re.search(r"rank [02] \(.*\) waits in call of rank [02]; this rank is here:\n", reports[1].getvalue())
 
 
 def test_started_operations_are_watched_while_they_are_waited_for():
@@ -169,10 +231,10 @@ def test_what_is_waited_for_is_named_by_who_knows():
 
 
 @pytest.mark.parametrize("name", ["HPCDP_STALL_S", "HPCDP_TIMEOUT_S"])
-@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan", "1e-9", "0.0999"])
 def test_a_limit_that_is_none_is_refused(text, name, monkeypatch):
     monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"{name}: expected seconds, or 0 for no limit, got '{text}'"):
+    with pytest.raises(ConfigError, match=f"{name}: expected seconds, at least 0.1, or 0 for no limit, got '{text}'"):
         limits_s()
 
 
@@ -183,6 +245,8 @@ def test_the_limits_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("HPCDP_STALL_S", "0")
     monkeypatch.setenv("HPCDP_TIMEOUT_S", "2.5")
     assert limits_s() == (0, 2.5)
+    monkeypatch.setenv("HPCDP_STALL_S", "0.1")
+    assert limits_s() == (0.1, 2.5)
 
 
 def test_a_rank_that_misses_a_first_call_is_told():

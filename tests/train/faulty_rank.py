@@ -137,6 +137,34 @@ def loops(world, options):
     train_for_ever(world, options, before)
 
 
+def allreduced(world):
+    return hpcdp.allreduce(np.ones(4), "max", world, algorithm="ring").tolist()
+
+
+def ends_early(world, options):
+    """Rank 1 has fewer batches, and is at the end of its program."""
+    for step in range(6):
+        if step == 3:
+            note_time()
+            if world.rank == 1:
+                return
+        allreduced(world)
+
+
+def comes_late(world, options):
+    """Rank 1 lets the others wait, twice, which is no fault."""
+
+    def dawdles():
+        time.sleep(2)
+
+    allreduced(world)
+    for _ in range(2):
+        if world.rank == 1:
+            dawdles()
+        result = allreduced(world)
+    return result
+
+
 def other_models(world, options):
     """What the error says, and after how long, when the last rank's model is another one."""
     results = {}
