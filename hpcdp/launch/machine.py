@@ -47,7 +47,9 @@ def files_in_use(prefix: str) -> set[str]:
         with contextlib.suppress(OSError):
             lines = (process / "maps").read_text().splitlines()
             found |= {line.split(maxsplit=5)[5] for line in lines if prefix in line}
-            found |= {os.readlink(entry) for entry in (process / "fd").iterdir()}
+            for entry in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    found.add(os.readlink(entry))
     return {path for path in found if path.startswith(prefix)}
 
 

@@ -93,21 +93,25 @@ class Watch:
             self._next_look = time.monotonic() + self._pause_s
         if self._missing:
             timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
-        for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first
-            if descriptor != self._signals:
-                self._poll.unregister(descriptor)
-                rank, pid = self._ranks[descriptor]
-                self._ends[descriptor] = End(rank, pid, _status_of_zombie(pid), time.monotonic())
+        self._see(timeout_s)
         with contextlib.suppress(BlockingIOError):
             return Signal(*struct.unpack_from(_SIGNALFD_INFO, os.read(self._signals, _SIGNALFD_SIZE)))
         return None
 
     def ends(self) -> list[End]:
         """The ends that were seen, the first one first; called once mpirun has ended and reaped its ranks."""
+        self._see(0.0)
         return [
             end if end.status is not None else end._replace(status=_status_of_reaped(descriptor))
             for descriptor, end in self._ends.items()
         ]
+
+    def _see(self, timeout_s: float) -> None:
+        for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first
+            if descriptor != self._signals:
+                self._poll.unregister(descriptor)
+                rank, pid = self._ranks[descriptor]
+                self._ends[descriptor] = End(rank, pid, _status_of_zombie(pid), time.monotonic())
 
     def _look(self) -> None:
         known = {pid for _, pid in self._ranks.values()}

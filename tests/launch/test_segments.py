@@ -1,0 +1,72 @@
+"""No segment stays in /dev/shm, and none that somebody uses is taken away."""
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from hpcdp.launch import mpi, segments
+
+FAULT = """
+import os, signal, sys, time
+from mpi4py import MPI
+MPI.COMM_WORLD.barrier()
+if MPI.COMM_WORLD.rank == 1:
+    print(*(line.split()[-1] for line in open("/proc/self/maps") if "/dev/shm/mpich_shm_" in line), flush=True)
+    {}
+time.sleep(30)
+"""
+
+
+@pytest.mark.skipif(mpi.find_library().family != "mpich", reason="the MPI library of this environment is not MPICH")
+@pytest.mark.parametrize(
+    "fault", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "os._exit(0)", "MPI.COMM_WORLD.Abort(2)"]
+)
+def test_mpich_leaves_none_behind(fault: str) -> None:
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "3", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", FAULT.format(fault)], capture_output=True, text=True, timeout=60
+    )
+    names = set(re.findall(r"/dev/shm/mpich_shm_\w+", done.stdout))
+    assert done.returncode != 0 and names, done.stderr
+    assert not [name for name in names if Path(name).exists()]
+
+
+def test_only_new_ones_that_nobody_uses_are_removed() -> None:
+    old, unused, mapped, opened, other = (
+        Path(f"/dev/shm/{family}_{uuid.uuid4().hex}_0") for family in (*["mpich_shm"] * 4, "other_shm")
+    )
+    old.touch()
+    holder = mapping = None
+    try:
+        with segments.new_ones_removed():
+            unused.touch()
+            other.touch()
+            mapped.write_bytes(bytes(4096))
+            descriptor = os.open(mapped, os.O_RDWR)
+            mapping = mmap.mmap(descriptor, 4096)
+            os.close(descriptor)
+            holder = opened.open("wb")
+        assert [path.exists() for path in (old, unused, mapped, opened, other)] == [True, False, True, True, True]
+    finally:
+        if holder is not None:
+            holder.close()
+        if mapping is not None:
+            mapping.close()
+        for path in (old, unused, mapped, opened, other):
+            path.unlink(missing_ok=True)
+
+
+def test_a_folder_of_the_jobs_own_goes_with_it_unless_the_user_named_one() -> None:
+    with segments.own_folder({"A": "b"}) as environ:
+        folder = Path(environ["OMPI_MCA_btl_sm_backing_directory"])
+        (folder / "segment").touch()
+        assert (environ["A"], environ["OMPI_MCA_osc_sm_backing_directory"]) == ("b", str(folder))
+    assert not folder.exists()
+    with segments.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as environ:
+        assert environ == {"OMPI_MCA_btl_sm_backing_directory": "/mine"}

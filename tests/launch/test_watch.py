@@ -1,0 +1,155 @@
+"""The rank that failed first is named, however mpirun words it, and the status of the job is its status."""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdp.launch import mpi, watch
+from hpcdp.launch.watch import End, Watch, first_failure
+
+MPICH = mpi.find_library().family == "mpich"
+FAULT = """
+import os, signal, sys, time
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+MPI.COMM_WORLD.barrier()
+if rank == 1:
+    time.sleep(0.3)
+    {}
+MPI.COMM_WORLD.barrier()
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+MPIRUN = """
+import os, subprocess, sys, time
+ends = ["sleep 0.9; exit 0", "sleep 0.6; sleep 0.01; exit 3", "sleep 0.3; kill -TERM $$"]
+ranks = [
+    subprocess.Popen(["sh", "-c", end], env=dict(os.environ, PMI_RANK=str(rank))) for rank, end in enumerate(ends)
+]
+print(*(rank.pid for rank in ranks), flush=True)
+for rank in ranks:
+    rank.wait()
+"""
+
+
+def launch(ranks: int, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "says", "open_mpi_says"),
+    [
+        (KILLED, 137, "was killed by SIGKILL", r"process rank 1 with PID \d+ .*\n?.*signal 9"),
+        ("os._exit(3)", 3, "ended with status 3 before the others", r"Process name: .*,1\]\n +Exit code: +3"),
+        ("os._exit(0)", 1, "ended without MPI_Finalize (exit status 0)", None),
+    ],
+)
+def test_the_rank_that_fails_first_is_named_once(fault: str, status: int, says: str, open_mpi_says: str | None) -> None:
+    done = launch(3, FAULT.format(fault))
+    assert done.returncode == status, done.stderr
+    ours = re.findall(r"hpcdp launch: rank (\d) \(pid \d+\) (.*)", done.stderr)
+    if MPICH or open_mpi_says is None:
+        assert ours == [("1", says)], done.stderr
+    else:
+        assert re.search(open_mpi_says, done.stderr) and not ours, done.stderr
+
+
+@pytest.mark.parametrize(("fault", "status"), [("MPI.COMM_WORLD.Abort(7)", 7), ("pass", 0)])
+def test_an_abort_has_been_explained_and_an_end_needs_no_words(fault: str, status: int) -> None:
+    done = launch(3, FAULT.format(fault))
+    assert done.returncode == status
+    assert "hpcdp launch:" not in done.stderr
+
+
+def test_ranks_that_all_fail_alike_speak_for_themselves() -> None:
+    done = launch(1, FAULT.format("pass") + "MPI.Finalize(); os._exit(5)")
+    assert (done.returncode, "hpcdp launch:" in done.stderr) == (5, False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("HPCDP_STALL_S", "x"), ("HPCDP_TIMEOUT_S", "-1")])
+def test_limits_that_every_rank_would_refuse_start_none(name: str, value: str) -> None:
+    done = launch(2, "print('started')", **{name: value})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert name in done.stderr and repr(value) in done.stderr
+
+
+def watched(command: list[str], ranks: int) -> tuple[list[int], list[End]]:
+    """The pids that ``command`` prints and the ends that are seen below it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as mpirun,
+            contextlib.closing(Watch(mpirun.pid, ranks, {signal.SIGCHLD})) as watch,
+        ):
+            assert mpirun.stdout is not None
+            deadline = time.monotonic() + 20
+            while mpirun.poll() is None:
+                watch.wait(1.0)
+                assert time.monotonic() < deadline
+            return [int(pid) for pid in mpirun.stdout.read().split()], watch.ends()
+    finally:
+        signal.sigtimedwait({signal.SIGCHLD}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_ends_are_seen_in_their_order_and_what_a_rank_starts_is_no_rank() -> None:
+    pids, ends = watched([sys.executable, "-c", MPIRUN], 3)
+    assert [(end.rank, end.pid) for end in ends] == [(2, pids[2]), (1, pids[1]), (0, pids[0])]
+    for end, status in zip(ends, (128 + signal.SIGTERM, 3, 0), strict=True):
+        assert end.exit_status == status
+    assert all(0.1 < later.at_s - sooner.at_s < 3 for sooner, later in itertools.pairwise(ends))
+
+
+def test_without_proc_nothing_is_known_and_the_wait_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "Path", lambda path: Path(f"/nowhere{path}"))
+    assert watched([sys.executable, "-c", MPIRUN], 3)[1] == []
+
+
+def test_a_signal_wakes_the_wait() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    try:
+        with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
+            assert watch.wait(0.0) is None
+            os.kill(os.getpid(), signal.SIGUSR2)
+            received = watch.wait(5.0)
+            assert received is not None and (received.number, received.code) == (signal.SIGUSR2, 0)  # SI_USER
+            assert watch.wait(0.0) is None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ends_of(*ends: tuple[int, int | None, float]) -> list[End]:
+    return [End(rank, 100 + rank, status, at_s) for rank, status, at_s in ends]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "rank"),
+    [
+        ([(0, 0, 1.0), (1, 0, 1.0)], 0, None),
+        ([(0, 9, 1.0), (1, 9, 1.0)], 137, 0),
+        ([(1, 9, 1.0), (0, 15, 1.2)], 9, 1),
+        ([(1, 9, 1.0), (0, 9, 1.0)], 7, None),  # MPI_Abort(7)
+        ([(2, 3 << 8, 1.0), (1, 9, 1.0), (0, 9, 1.0)], 9, 2),
+        ([(2, 0, 1.0), (1, 9, 1.1), (0, 9, 1.1)], 0, 2),  # left without MPI_Finalize
+        ([(2, 0, 1.0), (1, 15, 1.3), (0, 15, 1.3)], 1, 2),
+        ([(2, 0, 1.0), (1, 9, 60.0), (0, 15, 60.1)], 9, 1),  # long after a proper end
+        ([(2, None, 1.0), (1, 9, 1.0)], 9, 2),  # on a kernel that does not keep the status
+        ([], 1, None),
+    ],
+)
+def test_who_failed_first(ends: list[tuple[int, int | None, float]], code: int, rank: int | None) -> None:
+    first = first_failure(ends_of(*ends), code)
+    assert (first and first.rank) == rank
+
+
+def test_words_for_an_end() -> None:
+    assert str(End(1, 7, None, 0.0)) == "rank 1 (pid 7) ended before the others"
+    assert str(End(1, 7, signal.SIGRTMIN + 3, 0.0)) == f"rank 1 (pid 7) was killed by signal {signal.SIGRTMIN + 3}"
