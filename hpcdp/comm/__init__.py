@@ -7,7 +7,7 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
 - `shared` is memory that the ranks of a node have in common.
 - `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch.
 - `agreement` compares what ranks hold and raises the same error on all of them.
-- `watchdog` ends a job whose ranks wait for ever.
+- `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes how far they are.
 """
 
 from .communicator import Communicator, Request
