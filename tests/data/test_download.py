@@ -15,7 +15,7 @@ import pytest
 from hpcdp.data.download import check_md5, fetch, folder_lock
 from hpcdp.errors import DataError
 
-CONTENT = gzip.compress(b"real digits" * 1000)
+CONTENT = gzip.compress(b"real digits" * 1000, mtime=0)
 MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
