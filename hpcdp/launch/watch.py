@@ -20,8 +20,14 @@ from typing import NamedTuple
 
 _RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
-_TOGETHER_S = 1.0
-"""So soon after a rank has left without MPI_Finalize mpirun kills the others; Open MPI takes a quarter of a second."""
+_KILLS = (signal.SIGKILL, signal.SIGTERM)
+"""What mpirun ends the other ranks with."""
+_BEFORE_S, _AFTER_S = 1.0, 0.05
+"""So long before, and after, a rank that mpirun has killed the one that it was killed for may have ended.
+
+Open MPI takes a quarter of a second to kill. MPICH kills when a rank's connection closes, just before the rank has
+ended: on a machine with fewer cores than ranks it now and then ends after one that was killed for it.
+"""
 
 # linux/pidfd.h, Linux 6.15 and later: the status of a process that its parent has reaped
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _PIDFD_INFO = 0xC040FF0B, 1 << 3, "=Q52xi"
@@ -125,25 +131,34 @@ class Watch:
 
 
 def first_failure(ends: Sequence[End], code: int) -> End | None:
-    """The end that made mpirun end the others, None where it cannot be told from what mpirun did.
+    """The end that made mpirun end the others, None where mpirun has ended a job in which MPI_Abort was called.
+
+    Of several ranks that all were killed it is the first that was seen to end, which in rare cases under MPICH (see
+    `_AFTER_S`) is one that mpirun killed.
 
     Args:
         ends: the ends of the ranks, in order.
         code: mpirun's exit status. MPICH's is often that of a rank that it killed.
     """
-    last = None
-    for end in ends:
-        if end.status != 0:
-            break
-        last = end
-    else:
-        return None
-    if end.status is None or not os.WIFSIGNALED(end.status):
-        return end
-    sign = os.WTERMSIG(end.status)
-    if last is not None and end.at_s - last.at_s < _TOGETHER_S and code in (0, 1, sign):
-        return last
-    return end if code in (sign, 128 + sign) else None  # else MPI_Abort was called, which names the rank
+    first = next((end for end in ends if end.status != 0), None)
+    if first is None or first.status is None or not _killed(first.status):
+        return first
+    sign = os.WTERMSIG(first.status)
+    of_themselves = [
+        end
+        for end in ends
+        if -_AFTER_S < first.at_s - end.at_s < _BEFORE_S and end.status is not None and not _killed(end.status)
+    ]
+    failed = next((end for end in of_themselves if end.status), None)
+    if failed is not None:
+        return failed
+    if of_themselves and code in (0, 1, sign):
+        return of_themselves[-1]
+    return first if code in (sign, 128 + sign) else None
+
+
+def _killed(status: int) -> bool:
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) in _KILLS
 
 
 def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
