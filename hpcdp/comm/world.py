@@ -250,6 +250,7 @@ def _abort_when_one_rank_fails(comm_world: MPI.Intracomm) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print(f"rank {comm_world.rank}: interrupted", file=sys.stderr, flush=True)
             comm_world.Abort(130)
+            return  # with MPICH, which ends the process a little later
         text = "".join(traceback.format_exception(kind, error, trace))
         print(f"rank {comm_world.rank} of {comm_world.size} failed:\n{text}", file=sys.stderr, flush=True)
         comm_world.Abort(1)
