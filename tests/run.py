@@ -101,10 +101,11 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + 15
-        while time.monotonic() < deadline:
-            process.poll()  # a dead process that nobody has waited for still belongs to the group
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
+        with contextlib.suppress(KeyboardInterrupt):  # who asks twice does not want to wait
+            while time.monotonic() < deadline:
+                process.poll()  # a dead process that nobody has waited for still belongs to the group
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
