@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of one run, in seconds")
     options, pytest_arguments = parser.parse_known_args()
-    for ending in (signal.SIGTERM, signal.SIGHUP):
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a script's background jobs ignore the first
         signal.signal(ending, signal.default_int_handler)  # as Ctrl-C does: the run has a process group of its own
     color = f"--color={'yes' if sys.stdout.isatty() else 'no'}"  # an mpirun gives its ranks a pseudo-terminal
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", color, *pytest_arguments]
