@@ -133,7 +133,7 @@ class Reducer:
 
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]
-        if bucket.state in (State.LAUNCHED, State.REDUCED):
+        if bucket.state is State.LAUNCHED or (self.overlap and bucket.state is State.REDUCED):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one backward before each step()", got="another one",
                 remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "

@@ -70,9 +70,7 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
             remedy="call the program itself there, or leave mpirun out",
         )
     if any(name in os.environ for name in _LIMIT_VARIABLES):
-        from hpcdp.comm.watchdog import limits_s  # with NumPy, which the launcher does not need otherwise
-
-        limits_s()
+        _check_limits()
     try:
         further = shlex.split(mpi_args)
     except ValueError as error:
@@ -135,6 +133,17 @@ def _terminal() -> dict[str, str]:
     interactive = "1" if sys.stdout.isatty() else "0"
     size = {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
     return {"TTY_COMPATIBLE": interactive, "TTY_INTERACTIVE": interactive, **size}
+
+
+def _check_limits() -> None:
+    # With NumPy, which the launcher does not need otherwise, and whose threads must not take signals from this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        from hpcdp.comm.watchdog import limits_s
+
+        limits_s()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, family: str) -> int:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -121,9 +122,9 @@ def test_a_signal_wakes_the_wait() -> None:
     try:
         with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
             assert watch.wait(0.0) is None
-            os.kill(os.getpid(), signal.SIGUSR2)
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)  # other threads of this process block nothing
             received = watch.wait(5.0)
-            assert received is not None and (received.number, received.code) == (signal.SIGUSR2, 0)  # SI_USER
+            assert received is not None and (received.number, received.code) == (signal.SIGUSR2, -6)  # SI_TKILL
             assert watch.wait(0.0) is None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -180,7 +180,7 @@ def test_an_update_without_the_sum_is_refused():
         threads.run(2, rank)
 
 
-def test_a_backward_after_gradients_were_summed_is_refused():
+def test_an_update_after_a_backward_that_was_not_summed_is_refused():
     def rank(world):
         params = model(0)
         trainer = Trainer(params, optim.SGD(lr=0.1), world)
@@ -189,7 +189,7 @@ def test_a_backward_after_gradients_were_summed_is_refused():
         backward(params, world.rank, [1])
         trainer.update(1)
 
-    with pytest.raises(StaleGradientError, match="expected one backward before each step"):
+    with pytest.raises(StaleGradientError, match="got gradients of this rank alone"):
         threads.run(2, rank)
 
 
