@@ -83,6 +83,7 @@ class GradientAllreduce:
         self._gradients = _Gradients(world, data, count, "auto")
 
     def refresh(self, iteration: int) -> None:
+        self._gradients.trainer.reducer.reset()  # as the update that is not timed here would
         self._gradients.write(iteration)
 
     def timed(self) -> int:

@@ -40,8 +40,8 @@ def random_batches(batch: int, rank: int) -> list[tuple[np.ndarray, np.ndarray]]
     return [(rng.standard_normal((batch, 1, 28, 28), np.float32), rng.integers(0, 10, batch)) for _ in range(_BATCHES)]
 
 
-def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], float], list[np.ndarray]]:
-    """What trains on batch ``i`` and returns this rank's mean loss, and copies of the initial parameters."""
+def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], float], list[np.ndarray], Trainer]:
+    """What trains on batch ``i`` and returns this rank's mean loss, copies of the initial parameters, the trainer."""
     net = nn.models.lenet(input_shape=(1, 28, 28), num_classes=10, seed=0)
     trainer = Trainer(net.parameters(), optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world)
     initial = [np.array(param.data) for param in net.parameters()]
@@ -54,7 +54,7 @@ def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], f
         trainer.step(len(y))
         return float(loss.data.mean())
 
-    return step, initial
+    return step, initial, trainer
 
 
 def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool) -> Callable[[int], float]:
@@ -119,7 +119,7 @@ def against_torch(world: comm.World, batch: int, turns: int, seconds: float) -> 
     largest relative one in the first steps from the same weights.
     """
     batches = random_batches(batch, 0)
-    ours, initial = hpcdp_step(world, batches)
+    ours, initial, _ = hpcdp_step(world, batches)
     steps = {"hpcdp": ours}
     difference = None
     if importlib.util.find_spec("torch") is not None:
@@ -136,9 +136,13 @@ def against_torch(world: comm.World, batch: int, turns: int, seconds: float) -> 
 
 
 def all_ranks(world: comm.World, framework: str, batch: int, turns: int, seconds: float) -> dict[str, Any]:
-    """Median samples per second of all ranks together, by hpcdp or by PyTorch's DDP; every rank must call."""
+    """Median samples per second of all ranks together, by hpcdp or by PyTorch's DDP; every rank must call.
+
+    ``unequal``, of hpcdp on several ranks: the mean time of a rank's own work in a step, over the mean of the longest
+    of all ranks. Ranks that wait for each other in every step scale no better, however fast the exchange is.
+    """
     batches = random_batches(batch, world.rank)
-    step, initial = hpcdp_step(world, batches)
+    step, initial, trainer = hpcdp_step(world, batches)
     gloo = Gloo(world) if framework == "torch" and world.size > 1 else None
     if framework == "torch":
         step = torch_step(batches, initial, distributed=gloo is not None)
@@ -147,17 +151,27 @@ def all_ranks(world: comm.World, framework: str, batch: int, turns: int, seconds
         step(i)
     # Every step is collective: all ranks must make as many.
     steps = int(world.comm.allgather_json(max(1, int(5 * seconds / (time.perf_counter() - begin))))[0])
-    rates = []
+    rates, own_s = [], []
     for _ in range(turns):
         world.comm.barrier()
         begin = time.perf_counter()
         for i in range(steps):
+            started, exposed_s = time.perf_counter(), trainer.stats.exposed_s
             step(i)
+            own_s.append(time.perf_counter() - started - (trainer.stats.exposed_s - exposed_s))
         world.comm.barrier()
         rates.append(world.size * batch * steps / (time.perf_counter() - begin))
     if gloo is not None:
         gloo.close()
-    return {"framework": framework, "ranks": world.size, "batch": batch, "samples_s": float(np.median(rates))}
+    of_all = np.array(world.comm.allgather_json(own_s))
+    unequal = float(of_all.mean() / of_all.max(axis=0).mean()) if framework == "hpcdp" and world.size > 1 else None
+    return {
+        "framework": framework,
+        "ranks": world.size,
+        "batch": batch,
+        "samples_s": float(np.median(rates)),
+        "unequal": unequal,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

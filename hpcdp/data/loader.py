@@ -128,5 +128,5 @@ class DataLoader:
 
     def _push(self, engine: Engine, indices: object) -> _Read:
         read = _Read(lambda: self._read(indices), engine.variable("batch"))
-        engine.push(read.run, writes=(read.variable,), lane="io")
+        engine.push(read.run, writes=(read.variable,), lane="io", name="batch")
         return read

@@ -75,7 +75,7 @@ class Engine:
 
     def variable(self, name: str = "") -> Variable:
         """A new variable without history."""
-        return Variable(name)
+        return Variable(name, self._schedule)
 
     def add_lane(self, name: str, threads: int = 1, idle: Callable[[], object] | None = None) -> None:
         """One lane more.
@@ -123,7 +123,8 @@ class Engine:
             name: for errors and traces; default that of ``fn``.
 
         Raises:
-            ConfigError: there is no such lane, the priority is no integer, or the engine was shut down.
+            ConfigError: there is no such lane, the priority is no integer, a variable is none of this engine, or the
+                engine was shut down.
         """
         self._submit(Task(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
 
@@ -140,6 +141,7 @@ class Engine:
 
         ``fn(done)`` runs on the lane, which is then free for other tasks; the variables stay held until ``done()`` or
         ``done(error)`` is called, by any thread, once: more calls do nothing. (MXNet: PushAsync and its on_complete.)
+        Anything but an exception as ``error`` is refused, and the task goes on.
         """
         self._submit(DeferredTask(fn, self._lane(lane), priority, name, _getframe(1)), reads, writes)
 
@@ -158,6 +160,9 @@ class Engine:
         lane = task.lane
         task.reads = task.shared = reads = tuple(reads)
         writes = tuple(writes)
+        for var in (*reads, *writes):
+            if getattr(var, "schedule", None) is not self._schedule:
+                self._refuse("push", var)
         task.writes = writes = tuple(dict.fromkeys(writes)) if len(writes) > 1 else writes
         for var in reads:
             if var in writes:
@@ -174,10 +179,18 @@ class Engine:
         """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
 
         Raises:
-            ConfigError: it is not done, and will not be: a task of this engine asks, or the engine was shut down.
+            ConfigError: it is not done, and will not be: a task of this engine asks, or the engine was shut down; or it
+                is no variable of this engine.
             BaseException: what the last of those writes raised, with its traceback and a note on who pushed it.
         """
+        if getattr(var, "schedule", None) is not self._schedule:
+            self._refuse("wait_to_read", var)
         throw(self._schedule.wait_for(var))
+
+    @staticmethod
+    def _refuse(operation: str, var: object) -> None:
+        got = f"that of another engine, {var!r}" if isinstance(var, Variable) else repr(var)
+        raise ConfigError(operation, expected="a variable that variable() of this engine has made", got=got)
 
     def waitall(self) -> None:
         """Block until everything pushed is done, then raise the first exception that nobody has seen.

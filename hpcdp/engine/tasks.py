@@ -17,10 +17,11 @@ from typing import Any
 class Variable:
     """What a task reads or writes: a name for some state, made by `Engine.variable` and used with that engine only."""
 
-    __slots__ = ("__weakref__", "failure", "held", "name", "queue")
+    __slots__ = ("__weakref__", "failure", "held", "name", "queue", "schedule")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, schedule: object) -> None:
         self.name = name
+        self.schedule = schedule  # whose lock guards it
         self.held = 0  # by so many readers, or -1: by a writer
         self.queue: deque[tuple[Task | Waiter, bool]] | None = None  # who waits, and whether to write
         self.failure: Failure | None = None  # of the last write

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 
+from ..errors import ConfigError
 from .schedule import Schedule
 from .slices import ask_for_short_slices
 from .tasks import DeferredTask, Failure, Lane, Task, silent_bell
@@ -121,6 +122,8 @@ class Workers:
     def _done(self, task: DeferredTask, error: BaseException | None = None) -> None:
         if error is None:
             self._end(task, None)
+        elif not isinstance(error, BaseException):
+            raise ConfigError("done", where=task.label(), expected="nothing, or an exception", got=repr(error))
         elif not task.finished:
             error.add_note(task.pushed_by())
             self._end(task, Failure(error))

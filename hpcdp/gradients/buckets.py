@@ -92,7 +92,10 @@ def plan(
     names = [name for name, _, _ in params]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     if twice is not None:
-        raise ConfigError("bucket plan", where="params", expected="different names", got=f"{twice!r} twice")
+        raise ConfigError(
+            "bucket plan", where="params", expected="different names", got=f"{twice!r} twice",
+            remedy="make two networks children of one Module, which puts their names before those of their parameters",
+        )  # fmt: skip
     counts: list[int] = []
     dtypes: list[np.dtype] = []
     slots: dict[str, Slot] = {}

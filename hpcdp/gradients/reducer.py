@@ -100,6 +100,8 @@ class Reducer:
             param.grad_hook = self._written
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
+        self.holds_sums = False
+        """Whether every rank's row of every bucket is the sum over all ranks."""
         self._overwriting: dict[str, str] | None = None
         self._held = False
         self._cycle = 0
@@ -133,7 +135,7 @@ class Reducer:
 
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]
-        if bucket.state is State.LAUNCHED or (self.overlap and bucket.state is State.REDUCED):
+        if bucket.state in (State.LAUNCHED, State.REDUCED):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one backward before each step()", got="another one",
                 remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
@@ -179,6 +181,7 @@ class Reducer:
             bucket.missing = bucket.awaited = set(bucket.names)
             bucket.state = State.FILLING
         self.num_missing = len(self.params)
+        self.holds_sums = False
         self._cycle += 1
 
     def accumulate(self) -> None:
@@ -414,3 +417,4 @@ class Reducer:
                     if other != self.memory.rank:
                         bucket.rows[other, slice(*bucket.shard)] = shard
         self.gate.barrier()
+        self.holds_sums = True

@@ -211,6 +211,22 @@ def check_stale_segments() -> Finding:
     )
 
 
+def check_stale_sessions() -> Finding:
+    """Folders of Open MPI's mpirun that were killed: one of the same process number fails where such a folder lies."""
+    stale = []
+    for path in sorted(Path(tempfile.gettempdir()).glob("ompi.*")):
+        pid = path.suffix[1:]
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            if pid.isdecimal() and path.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                stale.append(path)
+    if not stale:
+        return ok("no mpirun has left its folder")
+    return warning(
+        f"{len(stale)} folders of mpirun processes that were killed",
+        f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}",
+    )
+
+
 def check_cores() -> Finding:
     usable, present, quota = machine.usable_cores(), os.cpu_count() or 1, machine.core_quota()
     saw = f"{len(usable)} of {present} ({machine.ranges(usable)})"
@@ -277,6 +293,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "shared memory": check_shared_memory,
     "temporary files": check_temporary_folder,
     "stale segments": check_stale_segments,
+    "stale sessions": check_stale_sessions,
     "cores": check_cores,
     "threads": check_threads,
     "limits": check_limits,

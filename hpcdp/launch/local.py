@@ -196,13 +196,19 @@ def _explained(ends: Sequence[End], code: int, family: str) -> int:
 def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | None:
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself.
 
-    A second ending signal, or the end of the grace time, kills what has not ended by then.
+    A second ending signal, or the end of the grace time after the first one or after a rank has failed, kills what has
+    not ended by then.
     """
     ended_by: int | None = None
     deadline = float("inf")
     while mpirun.poll() is None:
         received = watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+        if watch.failed is not None:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
+            deadline = min(deadline, watch.failed.at_s + _GRACE_S)
         if time.monotonic() >= deadline:
+            if ended_by is None:
+                print(f"hpcdp launch: {watch.failed}; mpirun has not ended the others in {_GRACE_S:g} s: killed",
+                      file=sys.stderr, flush=True)  # fmt: skip
             mpirun.kill()
             mpirun.wait()
         elif received is not None and received.number in _FORWARDED:

@@ -12,19 +12,25 @@ from pathlib import Path
 from . import machine
 
 _FOLDER = Path("/dev/shm")
-_FOLDER_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+_FOLDER_VARIABLES = (
+    "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_osc_sm_backing_directory",
+    # An mpirun does not start where one of the same process number, which was killed, has left its files.
+    "PRTE_MCA_prte_tmpdir_base",
+)
 _OF_MPICH = "mpich_shm_*"
 
 
 @contextlib.contextmanager
 def own_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """``environ`` with a folder of the job's own for the segments of Open MPI 5, removed with all that is in it."""
+    """``environ`` with a folder of the job's own for the files of Open MPI 5, removed with all that is in it."""
     folder = None
-    if not any(name in environ for name in _FOLDER_VARIABLES):
+    unset = [name for name in _FOLDER_VARIABLES if name not in environ]
+    if unset:
         with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
             folder = tempfile.mkdtemp(prefix="hpcdp-", dir=_FOLDER)
     try:
-        yield {**environ, **(dict.fromkeys(_FOLDER_VARIABLES, folder) if folder else {})}
+        yield {**environ, **(dict.fromkeys(unset, folder) if folder else {})}
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)

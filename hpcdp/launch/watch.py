@@ -82,6 +82,8 @@ class Watch:
         self._pause_s, self._next_look = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
         self._ends: dict[int, End] = {}  # by pidfd, the first end first
+        self.failed: End | None = None
+        """The first end that was seen, while mpirun ran, to be none with status 0."""
         self._signals = _signal_descriptor(signals)
         self._poll = select.epoll()
         self._poll.register(self._signals, select.EPOLLIN)
@@ -117,7 +119,11 @@ class Watch:
             if descriptor != self._signals:
                 self._poll.unregister(descriptor)
                 rank, pid = self._ranks[descriptor]
-                self._ends[descriptor] = End(rank, pid, _status_of_zombie(pid), time.monotonic())
+                status = _status_of_zombie(pid)
+                end = End(rank, pid, _status_of_reaped(descriptor) if status is None else status, time.monotonic())
+                self._ends[descriptor] = end
+                if end.status and self.failed is None:
+                    self.failed = end
 
     def _look(self) -> None:
         known = {pid for _, pid in self._ranks.values()}

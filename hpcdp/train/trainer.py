@@ -18,7 +18,7 @@ from ..comm import World, init
 from ..comm.agreement import require_same
 from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
-from ..gradients.bucket import Parameter, State
+from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
 from ..optim import Optimizer
 from . import trainer_states
@@ -68,7 +68,8 @@ class Trainer:
         clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
         overlap: reduce a bucket as soon as backward has written it, and update its parameters while the next forward
             runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
-            is one backward for each. None: where there are several nodes. The numbers are the same to the bit.
+            is one backward for each, with ``grad_req="write"``. None: where there are several nodes. The numbers are
+            the same to the bit.
         policy: what to do about unused parameters and gradients that are not finite.
 
     Raises:
@@ -90,6 +91,7 @@ class Trainer:
         policy: Policy | None = None,
     ) -> None:
         trained = [param for param in params if param.grad_req != "null"]
+        adding = [param.name for param in trained if param.grad_req == "add"]
         if not trained:
             raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
         if owner not in OWNERS:
@@ -98,6 +100,11 @@ class Trainer:
             raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=repr(clip_norm))
         if not (overlap is None or isinstance(overlap, bool)):
             raise ConfigError("Trainer", where="overlap", expected="True, False or None", got=repr(overlap))
+        if overlap and adding:
+            raise ConfigError(
+                "Trainer", where=adding[0], expected="grad_req='write' with overlap", got="grad_req='add'",
+                remedy="add up within no_sync(), or pass overlap=False",
+            )  # fmt: skip
         self.world = init() if world is None else world
         self.optimizer = optimizer
         self.stats = CommunicationStats()
@@ -114,13 +121,14 @@ class Trainer:
         self._held_count = 0
         described = [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in trained]
         items = [f"{name} {shape} {dtype}" for name, shape, dtype in described]
+        items += [f"{name} grad_req='add'" for name in adding]
         items += [f"optimizer {optimizer.config()}", f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}"]
         require_same(self.world.comm, "Trainer", items)
         for param in trained:
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
-        self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world, overlap)
+        self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world, False if adding else overlap)
         by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
 
@@ -147,12 +155,15 @@ class Trainer:
             back so far on this rank.
 
         Raises:
-            StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank.
+            StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank. Or
+                `allreduce_grads` has summed them already, and `update` is to follow.
         """
         count = _checked_count("step", count)
         if not self._syncing:
             self._held_count += count
             return self._held_count
+        if count:
+            self._refuse_sums("step")
         began = time.perf_counter()
         total = self._close_step(count)
         try:
@@ -201,11 +212,22 @@ class Trainer:
         """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` is to follow.
 
         Every rank must call, after backward. For gradients that are changed by hand before the update.
+
+        Raises:
+            StaleGradientError: as `step`.
         """
+        self._refuse_sums("allreduce_grads")
         began = time.perf_counter()
         self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
         self.reducer.reduce_everywhere()
         self._account(began)
+
+    def _refuse_sums(self, operation: str) -> None:
+        if self.reducer.holds_sums:
+            raise StaleGradientError(
+                operation, expected="gradients of this rank", got="those that allreduce_grads() has summed",
+                remedy="call update(count), or step(0) to drop them",
+            )  # fmt: skip
 
     def update(self, count: int) -> int:
         """Update from gradients that `allreduce_grads` has summed; every rank must call. Changes parameters in place.
@@ -216,7 +238,7 @@ class Trainer:
         Returns:
             The global count; 0 when no rank had samples, and then nothing is updated.
         """
-        if any(bucket.state is not State.REDUCED for bucket in self.reducer.buckets):
+        if not self.reducer.holds_sums:
             raise StaleGradientError(
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )

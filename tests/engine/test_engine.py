@@ -734,6 +734,32 @@ def test_a_priority_that_is_no_integer_is_refused_and_the_engine_goes_on(engine,
     assert found == [1]
 
 
+def test_what_is_no_variable_of_the_engine_is_refused_and_the_engine_goes_on(engine):
+    with Engine() as other:
+        for var, got in ((other.variable("x"), r"another engine, Variable\('x'\)"), ("x", "got 'x'")):
+            with pytest.raises(ConfigError, match=f"push: expected a variable that .*{got}"):
+                engine.push(lambda: None, reads=[engine.variable()], writes=[var])
+            with pytest.raises(ConfigError, match=f"push: expected a variable that .*{got}"):
+                engine.push_deferred(lambda done: done(), reads=[var])
+            with pytest.raises(ConfigError, match=f"wait_to_read: expected a variable that .*{got}"):
+                engine.wait_to_read(var)
+    engine.waitall()
+
+
+def test_a_deferred_task_ends_with_an_exception_or_nothing():
+    engine, dones = Engine(synchronous=False), []
+    var = engine.variable()
+    engine.push_deferred(dones.append, writes=[var], name="exchange")
+    while not dones:
+        time.sleep(0.001)
+    with pytest.raises(ConfigError, match=r"done \[exchange\]: expected nothing, or an exception, got 'failed'"):
+        dones[0]("failed")
+    dones[0](OSError("failed"))
+    with pytest.raises(OSError, match="failed"):
+        engine.wait_to_read(var)
+    engine.shutdown()
+
+
 def test_two_tasks_that_shut_down_do_not_wait_for_each_other():
     engine, met = Engine(lanes=("a", "b"), synchronous=False), threading.Barrier(2)
 

@@ -111,6 +111,15 @@ def test_a_segment_that_nobody_uses() -> None:
         assert left in finding.remedy.split() and used not in finding.remedy
 
 
+def test_a_folder_of_an_mpirun_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"ompi.{os.getpid()}").mkdir()
+    assert doctor.check_stale_sessions().verdict is Verdict.OK
+    (tmp_path / "ompi.4194305").mkdir()  # no process has so large a number
+    finding = doctor.check_stale_sessions()
+    assert finding.verdict is Verdict.WARNING and finding.remedy == f"rm -r {tmp_path}/ompi.4194305"
+
+
 @pytest.mark.parametrize(
     ("usable", "present", "quota", "verdict"),
     [

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -206,6 +207,24 @@ def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
     if how == "ctrl-c":
         os.close(terminal)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
+
+
+STUCK = """
+import os, subprocess, sys
+from hpcdp.launch import local
+local._GRACE_S = 1.0
+ranks = "for n in 0 1; do PMI_RANK=$n sh -c 'sleep 0.5; [ $PMI_RANK = 0 ] && sleep 60; exit 3' & done; wait"
+sys.exit(local._supervise(["sh", "-c", ranks], os.environ, 2, "mpich"))
+"""
+
+
+def test_an_mpirun_that_does_not_end_after_a_rank_has_failed_is_killed() -> None:
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 137
+    said = r"rank 1 \(pid \d+\) ended with status 3 before the others; mpirun has not ended the others in 1 s: killed\n"
+    assert re.fullmatch(f"hpcdp launch: {said}", done.stderr), done.stderr
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.mpi

@@ -135,7 +135,8 @@ def test_three_ranks_with_an_uneven_split_learn_as_two(finished, tmp_path):
 
 def test_an_earlier_run_is_not_overwritten_unless_asked(finished, tmp_path):
     arguments = ("mlp", "--ranks", "2", "--epochs", "1", "--run-dir", "a")
-    assert train(tmp_path, *arguments).returncode == 0
+    done = train(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
     before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
     refused = train(tmp_path, *arguments)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)

@@ -180,17 +180,26 @@ def test_an_update_without_the_sum_is_refused():
         threads.run(2, rank)
 
 
-def test_an_update_after_a_backward_that_was_not_summed_is_refused():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sums_are_neither_written_over_nor_summed_again_before_the_update(overlap):
     def rank(world):
         params = model(0)
-        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world, overlap=overlap)
         backward(params, world.rank, [0])
         trainer.allreduce_grads()
+        with pytest.raises(StaleGradientError, match=r"expected one backward before each step.*got another one"):
+            backward(params, world.rank, [1])
+        for again in (trainer.allreduce_grads, lambda: trainer.step(1)):
+            with pytest.raises(StaleGradientError, match=r"call update\(count\), or step\(0\) to drop them"):
+                again()
+        trainer.step(0)
+        assert trainer.step_count == 0
         backward(params, world.rank, [1])
-        trainer.update(1)
+        trainer.allreduce_grads()
+        assert trainer.update(1) == world.size
+        assert trainer.step_count == 1
 
-    with pytest.raises(StaleGradientError, match="got gradients of this rank alone"):
-        threads.run(2, rank)
+    threads.run(2, rank, ranks_per_node=1 if overlap else None)
 
 
 def test_ranks_that_step_and_update_at_once_are_told_so():
@@ -202,7 +211,7 @@ def test_ranks_that_step_and_update_at_once_are_told_so():
         backward(params, world.rank, [0])
         trainer.allreduce_grads()
         try:
-            trainer.update(1) if world.rank else trainer.step(1)
+            trainer.update(1) if world.rank else trainer.step(0)
         except MismatchError:
             told.append(world.rank)
 
@@ -471,3 +480,30 @@ def test_options_of_the_wrong_kind_are_refused_by_name(options, message):
     (world,) = threads.run(1, lambda world: world)
     with pytest.raises(ConfigError, match=message):
         Trainer(model(0), optim.SGD(lr=0.1), world, **options)
+
+
+def test_gradients_that_add_up_by_themselves_are_not_reduced_beside_backward():
+    def rank(world):
+        params = model(0)
+        params[1].grad_req = "add"
+        with pytest.raises(ConfigError, match=r"\[conv.bias\]: expected grad_req='write' with overlap.*no_sync\(\)"):
+            Trainer(params, optim.SGD(lr=0.1), world, overlap=True)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        assert not trainer.reducer.overlap
+        for samples in ([0], [1]):
+            backward(params, world.rank, samples)
+        found = params[1].grad.copy()
+        np.testing.assert_allclose(found, sum(sample_gradients(world.rank, each)[1] for each in (0, 1)), rtol=1e-6)
+        assert trainer.step(2) == 2 * world.size
+
+    threads.run(3, rank, ranks_per_node=1)
+
+
+def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
+    def rank(world):
+        params = model(0)
+        params[1].grad_req = "add" if world.rank else "write"
+        with pytest.raises(MismatchError, match="grad_req='add' on rank 1"):
+            Trainer(params, optim.SGD(lr=0.1), world)
+
+    threads.run(2, rank)
