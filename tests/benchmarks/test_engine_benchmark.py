@@ -1,0 +1,22 @@
+"""What a push costs: that the benchmark runs, checks itself, and says whether the target is met."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcdp.benchmarks import engine
+
+
+def test_the_table_and_the_file_have_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "engine.json"
+    assert engine.main(["--turns", "2", "--count", "20", "--json", str(report)]) == 0
+    said = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert "target: a push below 10 us:" in said
+    rows = json.loads(report.read_text())["rows"]
+    assert len(rows) >= 3 and engine.POOL in [row["name"] for row in rows]
+    for row in rows:
+        assert row["name"] in said
+        assert 0 < row["call_us"] <= row["p99_us"] and row["all_run_us"] > 0 and row["round_trip_us"] > 0
+    assert [row["call_pool_ratio"] for row in rows if row["name"] == engine.POOL] == [1.0]
