@@ -6,6 +6,7 @@ Both take the optimizer to the flat buckets, element by element, so they give th
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Protocol
 
@@ -61,9 +62,15 @@ class _Flat:
 
     holds_all = False
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
+    def __init__(
+        self, reducer: Reducer, optimizer: Optimizer, rules: Mapping[str, Optimizer | None] | None = None
+    ) -> None:
+        """Takes the parameters over. ``rules``: by name those with settings of their own, or None: not to be updated;
+        all must keep the same state."""
         self.reducer = reducer
         self.optimizer = optimizer
+        self._rules = {} if rules is None else rules
+        self._left_out: Set[str] = frozenset()
         self.flats: list[Array] = []
         self._states: list[dict[str, Array]] = []
         for bucket in reducer.buckets:
@@ -76,6 +83,7 @@ class _Flat:
         for bucket, flat in zip(reducer.buckets, self.flats, strict=True):
             first, last = self.span(bucket)
             self._states.append(optimizer.init_state(flat[first:last]))
+        self._pieces = [self._divide(bucket) for bucket in reducer.buckets]
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
         return 0, bucket.mine.shape[0]
@@ -100,17 +108,44 @@ class _Flat:
     def nbytes_parameters(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
-    def _update_own(self, bucket: Bucket, optimizer: Optimizer, step: int, scale: float) -> None:
+    def _divide(self, bucket: Bucket) -> list[tuple[int, int, Optimizer]]:
+        """The columns of this rank's span that are updated by one rule: first, one after the last, and the rule."""
         first, last = self.span(bucket)
-        if last > first:
-            flat, state = self.flats[bucket.number][first:last], self._states[bucket.number]
-            optimizer.update(flat, bucket.mine[first:last], state, step=step, scale=scale)
+        ends = [*(slot.offset for slot in bucket.slots), bucket.mine.shape[0]]
+        pieces: list[tuple[int, int, Optimizer]] = []
+        for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
+            rule = None if slot.name in self._left_out else self._rules.get(slot.name, self.optimizer)
+            begin = max(first, slot.offset)
+            end = min(last, min((each for each in ends if each > slot.offset), default=slot.offset))
+            if rule is None or end <= begin:
+                continue
+            if pieces and pieces[-1][1] == begin and pieces[-1][2] is rule:
+                begin = pieces.pop()[0]
+            pieces.append((begin, end, rule))
+        return pieces
+
+    def leave_out(self, names: Set[str]) -> None:
+        """From now on update no parameter of these, until called again; alike on all ranks."""
+        if names != self._left_out:
+            self._left_out = names
+            self._pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
+
+    def _state_of(self, bucket: Bucket, first: int, last: int) -> dict[str, Array]:
+        offset = self.span(bucket)[0]
+        return {name: array[first - offset : last - offset] for name, array in self._states[bucket.number].items()}
+
+    def _update_own(
+        self, bucket: Bucket, pieces: Sequence[tuple[int, int, Optimizer]], step: int, scale: float
+    ) -> None:
+        for first, last, rule in pieces:
+            flat = self.flats[bucket.number][first:last]
+            rule.update(flat, bucket.mine[first:last], self._state_of(bucket, first, last), step=step, scale=scale)
 
     def _update_later(self, step: int, scale: float) -> None:
-        """Update every bucket as soon as it is reduced, with the optimizer's settings of this moment."""
-        optimizer = copy.copy(self.optimizer)
+        """Update every bucket as soon as it is reduced, with the rules' settings of this moment."""
         for bucket in reversed(self.reducer.buckets):
-            self.reducer.update_later(bucket, partial(self._update_own, bucket, optimizer, step, scale))
+            pieces = [(first, last, copy.copy(rule)) for first, last, rule in self._pieces[bucket.number]]
+            self.reducer.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
 class EveryRank(_Flat):
@@ -130,7 +165,7 @@ class EveryRank(_Flat):
 
     def update(self, step: int, scale: float) -> None:
         for bucket in self.reducer.buckets:
-            self._update_own(bucket, self.optimizer, step, scale)
+            self._update_own(bucket, self._pieces[bucket.number], step, scale)
 
 
 class ShardOwner(_Flat):
@@ -174,22 +209,20 @@ class ShardOwner(_Flat):
 
     def _sum_and_update(self, step: int, scale: float) -> None:
         reducer, fused = self.reducer, kernels.load("reduce_update")
-        sum_and_update = None
-        if self.optimizer.update_is_its_kernel:
-            rule, coefficients = self.optimizer.kernel(step, scale)
-            sum_and_update = fused.RULES.get(rule)
         for bucket in reducer.buckets:
-            if sum_and_update is not None and bucket.mine.dtype in fused.DTYPES:
-                first, last = bucket.shard
-                flat, state = self.flats[bucket.number][first:last], self._states[bucket.number]
-                arrays = (state[name] for name in self.optimizer.state_names())
-                sum_and_update(bucket.rows, first, last, flat, *arrays, coefficients)
+            pieces = self._pieces[bucket.number]
+            kernels_of = [rule.kernel(step, scale) if rule.update_is_its_kernel else ("", ()) for *_, rule in pieces]
+            if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
+                for (first, last, rule), (name, coefficients) in zip(pieces, kernels_of, strict=True):
+                    state, flat = self._state_of(bucket, first, last), self.flats[bucket.number][first:last]
+                    arrays = (state[each] for each in rule.state_names())
+                    fused.RULES[name](bucket.rows, first, last, flat, *arrays, coefficients)
             else:
                 reducer.sum_shard(bucket)
-                self._update_own(bucket, self.optimizer, step, scale)
+                self._update_own(bucket, pieces, step, scale)
         reducer.gate.barrier()
 
     def update(self, step: int, scale: float) -> None:
         for bucket in self.reducer.buckets:
-            self._update_own(bucket, self.optimizer, step, scale)
+            self._update_own(bucket, self._pieces[bucket.number], step, scale)
         self.reducer.gate.barrier()

@@ -39,6 +39,7 @@ SHORT_NBYTES = 64 << 10
 """Up to so many bytes the number of messages after one another counts, not their length."""
 
 _TALLY = (1 << OPERATION_BITS) - 1
+_MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
@@ -160,6 +161,10 @@ class Reducer:
             return []
         return [slot.name for slot in self.layout.slots if slot.name in self.buckets[slot.bucket].missing]
 
+    def is_missing(self, name: str) -> bool:
+        """Whether backward has still to write the gradient of parameter ``name`` in this step."""
+        return name in self._bucket_of[name].missing
+
     def fill_missing_with_zeros(self) -> None:
         """Make gradients that backward has not written zero, so that they add nothing."""
         if not self.num_missing:
@@ -228,6 +233,12 @@ class Reducer:
                 self._lane.launch(lambda turn: self._tally(sums), [asked], _TALLY, asked.name)
                 self._lane.wait(asked)
             return sums.tolist()
+
+    def tally_alike(self, settings: tuple[float, ...], *numbers: float) -> tuple[list[float], bool]:
+        """As `tally`; and whether all ranks have passed the same ``settings``, which are numbers as well."""
+        mark = float(hash(settings) & _MARKS)
+        *sums, marks, squares = self.tally(*numbers, mark, mark * mark)
+        return sums, marks * marks == squares * self.world.size  # exactly where all are the same, and only there
 
     def _tally(self, sums: np.ndarray) -> Steps:
         assert self._everyone is not None

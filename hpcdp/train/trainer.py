@@ -24,8 +24,6 @@ from ..optim import Optimizer
 from . import trainer_states
 from .policy import Policy
 
-_MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
-
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
 
@@ -277,9 +275,8 @@ class Trainer:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        mark = float(hash(settings) & _MARKS)
-        total, num_stale, marks, squares = self.reducer.tally(count, bool(stale), mark, mark * mark)
-        if marks * marks != squares * self.world.size:  # so it is where all are the same, exactly
+        (total, num_stale), alike = self.reducer.tally_alike(settings, count, bool(stale))
+        if not alike:
             self._refuse(settings)
         if num_stale:
             by_rank = self.world.comm.allgather_json(stale[:3])
