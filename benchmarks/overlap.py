@@ -18,12 +18,6 @@ takes what is measured alone for granted: processor time that messages and sums 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from threadpoolctl import threadpool_limits
@@ -33,15 +27,14 @@ from ..errors import ConfigError
 from ..launch.local import launched_ranks
 from ..train.config import check_name
 from . import program
-from .cluster import Cluster, ClusterError, obstacle
 from .fabric import link_rates
-from .files import as_json, check_writable, write, write_json
+from .files import check_writable, write_json
 from .machine import describe
 from .options import Parser, at_least
+from .places import add_options, measure_places, where
 from .steps import MODELS, measure
 
 _JOB_TIMEOUT_S = 400
-_MOST_HOSTS = 99
 
 
 def table(place: dict[str, Any]) -> str:
@@ -67,14 +60,6 @@ def table(place: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def where(place: dict[str, Any]) -> str:
-    """A place in words."""
-    if place.get("hosts", 1) > 1:
-        return f"{place['hosts']} hosts x {place['ranks_per_node']} ranks, links of {place['rate']}"
-    machine = place["machine"]
-    return f"{machine['ranks']} ranks on {machine['nodes']} node" + ("s" if machine["nodes"] > 1 else "")
-
-
 def job(args: argparse.Namespace) -> int:
     """What the ranks of one job do."""
     world = comm.init()
@@ -91,54 +76,13 @@ def job(args: argparse.Namespace) -> int:
     return 0 if all(each["same_bits"] for each in place["rows"]) else 1
 
 
-def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The report of a job on so many hosts, or on this machine.
-
-    Raises:
-        ClusterError: the hosts cannot be made, or the job failed.
-    """
-    command = [sys.executable, "-m", "hpcdp.benchmarks.overlap", "--models", args.models, "--turns", str(args.turns)]
-    command += ["--steps", str(args.steps)]
-    command += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
-    if hosts == 1:
-        with tempfile.TemporaryDirectory(prefix="overlap-") as folder:
-            report = Path(folder, "report.json")
-            launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(args.ranks_per_node), "--"]
-            try:
-                done = subprocess.run(
-                    [*launch, *command, "--json", str(report)],
-                    capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired as error:
-                raise ClusterError("job on this machine", got=f"no end after {_JOB_TIMEOUT_S} s") from error
-            place = _read(report, done)
-    else:
-        with Cluster(hosts, args.rate) as cluster:
-            report = cluster.folder / "report.json"
-            done = cluster.mpirun(args.ranks_per_node, [*command, "--json", str(report)], _JOB_TIMEOUT_S)
-            place = _read(report, done)
-    return {"hosts": hosts, "ranks_per_node": args.ranks_per_node, "rate": args.rate if hosts > 1 else None, **place}
-
-
-def _read(report: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    if not report.exists():
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line for line in said if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
-        raise ClusterError("overlap", where="job", got=(errors or said[-1:] or [f"status {done.returncode}"])[0])
-    place: dict[str, Any] = json.loads(report.read_text())
-    return place
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m hpcdp.benchmarks.overlap", description=__doc__)
-    parser.add_argument("--hosts", default="1,2,4", metavar="N,N", help="jobs on each number of hosts; 1: this machine")
-    parser.add_argument("--ranks-per-node", type=at_least(1), default=2, metavar="N", help="of every host (2)")
-    parser.add_argument("--rate", default="1gbit", help="of every host's link, as tc(8) writes it")
+    add_options(parser, "1,2,4")
     parser.add_argument("--models", default="wide,deep", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--turns", type=at_least(1), default=5, help="of each candidate (5)")
     parser.add_argument("--steps", type=at_least(1), default=4, help="that are timed in a turn (4)")
     parser.add_argument("--bucket-cap-mb", type=float, metavar="MB", help="as a Trainer takes it")
-    parser.add_argument("--json", metavar="FILE")
     return parser
 
 
@@ -150,21 +94,11 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError("overlap", where="--bucket-cap-mb", expected="a positive size", got=args.bucket_cap_mb)
     if launched_ranks() is not None:
         return job(args)
-    hosts = [int(each) if each.isdecimal() else 0 for each in args.hosts.split(",")]
-    if min(hosts) < 1 or max(hosts) > _MOST_HOSTS:
-        expected = f"numbers from 1 to {_MOST_HOSTS}, e.g. 1,2,4"
-        raise ConfigError("overlap", where="--hosts", expected=expected, got=repr(args.hosts))
-    check_writable("overlap", [args.json])
-    reason = obstacle() if max(hosts) > 1 else None
-    if reason is not None:
-        print(f"no hosts can be made here: {reason}", file=sys.stderr)
+    arguments = ["--models", args.models, "--turns", str(args.turns), "--steps", str(args.steps)]
+    arguments += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
+    places = measure_places("overlap", arguments, args, _JOB_TIMEOUT_S, table)
+    if places is None:
         return 2
-    places = []
-    for number in hosts:
-        places.append(run_on(number, args))
-        print(table(places[-1]), flush=True)
-    if args.json:
-        write(args.json, as_json({"benchmark": "overlap", "machine": describe(), "places": places}))
     return 0 if all(each["same_bits"] for place in places for each in place["rows"]) else 1
 
 

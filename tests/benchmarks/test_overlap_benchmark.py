@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcdp import nn
-from hpcdp.benchmarks import overlap, report, steps
+from hpcdp.benchmarks import overlap, places, report, steps
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
@@ -145,7 +145,7 @@ def test_a_job_of_two_ranks(tmp_path: Path) -> None:
 def test_misuse_is_refused_before_a_cluster_is_made(
     given: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap, "obstacle", lambda: pytest.fail("looked for hosts"))
+    monkeypatch.setattr(places, "obstacle", lambda: pytest.fail("looked for hosts"))
     with pytest.raises(ConfigError, match=says) as raised:
         overlap.main(given)
     assert "\n" not in str(raised.value)
