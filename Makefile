@@ -6,6 +6,7 @@ MPI ?= openmpi
 RANKS ?= 2
 MODEL ?= lenet
 DATA ?= digits
+TORCH ?= torch==2.13.0
 ARGS ?=
 
 VENV_openmpi := .venv
@@ -23,7 +24,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-cluster check bench clean
+.PHONY: help install train test test-torch test-cluster check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -32,6 +33,7 @@ help:  ## list the targets
 	@echo '  MPI=openmpi|mpich|system  the MPI library (now $(MPI), in $(VENV))'
 	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
 	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
+	@echo '  TORCH=...                 what pip is to install for the tests (now $(TORCH))'
 	@echo '  ARGS="..."                further arguments of hpcdp train, or of pytest'
 
 install: $(VENV)/installed  ## make the environment and install hpcdp in it
@@ -39,8 +41,11 @@ install: $(VENV)/installed  ## make the environment and install hpcdp in it
 train: $(VENV)/installed  ## train LeNet on handwritten digits
 	@$(BIN)/hpcdp train $(MODEL) --data $(DATA) --ranks $(RANKS) $(ARGS)
 
-test: $(VENV)/installed-dev  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
+test: $(VENV)/installed-torch  ## run the tests, then those of 1, 2, 3 and 4 MPI ranks
 	@$(BIN)/python tests/run.py $(ARGS)
+
+test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch alone
+	@$(BIN)/python tests/run.py tests/torch $(ARGS)
 
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
@@ -72,4 +77,9 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the test tools into $(VENV)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev)'
+	@touch $@
+
+$(VENV)/installed-torch: $(VENV)/installed-dev
+	@echo "installing PyTorch into $(VENV), for the tests"
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	@touch $@

@@ -31,6 +31,7 @@ def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> 
     """
     if size > 1:
         return
+    _refuse_torchrun(library, environ)
     own = _OWN_VARIABLE.get(library)
     others = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name != own]
     order = [name for name in ([own] if own else []) + others + ["SLURM_STEP_NUM_TASKS"] if name in environ]
@@ -58,6 +59,17 @@ def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> 
         got=f"{started} separate worlds of one under {library}",
         remedy=remedy,
     )
+
+
+def _refuse_torchrun(library: str, environ: Mapping[str, str]) -> None:
+    started = environ.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" in environ and started.isdecimal() and int(started) > 1:
+        raise LaunchError(
+            "init",
+            expected=f"one world of {started} ranks, as torchrun started (WORLD_SIZE)",
+            got=f"{started} separate worlds of one under {library}",
+            remedy=f"torchrun does not start MPI: `hpcdp launch -n {started} -- python SCRIPT`, or mpirun, or srun",
+        )
 
 
 def warn_of_foreign_launcher(library: str, environ: Mapping[str, str]) -> None:

@@ -16,6 +16,7 @@ HYDRA_2 = {"PMI_SIZE": "2"}
         ("Open MPI", {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmix"),
         ("MPICH", {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2"),
         ("Intel MPI", {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=list"),
+        ("Open MPI", {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"}, "hpcdp launch -n 4 -- python SCRIPT"),
     ],
 )
 def test_separate_worlds_of_one_are_refused_with_the_remedy(library, environ, remedy):
@@ -36,6 +37,9 @@ def test_separate_worlds_of_one_are_refused_with_the_remedy(library, environ, re
         ("MPICH", 1, {"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "2"}),  # hydra started by a rank of Open MPI
         ("Open MPI", 1, {"SLURM_NTASKS": "8"}),  # a batch script before any srun
         ("Open MPI", 1, {"OMPI_COMM_WORLD_SIZE": "many"}),
+        ("Open MPI", 1, {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}),
+        ("Open MPI", 1, {"WORLD_SIZE": "4"}),  # of some other program
+        ("Open MPI", 2, MPIRUN_2 | {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4"}),
     ],
 )
 def test_good_jobs_are_not_refused(library, size, environ):

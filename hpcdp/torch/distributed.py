@@ -1,0 +1,170 @@
+"""A module whose gradients are averaged over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..comm import World, init
+from ..comm.agreement import require_same
+from ..errors import ConfigError, UnsupportedError
+from ..gradients import Reducer
+from ..gradients.buckets import plan
+from .backward import Backward
+from .module_buffers import ModuleBuffers
+from .parameters import TorchParameter
+from .sync_batch_norm import SyncBatchNorm
+
+OWNERS = ("rank", "shard")
+"""The valid values of ``owner``."""
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps a module so that a backward leaves the average over all ranks in every ``param.grad``.
+
+    As ``torch.nn.parallel.DistributedDataParallel``: every rank must make it with the same module, starts with rank 0's
+    parameters and buffers, and must run as many backwards. A gradient is copied once, into memory that the node's ranks
+    share, and ``param.grad`` is a view of that afterwards. Across nodes a bucket's reduction begins as soon as backward
+    has filled it.
+
+    Args:
+        module: on CPU. Frozen parameters (``requires_grad=False``) are left alone; so are those frozen later no more.
+        world: the ranks; default `hpcdp.init()`.
+        owner: ``"rank"``: every rank gets all averages, and updates everything, with any optimizer. ``"shard"``: a
+            `ShardedOptimizer` is to follow, which sums and updates in one.
+        broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
+        find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
+            rank has used keeps its gradient, or None.
+        bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
+            1 to 25.
+        overlap: reduce buckets while backward runs. None: where there are several nodes.
+
+    Raises:
+        MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
+        ConfigError: no trainable parameters, an unknown owner.
+        UnsupportedError: a parameter that is not dense, in CPU memory, of a floating dtype.
+
+    Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        world: World | None = None,
+        *,
+        owner: str = "rank",
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        overlap: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if owner not in OWNERS:
+            expected = " or ".join(OWNERS)
+            raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
+        trained = [TorchParameter(*each) for each in module.named_parameters() if each[1].requires_grad]
+        if not trained:
+            raise ConfigError(
+                "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
+                got="none",
+            )  # fmt: skip
+        self.module = module
+        self.world = init() if world is None else world
+        self.owner = owner
+        self._broadcasts = broadcast_buffers
+        self._buffers_of_all = ModuleBuffers(module, self.world)
+        settings = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
+        states = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in module.state_dict().items()
+                  if isinstance(each, torch.Tensor)]  # fmt: skip
+        require_same(self.world.comm, "DistributedDataParallel", [*states, settings])
+        self._broadcast_values(0)
+        layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
+        self.backward_pass = Backward(
+            trained, Reducer(trained, layout, self.world, overlap), self.world, find_unused_parameters
+        )
+        self.backward_pass.turns.events["forward"] = self._share_buffers
+
+    def _broadcast_values(self, root: int) -> None:
+        for param in self.module.parameters():
+            values = param.detach().clone(memory_format=torch.contiguous_format)
+            if values.numel():
+                self.world.comm.native_broadcast(values.reshape(-1).view(torch.uint8).numpy(), root)
+            with torch.no_grad():
+                param.copy_(values)
+        self._buffers_of_all.broadcast(root)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        backward = self.backward_pass
+        will_sync = backward.syncing and torch.is_grad_enabled()
+        if will_sync:
+            shares = self.training and self._broadcasts
+            backward.turns.announce("forward", shares)
+            self._share_buffers(shares)
+        output = self.module(*args, **kwargs)
+        if will_sync:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(backward.watch_end)
+        return output
+
+    def _share_buffers(self, shares: bool) -> None:
+        if shares:
+            self._buffers_of_all.broadcast(self.backward_pass.turns.active[0])
+
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Within it ranks may have different numbers of batches, or none; every rank must enter.
+
+        Who leaves it waits until all have, taking part with gradients of zero. At the end all have the parameters and
+        buffers of the ranks that went on longest. A `ShardedOptimizer` updates everywhere all the time; the state of an
+        optimizer of torch's own stays as it was when a rank left: `broadcast_optimizer_state` from `last_rank` gives it
+        to all. No `SyncBatchNorm` may be in the model.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by the number of all ranks, so that the samples of
+                the last batches weigh as much as the others; else by the number of those that still have data.
+
+        Raises:
+            MismatchError: the ranks with data do not do the same; on every rank.
+            UnsupportedError: there is a `SyncBatchNorm` in the model.
+        """
+        if any(isinstance(each, SyncBatchNorm) for each in self.module.modules()):
+            raise UnsupportedError(
+                "join", expected="a model without SyncBatchNorm", got="one with it",
+                remedy="give every rank as many batches (drop_last=True)",
+            )  # fmt: skip
+        turns = self.backward_pass.turns
+        with turns.joined(divide_by_initial_world_size):
+            yield
+        self._broadcast_values(turns.last_rank)
+
+    @property
+    def last_rank(self) -> int:
+        """The lowest of the ranks that went on longest in the last `join`; 0 before."""
+        return self.backward_pass.turns.last_rank
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it a backward only adds to this rank's gradients; the next one outside averages all that came."""
+        backward = self.backward_pass
+        before, backward.syncing = backward.syncing, False
+        try:
+            yield
+        finally:
+            backward.syncing = before
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, list | tuple):
+        for each in output:
+            yield from _tensors(each)
+    elif hasattr(output, "__dataclass_fields__"):
+        yield from _tensors(list(vars(output).values()))

@@ -1,0 +1,107 @@
+"""A torch parameter as the reducer sees it: arrays over the memory of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UnsupportedError
+
+_SUMMED_AS: dict[Any, np.dtype[Any]] = {
+    torch.float64: np.dtype(np.float64),
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float32),
+}
+"""Half precision is summed in single: NumPy has no bfloat16, and sums of many ranks lose less."""
+
+
+class TorchParameter:
+    """`hpcdp.gradients.bucket.Parameter` over a ``torch.nn.Parameter``.
+
+    Args:
+        name: as ``module.named_parameters()`` has it.
+        tensor: the parameter, in CPU memory.
+
+    Raises:
+        UnsupportedError: its dtype, device or layout is none that can be reduced.
+    """
+
+    def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
+        dtype = _SUMMED_AS.get(tensor.dtype)
+        if dtype is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                "DistributedDataParallel", where=name,
+                expected="a dense CPU parameter of float64, float32, bfloat16 or float16",
+                got=f"{tensor.layout}, {tensor.device}, {tensor.dtype}",
+            )  # fmt: skip
+        self.name = name
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype: np.dtype[Any] = dtype
+        """Of its bucket."""
+        self.grad_req = "write"
+        self.grad_hook: Callable[[Any], None]
+        self._summed: np.ndarray | None = None
+        self._view: torch.Tensor | None = None
+
+    @property
+    def data(self) -> np.ndarray:
+        """The values, as an array over the tensor's memory; of half precision a copy in single."""
+        values = self.tensor.detach()
+        return (values.float() if values.element_size() < self.dtype.itemsize else values).numpy()
+
+    @data.setter
+    def data(self, place: np.ndarray) -> None:
+        self.tensor.data = torch.from_numpy(place)
+
+    @property
+    def grad(self) -> np.ndarray:
+        """The place in the bucket."""
+        assert self._summed is not None
+        return self._summed
+
+    @grad.setter
+    def grad(self, place: np.ndarray) -> None:
+        self._summed = place
+        self._view = torch.from_numpy(place)
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The place in the bucket as a tensor."""
+        assert self._view is not None
+        return self._view
+
+    def contribute(self, share: float) -> None:
+        """Write ``share`` times the tensor's gradient to its place, in one pass; none counts as zero."""
+        grad, view = self.tensor.grad, self.view
+        if grad is None or share == 0.0:
+            view.zero_()
+        elif grad is view or grad.data_ptr() == view.data_ptr():
+            view.mul_(share)
+        elif grad.dtype == view.dtype:
+            torch.mul(grad.detach(), share, out=view)
+        else:
+            view.copy_(grad.detach()).mul_(share)
+
+    def release(self) -> None:
+        """Let the place stand for the tensor's gradient where it can, so that autograd's memory is free again.
+
+        At once and not when backward ends: what is freed layer by layer is used again, and needs no new pages.
+        """
+        if self.tensor.dtype == self.view.dtype:
+            self.tensor.grad = self.view
+
+    def take(self) -> None:
+        """Let the tensor's gradient be what stands in its place."""
+        self.release()
+        grad, view = self.tensor.grad, self.view
+        if self.tensor.dtype == view.dtype:
+            return
+        if grad is None:
+            self.tensor.grad = view.to(self.tensor.dtype)
+        else:
+            grad.copy_(view)

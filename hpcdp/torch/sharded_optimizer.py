@@ -1,0 +1,277 @@
+"""Every rank updates its part of parameters that a node holds once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..collectives import allreduce
+from ..errors import ConfigError, UnsupportedError
+from ..gradients import ShardOwner
+from ..gradients.bucket import Bucket
+from ..gradients.buckets import Slot
+from ..optim import SGD, Adam, AdamW, Optimizer
+from .distributed import DistributedDataParallel
+
+_UNSUPPORTED = ("dampening", "maximize", "amsgrad", "differentiable")
+_STATE_NAMES = {"momentum": "momentum_buffer", "m": "exp_avg", "v": "exp_avg_sq"}
+"""Torch's names of what our rules keep."""
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """SGD, Adam or AdamW of which every rank does its part, with the numbers of ``torch.optim``.
+
+    The node's ranks hold the parameters once, in memory that they share, and each updates its shard of them by a fused
+    kernel, in the same pass that sums the gradients; it holds 1/n of the optimizer's state. Every rank must make it,
+    and must call `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`. Learning rates and the like may be
+    changed in ``param_groups`` between steps, by torch's schedulers, too.
+
+    Args:
+        model: wrapped with ``owner="shard"``. From now on its parameters are views of shared memory.
+        optimizer_class: ``torch.optim.SGD``, ``torch.optim.Adam`` or ``torch.optim.AdamW``.
+        params: parameters, or dicts of parameters and settings, as torch's optimizers take them; None: all.
+        settings: as ``optimizer_class`` takes them.
+
+    Raises:
+        ConfigError: another class, a model that is not wrapped so, or has such an optimizer already.
+        UnsupportedError: settings that the kernels cannot do (amsgrad, dampening, maximize), or that need states of
+            different kinds; parameters that are summed in another dtype than their own.
+
+    Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, stage 1.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        params: Iterable[Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if optimizer_class not in _RULES:
+            raise ConfigError(
+                "ShardedOptimizer", where="optimizer_class",
+                expected=" or ".join(f"torch.optim.{each.__name__}" for each in _RULES), got=repr(optimizer_class),
+                remedy="with another one, wrap the model with owner='rank'",
+            )  # fmt: skip
+        if not isinstance(model, DistributedDataParallel) or model.owner != "shard" or model.backward_pass.awaits_step:
+            raise ConfigError(
+                "ShardedOptimizer", where="model",
+                expected="a module in DistributedDataParallel(module, owner='shard'), without such an optimizer yet",
+                got=type(model).__name__,
+            )  # fmt: skip
+        self._backward = model.backward_pass
+        self._world = model.world
+        for each in self._backward.params.values():
+            if each.tensor.dtype not in (torch.float32, torch.float64):
+                raise UnsupportedError(
+                    "ShardedOptimizer", where=each.name, expected="a parameter of float32 or float64",
+                    got=each.tensor.dtype, remedy="use autocast, or owner='rank'",
+                )  # fmt: skip
+        self._whole = optimizer_class(model.parameters() if params is None else params, **settings)
+        """Torch's own: checks and completes settings, knows the form of state dicts, and holds no state for long."""
+        super().__init__(self._whole.param_groups, self._whole.defaults)
+        self.param_groups = self._whole.param_groups
+        self._rules = [_rule(optimizer_class, group) for group in self.param_groups]
+        if len({rule.state_names() for rule in self._rules}) > 1:
+            raise UnsupportedError("ShardedOptimizer", where="params", expected="momentum in all groups, or in none")
+        group_of = {id(each): number for number, group in enumerate(self.param_groups) for each in group["params"]}
+        by_name = {
+            name: self._rules[group_of[id(each.tensor)]] if id(each.tensor) in group_of else None
+            for name, each in self._backward.params.items()
+        }
+        self._owner = ShardOwner(self._backward.reducer, self._rules[0], by_name)
+        self._backward.awaits_step = True
+        self._steps = 0
+        self._scale: float | None = None  # of the sums, once they are there
+        self.knows_scaler = False
+        """Whether a `GradScaler` of this package is in use."""
+        events = self._backward.turns.events
+        events["step"] = self._step
+        events["clip"] = self._clip
+        events["unscale"] = self._unscale
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Sum the gradients over all ranks and update by their mean; every rank must call.
+
+        Changes parameters in place and sets their gradients to None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        settings = [vars(_rule(type(self._whole), group)) for group in self.param_groups]
+        self._backward.turns.announce("step", settings)
+        self._step(settings)
+        return loss
+
+    def _step(self, settings: list[dict[str, float]]) -> None:
+        for rule, values in zip(self._rules, settings, strict=True):
+            vars(rule).update(values)
+        numbers = tuple(number for values in settings for number in values.values())
+        try:
+            if self._scale is None:
+                self._close(numbers)
+                self._steps += 1
+                self._owner.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
+            else:
+                _, alike = self._backward.reducer.tally_alike(numbers)
+                if not alike:
+                    self._backward.refuse(numbers)
+                self._steps += 1
+                self._owner.update(self._steps, self._scale)
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._scale = None
+        self._backward.reducer.reset()
+        for each in self._backward.params.values():
+            each.tensor.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Let the next `step` scale the mean gradient down to ``max_norm`` where it is longer; every rank must call.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only.
+
+        Returns:
+            The norm before, the same on all ranks.
+        """
+        self._backward.turns.announce("clip", float(max_norm))
+        return torch.tensor(self._clip(float(max_norm)))
+
+    def _clip(self, max_norm: float) -> float:
+        scale = self._sum()
+        norm = self._norm() * scale
+        self._scale = scale * min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    def unscale(self, factor: float) -> bool:
+        """Let the next `step` multiply gradients by ``factor``; `GradScaler` calls it, on every rank.
+
+        Returns:
+            Whether the mean gradient is finite. Where it is not, the gradients are dropped, and no step is to follow.
+        """
+        self._backward.turns.announce("unscale", factor)
+        return self._unscale(factor)
+
+    def _unscale(self, factor: float) -> bool:
+        scale = self._sum()
+        finite = math.isfinite(self._norm())
+        if finite:
+            self._scale = scale * factor
+        else:
+            self._drop()
+        return finite
+
+    def _sum(self) -> float:
+        """Sum the gradients over all ranks, unless they are; what the sums are to be multiplied with."""
+        if self._scale is None:
+            self._close(())
+            self._owner.reduce()
+            self._scale = 1.0 / self._backward.turns.divisor
+        return self._scale
+
+    def _close(self, settings: tuple[float, ...]) -> None:
+        # As by torch's optimizers, which pass over a parameter whose gradient is None.
+        self._owner.leave_out(self._backward.close(self._backward.turns.following, settings))
+
+    def _norm(self) -> float:
+        reducer = self._backward.reducer
+        return float(reducer.tally(reducer.sum_of_squares())[0] ** 0.5)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # Torch's scaler asks before it steps; it would unscale this rank's gradients, and look for infinities in them.
+        if not self.knows_scaler:
+            raise ConfigError(
+                "GradScaler", expected="hpcdp.torch.GradScaler with a ShardedOptimizer", got="torch.amp.GradScaler"
+            )
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call."""
+        reducer = self._backward.reducer
+        whole = [self._gathered(bucket) for bucket in reducer.buckets] if self._steps else []
+        for slot in reducer.layout.slots if self._steps else ():
+            tensor = self._backward.params[slot.name].tensor
+            state: dict[str, Any] = {
+                _STATE_NAMES[name]: torch.from_numpy(_part(array, slot).copy())
+                for name, array in whole[slot.bucket].items()
+            }
+            if "exp_avg" in state:
+                state["step"] = torch.tensor(float(self._steps))
+            self._whole.state[tensor] = state
+        found: dict[str, Any] = self._whole.state_dict()
+        self._whole.state.clear()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call."""
+        self._whole.load_state_dict(state_dict)
+        self.param_groups = self._whole.param_groups
+        reducer, owner = self._backward.reducer, self._owner
+        steps = {0}
+        for bucket in reducer.buckets:
+            first, last = owner.span(bucket)
+            for name, mine in owner.states[bucket.number].items():
+                full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
+                for slot in bucket.slots:
+                    state = self._whole.state.get(self._backward.params[slot.name].tensor, {})
+                    if state.get(_STATE_NAMES[name]) is not None:
+                        _part(full, slot)[...] = state[_STATE_NAMES[name]].numpy()
+                        steps.add(int(state.get("step", 1)))
+                mine[...] = full[first:last]
+        self._steps = max(steps)
+        self._whole.state.clear()
+
+    def _gathered(self, bucket: Bucket) -> dict[str, np.ndarray]:
+        """The state of a whole bucket, by name."""
+        first, last = self._owner.span(bucket)
+        found = {}
+        for name, mine in self._owner.states[bucket.number].items():
+            full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
+            if self._backward.reducer.is_counted:
+                full[first:last] = mine
+            found[name] = allreduce(full, "sum", self._world)
+        return found
+
+
+def _part(flat: np.ndarray, slot: Slot) -> np.ndarray:
+    return flat[slot.offset : slot.offset + slot.count].reshape(slot.shape)
+
+
+def _sgd(group: dict[str, Any]) -> Optimizer:
+    return SGD(
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        weight_decay=group["weight_decay"],
+    )
+
+
+def _adam(kind: type[Adam], group: dict[str, Any]) -> Optimizer:
+    beta1, beta2 = group["betas"]
+    return kind(lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["eps"],
+                weight_decay=group["weight_decay"])  # fmt: skip
+
+
+_RULES: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], Optimizer]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: partial(_adam, Adam),
+    torch.optim.AdamW: partial(_adam, AdamW),
+}
+"""Our rule with the settings of a parameter group."""
+
+
+def _rule(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> Optimizer:
+    unsupported = _UNSUPPORTED if kind is torch.optim.AdamW else (*_UNSUPPORTED, "decoupled_weight_decay")
+    wrong = next((name for name in unsupported if group.get(name)), None)
+    if wrong is not None:
+        raise UnsupportedError("ShardedOptimizer", where=wrong, expected="the default", got=repr(group[wrong]),
+                               remedy="wrap the model with owner='rank' and use torch's own")  # fmt: skip
+    return _RULES[kind](group)

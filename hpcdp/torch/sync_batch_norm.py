@@ -1,0 +1,137 @@
+"""Batch normalisation by the statistics of all ranks' batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..collectives import allreduce
+from ..comm import World, init
+from ..errors import UnsupportedError
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """As ``torch.nn.SyncBatchNorm``: in training, mean and variance are those of the batches of all ranks together.
+
+    Input of shape ``(N, C, ...)``, where N may differ between ranks and be 0 on some. Every rank must run the same
+    forwards and backwards. Evaluation needs no other rank.
+
+    Args:
+        world: the ranks; default `hpcdp.init()`. The others are those of ``torch.nn.BatchNorm2d``.
+
+    Raises:
+        ValueError: an input of fewer than two dimensions; no rank has more than one value for a channel.
+        UnsupportedError: an input that is not in CPU memory.
+
+    Source: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1, over the global batch.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        world: World | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.world = init() if world is None else world
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, world: World | None = None) -> torch.nn.Module:
+        """``module`` with each of its BatchNorm layers, of any number of dimensions, replaced by one of this kind.
+
+        The layers' parameters and buffers are taken over as they are. Of a layer alone the result is a new one.
+        """
+        world = init() if world is None else world
+        found = module
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+            found = cls(
+                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, world
+            )
+            found.weight, found.bias = module.weight, module.bias
+            found.running_mean, found.running_var = module.running_mean, module.running_var
+            found.num_batches_tracked = module.num_batches_tracked
+            found.training = module.training
+        for name, child in module.named_children():
+            found.add_module(name, cls.convert_sync_batchnorm(child, world))
+        return found
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm: expected an input of at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise ``input``; in training every rank must call, and the running statistics change in place."""
+        by_batch = self.training or self.running_mean is None
+        if not by_batch or self.world.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if input.device.type != "cpu":
+            raise UnsupportedError("SyncBatchNorm", expected="an input in CPU memory", got=input.device)
+        count, mean, var = self._statistics(input.detach())
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            self._keep(count, mean, var)
+        return _Normalised.apply(input, self.weight, self.bias, mean, var, self.eps, count, self.world)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _statistics(self, x: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Count, mean and variance of each channel over all ranks; summed in double, so squares cancel harmlessly."""
+        over = [dim for dim in range(x.dim()) if dim != 1]
+        doubles = x.double()
+        sums = torch.cat([torch.tensor([x.numel() / x.shape[1]]), doubles.sum(over), (doubles * doubles).sum(over)])
+        _sum_over_ranks(sums, self.world)
+        count = float(sums[0])
+        if count <= 1:
+            raise ValueError(f"SyncBatchNorm: expected more than 1 value per channel over all ranks, got {count:g}")
+        mean, mean_of_squares = (sums[1:] / count).chunk(2)
+        var = (mean_of_squares - mean * mean).clamp_(min=0)
+        kept = torch.promote_types(x.dtype, torch.float32)
+        return count, mean.to(kept), var.to(kept)
+
+    def _keep(self, count: float, mean: torch.Tensor, var: torch.Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), factor)
+
+
+class _Normalised(torch.autograd.Function):
+    """Normalisation by statistics that depend on the inputs of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, var: torch.Tensor, eps: float,
+        count: float, world: World,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
+        ctx.count, ctx.world = count, world
+        return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight, mean, inverse = ctx.saved_tensors
+        over = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        normalised = (x - mean.view(shape)) * inverse.view(shape)
+        of_bias, of_weight = gradient.sum(over), (gradient * normalised).sum(over)
+        sums = torch.cat([of_bias, of_weight]).double()
+        _sum_over_ranks(sums, ctx.world)
+        mean_gradient, mean_product = (sums / ctx.count).to(normalised.dtype).view(2, *shape)
+        scale = inverse if weight is None else inverse * weight
+        of_x = (gradient - mean_gradient - normalised * mean_product) * scale.view(shape)
+        if weight is None:
+            return of_x.to(x.dtype), None, None, None, None, None, None, None
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None, None, None
+
+
+def _sum_over_ranks(sums: torch.Tensor, world: World) -> None:
+    array: np.ndarray = sums.numpy()
+    allreduce(array, "sum", world)

@@ -1,0 +1,71 @@
+"""PyTorch models over several ranks, measured: what is said, what is judged, and that it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from hpcdp.benchmarks import report, torch_ddp, torch_models
+from hpcdp.errors import ConfigError
+
+
+def place(share: float, ratio: float) -> dict[str, Any]:
+    names = [torch_ddp.DDP, torch_ddp.RANK, torch_ddp.SHARD, torch_ddp.ALONE]
+    row = {
+        "key": "wide",
+        "model": "a wide model",
+        "batch": 64,
+        "step_ms": dict(zip(names, (40.0, 30.0, 25.0, 24.0), strict=True)),
+        "ratio": dict(zip(names, (1.0, ratio, 1.6, 1.7), strict=True)),
+        "share": dict(zip(names, (0.6, 0.8, share, 1.0), strict=True)),
+        "unequal": 0.97,
+        "loss_difference": 1e-7,
+    }
+    return {"hosts": 1, "ranks_per_node": 2, "rate": None, "torch": "2", "machine": {"ranks": 2, "nodes": 1}} | {
+        "rows": [row]
+    }
+
+
+def test_the_verdicts_are_those_of_the_target() -> None:
+    def met(share: float, ratio: float) -> list[bool]:
+        found = report.verdicts({"torch": [{"places": [place(share, ratio)]}]})
+        return [each.met for each in found if each.target == "S4"]
+
+    assert met(0.96, 1.31) == [True, True]
+    assert met(0.94, 1.29) == [False, False]
+    assert max(map(len, torch_ddp.table(place(0.96, 1.31)).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", list(torch_models.MODELS))
+def test_models_are_of_the_size_that_they_say(name: str) -> None:
+    model = torch_models.MODELS[name]
+    net = model.net(torch.nn)
+    millions = sum(param.numel() for param in net.parameters()) / 1e6
+    said = float(model.title.split(" M parameters")[0].split()[-1])
+    assert millions == pytest.approx(said, rel=0.05)
+    (x, y), *_ = torch_ddp.batches_of(model, 2, 0)
+    assert torch.nn.functional.cross_entropy(net(x), y).item() > 0
+
+
+def test_a_job_of_two_ranks(tmp_path: Path) -> None:
+    found = tmp_path / "report.json"
+    options = ["--hosts", "1", "--models", "lenet", "--turns", "1", "--seconds", "0.02", "--json", str(found)]
+    command = [sys.executable, "-m", "hpcdp.benchmarks.torch_ddp", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(found.read_text())["places"][0]["rows"]
+    assert row["loss_difference"] < 1e-3
+    assert set(row["step_ms"]) == {torch_ddp.DDP, torch_ddp.RANK, torch_ddp.SHARD, torch_ddp.ALONE}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [(["--hosts", "0"], "numbers from 1"), (["--models", "lenett"], "did you mean 'lenet'")]
+)
+def test_misuse_is_refused(given: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        torch_ddp.main(given)

@@ -1,0 +1,143 @@
+"""Ranks with different numbers of batches, over thread ranks."""
+
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp.torch
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
+
+SEEDING = threading.Lock()  # all thread ranks draw from one generator
+BATCHES = [1, 4, 0, 3, 2]
+
+
+def network(seed):
+    with SEEDING:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4))
+
+
+def loss_of(model, step, rank):
+    rng = np.random.default_rng([step, rank])
+    x = torch.from_numpy(rng.standard_normal((5, 6), "f4"))
+    return nn.functional.cross_entropy(model(x), torch.from_numpy(rng.integers(0, 4, 5)))
+
+
+def reference(n, by_all, make):
+    """One process that does what all ranks should."""
+    model = network(0)
+    optimizer = make(model.parameters())
+    for step in range(max(BATCHES[:n])):
+        active = [rank for rank in range(n) if BATCHES[rank] > step]
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        optimizer.zero_grad()
+        for rank in reversed(active):  # the lowest last: its running statistics stay
+            model.load_state_dict(before, strict=False)
+            (loss_of(model, step, rank) / (n if by_all else len(active))).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def alike(ours, theirs):
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize(("n", "ranks_per_node"), [(1, None), (2, None), (3, 1), (4, 2), (5, None)])
+def test_ranks_without_data_take_part_with_nothing(n, ranks_per_node, owner, by_all, overlap):
+    settings = {"lr": 0.1, "momentum": 0.9}
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(world.rank), world, owner=owner, overlap=overlap)
+        if owner == "shard":
+            optimizer = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, **settings)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), **settings)
+        with model.join(divide_by_initial_world_size=by_all):
+            for step in range(BATCHES[world.rank]):
+                optimizer.zero_grad()
+                loss_of(model, step, world.rank).backward()
+                optimizer.step()
+        world.barrier()
+        expected, theirs = reference(n, by_all, lambda params: torch.optim.SGD(params, **settings))
+        assert model.last_rank == int(np.argmax(BATCHES[:n]))
+        assert alike(model, expected)
+        world.barrier()
+        if owner == "rank":
+            hpcdp.torch.broadcast_optimizer_state(optimizer, model.last_rank, world)
+        for both in (optimizer, theirs):
+            both.zero_grad()
+        for other in range(n):  # and all go on together
+            (loss_of(expected, 9, other) / n).backward()
+        loss_of(model, 9, world.rank).backward()
+        for both in (optimizer, theirs):
+            both.step()
+        world.barrier()
+        assert alike(model, expected)
+        world.barrier()
+
+    threads.run(n, rank, ranks_per_node)
+
+
+def test_who_has_no_data_follows_learning_rates_clipping_and_scaling():
+    def rank(world):
+        model, expected = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard"), network(0)
+        optimizer = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        theirs = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+        scaler = hpcdp.torch.GradScaler(init_scale=64.0)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (optimizer, theirs)]
+        with model.join():
+            for step in range(3 if world.rank == 1 else 0):
+                scaler.scale(loss_of(model, step, 1)).backward()
+                scaler.unscale_(optimizer)
+                optimizer.clip_grad_norm_(0.3)
+                scaler.step(optimizer)
+                scaler.update()
+                schedules[0].step()
+        world.barrier()
+        for step in range(3):
+            theirs.zero_grad()
+            (loss_of(expected, step, 1) / 2).backward()
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.3)
+            theirs.step()
+            schedules[1].step()
+        assert alike(model, expected)
+        world.barrier()
+
+    threads.run(2, rank)
+
+
+def test_ranks_that_do_different_things_are_told_so():
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(0), world)
+        try:
+            with model.join():
+                loss = loss_of(model, 0, world.rank)
+                (loss_of(model, 1, 1) if world.rank == 2 else loss).backward()
+        except MismatchError as error:
+            return str(error)
+        return "nothing"
+
+    for told in threads.run(3, rank):
+        assert "the same as on rank 0: backward" in told and "forward (True) on rank 2" in told
+
+
+def test_what_cannot_be_joined_is_refused():
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(0), world)
+        with model.join(), pytest.raises(ConfigError, match=r"got join\(\) within join\(\)"), model.join():
+            pass
+        synced = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(network(0), world)
+        model = hpcdp.torch.DistributedDataParallel(synced, world)
+        with pytest.raises(UnsupportedError, match="a model without SyncBatchNorm"), model.join():
+            pass
+
+    threads.run(2, rank)

@@ -1,0 +1,66 @@
+"""An optimizer's state, given from one rank to all."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp.torch
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, UnsupportedError
+
+SEEDING = threading.Lock()  # all thread ranks draw from one generator
+
+
+def trained(rank, make):
+    with SEEDING:
+        torch.manual_seed(rank)
+        net = nn.Linear(3, 2)
+        x = torch.randn(4, 3)
+    optimizer = make(net.parameters())
+    for _ in range(rank):  # rank 0 has no state
+        net(x).pow(2).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adam(params, betas=(0.8, 0.9), amsgrad=True),
+        lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.25)),
+    ],
+)
+@pytest.mark.parametrize("root", [0, 2])
+def test_every_rank_has_the_state_of_the_root(make, root):
+    def rank(world):
+        optimizer, expected = trained(world.rank, make), trained(root, make).state_dict()
+        hpcdp.torch.broadcast_optimizer_state(optimizer, root, world)
+        found = optimizer.state_dict()
+        assert found["param_groups"] == expected["param_groups"]
+        assert found["state"].keys() == expected["state"].keys()
+        for number, state in expected["state"].items():
+            for name, value in state.items():
+                assert torch.equal(torch.as_tensor(found["state"][number][name]), torch.as_tensor(value)), name
+
+    threads.run(3, rank)
+
+
+def test_what_cannot_be_given_is_refused():
+    def rank(world):
+        optimizer = trained(1, lambda params: torch.optim.SGD(params, lr=0.1))
+        with pytest.raises(ConfigError, match=r"\[root\]: expected 0 to 1, got 2"):
+            hpcdp.torch.broadcast_optimizer_state(optimizer, 2, world)
+        model = hpcdp.torch.DistributedDataParallel(nn.Linear(3, 2), world, owner="shard")
+        with pytest.raises(ConfigError, match="got a ShardedOptimizer"):
+            hpcdp.torch.broadcast_optimizer_state(hpcdp.torch.ShardedOptimizer(model), 0, world)
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["odd"] = {1, 2}
+        if world.rank == 0:
+            with pytest.raises(UnsupportedError, match="expected tensors and numbers, got set"):
+                hpcdp.torch.broadcast_optimizer_state(optimizer, 0, world)
+
+    threads.run(2, rank)

@@ -1,0 +1,150 @@
+"""On real ranks: the same losses and parameters as with torch's own DistributedDataParallel over gloo."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp
+import hpcdp.torch
+
+pytestmark = pytest.mark.mpi
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def world():
+    found = hpcdp.init()
+    torch.set_num_threads(1)
+    folder = tempfile.TemporaryDirectory(prefix="gloo-") if found.rank == 0 else None
+    store = found.comm.allgather_json(folder.name if folder else "")[0]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "gloo", init_method=(Path(store) / "store").as_uri(), rank=found.rank, world_size=found.size
+    )
+    yield found
+    found.barrier()
+    torch.distributed.destroy_process_group()
+    if folder is not None:
+        folder.cleanup()
+
+
+class Network(nn.Module):
+    """Two branches of which a step may leave out one; running statistics where ``normed``."""
+
+    def __init__(self, normed):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4) if normed else nn.Identity(), nn.ReLU())
+        self.left, self.right = nn.Linear(4 * 36, 5), nn.Linear(4 * 36, 5)
+
+    def forward(self, x, branches=("left", "right")):
+        x = self.trunk(x).flatten(1)
+        return sum(getattr(self, name)(x) for name in branches)
+
+
+def batch(step, rank):
+    rng = np.random.default_rng([step, rank])
+    return torch.from_numpy(rng.standard_normal((3 + rank, 1, 8, 8), "f4")), torch.from_numpy(
+        rng.integers(0, 5, 3 + rank)
+    )
+
+
+def trained(world, wrap, optimize, *, micro=1, clip=None, branches=None, batches=STEPS, normed=True):
+    """Losses of this rank, and the parameters at the end."""
+    torch.manual_seed(world.rank)  # rank 0's values are to be everybody's
+    model = wrap(Network(normed))
+    optimizer = optimize(model)
+    losses = []
+
+    def train():
+        for step in range(batches):
+            optimizer.zero_grad()
+            for part in range(micro):
+                x, y = batch(step * micro + part, world.rank)
+                used = ("left", "right") if branches is None else branches(step, world.rank)
+                if part < micro - 1:
+                    with model.no_sync():
+                        loss = nn.functional.cross_entropy(model(x, used), y)
+                        loss.backward()
+                else:
+                    loss = nn.functional.cross_entropy(model(x, used), y)
+                    loss.backward()
+                losses.append(float(loss.detach()))
+            if clip is not None:
+                if hasattr(optimizer, "clip_grad_norm_"):
+                    optimizer.clip_grad_norm_(clip)
+                else:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+
+    if batches == STEPS:
+        train()
+    else:
+        with model.join():
+            train()
+    world.barrier()
+    values = [param.detach().numpy().copy() for param in model.parameters()]
+    world.barrier()
+    return losses, values
+
+
+SCENARIOS = {
+    "plain": {},
+    "accumulation": {"micro": 3},
+    "clipping": {"clip": 0.2},
+    "unused parameters": {"branches": lambda step, rank: ("left",) if (step + rank) % 2 else ("left", "right")},
+    "uneven inputs": {"batches": None, "normed": False},
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_losses_and_parameters_are_those_of_torchs_ddp(world, scenario, owner, overlap):
+    settings = dict(SCENARIOS[scenario])
+    if "batches" in settings:
+        settings["batches"] = 1 + world.rank
+    find_unused = scenario == "unused parameters"
+    rule = {"lr": 0.1, "momentum": 0.9}
+
+    def ours(net):
+        return hpcdp.torch.DistributedDataParallel(
+            net, world, owner=owner, overlap=overlap, find_unused_parameters=find_unused, bucket_cap_mb=0.01
+        )
+
+    def optimize(model):
+        if owner == "shard":
+            return hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, **rule)
+        return torch.optim.SGD(model.parameters(), **rule)
+
+    found = trained(world, ours, optimize, **settings)
+    expected = trained(
+        world,
+        lambda net: nn.parallel.DistributedDataParallel(net, find_unused_parameters=find_unused),
+        lambda model: torch.optim.SGD(model.parameters(), **rule),
+        **settings,
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_compiled_modules_learn_as_others(world, outside):
+    def wrap(net):
+        if outside:
+            return torch.compile(hpcdp.torch.DistributedDataParallel(net, world), backend="aot_eager")
+        return hpcdp.torch.DistributedDataParallel(torch.compile(net, backend="aot_eager"), world)
+
+    def optimize(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    found = trained(world, wrap, optimize)
+    expected = trained(world, nn.parallel.DistributedDataParallel, optimize)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)

@@ -1,0 +1,149 @@
+"""Sharded updates over thread ranks, against torch's optimizers in one process."""
+
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp.torch
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, UnsupportedError
+
+SEEDING = threading.Lock()  # all thread ranks draw from one generator
+NODES = [(1, None), (2, None), (3, None), (3, 1), (4, 2), (5, (2, 3))]
+RULES = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}),
+    (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 1e-2}),
+]
+
+
+def network(seed):
+    with SEEDING:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 4))
+
+
+def batch(step, rank):
+    rng = np.random.default_rng([step, rank])
+    return torch.from_numpy(rng.standard_normal((5, 6), "f4")), torch.from_numpy(rng.integers(0, 4, 5))
+
+
+def loss_of(model, step, rank):
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def groups(model):
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim == 1], "lr": 0.03}]
+
+
+def alike(ours, theirs):
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(("rule", "settings"), RULES)
+@pytest.mark.parametrize(("n", "ranks_per_node"), NODES)
+def test_the_numbers_are_those_of_torch(n, ranks_per_node, rule, settings, clip):
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(world.rank), world, owner="shard", bucket_cap_mb=0.004)
+        reference = network(0)
+        ours = hpcdp.torch.ShardedOptimizer(model, rule, groups(model), **settings)
+        theirs = rule(groups(reference), **settings)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (ours, theirs)]
+        for step in range(5):
+            ours.zero_grad()
+            theirs.zero_grad()
+            loss_of(model, step, world.rank).backward()
+            (sum(loss_of(reference, step, other) for other in range(n)) / n).backward()
+            if clip is not None:
+                before = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+                assert float(ours.clip_grad_norm_(clip)) == pytest.approx(float(before), rel=1e-4)
+            ours.step()
+            theirs.step()
+            for schedule in schedules:
+                schedule.step()
+            world.barrier()
+            assert alike(model, reference), step
+            world.barrier()
+
+    threads.run(n, rank, ranks_per_node)
+
+
+@pytest.mark.parametrize(("rule", "settings"), RULES[1:])
+def test_states_go_to_torch_and_back(rule, settings):
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard"), network(0)
+        ours = hpcdp.torch.ShardedOptimizer(model, rule, **settings)
+        theirs = rule(reference.parameters(), **settings)
+        for step in range(6):
+            loss_of(model, step, world.rank).backward()
+            theirs.zero_grad()
+            (sum(loss_of(reference, step, other) for other in range(world.size)) / world.size).backward()
+            ours.step()
+            theirs.step()
+            if step == 2:
+                mine, torchs = ours.state_dict(), theirs.state_dict()
+                assert mine["param_groups"] == torchs["param_groups"]
+                assert {k: set(v) for k, v in mine["state"].items()} == {k: set(v) for k, v in torchs["state"].items()}
+                ours.load_state_dict(torchs)
+                theirs.load_state_dict(mine)
+            world.barrier()
+            assert alike(model, reference), step
+            world.barrier()
+
+    threads.run(3, rank)
+
+
+def test_several_backwards_before_a_step_add_up():
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard"), network(0)
+        ours = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            loss_of(model, step, world.rank).backward()
+            (sum(loss_of(reference, step, other) for other in range(world.size)) / world.size).backward()
+        ours.step()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        world.barrier()
+        assert alike(model, reference)
+        assert all(param.grad is None for param in model.parameters())
+
+    threads.run(2, rank)
+
+
+def test_parameters_outside_of_all_groups_stay_as_they_are():
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard")
+        optimizer = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, [model.module[0].weight], lr=0.1)
+        loss_of(model, 0, world.rank).backward()
+        optimizer.step()
+        world.barrier()
+        changed = [not torch.equal(a, b) for a, b in zip(model.parameters(), network(0).parameters(), strict=True)]
+        assert changed == [True, False, False, False]
+
+    threads.run(2, rank)
+
+
+def test_what_the_kernels_cannot_do_is_refused_by_name():
+    def rank(world):
+        def wrapped(owner="shard"):
+            return hpcdp.torch.DistributedDataParallel(network(0), world, owner=owner)
+
+        sharded = hpcdp.torch.ShardedOptimizer
+        with pytest.raises(UnsupportedError, match=r"\[amsgrad\]"):
+            sharded(wrapped(), torch.optim.Adam, amsgrad=True)
+        with pytest.raises(UnsupportedError, match=r"\[dampening\]"):
+            sharded(wrapped(), torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+        with pytest.raises(ConfigError, match=r"SGD or torch\.optim\.Adam or torch\.optim\.AdamW"):
+            sharded(wrapped(), torch.optim.Adagrad)
+        with pytest.raises(ConfigError, match="owner='shard'"):
+            sharded(wrapped("rank"))
+
+    threads.run(1, rank)

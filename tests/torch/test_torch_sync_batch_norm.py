@@ -1,0 +1,89 @@
+"""Batch normalisation over all ranks, against one process that has the whole batch."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp.torch
+from hpcdp.comm import threads
+
+KINDS = {(): nn.BatchNorm1d, (5,): nn.BatchNorm1d, (4, 3): nn.BatchNorm2d, (2, 3, 2): nn.BatchNorm3d}
+SAMPLES = [3, 5, 1, 0]
+
+
+def samples(rank, shape, step):
+    rng = np.random.default_rng([rank, step])
+    x = 3 + 2 * rng.standard_normal((SAMPLES[rank], 6, *shape), "f4")
+    return torch.from_numpy(x), torch.from_numpy(rng.standard_normal(x.shape, "f4"))
+
+
+@pytest.mark.parametrize("shape", list(KINDS))
+@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, settings, shape):
+    def rank(world):
+        torch.set_num_threads(1)
+        reference = KINDS[shape](6, **settings)
+        ours = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(KINDS[shape](6, **settings), world)
+        for step in range(3):
+            pieces = [samples(other, shape, step) for other in range(n)]
+            whole = torch.cat([x for x, _ in pieces]).requires_grad_()
+            mine = pieces[world.rank][0].clone().requires_grad_()
+            expected, found = reference(whole), ours(mine)
+            first = sum(SAMPLES[: world.rank])
+            place = slice(first, first + SAMPLES[world.rank])
+            assert torch.allclose(found, expected[place], atol=1e-5)
+            expected.backward(torch.cat([gradient for _, gradient in pieces]))
+            found.backward(pieces[world.rank][1])
+            assert torch.allclose(mine.grad, whole.grad[place], atol=1e-5)
+        for name, buffer in reference.named_buffers():
+            assert torch.allclose(ours.get_buffer(name), buffer, atol=1e-5), name
+        for name, param in reference.named_parameters():  # sums over the samples: those of the ranks add up
+            mine = ours.get_parameter(name).grad.numpy()
+            assert np.allclose(np.sum(world.comm.allgather_json(mine.tolist()), axis=0), param.grad, atol=1e-4)
+        assert torch.allclose(ours.eval()(whole.detach()), reference.eval()(whole.detach()), atol=1e-5)
+
+    threads.run(n, rank)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_wrapped_model_learns_as_one_process_with_the_whole_batch(overlap):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 2))
+
+    def rank(world, start):
+        own = net()
+        own.load_state_dict(start)
+        synced = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(own, world)
+        model = hpcdp.torch.DistributedDataParallel(synced, world, overlap=overlap, bucket_cap_mb=0.001)
+        reference = net()
+        reference.load_state_dict(start)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+        for step in range(4):
+            pieces = [samples(other, (4, 3), step)[0] for other in range(3)]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (model(pieces[world.rank]) ** 2).sum().backward()
+            (reference(torch.cat(pieces)) ** 2).sum().div(3).backward()  # ours is the mean over ranks of sums
+            for optimizer in optimizers:
+                optimizer.step()
+            for (name, mine), other in zip(synced.named_parameters(), reference.parameters(), strict=True):
+                assert torch.allclose(mine, other, atol=1e-4), (step, name)
+
+    start = net().state_dict()
+    threads.run(3, lambda world: rank(world, start), 1 if overlap else None)
+
+
+def test_inputs_that_have_no_statistics_are_refused():
+    def rank(world):
+        layer = hpcdp.torch.SyncBatchNorm(6, world=world)
+        with pytest.raises(ValueError, match="at least 2 dimensions, got 1"):
+            layer(torch.ones(6))
+        with pytest.raises(ValueError, match="more than 1 value per channel over all ranks, got 1"):
+            layer(torch.ones(1 - world.rank, 6))
+
+    threads.run(2, rank)
