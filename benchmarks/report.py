@@ -101,8 +101,14 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1, S2, S3, S5, S6, S7 and S11 from the results of the suite."""
-    collectives = [*_allreduce(results), *_updates(results), *_fabrics(results), *_overlaps(results)]
+    """S1 to S7 and S11 from the results of the suite."""
+    collectives = [
+        *_allreduce(results),
+        *_updates(results),
+        *_fabrics(results),
+        *_overlaps(results),
+        *_torch_models(results),
+    ]
     return [*collectives, *_lenet(results), *_scaling(results), *_kernels(results), *_startup(results)]
 
 
@@ -214,6 +220,45 @@ def _overlap_table(places: list[dict[str, Any]]) -> str:
             rows.append([f"{row['model']}, {_where(place)}", *cells])
     names = list(places[0]["rows"][0]["exposed_ms"])
     return text + _table(["", *names, "computation", "reductions", "critical path", "processor time beside"], rows)
+
+
+_TORCH_OURS = ("hpcdp, every rank", "hpcdp, shards")
+_OVER_DDP = {"wide": {16: 1.6, 64: 1.3}}
+"""By model and batch: how much faster than DDP it is to be; elsewhere it is not to be slower."""
+
+
+def _torch_places(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [place for report in results.get("torch", []) for place in report["places"]]
+
+
+def _torch_models(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for place in _torch_places(results):
+        for row in place["rows"]:
+            what = f"{row['model']}, batch {row['batch']}, {_where(place)}"
+            best = max(_TORCH_OURS, key=lambda name: row["share"][name])
+            least = _OVER_DDP.get(row["key"], {}).get(row["batch"], 1.0)
+            times = f"{row['ratio'][_TORCH_OURS[0]]:.2f}x, by shards {row['ratio'][_TORCH_OURS[1]]:.2f}x"
+            met = row["ratio"][_TORCH_OURS[0]] >= least
+            found.append(Verdict("S4", f"{what}: against DDP over gloo", f"at least {least:g}x", times, met))
+            shares = " and ".join(f"{row['share'][name]:.0%}" for name in _TORCH_OURS)
+            shares += f" (steps that wait for the longer one: {row['unequal']:.0%})"
+            met = row["share"][best] >= 0.95
+            found.append(Verdict("S4", f"{what}: of no communication, by every rank and by shards", "at least 95%",
+                                 shares, met))  # fmt: skip
+    return found
+
+
+def _torch_table(places: list[dict[str, Any]]) -> str:
+    """Every place, model and batch: the time of a step by each candidate."""
+    names = list(places[0]["rows"][0]["step_ms"])
+    text = "## PyTorch models\n\nMilliseconds a step, of the slowest rank.\n\n"
+    rows = [
+        [f"{row['model']}, batch {row['batch']}, {_where(place)}", *(f"{row['step_ms'][name]:.1f}" for name in names)]
+        for place in places
+        for row in place["rows"]
+    ]
+    return text + _table(["", *names], rows)
 
 
 def _lenet(results: dict[str, Any]) -> list[Verdict]:
@@ -369,4 +414,7 @@ def render(results: dict[str, Any]) -> str:
     places = _overlapped_places(results)
     if places:
         parts.append(_overlap_table(places))
+    places = _torch_places(results)
+    if places:
+        parts.append(_torch_table(places))
     return "\n".join(parts)

@@ -29,7 +29,7 @@ from .options import Parser, at_least
 from .report import render
 
 _HERE = Path(__file__).resolve().parent
-_JOB_TIMEOUT_S = 240
+_JOB_TIMEOUT_S = 600
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Suite:
             report = Path(folder, "report.json")
             module = ["hpcdp.cli", "bench"] if benchmark == "bench" else [f"hpcdp.benchmarks.{benchmark}"]
             command = [python, "-m", *module, *arguments, "--json", str(report)]
-            if benchmark not in ("startup", "fabric", "overlap"):  # which start jobs of their own
+            if benchmark not in ("startup", "fabric", "overlap", "torch_ddp"):  # which start jobs of their own
                 command = [python, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *command]
             print(f"# {kind}: {benchmark} {' '.join(arguments)}", flush=True)
             begin = time.monotonic()
@@ -70,7 +70,7 @@ class Suite:
             if report.exists():
                 self.results.setdefault(kind, []).append(json.loads(report.read_text()))
             if done.returncode:
-                lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+                lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip(" -")]
                 reasons = [line for line in lines if re.match(r"hpcdp: |[\w.]+(Error|Exception)\b", line)]
                 reason = (reasons or lines[-1:] or ["it said nothing"])[0]
                 self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): status {done.returncode}, {reason}")
@@ -117,6 +117,15 @@ class Suite:
         if slow_links:
             self.job("overlap", "overlap", ["--hosts", "2", "--ranks-per-node", "1", *turns], ranks=2)
 
+    def torch_models(self) -> None:
+        """PyTorch models against PyTorch's own wrapper, on this machine and where possible over two hosts."""
+        if "torch" in self.results["machine"]["versions"]:
+            turns = ["--turns", "1", "--seconds", "0.02"] if self.brief else ["--turns", "6"]
+            self.job("torch", "torch_ddp", ["--hosts", "1", *turns, *(["--models", "lenet"] * self.brief)], ranks=2)
+            if obstacle() is None and not self.brief:
+                few = ["--hosts", "2", "--ranks-per-node", "1", "--models", "wide,gpt", *turns]
+                self.job("torch", "torch_ddp", few, ranks=2)
+
     def training(self, batch: int) -> None:
         """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each."""
         turns = ["--turns", "2", "--seconds", "0.02"] if self.brief else ["--turns", "8"]
@@ -141,6 +150,7 @@ class Suite:
         self.more_ranks()
         self.fabric()
         self.overlap()
+        self.torch_models()
         if "torch" not in self.results["machine"]["versions"]:
             self.results["skipped"].append("gloo and PyTorch: torch is not installed")
         self.results["failures"] = self.failures
