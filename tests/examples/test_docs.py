@@ -6,6 +6,7 @@ blocks of docs/collectives.md are one program, which runs on real ranks; one tha
 quoted from it.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -46,6 +47,8 @@ def run(command, folder):
 
 @pytest.mark.parametrize("command", commands())
 def test_command_runs(command, tmp_path):
+    if "torch" in command and importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
     if command.startswith("make "):
         command = f"make -n -C {shlex.quote(str(ROOT))} {command.removeprefix('make ')}"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -59,6 +62,15 @@ COLLECTIVES = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "collectives
 def test_examples_of_collectives_run(n, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(block for block in COLLECTIVES if not block.startswith("# hpcdp/")))
     run(f"hpcdp launch -n {n} -- python page.py", tmp_path)
+
+
+def test_examples_with_pytorch_run(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    for number, page in enumerate((ROOT / "README.md", ROOT / "docs" / "from-ddp.md")):
+        *_, code = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+        assert "hpcdp.torch" in code
+        (tmp_path / "page.py").write_text(code)
+        run(f"hpcdp launch -n {2 + number} -- python page.py", tmp_path)
 
 
 def test_quotations_are_what_the_files_say():

@@ -40,6 +40,15 @@ def test_learns_and_computes_the_same_on_1_2_and_3_ranks(name):
     assert accuracies[3] == pytest.approx(accuracies[1], abs=0.012)
 
 
+@pytest.mark.parametrize("owner", ["shard", "rank"])
+def test_a_gpt_learns_on_three_ranks(owner):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    said = run_example("torch_gpt.py", 3, "--steps", "12", "--every", "4", "--context", "32", "--owner", owner)
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", said)]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.3
+    assert re.search(r"held-out loss \d\.\d+, \d\.\d+ bits a byte; ranks: 3\n", said)
+
+
 def test_the_losses_of_the_one_from_scratch_agree_to_rounding():
     losses = {}
     for ranks in (1, 3):
