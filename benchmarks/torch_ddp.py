@@ -5,8 +5,9 @@
 slow links (`cluster`; needs root).
 
 All candidates are made from the same weights, see the same batches, different on every rank, compute on one thread a
-rank, and update by SGD with momentum, PyTorch's with its fused kernel. A check before: the losses of the first steps
-are the same for all that communicate. The one without communication lets each rank train by itself.
+rank, and update by SGD with momentum, PyTorch's with its fused kernel; its wrapper's gradients are views of buckets. A
+check before: the losses of the first steps are the same for all that communicate, but for a fiftieth of what they
+differ by for the one that lets each rank train by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ DDP, RANK, SHARD, ALONE = "DDP, gloo", "hpcdp, every rank", "hpcdp, shards", "no
 _LR, _MOMENTUM = 0.01, 0.9
 _BATCHES = 3
 _CHECKED_STEPS = 4
-_LOSS_TOLERANCE = 1e-3
+_LARGEST_DIFFERENCE = 0.02
+"""Of losses, as a share of the difference that training without communication makes: rounding grows with each step."""
 _JOB_TIMEOUT_S = 600
 
 
@@ -68,7 +70,8 @@ def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm
         hpcdp_torch = importlib.import_module("hpcdp.torch")
         wrapped = hpcdp_torch.DistributedDataParallel(net, world, owner="rank" if name == RANK else "shard")
     else:
-        wrapped = torch.nn.parallel.DistributedDataParallel(net) if name == DDP else net
+        ddp = torch.nn.parallel.DistributedDataParallel
+        wrapped = ddp(net, gradient_as_bucket_view=True) if name == DDP else net
     if name == SHARD:
         optimizer = hpcdp_torch.ShardedOptimizer(wrapped, torch.optim.SGD, **settings)
     else:
@@ -89,16 +92,18 @@ def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float)
     """The model ``key`` at one batch size, the candidates in turn; every rank must call.
 
     Returns ``step_ms`` (medians of the slowest rank by candidate), ``ratio`` of DDP's time to each candidate's and
-    ``share`` of the rate without communication (medians over turns), ``loss_difference``, the largest relative one, and
-    ``unequal``: the share that ranks would keep if communication took no time, but they waited for each other after
-    each step, whose length varies.
+    ``share`` of the rate without communication (medians over turns), ``loss_difference``, the largest relative one,
+    ``apart``, that of ranks without communication, and ``unequal``: the share that ranks would keep if communication
+    took no time, but they waited for each other after each step, whose length varies.
     """
     model = MODELS[key]
     batches = batches_of(model, batch, world.rank)
     names = [DDP, RANK, SHARD, ALONE] if world.size > 1 else [RANK, SHARD, ALONE]
     steps = {name: step_of(name, model, batches, world) for name in names}
-    losses = np.array([[steps[name](i) for i in range(_CHECKED_STEPS)] for name in names if name != ALONE])
-    difference = float(np.max(np.abs(losses / losses[0] - 1)))
+    losses = {name: np.array([steps[name](i) for i in range(_CHECKED_STEPS)]) for name in names}
+    first = losses[names[0]]
+    difference = max(float(np.max(np.abs(losses[name] / first - 1))) for name in names if name != ALONE)
+    apart = float(np.max(np.abs(losses[ALONE] / first - 1)))
     begin = time.perf_counter()
     for i in range(2):
         steps[ALONE](i)
@@ -130,6 +135,7 @@ def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float)
         "unequal": float(np.mean(slowest[ALONE]) / alone_s.max(axis=0).mean()),
         "share": {name: median_ratio(slowest[ALONE], each) for name, each in slowest.items()},
         "loss_difference": max(world.comm.allgather_json(difference)),
+        "apart": max(world.comm.allgather_json(apart)),
     }
 
 
@@ -143,7 +149,9 @@ def table(place: dict[str, Any]) -> str:
             ratio = f"{row['ratio'][name]:.2f}" if row["ratio"] else "-"
             lines.append(f"{name:<20}{step_ms:>12.2f}{ratio:>12}{100 * row['share'][name]:>23.0f}%")
         lines.append(f"# steps that wait for the longer one {100 * row['unequal']:>42.0f}%")
-        lines.append(f"# losses differ by {row['loss_difference']:.0e} at most")
+        lines.append(
+            f"# losses differ by {row['loss_difference']:.0e} at most, without communication {row['apart']:.0e}"
+        )
     return "\n".join(lines)
 
 
@@ -173,7 +181,8 @@ def job(args: argparse.Namespace) -> int:
 
 
 def _agrees(place: dict[str, Any]) -> bool:
-    return all(row["loss_difference"] < _LOSS_TOLERANCE for row in place["rows"])
+    alone = place["machine"]["ranks"] == 1
+    return alone or all(row["loss_difference"] < _LARGEST_DIFFERENCE * row["apart"] for row in place["rows"])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,11 +27,16 @@ def make_tag(signature: int, operation: int, lane: int = 0) -> int:
     return (signature << OPERATION_BITS | operation) << LANE_BITS | lane
 
 
-def disagree(expected: int, got: int) -> bool:
-    """Whether two tags are of one operation, called by ranks that do not agree about it."""
+def disagree(expected: int, got: int, users: Set[int] = frozenset()) -> bool:
+    """Whether two tags are of one operation, called by ranks that do not agree about it.
+
+    Args:
+        expected, got: the tags.
+        users: see `Communicator.users`.
+    """
     signatures = LANE_BITS + OPERATION_BITS
     same_operation = (expected ^ got) >> LANE_BITS & (1 << OPERATION_BITS) - 1 == 0
-    return same_operation and expected >> signatures != got >> signatures
+    return same_operation and expected >> signatures != got >> signatures and got >> signatures not in users
 
 
 def disagreement(source: int) -> MismatchError:
@@ -63,6 +69,9 @@ class Communicator(Protocol):
     size: int
     signatures: int
     """How many different signatures its tags can carry."""
+    users: set[int]
+    """Signatures of those who share it, each with operations of its own under way; empty where there is one user. A
+    message of another one's is not taken for one of an operation that its sender has called differently."""
 
     def barrier(self) -> None:
         """Block until every rank has called it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -76,9 +76,10 @@ class MpiRequest:
 class MpiReceive:
     """A receive of MPI. Whoever waits looks now and then whether the sender does something else."""
 
-    __slots__ = ("_comm", "_request", "_source", "_tag", "_tests", "_x")
+    __slots__ = ("_comm", "_request", "_source", "_tag", "_tests", "_users", "_x")
 
-    def __init__(self, comm: MPI.Comm, x: np.ndarray, source: int, tag: int) -> None:
+    def __init__(self, comm: MPI.Comm, x: np.ndarray, source: int, tag: int, users: Set[int] = frozenset()) -> None:
+        self._users = users
         self._request = comm.Irecv(_known(x), source, tag)
         self._comm, self._x, self._source, self._tag = comm, x, source, tag
         self._tests = 0
@@ -97,7 +98,8 @@ class MpiReceive:
 
     def _look(self) -> None:
         status = MPI.Status()
-        if self._comm.Iprobe(self._source, MPI.ANY_TAG, status) and disagree(self._tag, status.Get_tag()):
+        found = self._comm.Iprobe(self._source, MPI.ANY_TAG, status)
+        if found and disagree(self._tag, status.Get_tag(), self._users):
             raise disagreement(self._source)
 
 
@@ -128,7 +130,9 @@ class MpiCommunicator:
         self.mpi = comm
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self.signatures = (int(comm.Get_attr(MPI.TAG_UB) or 32767) + 1) >> LANE_BITS + OPERATION_BITS
+        self.users: set[int] = set()
+        # Of the world: libraries need not know it of other communicators, and Open MPI does not.
+        self.signatures = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) >> LANE_BITS + OPERATION_BITS
 
     def barrier(self) -> None:
         self.mpi.Barrier()
@@ -140,7 +144,7 @@ class MpiCommunicator:
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
         if x.size <= MAX_ELEMENTS:
-            return MpiReceive(self.mpi, x, source, tag)
+            return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
     @_explained

@@ -63,6 +63,7 @@ class _Group:
         self.mail: dict[tuple[int, int], dict[int, deque[np.ndarray]]] = defaultdict(dict)
         """By source and destination: messages that nobody has received, by tag."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.users: set[int] = set()
 
 
 class _Sent:
@@ -97,7 +98,7 @@ class _Receive:
                 raise MismatchError("receive", where=f"from {source}, tag {tag}", expected=expected, got=message.nbytes)
             self._x.reshape(-1)[...] = message.view(self._x.dtype)
             self._done = True
-        if not self._done and any(disagree(tag, other) for other in boxes):
+        if not self._done and any(disagree(tag, other, self._group.users) for other in boxes):
             raise disagreement(source)
         return self._done
 
@@ -138,6 +139,7 @@ class ThreadCommunicator:
         self.rank = rank
         self.size = group.size
         self.traffic = Traffic()
+        self.users = group.users
         self._group = group
         self._meetings = 0
 

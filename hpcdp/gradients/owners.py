@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .. import kernels
 from ..arrays import Array, array_namespace
@@ -57,6 +57,21 @@ class Owner(Protocol):
         ...
 
 
+class _Piece(NamedTuple):
+    """Columns of a bucket that are updated by one rule, in the same step of theirs."""
+
+    first: int
+    last: int
+    """One after the last."""
+    rule: Optimizer
+    passed_over: int
+    """In how many steps they were left out."""
+
+    def joins(self, following: _Piece) -> bool:
+        alike = self.rule is following.rule and self.passed_over == following.passed_over
+        return alike and self.last == following.first
+
+
 class _Flat:
     """Parameters laid out as their buckets, and what both owners do alike."""
 
@@ -71,6 +86,8 @@ class _Flat:
         self.optimizer = optimizer
         self._rules = {} if rules is None else rules
         self._left_out: Set[str] = frozenset()
+        self.passed_over: dict[str, int] = {}
+        """In how many steps a parameter was left out, which do not count for it, by name."""
         self.flats: list[Array] = []
         self._states: list[dict[str, Array]] = []
         for bucket in reducer.buckets:
@@ -83,7 +100,7 @@ class _Flat:
         for bucket, flat in zip(reducer.buckets, self.flats, strict=True):
             first, last = self.span(bucket)
             self._states.append(optimizer.init_state(flat[first:last]))
-        self._pieces = [self._divide(bucket) for bucket in reducer.buckets]
+        self._divide_all()
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
         return 0, bucket.mine.shape[0]
@@ -108,43 +125,55 @@ class _Flat:
     def nbytes_parameters(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
-    def _divide(self, bucket: Bucket) -> list[tuple[int, int, Optimizer]]:
-        """The columns of this rank's span that are updated by one rule: first, one after the last, and the rule."""
+    def _divide(self, bucket: Bucket) -> list[_Piece]:
+        """The columns of this rank's span that are updated alike."""
         first, last = self.span(bucket)
         ends = [*(slot.offset for slot in bucket.slots), bucket.mine.shape[0]]
-        pieces: list[tuple[int, int, Optimizer]] = []
-        for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
+        pieces: list[_Piece] = []
+        for slot in sorted((slot for slot in bucket.slots if slot.count), key=lambda slot: slot.offset):
             rule = None if slot.name in self._left_out else self._rules.get(slot.name, self.optimizer)
             begin = max(first, slot.offset)
-            end = min(last, min((each for each in ends if each > slot.offset), default=slot.offset))
+            end = min(last, min(each for each in ends if each > slot.offset))
             if rule is None or end <= begin:
                 continue
-            if pieces and pieces[-1][1] == begin and pieces[-1][2] is rule:
-                begin = pieces.pop()[0]
-            pieces.append((begin, end, rule))
+            piece = _Piece(begin, end, rule, self.passed_over.get(slot.name, 0))
+            if pieces and pieces[-1].joins(piece):
+                piece = piece._replace(first=pieces.pop().first)
+            pieces.append(piece)
         return pieces
 
+    def set_rules(self, rules: Mapping[str, Optimizer | None]) -> None:
+        """From now on ``rules``, as at construction; alike on all ranks."""
+        self._rules = rules
+        self._divide_all()
+
     def leave_out(self, names: Set[str]) -> None:
-        """From now on update no parameter of these, until called again; alike on all ranks."""
-        if names != self._left_out:
+        """In the next step update no parameter of these; alike on all ranks."""
+        if names or self._left_out:
             self._left_out = names
-            self._pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
+            self._divide_all()
+
+    def pass_over(self) -> None:
+        """The last step does not count for what was left out in it."""
+        for name in self._left_out:
+            self.passed_over[name] = self.passed_over.get(name, 0) + 1
+
+    def _divide_all(self) -> None:
+        self._pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
 
     def _state_of(self, bucket: Bucket, first: int, last: int) -> dict[str, Array]:
         offset = self.span(bucket)[0]
         return {name: array[first - offset : last - offset] for name, array in self._states[bucket.number].items()}
 
-    def _update_own(
-        self, bucket: Bucket, pieces: Sequence[tuple[int, int, Optimizer]], step: int, scale: float
-    ) -> None:
-        for first, last, rule in pieces:
-            flat = self.flats[bucket.number][first:last]
-            rule.update(flat, bucket.mine[first:last], self._state_of(bucket, first, last), step=step, scale=scale)
+    def _update_own(self, bucket: Bucket, pieces: Sequence[_Piece], step: int, scale: float) -> None:
+        for first, last, rule, passed_over in pieces:
+            flat, state = self.flats[bucket.number][first:last], self._state_of(bucket, first, last)
+            rule.update(flat, bucket.mine[first:last], state, step=step - passed_over, scale=scale)
 
     def _update_later(self, step: int, scale: float) -> None:
         """Update every bucket as soon as it is reduced, with the rules' settings of this moment."""
         for bucket in reversed(self.reducer.buckets):
-            pieces = [(first, last, copy.copy(rule)) for first, last, rule in self._pieces[bucket.number]]
+            pieces = [each._replace(rule=copy.copy(each.rule)) for each in self._pieces[bucket.number]]
             self.reducer.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
@@ -211,9 +240,12 @@ class ShardOwner(_Flat):
         reducer, fused = self.reducer, kernels.load("reduce_update")
         for bucket in reducer.buckets:
             pieces = self._pieces[bucket.number]
-            kernels_of = [rule.kernel(step, scale) if rule.update_is_its_kernel else ("", ()) for *_, rule in pieces]
+            kernels_of = [
+                each.rule.kernel(step - each.passed_over, scale) if each.rule.update_is_its_kernel else ("", ())
+                for each in pieces
+            ]
             if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
-                for (first, last, rule), (name, coefficients) in zip(pieces, kernels_of, strict=True):
+                for (first, last, rule, _), (name, coefficients) in zip(pieces, kernels_of, strict=True):
                     state, flat = self._state_of(bucket, first, last), self.flats[bucket.number][first:last]
                     arrays = (state[each] for each in rule.state_names())
                     fused.RULES[name](bucket.rows, first, last, flat, *arrays, coefficients)

@@ -90,6 +90,7 @@ class Reducer:
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
+        self._share_communicators()
         if len(layout.counts) > _TALLY:
             expected = f"at most {_TALLY} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
@@ -122,6 +123,13 @@ class Reducer:
         if comm is None or self.on_one_node:
             return None
         return self.world.keep(("reducers", id(comm)), comm.duplicate)
+
+    def _share_communicators(self) -> None:
+        for comm in (self.rail, self._everyone):
+            if comm is not None:
+                comm.users.add(self._signature % comm.signatures)
+        if not self.on_one_node:
+            self.world.barrier()  # before any rank sends what another would take for a mistake
 
     def _make_bucket(self, number: int) -> Bucket:
         count, dtype = self.layout.counts[number], self.layout.dtypes[number]
@@ -164,6 +172,10 @@ class Reducer:
     def is_missing(self, name: str) -> bool:
         """Whether backward has still to write the gradient of parameter ``name`` in this step."""
         return name in self._bucket_of[name].missing
+
+    def takes(self, name: str) -> bool:
+        """Whether the gradient of parameter ``name`` may still be written in this step."""
+        return self._bucket_of[name].state in (State.FILLING, State.READY)
 
     def fill_missing_with_zeros(self) -> None:
         """Make gradients that backward has not written zero, so that they add nothing."""

@@ -6,26 +6,33 @@ memory that the node's ranks share, and tells the reducer; the sum over all rank
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import World
 from ..comm.agreement import require_same
-from ..errors import StaleGradientError
+from ..errors import ConfigError, StaleGradientError, UnsupportedError
 from ..gradients import Reducer
 from .join import Turns
 from .parameters import TorchParameter
 
 _MOST_NAMES = 3
+_NO_BACKWARD = -1
+
+_takers: Any = WeakTensorKeyDictionary()
+"""By parameter who takes its gradients, a weak reference, and the handle of the hook: the last that was made."""
 
 
 class Backward:
     """Every backward of a module's parameters, one after another. All ranks must make it together.
 
     Args:
-        params: the trained parameters, in the order of their registration.
+        params: the trained parameters, in the order of their registration. Who took their gradients before is told that
+            they are taken over.
         reducer: of the same parameters.
         world: the ranks.
         find_unused: whether parameters may be without a gradient; else that is an error.
@@ -40,12 +47,55 @@ class Backward:
         """Whether an optimizer sums and updates in one, so that a backward leaves this rank's own gradients."""
         self.turns = Turns(world)
         self.turns.events["backward"] = lambda _: self._average(following=True)
+        self.find_unused = find_unused
         self._world = world
-        self._find_unused = find_unused
         self._held: set[str] = set()  # written without synchronising
-        self._queued = False
+        self._queued = self._reached = False
+        self._taken_over: str | None = None  # the name of a parameter
         for param in params:
-            param.tensor.register_post_accumulate_grad_hook(partial(self._written, param))
+            self._take(param)
+
+    def _take(self, param: TorchParameter) -> None:
+        before, handle = _takers.get(param.tensor, (lambda: None, None))
+        if handle is not None:
+            handle.remove()
+        if before() is not None:
+            before()._taken_over = param.name
+        weak = weakref.ref(self)
+
+        def written(_tensor: torch.Tensor) -> None:
+            living = weak()
+            if living is not None:
+                living._written(param)
+
+        _takers[param.tensor] = weak, param.tensor.register_post_accumulate_grad_hook(written)
+
+    def begin(self) -> None:
+        """Called before a forward that a backward may follow: what a backward that has failed has left is dropped.
+
+        Raises:
+            ConfigError: another wrapper has taken parameters over.
+        """
+        if self._taken_over is not None:
+            raise ConfigError(
+                "forward", where=self._taken_over, expected="a parameter of this wrapper alone",
+                got="one that was wrapped again", remedy="use the later wrapper, or wrap one module that holds both",
+            )  # fmt: skip
+        if self._queued and torch._C._current_graph_task_id() == _NO_BACKWARD:
+            self._queued = False
+            if not self.awaits_step:
+                self.drop()
+
+    def drop(self) -> None:
+        """Forget what was written since the last reduction; every rank must call, if any does with overlap."""
+        self._held = set()
+        self._queued = self._reached = False
+        reducer = self.reducer
+        if reducer.num_missing < len(self.params) or any(not reducer.takes(name) for name in self.params):
+            if reducer.overlap:
+                reducer.launch_rest()
+                reducer.reduce_shards()
+            reducer.reset()
 
     def watch_end(self, _gradient: torch.Tensor | None = None) -> None:
         """Called within a backward: close it when all of it is over, also parts that run as backwards of their own."""
@@ -53,7 +103,18 @@ class Backward:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
-    def _written(self, param: TorchParameter, _tensor: torch.Tensor) -> None:
+    def reached(self, _tensor: torch.Tensor) -> None:
+        """Called within a backward that goes through the module, whether it uses parameters or not."""
+        self._reached = True
+        self.watch_end()
+
+    def _written(self, param: TorchParameter) -> None:
+        gradient = param.tensor.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                "backward", where=param.name, expected="a dense gradient", got=f"one of layout {gradient.layout}",
+                remedy="make the layer with sparse=False",
+            )  # fmt: skip
         if not self.syncing:
             self._held.add(param.name)
             return
@@ -62,6 +123,11 @@ class Backward:
             raise StaleGradientError(
                 "backward", where=param.name, expected="one gradient of a parameter in each backward",
                 got="a second one", remedy="checkpoint with use_reentrant=False",
+            )  # fmt: skip
+        if not self.reducer.takes(param.name):
+            raise StaleGradientError(
+                "backward", where=param.name, expected="one backward before each step of a ShardedOptimizer",
+                got="another one", remedy="call step() or zero_grad() in between, or all but the last within no_sync()",
             )  # fmt: skip
         param.contribute(self._share)
         param.release()
@@ -73,8 +139,10 @@ class Backward:
 
     def _end(self) -> None:
         self._queued = False
-        nothing_written = self.reducer.num_missing == len(self.params) and not self._held
-        if nothing_written or self.awaits_step:  # as in torch.autograd.grad, or until the optimizer's step
+        # As in torch.autograd.grad, which leaves parameters alone.
+        nothing_written = self.reducer.num_missing == len(self.params) and not self._held and not self._reached
+        self._reached = False
+        if nothing_written or self.awaits_step:
             return
         self.turns.announce("backward")
         self._average(following=False)
@@ -117,7 +185,7 @@ class Backward:
         if not num_unused:
             return set()
         by_rank = self._world.comm.allgather_json(None if following else unused)
-        if not self._find_unused:
+        if not self.find_unused:
             self._end_reductions()
             rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
             listed = ", ".join(names[:_MOST_NAMES])
@@ -125,13 +193,14 @@ class Backward:
             raise StaleGradientError(
                 "backward", where=f"rank {rank}", expected="a gradient for every parameter",
                 got=f"none for {listed}{more}",
-                remedy="freeze them (requires_grad=False) or pass find_unused_parameters=True",
+                remedy="pass find_unused_parameters=True, or freeze them (requires_grad=False) before wrapping",
             )  # fmt: skip
         return set.intersection(*(set(names) for names in by_rank if names is not None))
 
     def refuse(self, settings: tuple[float, ...]) -> None:
         """Raise that the ranks' settings of an optimizer differ, on all of them."""
-        require_same(self._world.comm, "step", [f"settings {settings}"], "change learning rates alike on all ranks")
+        said = f"a step with settings {settings}" if settings else "the sum for clip_grad_norm_ or a GradScaler"
+        require_same(self._world.comm, "step", [said], "change learning rates alike on all ranks, and call alike")
 
     def _end_reductions(self) -> None:
         self.reducer.reduce_shards()  # nobody leaves before what was launched has ended

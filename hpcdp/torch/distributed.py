@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import World, init
 from ..comm.agreement import require_same
@@ -34,7 +36,8 @@ class DistributedDataParallel(torch.nn.Module):
         module: on CPU. Frozen parameters (``requires_grad=False``) are left alone; so are those frozen later no more.
         world: the ranks; default `hpcdp.init()`.
         owner: ``"rank"``: every rank gets all averages, and updates everything, with any optimizer. ``"shard"``: a
-            `ShardedOptimizer` is to follow, which sums and updates in one.
+            `ShardedOptimizer` is to follow, which sums and updates in one; with overlap there is one backward for each
+            of its steps, or all but the last are within `no_sync`.
         broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
         find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
             rank has used keeps its gradient, or None.
@@ -66,6 +69,7 @@ class DistributedDataParallel(torch.nn.Module):
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
         trained = [TorchParameter(*each) for each in module.named_parameters() if each[1].requires_grad]
+        self._frozen = [each for each in module.parameters() if not each.requires_grad]
         if not trained:
             raise ConfigError(
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
@@ -77,8 +81,8 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
         settings = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
-        states = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in module.state_dict().items()
-                  if isinstance(each, torch.Tensor)]  # fmt: skip
+        states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}"
+                  for name, each in (*module.named_parameters(), *module.named_buffers())]  # fmt: skip
         require_same(self.world.comm, "DistributedDataParallel", [*states, settings])
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
@@ -101,15 +105,51 @@ class DistributedDataParallel(torch.nn.Module):
         backward = self.backward_pass
         will_sync = backward.syncing and torch.is_grad_enabled()
         if will_sync:
+            backward.begin()
+            self._refuse_unfrozen()
             shares = self.training and self._broadcasts
             backward.turns.announce("forward", shares)
             self._share_buffers(shares)
         output = self.module(*args, **kwargs)
-        if will_sync:
-            for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(backward.watch_end)
+        if not will_sync:
+            return output
+        if backward.find_unused:
+            return self._marked(output)
+        for tensor in _tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(backward.watch_end)
         return output
+
+    def _refuse_unfrozen(self) -> None:
+        if any(each.requires_grad for each in self._frozen):
+            name = next(name for name, each in self.named_parameters() if any(each is f for f in self._frozen)
+                        and each.requires_grad)  # fmt: skip
+            raise ConfigError(
+                "forward", where=name.removeprefix("module."), expected="a parameter that stays frozen",
+                got="one that requires a gradient since", remedy="wrap the module again after changing requires_grad",
+            )  # fmt: skip
+
+    def _marked(self, output: Any) -> Any:
+        """``output``, so that a backward tells where it goes through this module without using any parameter."""
+        leaves, form = tree_flatten(output)
+        mark = torch.zeros((), requires_grad=True)
+        mark.register_post_accumulate_grad_hook(self.backward_pass.reached)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and
+                  (leaf.is_floating_point() or leaf.is_complex())]  # fmt: skip
+        for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
+            leaves[place] = tensor
+        return tree_unflatten(leaves, form)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; and what backward has left for a `ShardedOptimizer` is dropped."""
+        self.backward_pass.drop()
+        super().zero_grad(set_to_none)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "DistributedDataParallel", expected="its module to be copied or saved", got="the wrapper",
+            remedy="copy model.module, save model.module.state_dict()",
+        )  # fmt: skip
 
     def _share_buffers(self, shares: bool) -> None:
         if shares:
@@ -122,7 +162,8 @@ class DistributedDataParallel(torch.nn.Module):
         Who leaves it waits until all have, taking part with gradients of zero. At the end all have the parameters and
         buffers of the ranks that went on longest. A `ShardedOptimizer` updates everywhere all the time; the state of an
         optimizer of torch's own stays as it was when a rank left: `broadcast_optimizer_state` from `last_rank` gives it
-        to all. No `SyncBatchNorm` may be in the model.
+        to all. Gradients that a rank holds back by `no_sync` when it leaves are dropped. No `SyncBatchNorm` may be in
+        the model.
 
         Args:
             divide_by_initial_world_size: divide sums of gradients by the number of all ranks, so that the samples of
@@ -166,5 +207,18 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for each in output:
             yield from _tensors(each)
-    elif hasattr(output, "__dataclass_fields__"):
-        yield from _tensors(list(vars(output).values()))
+    elif dataclasses.is_dataclass(output):
+        yield from _tensors([getattr(output, each.name) for each in dataclasses.fields(output)])
+
+
+class _Marked(torch.autograd.Function):
+    """Tensors as they are, which depend on a mark, too."""
+
+    @staticmethod
+    def forward(ctx: Any, mark: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return torch.zeros(()), *gradients

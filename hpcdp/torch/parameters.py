@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import UnsupportedError
 
@@ -17,6 +18,10 @@ _SUMMED_AS: dict[Any, np.dtype[Any]] = {
     torch.float16: np.dtype(np.float32),
 }
 """Half precision is summed in single: NumPy has no bfloat16, and sums of many ranks lose less."""
+
+
+_moved: Any = WeakTensorKeyDictionary()
+"""Parameters whose memory an optimizer has laid out, perhaps for several ranks: who comes next takes a copy."""
 
 
 class TorchParameter:
@@ -31,6 +36,11 @@ class TorchParameter:
     """
 
     def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
+        if isinstance(tensor, torch.nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                "DistributedDataParallel", where=name, expected="a parameter with values", got="one without yet",
+                remedy="run one forward before wrapping",
+            )  # fmt: skip
         dtype = _SUMMED_AS.get(tensor.dtype)
         if dtype is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise UnsupportedError(
@@ -38,6 +48,8 @@ class TorchParameter:
                 expected="a dense CPU parameter of float64, float32, bfloat16 or float16",
                 got=f"{tensor.layout}, {tensor.device}, {tensor.dtype}",
             )  # fmt: skip
+        if _moved.pop(tensor, False):
+            tensor.data = tensor.data.clone()
         self.name = name
         self.tensor = tensor
         self.shape = tuple(tensor.shape)
@@ -57,6 +69,7 @@ class TorchParameter:
     @data.setter
     def data(self, place: np.ndarray) -> None:
         self.tensor.data = torch.from_numpy(place)
+        _moved[self.tensor] = True
 
     @property
     def grad(self) -> np.ndarray:

@@ -74,17 +74,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )  # fmt: skip
         self._whole = optimizer_class(model.parameters() if params is None else params, **settings)
         """Torch's own: checks and completes settings, knows the form of state dicts, and holds no state for long."""
+        self._owner: ShardOwner | None = None
         super().__init__(self._whole.param_groups, self._whole.defaults)
         self.param_groups = self._whole.param_groups
-        self._rules = [_rule(optimizer_class, group) for group in self.param_groups]
-        if len({rule.state_names() for rule in self._rules}) > 1:
-            raise UnsupportedError("ShardedOptimizer", where="params", expected="momentum in all groups, or in none")
-        group_of = {id(each): number for number, group in enumerate(self.param_groups) for each in group["params"]}
-        by_name = {
-            name: self._rules[group_of[id(each.tensor)]] if id(each.tensor) in group_of else None
-            for name, each in self._backward.params.items()
-        }
-        self._owner = ShardOwner(self._backward.reducer, self._rules[0], by_name)
+        rules = self._rules_by_name()
+        self._owner = ShardOwner(self._backward.reducer, self._rules[0], rules)
+        self._places = {name: each.tensor.data_ptr() for name, each in self._backward.params.items()}
         self._backward.awaits_step = True
         self._steps = 0
         self._scale: float | None = None  # of the sums, once they are there
@@ -95,6 +90,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         events["clip"] = self._clip
         events["unscale"] = self._unscale
 
+    @property
+    def _shards(self) -> ShardOwner:
+        assert self._owner is not None
+        return self._owner
+
+    def _rules_by_name(self) -> dict[str, Optimizer | None]:
+        self._rules = [_rule(type(self._whole), group) for group in self.param_groups]
+        if len({rule.state_names() for rule in self._rules}) > 1:
+            raise UnsupportedError("ShardedOptimizer", where="params", expected="momentum in all groups, or in none")
+        group_of = {id(each): number for number, group in enumerate(self.param_groups) for each in group["params"]}
+        return {
+            name: self._rules[group_of[id(each.tensor)]] if id(each.tensor) in group_of else None
+            for name, each in self._backward.params.items()
+        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch's optimizers; every rank must call, with the same."""
+        if self._owner is None:  # as torch's constructor does with the groups that `_whole` has checked
+            super().add_param_group(param_group)
+        else:
+            self._whole.add_param_group(param_group)
+            self._owner.set_rules(self._rules_by_name())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step, also those that `clip_grad_norm_` has summed."""
+        self._scale = None
+        self._backward.drop()
+        super().zero_grad(set_to_none)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Sum the gradients over all ranks and update by their mean; every rank must call.
 
@@ -104,7 +128,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        settings = [vars(_rule(type(self._whole), group)) for group in self.param_groups]
+        rules = [_rule(type(self._whole), group) for group in self.param_groups]
+        if any(rule.state_names() != self._rules[0].state_names() for rule in rules):
+            raise UnsupportedError(
+                "ShardedOptimizer", where="momentum", expected="in all groups, or in none, from the beginning",
+                got="another one since", remedy="make the optimizer with a momentum above 0",
+            )  # fmt: skip
+        settings = [vars(rule) for rule in rules]
         self._backward.turns.announce("step", settings)
         self._step(settings)
         return loss
@@ -113,19 +143,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for rule, values in zip(self._rules, settings, strict=True):
             vars(rule).update(values)
         numbers = tuple(number for values in settings for number in values.values())
+        self._refuse_moved()
         try:
             if self._scale is None:
                 self._close(numbers)
                 self._steps += 1
-                self._owner.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
+                self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
             else:
                 _, alike = self._backward.reducer.tally_alike(numbers)
                 if not alike:
                     self._backward.refuse(numbers)
                 self._steps += 1
-                self._owner.update(self._steps, self._scale)
+                self._shards.update(self._steps, self._scale)
+            self._shards.pass_over()
         finally:
             self._drop()
+
+    def _refuse_moved(self) -> None:
+        for name, place in self._places.items():
+            tensor = self._backward.params[name].tensor
+            if tensor.data_ptr() != place:
+                raise ConfigError(
+                    "step", where=name, expected="a parameter in the memory that the ranks share",
+                    got=f"one of {tensor.dtype} with memory of its own",
+                    remedy="change values in place (param.copy_, load_state_dict), dtypes before wrapping",
+                )  # fmt: skip
 
     def _drop(self) -> None:
         self._scale = None
@@ -172,13 +214,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Sum the gradients over all ranks, unless they are; what the sums are to be multiplied with."""
         if self._scale is None:
             self._close(())
-            self._owner.reduce()
+            self._shards.reduce()
             self._scale = 1.0 / self._backward.turns.divisor
         return self._scale
 
     def _close(self, settings: tuple[float, ...]) -> None:
         # As by torch's optimizers, which pass over a parameter whose gradient is None.
-        self._owner.leave_out(self._backward.close(self._backward.turns.following, settings))
+        self._shards.leave_out(self._backward.close(self._backward.turns.following, settings))
 
     def _norm(self) -> float:
         reducer = self._backward.reducer
@@ -197,14 +239,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call."""
         reducer = self._backward.reducer
         whole = [self._gathered(bucket) for bucket in reducer.buckets] if self._steps else []
-        for slot in reducer.layout.slots if self._steps else ():
+        updated = {id(each) for group in self.param_groups for each in group["params"]}
+        for slot in reducer.layout.slots:
             tensor = self._backward.params[slot.name].tensor
+            steps = self._steps - self._shards.passed_over.get(slot.name, 0)
+            if not steps or id(tensor) not in updated:
+                continue
             state: dict[str, Any] = {
                 _STATE_NAMES[name]: torch.from_numpy(_part(array, slot).copy())
                 for name, array in whole[slot.bucket].items()
             }
             if "exp_avg" in state:
-                state["step"] = torch.tensor(float(self._steps))
+                state["step"] = torch.tensor(float(steps))
             self._whole.state[tensor] = state
         found: dict[str, Any] = self._whole.state_dict()
         self._whole.state.clear()
@@ -212,10 +258,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call."""
+        expected = {_STATE_NAMES[name] for name in self._rules[0].state_names()}
+        for state in state_dict.get("state", {}).values():
+            if set(state) - {"step"} != expected and any(state.get(name) is not None for name in (*state, *expected)):
+                raise ConfigError(
+                    "load_state_dict", expected=f"states of {', '.join(sorted(expected)) or 'nothing'}",
+                    got=", ".join(state), remedy="load what an optimizer of the same class and settings gave",
+                )  # fmt: skip
         self._whole.load_state_dict(state_dict)
         self.param_groups = self._whole.param_groups
-        reducer, owner = self._backward.reducer, self._owner
-        steps = {0}
+        reducer, owner = self._backward.reducer, self._shards
+        steps = dict.fromkeys(self._backward.params, 0)
         for bucket in reducer.buckets:
             first, last = owner.span(bucket)
             for name, mine in owner.states[bucket.number].items():
@@ -224,16 +277,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     state = self._whole.state.get(self._backward.params[slot.name].tensor, {})
                     if state.get(_STATE_NAMES[name]) is not None:
                         _part(full, slot)[...] = state[_STATE_NAMES[name]].numpy()
-                        steps.add(int(state.get("step", 1)))
+                        steps[slot.name] = int(state.get("step", 1))
                 mine[...] = full[first:last]
-        self._steps = max(steps)
+        self._steps = max(steps.values())
+        owner.passed_over = {name: self._steps - each for name, each in steps.items() if each < self._steps}
+        owner.set_rules(self._rules_by_name())
         self._whole.state.clear()
 
     def _gathered(self, bucket: Bucket) -> dict[str, np.ndarray]:
         """The state of a whole bucket, by name."""
-        first, last = self._owner.span(bucket)
+        first, last = self._shards.span(bucket)
         found = {}
-        for name, mine in self._owner.states[bucket.number].items():
+        for name, mine in self._shards.states[bucket.number].items():
             full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
             if self._backward.reducer.is_counted:
                 full[first:last] = mine

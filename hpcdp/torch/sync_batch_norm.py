@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,19 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             found.add_module(name, cls.convert_sync_batchnorm(child, world))
         return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = value if name == "world" else copy.deepcopy(value, memo)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "world"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.world = init()
+
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm: expected an input of at least 2 dimensions, got {input.dim()}")
@@ -83,7 +97,13 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         """Count, mean and variance of each channel over all ranks; summed in double, so squares cancel harmlessly."""
         over = [dim for dim in range(x.dim()) if dim != 1]
         doubles = x.double()
-        sums = torch.cat([torch.tensor([x.numel() / x.shape[1]]), doubles.sum(over), (doubles * doubles).sum(over)])
+        sums = torch.cat(
+            [
+                torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64),
+                doubles.sum(over),
+                (doubles * doubles).sum(over),
+            ]
+        )
         _sum_over_ranks(sums, self.world)
         count = float(sums[0])
         if count <= 1:

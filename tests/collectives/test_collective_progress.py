@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, double_tree, halving_doubling, iallreduce, ring, tree
 from hpcdp.collectives.progress import TAGS, Progress, Together, Until, drive, in_lanes, segments, together
 from hpcdp.comm import threads
-from hpcdp.comm.communicator import disagree
+from hpcdp.comm.communicator import OPERATION_BITS, disagree
 from hpcdp.errors import MismatchError, UnsupportedError
 
 
@@ -125,6 +125,7 @@ def test_tags_of_calls_that_differ_are_apart_and_stay_within_what_mpi_allows():
     assert first != other
     assert disagree(first, other)
     assert not disagree(first, same)  # one of the two has only come earlier
+    assert not disagree(first, other, {other // (TAGS << OPERATION_BITS)})  # of another user of the communicator
     assert max(first, other, same) + TAGS <= 1 << 31
 
 

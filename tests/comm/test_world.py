@@ -31,6 +31,13 @@ def test_ranks_of_one_machine_share_a_node(world):
 
 
 @pytest.mark.mpi
+def test_tags_of_parts_carry_as_much_as_those_of_all(world):
+    part = mpi.MpiCommunicator(world.comm.mpi.Split(world.rank % 2))
+    assert part.signatures == world.comm.signatures == world.comm.duplicate().signatures > 1 << 10
+    part.mpi.Free()
+
+
+@pytest.mark.mpi
 def test_shared_memory_is_the_same_bytes_for_all_and_starts_zeroed(world):
     x = world.node_memory.alloc((world.size, 1000), np.float64)
     gate = Gate(world.node_memory)

@@ -211,3 +211,25 @@ def test_real_ranks_that_differ_in_order_and_pace():
         check_sums([param.grad for param in params], world.size, step)
         made.reset()
         made.gate.barrier()
+
+
+@pytest.mark.parametrize(("n", "ranks_per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
+def test_buckets_of_two_models_may_be_under_way_together_in_any_order(n, ranks_per_node):
+    def rank(world):
+        models = [make(world, overlap=True) for _ in range(2)]
+        for step in range(3):
+            late = (step + world.rank) % 3 == 0
+            for number in (0, 1) if late else (1, 0):  # so that one model's wait for the other's
+                reducer, params = models[number]
+                write(params, world.rank + 10 * number, step, pause=(lambda: 0.01) if late else None)
+            for number, (reducer, params) in enumerate(models):
+                reducer.tally(1)
+                reducer.reduce_everywhere()
+                for param in params:
+                    total = sum(gradient(other + 10 * number, step, param.shape) for other in range(n))
+                    np.testing.assert_allclose(param.grad, total, rtol=1e-4, atol=1e-5)
+            world.barrier()
+            for reducer, _ in models:
+                reducer.reset()
+
+    threads.run(n, rank, ranks_per_node)

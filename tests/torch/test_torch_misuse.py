@@ -1,0 +1,373 @@
+"""What users do to modules, wrappers and optimizers besides training: it works as in PyTorch, or is refused by name."""
+
+import copy
+import dataclasses
+import io
+import threading
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+
+import hpcdp.torch
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
+
+SEEDING = threading.Lock()  # all thread ranks draw from one generator
+SPREAD = [(1, None), (2, None), (3, 1), (4, 2)]
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("backward fails")
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with SEEDING:
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.fails_at = None
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.last(Failing.apply(x) if self.fails_at == "middle" else x)
+        return Failing.apply(x) if self.fails_at == "end" else x
+
+
+def loss_of(model, step, rank):
+    rng = np.random.default_rng([step, rank])
+    x = torch.from_numpy(rng.standard_normal((5, 6), "f4"))
+    return nn.functional.cross_entropy(model(x), torch.from_numpy(rng.integers(0, 4, 5)))
+
+
+def wrapped(net, world, owner="rank", **options):
+    """The wrapped module and an optimizer: SGD with momentum."""
+    model = hpcdp.torch.DistributedDataParallel(net, world, owner=owner, **options)
+    if owner == "shard":
+        return model, hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def alike(world, ours, theirs):
+    world.barrier()
+    found = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    world.barrier()
+    return found
+
+
+@pytest.mark.parametrize("fails_at", ["end", "middle"])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize(("n", "ranks_per_node"), SPREAD)
+def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(n, ranks_per_node, owner, fails_at):
+    def rank(world):
+        net, reference = Network(), Network()
+        model, optimizer = wrapped(net, world, owner)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            net.fails_at = fails_at if step == 1 else None
+            optimizer.zero_grad()
+            if step == 1:
+                with pytest.raises(RuntimeError, match="backward fails"):
+                    loss_of(model, step, world.rank).backward()
+                continue
+            loss_of(model, step, world.rank).backward()
+            optimizer.step()
+            theirs.zero_grad()
+            for other in range(n):
+                (loss_of(reference, step, other) / n).backward()
+            theirs.step()
+        assert alike(world, model, reference)
+
+    threads.run(n, rank, ranks_per_node)
+
+
+@pytest.mark.parametrize("before", ["rank", "shard"])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_module_may_be_wrapped_again_and_the_first_wrapper_says_so(owner, before):
+    def rank(world):
+        net, reference = Network(), Network()
+        first, _ = wrapped(net, world, before)
+        model, optimizer = wrapped(net, world, owner)
+        with pytest.raises(ConfigError, match=r"forward \[first.weight\].*one that was wrapped again|last.bias"):
+            loss_of(first, 0, world.rank)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, world.rank).backward()
+            optimizer.step()
+            theirs.zero_grad()
+            for other in range(world.size):
+                (loss_of(reference, step, other) / world.size).backward()
+            theirs.step()
+        assert alike(world, model, reference)
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize(("n", "ranks_per_node"), SPREAD)
+def test_two_models_of_which_one_is_trained_through_the_other(n, ranks_per_node, owner):
+    def nets():
+        with SEEDING:
+            torch.manual_seed(1)
+            return nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def noise(step, rank):
+        return torch.from_numpy(np.random.default_rng([step, rank]).standard_normal((3, 4), "f4"))
+
+    def rank(world):
+        plain, pairs = nets(), [wrapped(net, world, owner) for net in nets()]
+        (maker, makers), (critic, critics) = pairs
+        theirs = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in plain]
+        for step in range(4):
+            critics.zero_grad()
+            with critic.no_sync():
+                critic(noise(step, world.rank)).mean().backward()
+            made = maker(noise(step + 50, world.rank))
+            (-critic(made.detach()).mean()).backward()
+            critics.step()
+            makers.zero_grad()
+            critic(made).pow(2).mean().backward()
+            makers.step()
+            theirs[1].zero_grad()
+            made = [plain[0](noise(step + 50, other)) for other in range(n)]
+            for other in range(n):
+                ((plain[1](noise(step, other)) - plain[1](made[other].detach())).mean() / n).backward()
+            theirs[1].step()
+            theirs[0].zero_grad()
+            (sum(plain[1](each).pow(2).mean() for each in made) / n).backward()
+            theirs[0].step()
+        assert alike(world, maker, plain[0]) and alike(world, critic, plain[1])
+
+    threads.run(n, rank, ranks_per_node)
+
+
+@pytest.mark.parametrize("place", ["before", "between"])
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW])
+def test_parameters_of_no_elements_are_in_nobodys_way(rule, place):
+    class Holed(Network):
+        def __init__(self):
+            super().__init__()
+            self.hole = nn.Parameter(torch.zeros(0, 3))
+            if place == "between":
+                self.more = nn.Linear(4, 4, bias=False)
+                nn.init.ones_(self.more.weight)
+
+        def forward(self, x):
+            x = super().forward(x) + self.hole.sum()
+            return self.more(x) if place == "between" else x
+
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(Holed(), world, owner="shard"), Holed()
+        optimizer = hpcdp.torch.ShardedOptimizer(model, rule, lr=0.1)
+        theirs = rule(reference.parameters(), lr=0.1)
+        for step in range(3):
+            loss_of(model, step, world.rank).backward()
+            theirs.zero_grad()
+            for other in range(world.size):
+                (loss_of(reference, step, other) / world.size).backward()
+            optimizer.step()
+            theirs.step()
+        assert alike(world, model, reference)
+
+    threads.run(2, rank)
+
+
+def test_gradients_that_are_zeroed_count_no_more():
+    def rank(world):
+        net, reference = Network(), Network()
+        model, optimizer = wrapped(net, world, "shard", find_unused_parameters=True)
+        loss_of(model, 0, world.rank).backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert alike(world, model, reference)
+        for zero in (optimizer.zero_grad, model.zero_grad):
+            loss_of(model, 1, world.rank).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.zero_grad()
+            loss_of(model, 1, world.rank).backward()
+            zero()
+        loss_of(model, 2, world.rank).backward()
+        optimizer.step()
+        for other in range(world.size):
+            (loss_of(reference, 2, other) / world.size).backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        assert alike(world, model, reference)
+
+    threads.run(3, rank)
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, or none."""
+
+    def __init__(self):
+        super().__init__()
+        with SEEDING:
+            torch.manual_seed(0)
+            self.layers = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 4)})
+
+    def forward(self, x, used):
+        return self.layers[used](x) if used else 2 * x
+
+
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_steps_without_a_parameter_do_not_count_for_it(rule):
+    settings = {"lr": 0.1, "weight_decay": 0.1}
+
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(Branches(), world, owner="shard", find_unused_parameters=True)
+        optimizer, reference = hpcdp.torch.ShardedOptimizer(model, rule, **settings), Branches()
+        theirs = rule(reference.parameters(), **settings)
+        for step, used in enumerate("aabaabb"):
+            x = torch.from_numpy(np.random.default_rng([step, world.rank]).standard_normal((3, 6), "f4"))
+            model(x, used).pow(2).mean().backward()
+            theirs.zero_grad()
+            for other in range(world.size):
+                x = torch.from_numpy(np.random.default_rng([step, other]).standard_normal((3, 6), "f4"))
+                (reference(x, used).pow(2).mean() / world.size).backward()
+            optimizer.step()
+            theirs.step()
+            if step == 4:
+                found, expected = optimizer.state_dict(), theirs.state_dict()
+                for number, state in expected["state"].items():
+                    assert found["state"][number].get("step") == state.get("step")
+                optimizer.load_state_dict(expected)
+        assert alike(world, model, reference)
+
+    threads.run(2, rank)
+
+
+def test_a_rank_that_uses_no_parameter_at_all_takes_part():
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(Branches(), world, find_unused_parameters=True)
+        x = torch.ones(2, 6, requires_grad=True)
+        model(x, "a" if world.rank == 1 else None).sum().backward()
+        own = Branches()
+        own(torch.ones(2, 6), "a").sum().backward()
+        assert torch.allclose(model.module.layers["a"].weight.grad, own.layers["a"].weight.grad / world.size)
+        assert model.module.layers["b"].weight.grad is None
+
+    threads.run(3, rank)
+
+
+def test_groups_may_come_later_and_states_of_a_part_are_given():
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(Network(), world, owner="shard"), Network()
+        optimizer = hpcdp.torch.ShardedOptimizer(model, torch.optim.Adam, model.module.first.parameters(), lr=0.1)
+        theirs = torch.optim.Adam(reference.first.parameters(), lr=0.1)
+        for step in range(4):
+            loss_of(model, step, world.rank).backward()
+            reference.zero_grad()
+            for other in range(world.size):
+                (loss_of(reference, step, other) / world.size).backward()
+            optimizer.step()
+            theirs.step()
+            if step == 1:
+                found, expected = optimizer.state_dict(), theirs.state_dict()
+                assert found["state"].keys() == expected["state"].keys()
+                group = {"lr": 0.01, "betas": (0.5, 0.6)}
+                optimizer.add_param_group({"params": list(model.module.last.parameters()), **group})
+                theirs = torch.optim.Adam([{"params": reference.first.parameters()},
+                                           {"params": reference.last.parameters(), **group}], lr=0.1)  # fmt: skip
+                theirs.load_state_dict(optimizer.state_dict())
+        assert alike(world, model, reference)
+
+    threads.run(2, rank)
+
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    scores: torch.Tensor
+    named: dict
+
+
+def test_outputs_may_be_nested():
+    class Nested(Network):
+        def forward(self, x):
+            x = super().forward(x)
+            return Output(x, {"pair": (x.sum(), [2 * x])})
+
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(Nested(), world), Network()
+        out = model(torch.ones(2, 6) * world.rank)
+        (out.named["pair"][1][0].sum() + out.scores.pow(2).sum()).backward()
+        for other in range(world.size):
+            x = reference(torch.ones(2, 6) * other)
+            ((2 * x).sum() + x.pow(2).sum()).div(world.size).backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
+
+    threads.run(2, rank)
+
+
+def test_modules_are_copied_and_saved_and_wrappers_are_not():
+    def rank(world):
+        net = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), world)
+        model = hpcdp.torch.DistributedDataParallel(net, world)
+        with pytest.raises(UnsupportedError, match=r"copy model\.module, save model\.module\.state_dict"):
+            copy.deepcopy(model)
+        copied = copy.deepcopy(model.module)
+        x = torch.arange(12.0).view(2, 6) * (1 + world.rank)
+        assert torch.equal(copied(x), model.module(x))
+        file = io.BytesIO()
+        torch.save(model.module.state_dict(), file)
+        torch.save(model.module, file)
+
+    threads.run(2, rank)
+
+
+def test_what_cannot_be_done_is_refused_by_name():
+    def rank(world):
+        wrap = hpcdp.torch.DistributedDataParallel
+        net = Network()
+        net.first.weight.requires_grad_(world.rank == 0)
+        with pytest.raises(MismatchError, match=r"first\.weight .*requires_grad"):
+            wrap(net, world)
+        with pytest.raises(UnsupportedError, match=r"\[weight\]: expected a parameter with values"):
+            wrap(nn.LazyLinear(3), world)
+        sparse = wrap(nn.Embedding(5, 2, sparse=True), world)
+        with pytest.raises(UnsupportedError, match=r"backward \[weight\]: expected a dense gradient"):
+            sparse(torch.tensor([1, 2])).sum().backward()
+        net = Network()
+        net.first.weight.requires_grad_(False)
+        model = wrap(net, world)
+        net.first.weight.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"\[first.weight\]: expected a parameter that stays frozen"):
+            loss_of(model, 0, world.rank)
+        model, optimizer = wrapped(Network(), world, "shard")
+        model.module.first.weight.data = torch.zeros(8, 6)
+        loss_of(model, 0, world.rank).backward()
+        with pytest.raises(ConfigError, match=r"step \[first.weight\]: expected a parameter in the memory"):
+            optimizer.step()
+
+    threads.run(2, rank)
+
+
+def test_with_overlap_one_backward_goes_before_each_step_by_shards():
+    def rank(world):
+        model, optimizer = wrapped(Network(), world, "shard", overlap=True)
+        loss_of(model, 0, world.rank).backward()
+        with pytest.raises(StaleGradientError, match=r"or all but the last within no_sync\(\)"):
+            loss_of(model, 1, world.rank).backward()
+        optimizer.zero_grad()
+        loss_of(model, 2, world.rank).backward()
+        optimizer.step()
+        reference = Network()
+        for other in range(world.size):
+            (loss_of(reference, 2, other) / world.size).backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        assert alike(world, model, reference)
+
+    threads.run(2, rank, 1)
