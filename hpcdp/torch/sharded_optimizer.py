@@ -265,6 +265,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "load_state_dict", expected=f"states of {', '.join(sorted(expected)) or 'nothing'}",
                     got=", ".join(state), remedy="load what an optimizer of the same class and settings gave",
                 )  # fmt: skip
+        lacking = {name for name in self._whole.defaults for group in state_dict["param_groups"] if name not in group}
+        if lacking:
+            raise ConfigError(
+                "load_state_dict", expected=f"groups with {', '.join(sorted(lacking))}", got="some without",
+                remedy="load what an optimizer of the same class gave",
+            )  # fmt: skip
         self._whole.load_state_dict(state_dict)
         self.param_groups = self._whole.param_groups
         reducer, owner = self._backward.reducer, self._shards

@@ -27,23 +27,21 @@ def run_example(name: str, ranks: int, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["data_parallel_from_scratch.py", "data_parallel_concise.py"])
-def test_learns_and_computes_the_same_on_1_2_and_3_ranks(name):
+def test_learns_and_computes_the_same_on_1_and_3_ranks(name):
     accuracies = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         # 64 does not split evenly over 3 ranks, nor does the last batch of an epoch over any number of them.
         lines = run_example(name, ranks, "--epochs", "2").splitlines()
         assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2"]
         accuracies[ranks] = [float(re.search(r"test accuracy (\d\.\d+)", line)[1]) for line in lines]
     assert accuracies[1][-1] > 0.75
     # Sums over ranks round differently, which may turn single answers.
-    assert accuracies[2] == pytest.approx(accuracies[1], abs=0.012)
     assert accuracies[3] == pytest.approx(accuracies[1], abs=0.012)
 
 
-@pytest.mark.parametrize("owner", ["shard", "rank"])
-def test_a_gpt_learns_on_three_ranks(owner):
+def test_a_gpt_learns_on_three_ranks():
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    said = run_example("torch_gpt.py", 3, "--steps", "12", "--every", "4", "--context", "32", "--owner", owner)
+    said = run_example("torch_gpt.py", 3, "--steps", "12", "--every", "4", "--context", "32", "--owner", "rank")
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", said)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.3
     assert re.search(r"held-out loss \d\.\d+, \d\.\d+ bits a byte; ranks: 3\n", said)

@@ -371,3 +371,39 @@ def test_with_overlap_one_backward_goes_before_each_step_by_shards():
         assert alike(world, model, reference)
 
     threads.run(2, rank, 1)
+
+
+def test_states_of_another_kind_are_refused():
+    def rank(world):
+        _, optimizer = wrapped(Network(), world, "shard")
+        other = torch.optim.Adam(Network().parameters())
+        with pytest.raises(ConfigError, match="expected groups with dampening, momentum, nesterov"):
+            optimizer.load_state_dict(other.state_dict())
+        model, optimizer = wrapped(Network(), world, "shard")
+        optimizer.param_groups[0]["momentum"] = 0.0
+        loss_of(model, 0, world.rank).backward()
+        with pytest.raises(UnsupportedError, match=r"\[momentum\]: expected in all groups, or in none"):
+            optimizer.step()
+
+    threads.run(2, rank)
+
+
+def test_buffers_that_share_memory_go_on_to():
+    class Shared(Network):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("whole", torch.zeros(6))
+            self.register_buffer("head", self.whole[:2])
+            self.register_buffer("other", torch.zeros(3))
+
+    def rank(world):
+        net = Shared()
+        model = hpcdp.torch.DistributedDataParallel(net, world)
+        for step in range(3):
+            net.head.add_(1 + world.rank)
+            net.other.add_(1 + world.rank)
+            loss_of(model, step, world.rank)
+            assert net.whole.tolist() == [step + 1.0] * 2 + [0.0] * 4
+            assert net.head.tolist() == [step + 1.0] * 2 and net.other.tolist() == [step + 1.0] * 3
+
+    threads.run(3, rank)
