@@ -134,8 +134,8 @@ class DistributedDataParallel(torch.nn.Module):
         leaves, form = tree_flatten(output)
         mark = torch.zeros((), requires_grad=True)
         mark.register_post_accumulate_grad_hook(self.backward_pass.reached)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and
-                  (leaf.is_floating_point() or leaf.is_complex())]  # fmt: skip
+        places = [place for place, leaf in enumerate(leaves)
+                  if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf]  # fmt: skip
         for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
             leaves[place] = tensor
         return tree_unflatten(leaves, form)

@@ -130,8 +130,7 @@ def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
         assert "rank 0 of 2 failed" not in job.said
 
 
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize(("overlap", "ranks", "per_node"), [(True, 3, 2), (False, 2, None)])
+@pytest.mark.parametrize(("overlap", "ranks", "per_node", "owner"), [(True, 3, 2, "shard"), (False, 2, None, "rank")])
 def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, ranks, per_node, owner, tmp_path):
     with Job(tmp_path, "fine", ranks, per_node, overlap=overlap, owner=owner) as job:
         job.trains()
@@ -203,7 +202,7 @@ def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, matte
         assert "Real-time signal" not in job.said
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, 2)])
 def test_a_job_in_which_a_rank_comes_late_ends_well(ranks, per_node, tmp_path):
     with Job(tmp_path, "comes_late", ranks, per_node, limits=(0.5, 40)) as job:
         assert job.results() == [[1.0] * 4] * ranks
