@@ -32,7 +32,7 @@ from .measure import median_ratio
 from .options import Parser, at_least
 from .peers import Gloo
 from .places import add_options, measure_places, where
-from .torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model
+from .torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step
 
 DDP, RANK, SHARD, ALONE = "DDP, gloo", "hpcdp, every rank", "hpcdp, shards", "no communication"
 """The candidates."""
@@ -77,15 +77,7 @@ def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm
     else:
         optimizer = torch.optim.SGD(wrapped.parameters(), fused=True, **settings)
 
-    def step(i: int) -> float:
-        x, y = batches[i % len(batches)]
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(wrapped(x), y)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
+    return training_step(wrapped, optimizer, batches)
 
 
 def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PyTorch models that `torch_ddp` trains; each is made anew, from the same seed, for every candidate."""
+"""PyTorch models that `torch_ddp` and `train_lenet` train, and a step of theirs."""
 
 from __future__ import annotations
 
@@ -88,6 +88,21 @@ def _gpt(nn: Any) -> Any:
             return self.head(self.body(hidden, mask=mask, is_causal=True)).flatten(0, 1)
 
     return GPT()
+
+
+def training_step(model: Any, optimizer: Any, batches: list[tuple[Any, Any]]) -> Callable[[int], float]:
+    """What trains on batch ``i``, of samples and labels, and returns this rank's loss."""
+    torch: Any = importlib.import_module("torch")
+
+    def step(i: int) -> float:
+        x, y = batches[i % len(batches)]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
 
 
 MODELS = {

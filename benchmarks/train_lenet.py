@@ -28,6 +28,7 @@ from .machine import describe, pin_to_own_core
 from .measure import median_ratio
 from .options import Parser, at_least
 from .peers import Gloo
+from .torch_models import MODELS, training_step
 
 _LR, _MOMENTUM = 0.05, 0.9
 _BATCHES = 4
@@ -61,18 +62,7 @@ def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool)
     """The same in PyTorch, from the parameters ``initial``; wrapped in DistributedDataParallel where asked for."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 20, 3),
-        torch.nn.ReLU(),
-        torch.nn.AvgPool2d(2),
-        torch.nn.Conv2d(20, 50, 5),
-        torch.nn.ReLU(),
-        torch.nn.AvgPool2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(800, 128),
-        torch.nn.ReLU(),
-        torch.nn.Linear(128, 10),
-    )
+    net = MODELS["lenet"].net(torch.nn)
     with torch.no_grad():
         for param, values in zip(net.parameters(), initial, strict=True):
             param.copy_(torch.from_numpy(values.T.copy() if values.ndim == 2 else values))
@@ -80,15 +70,7 @@ def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool)
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR, momentum=_MOMENTUM, fused=True)
     tensors = [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in batches]
 
-    def step(i: int) -> float:
-        x, y = tensors[i % len(tensors)]
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
+    return training_step(model, optimizer, tensors)
 
 
 def turns_of(

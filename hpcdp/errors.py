@@ -5,6 +5,7 @@ Every error says, on one line, which operation failed, where, what was expected,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -93,3 +94,8 @@ class StaleGradientError(HpcdpError):
 
 class WorldAborted(HpcdpError):
     """Another rank failed; this one was waiting for it."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three of ``names``, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

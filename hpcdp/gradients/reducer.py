@@ -169,6 +169,11 @@ class Reducer:
             return []
         return [slot.name for slot in self.layout.slots if slot.name in self.buckets[slot.bucket].missing]
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was written or launched since the last `reset`."""
+        return self.num_missing == len(self.params) and all(each.state is State.FILLING for each in self.buckets)
+
     def is_missing(self, name: str) -> bool:
         """Whether backward has still to write the gradient of parameter ``name`` in this step."""
         return name in self._bucket_of[name].missing
@@ -420,6 +425,13 @@ class Reducer:
         if not self.is_counted:
             return 0.0
         return sum(self._squares(shard) for _, shard in self.shards())
+
+    def sum_norm(self) -> float:
+        """The norm of the summed gradients, the same on all ranks, all of which must call; the shards must be reduced.
+
+        It is not finite where some gradient is not.
+        """
+        return float(self.tally(self.sum_of_squares())[0] ** 0.5)
 
     def _squares(self, shard: Array) -> float:
         if is_host(shard):

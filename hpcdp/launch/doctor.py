@@ -18,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpcdp import kernels
@@ -205,10 +205,11 @@ def check_stale_segments() -> Finding:
                     stale.append(path)
     if not stale:
         return ok("no job has left any in /dev/shm")
-    return warning(
-        f"{len(stale)} in /dev/shm that no process of yours uses, {nbytes >> 20} MiB",
-        f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}",
-    )
+    return _to_remove(stale, f"in /dev/shm that no process of yours uses, {nbytes >> 20} MiB")
+
+
+def _to_remove(stale: Sequence[Path], what: str) -> Finding:
+    return warning(f"{len(stale)} {what}", f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}")
 
 
 def check_stale_sessions() -> Finding:
@@ -221,10 +222,7 @@ def check_stale_sessions() -> Finding:
                 stale.append(path)
     if not stale:
         return ok("no mpirun has left its folder")
-    return warning(
-        f"{len(stale)} folders of mpirun processes that were killed",
-        f"rm -r {' '.join(shlex.quote(str(path)) for path in stale)}",
-    )
+    return _to_remove(stale, "folders of mpirun processes that were killed")
 
 
 def check_cores() -> Finding:

@@ -15,12 +15,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import World
 from ..comm.agreement import require_same
-from ..errors import ConfigError, StaleGradientError, UnsupportedError
+from ..errors import ConfigError, StaleGradientError, UnsupportedError, listed
 from ..gradients import Reducer
 from .join import Turns
 from .parameters import TorchParameter
 
-_MOST_NAMES = 3
 _NO_BACKWARD = -1
 
 _takers: Any = WeakTensorKeyDictionary()
@@ -46,7 +45,7 @@ class Backward:
         self.awaits_step = False
         """Whether an optimizer sums and updates in one, so that a backward leaves this rank's own gradients."""
         self.turns = Turns(world)
-        self.turns.events["backward"] = lambda _: self._average(following=True)
+        self.turns.events["backward"] = lambda _: self._average()
         self.find_unused = find_unused
         self._world = world
         self._held: set[str] = set()  # written without synchronising
@@ -91,7 +90,7 @@ class Backward:
         self._held = set()
         self._queued = self._reached = False
         reducer = self.reducer
-        if reducer.num_missing < len(self.params) or any(not reducer.takes(name) for name in self.params):
+        if not reducer.is_untouched:
             if reducer.overlap:
                 reducer.launch_rest()
                 reducer.reduce_shards()
@@ -145,31 +144,31 @@ class Backward:
         if nothing_written or self.awaits_step:
             return
         self.turns.announce("backward")
-        self._average(following=False)
+        self._average()
 
-    def _average(self, following: bool) -> None:
-        unused = self.close(following)
+    def _average(self) -> None:
+        unused = self.close()
         self.reducer.reduce_everywhere()
-        if not following:
+        if not self.turns.following:
             for name, param in self.params.items():
                 if name not in unused or param.tensor.grad is not None:
                     param.take()
         self.reducer.reset()
 
-    def close(self, following: bool = False, settings: tuple[float, ...] = ()) -> set[str]:
+    def close(self, settings: tuple[float, ...] = ()) -> set[str]:
         """The exchange after which every rank has left backward. Returns the parameters that no rank has used.
 
-        Every rank must call. What this rank has not used counts as zero.
+        Every rank must call. What this rank has not used counts as zero; of one that has run out of data nothing is
+        expected.
 
         Args:
-            following: whether this rank has run out of data, so that nothing is expected of it.
             settings: numbers that are to be the same on all ranks.
 
         Raises:
             StaleGradientError: some rank has not used all parameters, and may not; on every rank.
             MismatchError: the settings differ; on every rank.
         """
-        reducer, held = self.reducer, self._held
+        reducer, held, following = self.reducer, self._held, self.turns.following
         missing = reducer.missing
         self._held = set()
         unused = [name for name in missing if name not in held]
@@ -188,11 +187,9 @@ class Backward:
         if not self.find_unused:
             self._end_reductions()
             rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
-            listed = ", ".join(names[:_MOST_NAMES])
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             raise StaleGradientError(
                 "backward", where=f"rank {rank}", expected="a gradient for every parameter",
-                got=f"none for {listed}{more}",
+                got=f"none for {listed(names)}",
                 remedy="pass find_unused_parameters=True, or freeze them (requires_grad=False) before wrapping",
             )  # fmt: skip
         return set.intersection(*(set(names) for names in by_rank if names is not None))

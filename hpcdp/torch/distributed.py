@@ -33,7 +33,7 @@ class DistributedDataParallel(torch.nn.Module):
     has filled it.
 
     Args:
-        module: on CPU. Frozen parameters (``requires_grad=False``) are left alone; so are those frozen later no more.
+        module: on CPU. Frozen parameters (``requires_grad=False``) are left alone, and stay frozen.
         world: the ranks; default `hpcdp.init()`.
         owner: ``"rank"``: every rank gets all averages, and updates everything, with any optimizer. ``"shard"``: a
             `ShardedOptimizer` is to follow, which sums and updates in one; with overlap there is one backward for each
@@ -69,7 +69,7 @@ class DistributedDataParallel(torch.nn.Module):
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
         trained = [TorchParameter(*each) for each in module.named_parameters() if each[1].requires_grad]
-        self._frozen = [each for each in module.parameters() if not each.requires_grad]
+        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         if not trained:
             raise ConfigError(
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
@@ -121,11 +121,10 @@ class DistributedDataParallel(torch.nn.Module):
         return output
 
     def _refuse_unfrozen(self) -> None:
-        if any(each.requires_grad for each in self._frozen):
-            name = next(name for name, each in self.named_parameters() if any(each is f for f in self._frozen)
-                        and each.requires_grad)  # fmt: skip
+        unfrozen = next((name for name, each in self._frozen.items() if each.requires_grad), None)
+        if unfrozen is not None:
             raise ConfigError(
-                "forward", where=name.removeprefix("module."), expected="a parameter that stays frozen",
+                "forward", where=unfrozen, expected="a parameter that stays frozen",
                 got="one that requires a gradient since", remedy="wrap the module again after changing requires_grad",
             )  # fmt: skip
 

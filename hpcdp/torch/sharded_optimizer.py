@@ -188,7 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _clip(self, max_norm: float) -> float:
         scale = self._sum()
-        norm = self._norm() * scale
+        norm = self._backward.reducer.sum_norm() * scale
         self._scale = scale * min(1.0, max_norm / (norm + 1e-6))
         return norm
 
@@ -203,7 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _unscale(self, factor: float) -> bool:
         scale = self._sum()
-        finite = math.isfinite(self._norm())
+        finite = math.isfinite(self._backward.reducer.sum_norm())
         if finite:
             self._scale = scale * factor
         else:
@@ -220,11 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _close(self, settings: tuple[float, ...]) -> None:
         # As by torch's optimizers, which pass over a parameter whose gradient is None.
-        self._shards.leave_out(self._backward.close(self._backward.turns.following, settings))
-
-    def _norm(self) -> float:
-        reducer = self._backward.reducer
-        return float(reducer.tally(reducer.sum_of_squares())[0] ** 0.5)
+        self._shards.leave_out(self._backward.close(settings))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

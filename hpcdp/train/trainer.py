@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import from_host, to_host
 from ..comm import World, init
 from ..comm.agreement import require_same
-from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError
+from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, listed
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
@@ -186,7 +186,7 @@ class Trainer:
             return
         scale = 1.0 / (total * self.loss_scale)
         if self._looks_at_sums:
-            norm = self._sum_norm()
+            norm = self.reducer.sum_norm()
             if not math.isfinite(norm):
                 self.num_nonfinite += 1
                 if self.policy.nonfinite == "raise":
@@ -201,10 +201,6 @@ class Trainer:
                 scale = self._clip_norm / norm
         self.step_count += 1
         self.owner.update(self.step_count, scale)
-
-    def _sum_norm(self) -> float:
-        """The norm of the summed gradients, the same on all ranks; not finite where one of them is not."""
-        return self.reducer.tally(self.reducer.sum_of_squares())[0] ** 0.5
 
     def allreduce_grads(self) -> None:
         """Make every parameter's ``grad``, on every rank, the sum over all ranks; `update` is to follow.
@@ -270,7 +266,7 @@ class Trainer:
         stale = unused if self.policy.unused == "error" else []
         if self.policy.unused == "warn" and not self._warned.issuperset(unused):
             self._warned.update(unused)
-            warnings.warn(f"rank {self.world.rank}: no gradient for {_listed(unused)}: counted as zero", stacklevel=3)
+            warnings.warn(f"rank {self.world.rank}: no gradient for {listed(unused)}: counted as zero", stacklevel=3)
         if not stale:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
@@ -329,10 +325,6 @@ class Trainer:
         """
         self.reducer.settle()
         trainer_states.load(self, Path(path))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _checked_count(operation: str, count: int) -> int:

@@ -1,20 +1,17 @@
 """The wrapper over thread ranks, against one process that averages the gradients of all ranks by itself."""
 
-import threading
-
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toy import SEEDING, batch, loss_of
 
 import hpcdp.torch
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 
-SEEDING = threading.Lock()  # all thread ranks draw from one generator
 NODES = [(1, None), (2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
 STEPS = 4
 
@@ -23,16 +20,6 @@ def network(seed):
     with SEEDING:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4))
-
-
-def batch(step, rank):
-    rng = np.random.default_rng([step, rank])
-    return torch.from_numpy(rng.standard_normal((5, 6), "f4")), torch.from_numpy(rng.integers(0, 4, 5))
-
-
-def loss_of(model, step, rank):
-    x, y = batch(step, rank)
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def averages(reference, ranks, step):

@@ -1,19 +1,17 @@
 """Ranks with different numbers of batches, over thread ranks."""
 
-import threading
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn
+from toy import SEEDING, alike, loss_of
 
 import hpcdp.torch
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
-SEEDING = threading.Lock()  # all thread ranks draw from one generator
 BATCHES = [1, 4, 0, 3, 2]
 
 
@@ -21,12 +19,6 @@ def network(seed):
     with SEEDING:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 4))
-
-
-def loss_of(model, step, rank):
-    rng = np.random.default_rng([step, rank])
-    x = torch.from_numpy(rng.standard_normal((5, 6), "f4"))
-    return nn.functional.cross_entropy(model(x), torch.from_numpy(rng.integers(0, 4, 5)))
 
 
 def reference(n, by_all, make):
@@ -42,10 +34,6 @@ def reference(n, by_all, make):
             (loss_of(model, step, rank) / (n if by_all else len(active))).backward()
         optimizer.step()
     return model, optimizer
-
-
-def alike(ours, theirs):
-    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

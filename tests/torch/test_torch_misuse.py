@@ -3,20 +3,20 @@
 import copy
 import dataclasses
 import io
-import threading
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import toy
 from torch import nn
+from toy import SEEDING, add_average, loss_of
 
 import hpcdp.torch
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 
-SEEDING = threading.Lock()  # all thread ranks draw from one generator
 SPREAD = [(1, None), (2, None), (3, 1), (4, 2)]
 
 
@@ -46,12 +46,6 @@ class Network(nn.Module):
         return Failing.apply(x) if self.fails_at == "end" else x
 
 
-def loss_of(model, step, rank):
-    rng = np.random.default_rng([step, rank])
-    x = torch.from_numpy(rng.standard_normal((5, 6), "f4"))
-    return nn.functional.cross_entropy(model(x), torch.from_numpy(rng.integers(0, 4, 5)))
-
-
 def wrapped(net, world, owner="rank", **options):
     """The wrapped module and an optimizer: SGD with momentum."""
     model = hpcdp.torch.DistributedDataParallel(net, world, owner=owner, **options)
@@ -62,7 +56,7 @@ def wrapped(net, world, owner="rank", **options):
 
 def alike(world, ours, theirs):
     world.barrier()
-    found = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    found = toy.alike(ours, theirs)
     world.barrier()
     return found
 
@@ -85,8 +79,7 @@ def test_training_goes_on_after_a_backward_that_failed_on_all_ranks(n, ranks_per
             loss_of(model, step, world.rank).backward()
             optimizer.step()
             theirs.zero_grad()
-            for other in range(n):
-                (loss_of(reference, step, other) / n).backward()
+            add_average(reference, step, n)
             theirs.step()
         assert alike(world, model, reference)
 
@@ -108,8 +101,7 @@ def test_a_module_may_be_wrapped_again_and_the_first_wrapper_says_so(owner, befo
             loss_of(model, step, world.rank).backward()
             optimizer.step()
             theirs.zero_grad()
-            for other in range(world.size):
-                (loss_of(reference, step, other) / world.size).backward()
+            add_average(reference, step, world.size)
             theirs.step()
         assert alike(world, model, reference)
 
@@ -176,8 +168,7 @@ def test_parameters_of_no_elements_are_in_nobodys_way(rule, place):
         for step in range(3):
             loss_of(model, step, world.rank).backward()
             theirs.zero_grad()
-            for other in range(world.size):
-                (loss_of(reference, step, other) / world.size).backward()
+            add_average(reference, step, world.size)
             optimizer.step()
             theirs.step()
         assert alike(world, model, reference)
@@ -201,8 +192,7 @@ def test_gradients_that_are_zeroed_count_no_more():
             zero()
         loss_of(model, 2, world.rank).backward()
         optimizer.step()
-        for other in range(world.size):
-            (loss_of(reference, 2, other) / world.size).backward()
+        add_average(reference, 2, world.size)
         torch.optim.SGD(reference.parameters(), lr=0.1).step()
         assert alike(world, model, reference)
 
@@ -270,8 +260,7 @@ def test_groups_may_come_later_and_states_of_a_part_are_given():
         for step in range(4):
             loss_of(model, step, world.rank).backward()
             reference.zero_grad()
-            for other in range(world.size):
-                (loss_of(reference, step, other) / world.size).backward()
+            add_average(reference, step, world.size)
             optimizer.step()
             theirs.step()
             if step == 1:
@@ -365,8 +354,7 @@ def test_with_overlap_one_backward_goes_before_each_step_by_shards():
         loss_of(model, 2, world.rank).backward()
         optimizer.step()
         reference = Network()
-        for other in range(world.size):
-            (loss_of(reference, 2, other) / world.size).backward()
+        add_average(reference, 2, world.size)
         torch.optim.SGD(reference.parameters(), lr=0.1).step()
         assert alike(world, model, reference)
 

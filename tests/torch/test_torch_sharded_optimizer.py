@@ -1,19 +1,16 @@
 """Sharded updates over thread ranks, against torch's optimizers in one process."""
 
-import threading
-
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn
+from toy import SEEDING, alike, loss_of
 
 import hpcdp.torch
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, UnsupportedError
 
-SEEDING = threading.Lock()  # all thread ranks draw from one generator
 NODES = [(1, None), (2, None), (3, None), (3, 1), (4, 2), (5, (2, 3))]
 RULES = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -29,23 +26,9 @@ def network(seed):
         return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 4))
 
 
-def batch(step, rank):
-    rng = np.random.default_rng([step, rank])
-    return torch.from_numpy(rng.standard_normal((5, 6), "f4")), torch.from_numpy(rng.integers(0, 4, 5))
-
-
-def loss_of(model, step, rank):
-    x, y = batch(step, rank)
-    return nn.functional.cross_entropy(model(x), y)
-
-
 def groups(model):
     params = list(model.parameters())
     return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim == 1], "lr": 0.03}]
-
-
-def alike(ours, theirs):
-    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
