@@ -1,5 +1,5 @@
-"""Floor 7: benchmarks. Imports: launch, comm, collectives, gradients, train, nn, optim, autograd, kernels,
-engine, errors.
+"""Floor 7: benchmarks. Imports: launch, comm, collectives, compression, gradients, train, nn, optim, autograd,
+kernels, engine, errors.
 
 How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.
 
@@ -9,6 +9,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `compare` alternates allreduce with the floor and other libraries.
 - `cluster` makes hosts with slow links out of namespaces; `fabric` measures allreduce across them.
 - `gradients` does so for gradients through a Trainer: reduce and update by owners.
+- `compression` times training steps over slow links with every codec, `convergence` is what codecs do to accuracy.
 - `engine` times a push to the dependency engine.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
 - `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.

@@ -185,11 +185,14 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
     """2 bits and 1 bit an element; packing reads the gradient and reads and writes the residual."""
 
     def pack(module: Any, bits: str, grad: np.ndarray, residual: np.ndarray, words: np.ndarray) -> None:
-        getattr(module, f"pack_{bits}_bit")(grad, residual, _THRESHOLD, words)
+        if bits == "one":
+            module.pack_one_bit(grad, residual, 0.0, _THRESHOLD, words)
+        else:
+            module.pack_two_bit(grad, residual, _THRESHOLD, words)
 
     def unpack(module: Any, bits: str, words: np.ndarray, out: np.ndarray) -> None:
         if bits == "one":
-            module.unpack_one_bit(words, out)
+            module.unpack_one_bit(words, _THRESHOLD, out)
         else:
             module.unpack_two_bit(words, _THRESHOLD, out)
 

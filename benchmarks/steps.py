@@ -61,11 +61,20 @@ class Found:
 class Training:
     """A network and its trainer, which take one step after another on batches that differ by rank and step."""
 
-    def __init__(self, model: Model, world: comm.World, cap_mb: float | None, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        world: comm.World,
+        cap_mb: float | None,
+        overlap: bool = False,
+        compression: str | None = None,
+    ) -> None:
         self.net = model.net()
         self.optimizer = optim.SGD(lr=_LR, momentum=_MOMENTUM)
-        params = self.net.parameters()
-        self.trainer = Trainer(params, self.optimizer, world=world, overlap=overlap, bucket_cap_mb=cap_mb)
+        self.trainer = Trainer(
+            self.net.parameters(), self.optimizer, world=world,
+            overlap=overlap, bucket_cap_mb=cap_mb, compression=compression,
+        )  # fmt: skip
         rng = np.random.default_rng(world.rank)
         self._batches = [
             (rng.standard_normal((model.batch, *model.sample), np.float32), rng.integers(0, 10, model.batch))

@@ -113,7 +113,7 @@ def train(world, args):
     sampler = hpcdp.torch.DistributedSampler(windows, seed=args.seed, world=world)  # hpcdp
     loader = torch.utils.data.DataLoader(windows, args.batch, sampler=sampler, drop_last=True)
     net = GPT(args.context, args.width, args.heads, args.layers)
-    model = hpcdp.torch.DistributedDataParallel(net, world, owner=args.owner)  # hpcdp
+    model = hpcdp.torch.DistributedDataParallel(net, world, owner=args.owner, compression=args.compression)  # hpcdp
     settings = {"lr": args.lr, "weight_decay": 0.01}
     if args.owner == "shard":
         optimizer = hpcdp.torch.ShardedOptimizer(model, torch.optim.AdamW, **settings)  # hpcdp
@@ -159,5 +159,6 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--owner", choices=("shard", "rank"), default="shard", help="who updates a parameter")
+    parser.add_argument("--compression", help="of gradients between nodes: fp16, bf16, 2bit, 1bit or topk")
     parser.add_argument("--every", type=int, default=20, help="print the loss every so many steps")
     train(hpcdp.init(), parser.parse_args())

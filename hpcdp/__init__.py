@@ -6,9 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpcdp import autograd, collectives, comm, data, engine, errors, gradients, kernels, nn, optim, train
+    from hpcdp import (
+        autograd,
+        collectives,
+        comm,
+        compression,
+        data,
+        engine,
+        errors,
+        gradients,
+        kernels,
+        nn,
+        optim,
+        train,
+    )
     from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
     from hpcdp.comm.world import World, init
+    from hpcdp.compression import Compression
     from hpcdp.errors import HpcdpError
     from hpcdp.train.policy import Policy
     from hpcdp.train.trainer import Trainer
@@ -16,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Compression",
     "HpcdpError",
     "Monoid",
     "Policy",
@@ -27,6 +42,7 @@ __all__ = [
     "broadcast",
     "collectives",
     "comm",
+    "compression",
     "data",
     "engine",
     "errors",
@@ -42,6 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Compression": "hpcdp.compression",
     "HpcdpError": "hpcdp.errors",
     "Trainer": "hpcdp.train.trainer",
     "Monoid": "hpcdp.collectives",

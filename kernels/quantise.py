@@ -49,7 +49,7 @@ def _unpack_16(typingctx: Any, word: Any, threshold: Any, out: Any, index: Any) 
 
 
 @intrinsic
-def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any) -> Any:
+def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any, magnitude: Any) -> Any:
     """The word of 32 elements from ``index`` on; changes ``residual``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -57,20 +57,22 @@ def _pack_32(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
         kept = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
         total = kept.rounded(builder.fadd(kept.load(), added))
         plus = builder.fcmp_ordered(">", total, kept.repeat(args[3]))
-        kept.store(builder.fsub(total, builder.select(plus, kept.constant(1.0), kept.constant(-1.0))))
+        sent = kept.repeat(args[4])
+        kept.store(builder.fsub(total, builder.select(plus, sent, builder.fneg(sent))))
         return kept.bits(plus)
 
-    return uint32(grad, residual, intp, float64), generate
+    return uint32(grad, residual, intp, float64, float64), generate
 
 
 @intrinsic
-def _unpack_32(typingctx: Any, word: Any, out: Any, index: Any) -> Any:
+def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        into = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
-        into.store(builder.select(into.flags(args[0], 0), into.constant(1.0), into.constant(-1.0)))
+        into = Lanes(context, builder, (signature.args[2], args[2]), args[3], 32)
+        sent = into.repeat(args[1])
+        into.store(builder.select(into.flags(args[0], 0), sent, builder.fneg(sent)))
         return context.get_dummy_value()
 
-    return types.none(uint32, out, intp), generate
+    return types.none(uint32, float64, out, intp), generate
 
 
 # A factory would close over an intrinsic, and then Numba's cache finds nothing in the next process; the tails as
@@ -110,36 +112,36 @@ def unpack_two_bit(words, threshold, out):  # type: ignore[no-untyped-def]
 
 
 @njit(**_options)
-def pack_one_bit(grad, residual, threshold, words):  # type: ignore[no-untyped-def]
+def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_one_bit`."""
     if residual.size != grad.size or words.size * 32 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 32
     for k in range(whole):
-        words[k] = _pack_32(grad, residual, 32 * k, threshold)
+        words[k] = _pack_32(grad, residual, 32 * k, threshold, magnitude)
     rest = grad.size - 32 * whole
     if rest:
         last_grad, last_residual = np.zeros(32, grad.dtype), np.zeros(32, residual.dtype)
         for i in range(rest):
             last_grad[i], last_residual[i] = grad[32 * whole + i], residual[32 * whole + i]
         used = (1 << rest) - 1  # the padding's zeros may be above the threshold
-        words[whole] = _pack_32(last_grad, last_residual, 0, threshold) & used
+        words[whole] = _pack_32(last_grad, last_residual, 0, threshold, magnitude) & used
         for i in range(rest):
             residual[32 * whole + i] = last_residual[i]
 
 
 @njit(**_options)
-def unpack_one_bit(words, out):  # type: ignore[no-untyped-def]
+def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_one_bit`."""
     if words.size * 32 < out.size:
         raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 32
     for k in range(whole):
-        _unpack_32(words[k], out, 32 * k)
+        _unpack_32(words[k], magnitude, out, 32 * k)
     rest = out.size - 32 * whole
     if rest:
         last = np.empty(32, out.dtype)
-        _unpack_32(words[whole], last, 0)
+        _unpack_32(words[whole], magnitude, last, 0)
         for i in range(rest):
             out[32 * whole + i] = last[i]
 
@@ -147,5 +149,5 @@ def unpack_one_bit(words, out):  # type: ignore[no-untyped-def]
 # float32 at once, the bits of float16 and float64 when they are first met.
 pack_two_bit.compile(types.void(float32[::1], float32[::1], float64, uint32[::1]))
 unpack_two_bit.compile(types.void(uint32[::1], float64, float32[::1]))
-pack_one_bit.compile(types.void(float32[::1], float32[::1], float64, uint32[::1]))
-unpack_one_bit.compile(types.void(uint32[::1], float32[::1]))
+pack_one_bit.compile(types.void(float32[::1], float32[::1], float64, float64, uint32[::1]))
+unpack_one_bit.compile(types.void(uint32[::1], float64, float32[::1]))

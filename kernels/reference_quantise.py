@@ -4,8 +4,9 @@ Imports: arrays.
 All arrays are 1-D, contiguous and do not overlap; any number of elements, also none. Gradients, residuals and results
 are float32, float64, or the bits of float16 in uint16; the threshold is rounded to their dtype first. A residual is
 what was not sent yet, in the gradient's dtype: a sum is rounded to that before it is compared. The formulas are those
-of MXNet's kvstore (``gradient_compression-inl.h``); the bits are arranged for vectors instead of for bytes. A NaN is
-never sent in 2 bits and stays in the residual; in 1 bit it is sent as -1 and stays.
+of MXNet's kvstore (``gradient_compression-inl.h``; 1 bit with a magnitude of 1); the bits are arranged for vectors
+instead of for bytes. A NaN is never sent in 2 bits and stays in the residual; in 1 bit it is sent as a negative number
+and stays.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def unpack_two_bit(words: Array, threshold: float, out: Array) -> None:
     into[...] = xp.where(_unpacked(words, 16, out.size), limit, minus)
 
 
-def pack_one_bit(grad: Array, residual: Array, threshold: float, words: Array) -> None:
-    """``residual += grad``, then send 1 where it is above ``threshold``, else -1, and subtract what was sent from
-    ``residual``; changes ``residual`` and ``words``.
+def pack_one_bit(grad: Array, residual: Array, threshold: float, magnitude: float, words: Array) -> None:
+    """``residual += grad``, then send ``magnitude`` where it is above ``threshold``, else ``-magnitude``, and subtract
+    what was sent from ``residual``; changes ``residual`` and ``words``.
 
     Args:
         words: uint32, shape ``((count + 31) // 32,)``. In each, bit i says that element i of 32 is 1; bits of elements
@@ -74,12 +75,14 @@ def pack_one_bit(grad: Array, residual: Array, threshold: float, words: Array) -
     added, kept = _floats(grad), _floats(residual)
     kept += added
     plus = kept > kept.dtype.type(threshold)
-    kept -= xp.where(plus, kept.dtype.type(1), kept.dtype.type(-1))
+    sent = kept.dtype.type(magnitude)
+    kept -= xp.where(plus, sent, -sent)
     words[...] = _packed(plus, 32)
 
 
-def unpack_one_bit(words: Array, out: Array) -> None:
+def unpack_one_bit(words: Array, magnitude: float, out: Array) -> None:
     """What `pack_one_bit` sent; changes ``out``, shape ``(count,)``."""
     xp = array_namespace(words, out)
     into = _floats(out)
-    into[...] = xp.where(_unpacked(words, 32, out.size), into.dtype.type(1), into.dtype.type(-1))
+    sent = into.dtype.type(magnitude)
+    into[...] = xp.where(_unpacked(words, 32, out.size), sent, -sent)

@@ -1,4 +1,4 @@
-"""Floor 3: collectives. Imports: comm, kernels, arrays, errors.
+"""Floor 3: collectives. Imports: comm, compression, kernels, arrays, errors.
 
 Operations in which every rank takes part.
 
@@ -14,6 +14,7 @@ One algorithm a file:
 - `ring`, `rings`: around one ring, or several at once.
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ...
 - `tree`, `double_tree`: up and down a binomial tree, or two binary trees with half of the array each.
+- `compressed`: every part encoded on its way to its owner and back.
 - `hierarchical`: memory inside nodes, rings between them.
 """
 

@@ -1,10 +1,11 @@
-"""Floor 4: gradients. Imports: collectives, comm, optim, autograd, engine, trace, kernels, arrays, errors.
+"""Floor 4: gradients. Imports: collectives, comm, compression, optim, autograd, engine, trace, kernels, arrays, errors.
 
 From a model's gradients to its update:
 
 - `buckets` fuses parameters into flat buckets: a pure function of the model.
 - `bucket` is one of them: its memory and its state.
 - `reducer` keeps the state of every bucket and sums it over the ranks.
+- `rail` sums what nodes have summed, by messages.
 - `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
 - `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.
 """

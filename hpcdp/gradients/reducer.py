@@ -12,6 +12,7 @@ without, reductions run when the step ends. Both are the same machine, and so th
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,23 +21,22 @@ from functools import partial
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, from_host, is_host, to_host
-from ..collectives import halving_doubling, ring
+from ..arrays import Array, array_namespace, is_host
+from ..collectives import halving_doubling
 from ..collectives.progress import Progress, Steps, Together, Until, drive
 from ..comm import Communicator, Request, World
 from ..comm.communicator import OPERATION_BITS, make_tag
 from ..comm.reductions import resolve
 from ..comm.shared import Milestones, NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
+from ..compression import Compression
 from ..errors import ConfigError, StaleGradientError
 from ..trace import Trace
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
 from .critical_path import BucketTimes
 from .lane import UPDATE, Lane, Turn
-
-SHORT_NBYTES = 64 << 10
-"""Up to so many bytes the number of messages after one another counts, not their length."""
+from .rail import Rail
 
 _TALLY = (1 << OPERATION_BITS) - 1
 _MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
@@ -63,19 +63,34 @@ class Reducer:
         layout: where each of them goes.
         world: the ranks.
         overlap: launch reductions while backward runs. None: where messages are needed, and threads may send them.
+        compression: how messages are compressed. None: not at all.
     """
 
-    def __init__(self, params: Sequence[Parameter], layout: Layout, world: World, overlap: bool | None = None) -> None:
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        layout: Layout,
+        world: World,
+        overlap: bool | None = None,
+        compression: Compression | None = None,
+    ) -> None:
         self.layout = layout
         self.world = world
         on_host = all(is_host(param.data) for param in params)
-        self.memory: NodeMemory = world.node_memory if on_host else PrivateMemory()
+        shares = on_host and not (compression is not None and compression.inside_nodes)
+        self.memory: NodeMemory = world.node_memory if shares else PrivateMemory()
         together = self.memory is world.node_memory
         self.num_shards = world.num_rails if together else 1
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
-        self.rail = self._duplicate(world.rail_comm if together else world.comm)
-        self.is_counted = self.on_one_node or (self.rail is not None and self.rail.rank == 0)
+        if compression is not None and self.on_one_node and world.rank == 0 and world.size > 1:
+            warnings.warn(
+                f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
+                "inside_nodes=on they do",
+                stacklevel=4,
+            )
+        rail = self._duplicate(world.rail_comm if together else world.comm)
+        self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
         """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
         self._everyone = self._duplicate(world.comm)
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
@@ -90,12 +105,14 @@ class Reducer:
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
-        self._share_communicators()
+        self._share_communicators(rail, self._everyone)
         if len(layout.counts) > _TALLY:
             expected = f"at most {_TALLY} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
                               remedy="make bucket_cap_mb larger")  # fmt: skip
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
+        self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, compression)
+        """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
         self.params = {param.name: param for param in params}
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
@@ -124,8 +141,8 @@ class Reducer:
             return None
         return self.world.keep(("reducers", id(comm)), comm.duplicate)
 
-    def _share_communicators(self) -> None:
-        for comm in (self.rail, self._everyone):
+    def _share_communicators(self, *comms: Communicator | None) -> None:
+        for comm in comms:
             if comm is not None:
                 comm.users.add(self._signature % comm.signatures)
         if not self.on_one_node:
@@ -290,22 +307,10 @@ class Reducer:
     def _reduction(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum this rank's shard over all ranks of the world, in place in its own row; the node's have filled theirs."""
         self.sum_shard(bucket)
-        if self.rail is not None and self.rail.size > 1:
-            yield from self._over_rail(bucket, self.rail, turn)
+        if self.rail is not None:
+            yield from self.rail.sum(bucket, turn)
         bucket.state = State.REDUCED
         bucket.done_ns = time.perf_counter_ns()
-
-    def _over_rail(self, bucket: Bucket, rail: Communicator, turn: Request | None) -> Steps:
-        first, last = bucket.shard
-        shard = bucket.mine[first:last]
-        host = to_host(shard)
-        op, tag = resolve("reduction", "sum", host.dtype), make_tag(self._signature % rail.signatures, bucket.number)
-        if rail.size > 2 and host.nbytes <= SHORT_NBYTES:
-            yield from halving_doubling.allreduce(host, op, rail, tag)
-        else:
-            yield from ring.allreduce(host, op, rail, tag, turn)
-        if host is not shard:
-            shard[...] = from_host(host, shard)
 
     def sum_shard(self, bucket: Bucket, row: int | None = None) -> None:
         """Sum this rank's shard over the node's ranks into ``row``, default its own."""

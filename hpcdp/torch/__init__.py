@@ -1,4 +1,5 @@
-"""Floor 7: torch, PyTorch models on the same reducer. Imports: gradients, optim, collectives, comm, kernels, errors.
+"""Floor 7: torch, PyTorch models on the same reducer. Imports: gradients, optim, collectives, compression,
+comm, kernels, errors.
 
 - `distributed`: the wrapper of a module whose gradients are averaged over all ranks.
 - `sharded_optimizer`: every rank updates its part of parameters that a node holds once.

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import World, init
 from ..comm.agreement import require_same
+from ..compression import Codec, Compression
 from ..errors import ConfigError, UnsupportedError
 from ..gradients import Reducer
 from ..gradients.buckets import plan
@@ -44,10 +45,12 @@ class DistributedDataParallel(torch.nn.Module):
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
             1 to 25.
         overlap: reduce buckets while backward runs. None: where there are several nodes.
+        compression: how gradients are compressed between nodes, as a `hpcdp.Trainer` takes it; torch's has
+            communication hooks for that.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
-        ConfigError: no trainable parameters, an unknown owner.
+        ConfigError: no trainable parameters, an unknown owner or codec.
         UnsupportedError: a parameter that is not dense, in CPU memory, of a floating dtype.
 
     Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.
@@ -63,6 +66,7 @@ class DistributedDataParallel(torch.nn.Module):
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
         overlap: bool | None = None,
+        compression: str | Codec | Compression | None = None,
     ) -> None:
         super().__init__()
         if owner not in OWNERS:
@@ -75,20 +79,20 @@ class DistributedDataParallel(torch.nn.Module):
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
                 got="none",
             )  # fmt: skip
+        settings = Compression.of(compression)
         self.module = module
         self.world = init() if world is None else world
         self.owner = owner
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
-        settings = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
+        alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=} {settings}"
         states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}"
                   for name, each in (*module.named_parameters(), *module.named_buffers())]  # fmt: skip
-        require_same(self.world.comm, "DistributedDataParallel", [*states, settings])
+        require_same(self.world.comm, "DistributedDataParallel", [*states, alike])
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
-        self.backward_pass = Backward(
-            trained, Reducer(trained, layout, self.world, overlap), self.world, find_unused_parameters
-        )
+        reducer = Reducer(trained, layout, self.world, overlap, settings)
+        self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters)
         self.backward_pass.turns.events["forward"] = self._share_buffers
 
     def _broadcast_values(self, root: int) -> None:

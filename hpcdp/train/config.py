@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpcdp.compression import Compression
 from hpcdp.errors import ConfigError
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
@@ -58,6 +59,9 @@ class TrainConfig:
     shift: int = _setting(2, "training images move by up to so many pixels, anew each epoch", least=0)
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
+    compression: str | None = _setting(
+        None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
+    )
     threads: int = _setting(1, "BLAS threads a rank; cores are used by more ranks", least=1)
     eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
@@ -72,6 +76,7 @@ class TrainConfig:
             object.__setattr__(self, field.name, value)
             if value is not None:
                 _check_range(field, value)
+        Compression.of(self.compression)
         if self.momentum >= 1:
             raise ConfigError("setting momentum", expected="a number in [0, 1)", got=self.momentum)
         if self.warmup_epochs > self.epochs:

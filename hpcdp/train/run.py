@@ -60,6 +60,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 world=world,
                 owner=config.owner,
                 clip_norm=config.clip_norm,
+                compression=config.compression,
             )
             _load_kernels(config, train_set, world)
             config, folder = open_run_folder(config, world)

@@ -16,6 +16,7 @@ import numpy as np
 from ..arrays import from_host, to_host
 from ..comm import World, init
 from ..comm.agreement import require_same
+from ..compression import Codec, Compression
 from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, listed
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.bucket import Parameter
@@ -68,12 +69,14 @@ class Trainer:
             runs, as far as that does not need it; then gradients must not be changed by hand before `step`, and there
             is one backward for each, with ``grad_req="write"``. None: where there are several nodes. The numbers are
             the same to the bit.
+        compression: how gradients are compressed between nodes: ``"fp16"``, ``"bf16"``, ``"2bit"``, ``"1bit"`` or
+            ``"topk"``, with settings behind a colon (``"topk:ratio=0.05"``), or a `Compression`. None: not at all.
         policy: what to do about unused parameters and gradients that are not finite.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
             every rank, naming ranks and the first difference.
-        ConfigError: no parameters, an unknown owner, a clip_norm that is not positive.
+        ConfigError: no parameters, an unknown owner or codec, a clip_norm that is not positive.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Trainer:
         bucket_cap_mb: float | None = None,
         clip_norm: float | None = None,
         overlap: bool | None = None,
+        compression: str | Codec | Compression | None = None,
         policy: Policy | None = None,
     ) -> None:
         trained = [param for param in params if param.grad_req != "null"]
@@ -103,6 +107,7 @@ class Trainer:
                 "Trainer", where=adding[0], expected="grad_req='write' with overlap", got="grad_req='add'",
                 remedy="add up within no_sync(), or pass overlap=False",
             )  # fmt: skip
+        self.compression = Compression.of(compression)
         self.world = init() if world is None else world
         self.optimizer = optimizer
         self.stats = CommunicationStats()
@@ -120,13 +125,15 @@ class Trainer:
         described = [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in trained]
         items = [f"{name} {shape} {dtype}" for name, shape, dtype in described]
         items += [f"{name} grad_req='add'" for name in adding]
-        items += [f"optimizer {optimizer.config()}", f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}"]
+        items += [f"optimizer {optimizer.config()}", f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
+                  f"compression {self.compression}"]  # fmt: skip
         require_same(self.world.comm, "Trainer", items)
         for param in trained:
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
-        self.reducer = Reducer(trained, plan(described, bucket_cap_mb), self.world, False if adding else overlap)
+        layout, overlap = plan(described, bucket_cap_mb), False if adding else overlap
+        self.reducer = Reducer(trained, layout, self.world, overlap, self.compression)
         by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
 

@@ -1,7 +1,8 @@
 """The optimizer's state as a file: one array a parameter and name, whoever owned it.
 
 A NumPy .npz archive, read with pickles refused. Names are ``"<parameter>/<state>"``, so any number of ranks, any owner
-and any bucket size can read it.
+and any bucket size can read it. With compression there is what each node has not sent yet, too, as
+``"<parameter>/residual"`` of shape ``(nodes, *shape)``; with another number of nodes each gets the same share of it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 _HEADER = "hpcdp/trainer"
+_RESIDUAL = "residual"
 
 
 def save(trainer: Trainer, path: Path) -> None:
     """See `Trainer.save_states`."""
     arrays: dict[str, np.ndarray] = {}
     for number, bucket in enumerate(trainer.reducer.buckets):
-        for name in trainer.optimizer.state_names():
-            whole = _gather(trainer, number, name)
+        flat = {name: _gather(trainer, number, name) for name in trainer.optimizer.state_names()}
+        if trainer.compression is not None:
+            flat[_RESIDUAL] = _gather_residuals(trainer, number)
+        for name, whole in flat.items():
             for slot in bucket.slots:
-                arrays[f"{slot.name}/{name}"] = whole[slot.offset : slot.offset + slot.count].reshape(slot.shape)
+                part = whole[..., slot.offset : slot.offset + slot.count]
+                arrays[f"{slot.name}/{name}"] = part.reshape(*whole.shape[:-1], *slot.shape)
     header = {"version": 1, "step_count": trainer.step_count, "optimizer": trainer.optimizer.config()["name"]}
 
     def write() -> None:
@@ -63,6 +68,33 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
     return whole
 
 
+def _gather_residuals(trainer: Trainer, number: int) -> np.ndarray:
+    """What every node has not sent yet of a bucket, shape ``(nodes, elements)``, on every rank; as `_gather`."""
+    reducer = trainer.reducer
+    bucket, rail = reducer.buckets[number], reducer.rail
+    nodes = max(trainer.world.comm.allgather_json(1 if rail is None else rail.comm.size))
+    whole = np.zeros((nodes, bucket.mine.shape[0]), bucket.mine.dtype)
+    if rail is not None and rail.feedback:
+        whole[rail.comm.rank, slice(*bucket.shard)] = rail.feedback[number].residual
+    trainer.world.comm.native_allreduce(whole.view(f"u{whole.dtype.itemsize}"), "sum")
+    return whole
+
+
+def _give_residuals(trainer: Trainer, number: int, arrays: dict[str, np.ndarray]) -> None:
+    """What this rank has still to send of a bucket, by a file's ``arrays``; nothing, where it holds none."""
+    reducer = trainer.reducer
+    bucket, rail = reducer.buckets[number], reducer.rail
+    if rail is None or not rail.feedback:
+        return
+    whole = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
+    for slot in bucket.slots:
+        each = arrays.get(f"{slot.name}/{_RESIDUAL}")
+        if each is not None:
+            own = each[rail.comm.rank] if len(each) == rail.comm.size else each.sum(axis=0) / rail.comm.size
+            whole[slot.offset : slot.offset + slot.count] = own.reshape(-1)
+    rail.feedback[number].residual[...] = whole[slice(*bucket.shard)]
+
+
 def load(trainer: Trainer, path: Path) -> None:
     """See `Trainer.load_states`."""
     step_count, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
@@ -73,6 +105,7 @@ def load(trainer: Trainer, path: Path) -> None:
             for slot in bucket.slots:
                 whole[slot.offset : slot.offset + slot.count] = arrays[f"{slot.name}/{name}"].reshape(-1)
             state[...] = from_host(whole[first:last], state)
+        _give_residuals(trainer, number, arrays)
     trainer.step_count = step_count
 
 
@@ -92,6 +125,11 @@ def _read(trainer: Trainer, path: Path) -> tuple[int, dict[str, np.ndarray]]:
         for slot in trainer.reducer.layout.slots
         for name in trainer.optimizer.state_names()
     }
+    shapes = {slot.name: slot.shape for slot in trainer.reducer.layout.slots}
+    for name, array in arrays.items():
+        param, _, state = name.rpartition("/")
+        if state == _RESIDUAL and param in shapes and array.ndim:
+            expected[name] = (len(array), *shapes[param])
     found = {name: array.shape for name, array in arrays.items()}
     if found != expected:
         odd = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))

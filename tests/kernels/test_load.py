@@ -135,7 +135,7 @@ with warnings.catch_warnings(record=True) as told:
     unpack, found = kernels.load("quantise").unpack_one_bit, []
     for dtype in ("f4", "f8"):  # the latter is compiled now
         out = np.zeros(3, dtype)
-        unpack(np.array([5], "u4"), out)
+        unpack(np.array([5], "u4"), 1.0, out)
         found.append(out.tolist())
 kept = [p.name for p in Path(os.environ["HPCDP_CACHE_DIR"]).rglob("*") if p.suffix in (".nbc", ".compiled")]
 print(json.dumps([[str(w.message) for w in told if w.category is RuntimeWarning], found, kept]))
@@ -190,7 +190,7 @@ from hpcdp import kernels
 kernels._PATIENCE_S, kernels._LIMIT_S = 0.1, float(sys.argv[1])
 kernels.load("sync")
 unpack, out = kernels.load("quantise").unpack_one_bit, np.zeros(3, sys.argv[2])
-kernels.compile_once(lambda: unpack(np.array([5], "u4"), out))
+kernels.compile_once(lambda: unpack(np.array([5], "u4"), 1.0, out))
 print(json.dumps([out.tolist(), sum(unpack.stats.cache_misses.values())]))
 """
 COMPILING = (

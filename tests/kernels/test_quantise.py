@@ -41,13 +41,13 @@ def two_bit(grad, residual, threshold):
     return sent, rest, packed
 
 
-def one_bit(grad, residual, threshold):
+def one_bit(grad, residual, threshold, magnitude):
     """As `two_bit`."""
     rest, sent = residual.copy(), np.zeros_like(residual)
     packed = np.zeros(-(-grad.size // 32), np.uint32)
     for i in range(grad.size):
         rest[i] += grad[i]
-        sent[i] = 1 if rest[i] > residual.dtype.type(threshold) else -1
+        sent[i] = magnitude if rest[i] > residual.dtype.type(threshold) else -magnitude
         packed[i // 32] |= np.uint32((sent[i] > 0) << i % 32)
         rest[i] -= sent[i]
     return sent, rest, packed
@@ -72,16 +72,17 @@ def test_two_bit(size, dtype, threshold):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("threshold", [0.0, 0.5, -0.25])
-def test_one_bit(size, dtype, threshold):
+@pytest.mark.parametrize(("threshold", "magnitude"), [(0.0, 1.0), (0.5, 1.0), (-0.25, 0.3)])
+def test_one_bit(size, dtype, threshold, magnitude):
+    magnitude = dtype(magnitude)
     grad, residual = data(size, dtype), data(size, dtype, seed=1)
-    sent, rest, packed = one_bit(grad, residual, threshold)
+    sent, rest, packed = one_bit(grad, residual, threshold, magnitude)
     for module in modules():
         found, kept, out = np.full(packed.size, 77, np.uint32), residual.copy(), np.full(size, np.nan, dtype)
-        module.pack_one_bit(words(grad), words(kept), threshold, found)
+        module.pack_one_bit(words(grad), words(kept), threshold, float(magnitude), found)
         np.testing.assert_array_equal(found, packed)
         np.testing.assert_array_equal(kept, rest)
-        module.unpack_one_bit(found, words(out))
+        module.unpack_one_bit(found, float(magnitude), words(out))
         np.testing.assert_array_equal(out, sent)
 
 
@@ -129,9 +130,10 @@ def test_arrays_that_do_not_fit_are_refused(bits):
     quantise = kernels.load("quantise")
     grad, words = np.zeros(65, "f4"), np.zeros(2, "u4")
     pack, unpack = getattr(quantise, f"pack_{bits}_bit"), getattr(quantise, f"unpack_{bits}_bit")
+    settings = (0.5,) if bits == "two" else (0.0, 0.5)
     with pytest.raises(ValueError, match="bit field"):
-        pack(grad, grad.copy(), 0.5, words)
+        pack(grad, grad.copy(), *settings, words)
     with pytest.raises(ValueError, match="as many elements"):
-        pack(grad, np.zeros(64, "f4"), 0.5, np.zeros(9, "u4"))
+        pack(grad, np.zeros(64, "f4"), *settings, np.zeros(9, "u4"))
     with pytest.raises(ValueError, match="bit field"):
-        unpack(words, 0.5, grad) if bits == "two" else unpack(words, grad)
+        unpack(words, 0.5, grad)

@@ -273,9 +273,9 @@ def test_a_second_step_without_backward_is_an_error():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"dense.bias": (8,)}, r"item 4 of 6 on rank 0\]: expected dense.bias \(7,\) float32 as on rank 0, "
+    ({"dense.bias": (8,)}, r"item 4 of 7 on rank 0\]: expected dense.bias \(7,\) float32 as on rank 0, "
                            r"got dense.bias \(8,\) float32 on rank 1"),
-    ({"extra": (1,)}, r"item 5 of 6 on rank 0\]: expected optimizer .* got extra \(1,\) float32 on rank 1"),
+    ({"extra": (1,)}, r"item 5 of 7 on rank 0\]: expected optimizer .* got extra \(1,\) float32 on rank 1"),
 ])  # fmt: skip
 def test_ranks_with_other_models_are_told_on_every_rank(change, message):
     errors = []
@@ -302,6 +302,7 @@ def test_other_settings_are_a_mismatch_too():
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"owner": "boss"}, "expected auto or rank or shard, got 'boss'"),
     ({"clip_norm": 0}, "expected a positive norm, got 0"),
+    ({"compression": "3bit"}, "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
     ({"params": []}, "expected at least one trainable parameter, got none"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, message):

@@ -1,0 +1,190 @@
+"""Codecs: from an array of gradients to fewer bytes, and back. They keep nothing; see `feedback`.
+
+All take 1-D, contiguous NumPy arrays of float16, float32 or float64, of any number of elements; float32 is encoded and
+decoded by compiled kernels. What has been encoded depends on nothing but its input, so all ranks decode the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from .. import kernels
+from ..errors import ConfigError
+from ..kernels import reference_cast, reference_compress
+from ..kernels.reference_compress import num_blocks
+
+
+class Codec(Protocol):
+    """What every codec does."""
+
+    name: ClassVar[str]
+
+    def nbytes(self, count: int, dtype: np.dtype) -> int:
+        """Of what ``count`` elements of ``dtype`` are encoded to."""
+        ...
+
+    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+        """Encode ``residual + x``; what is not sent of it remains in ``residual``. Changes ``residual`` and ``wire``.
+
+        Args:
+            x, residual: shape ``(count,)``, of one dtype.
+            wire: uint8, shape ``(nbytes(count, dtype),)``.
+        """
+        ...
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """What `encode` has sent; changes ``out``, shape ``(count,)``."""
+        ...
+
+
+def _kernels(x: np.ndarray) -> ModuleType:
+    return kernels.load("compress") if x.dtype == np.float32 else reference_compress
+
+
+def _scaled(wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scales of blocks, and the words behind them."""
+    words = wire.view(np.uint32)
+    blocks = num_blocks(count)
+    return words[:blocks].view(np.float32), words[blocks:]
+
+
+@dataclass(frozen=True)
+class TwoBit:
+    """A threshold, its negative, or nothing: 2 bits an element, and 4 bytes for each block of 4096 elements.
+
+    Args:
+        threshold: what an element must reach to be sent, and what is sent then. None: the root mean square of its
+            block, so that it fits gradients of any size (for normally distributed ones about what leaves least behind).
+
+    Source: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; with a fixed
+    threshold the formula of MXNet's kvstore.
+    """
+
+    name: ClassVar[str] = "2bit"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        is_valid = self.threshold is None or 0 < self.threshold < math.inf
+        _require("2bit", "threshold", is_valid, self.threshold, "above 0")
+
+    def nbytes(self, count: int, dtype: np.dtype) -> int:
+        return 4 * (num_blocks(count) + -(-count // 16))
+
+    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+        _kernels(x).encode_two_bit(x, residual, float(self.threshold or 0), *_scaled(wire, x.size))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        _kernels(out).decode_two_bit(*_scaled(wire, out.size), out)
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """The sign alone: 1 bit an element, and 4 bytes for each block of 4096 elements.
+
+    Args:
+        threshold: None: the sign, times the mean magnitude of the block. A number: 1 above it, else -1.
+
+    Source: Seide et al., "1-bit stochastic gradient descent", 2014; the magnitude as in Karimireddy et al., "Error
+    feedback fixes SignSGD and other gradient compression schemes", 2019, algorithm 1; with a threshold the formula of
+    MXNet's kvstore.
+    """
+
+    name: ClassVar[str] = "1bit"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        _require("1bit", "threshold", self.threshold is None or math.isfinite(self.threshold), self.threshold, "finite")
+
+    def nbytes(self, count: int, dtype: np.dtype) -> int:
+        return 4 * (num_blocks(count) + -(-count // 32))
+
+    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+        magnitude = 0.0 if self.threshold is None else 1.0
+        _kernels(x).encode_one_bit(x, residual, float(self.threshold or 0), magnitude, *_scaled(wire, x.size))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        _kernels(out).decode_one_bit(*_scaled(wire, out.size), out)
+
+
+@dataclass(frozen=True)
+class Float16:
+    """IEEE binary16, 2 bytes an element. What is 65520 and larger arrives as an infinity."""
+
+    name: ClassVar[str] = "fp16"
+
+    def nbytes(self, count: int, dtype: np.dtype) -> int:
+        return 2 * count
+
+    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+        _kernels(x).encode_float16(x, residual, wire.view(np.uint16))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        if out.dtype == np.float32:
+            kernels.load("cast").from_float16(wire.view(np.uint16), out)
+        else:
+            out[...] = wire.view(np.float16)
+
+
+@dataclass(frozen=True)
+class BFloat16:
+    """The upper half of a float32, 2 bytes an element: its range, and 8 bits of precision."""
+
+    name: ClassVar[str] = "bf16"
+
+    def nbytes(self, count: int, dtype: np.dtype) -> int:
+        return 2 * count
+
+    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+        _kernels(x).encode_bfloat16(x, residual, wire.view(np.uint16))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        if out.dtype == np.float32:
+            kernels.load("cast").from_bfloat16(wire.view(np.uint16), out)
+        else:
+            wide = np.empty(out.size, np.float32)
+            reference_cast.from_bfloat16(wire.view(np.uint16), wide)
+            out[...] = wide
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The elements of largest magnitude alone, each with its index: 4 bytes more than the element.
+
+    Args:
+        ratio: how many of all elements, above 0, at most 1; at least one of a piece that is sent at once.
+
+    Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017; Stich et al., "Sparsified
+    SGD with memory", 2018.
+    """
+
+    name: ClassVar[str] = "topk"
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require("topk", "ratio", 0 < self.ratio <= 1, self.ratio, "above 0, at most 1")
+
+    def _sent(self, count: int) -> int:
+        return min(count, max(1, round(self.ratio * count)))
+
+    def nbytes(self, count: int, dtype: np.dtype) -> int:
+        return self._sent(count) * (4 + dtype.itemsize)
+
+    def _parts(self, wire: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values = self._sent(x.size) * x.dtype.itemsize
+        return wire[values:].view(np.uint32), wire[:values].view(x.dtype)
+
+    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+        _kernels(x).encode_top_k(x, residual, *self._parts(wire, x))
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        _kernels(out).decode_top_k(*self._parts(wire, out), out)
+
+
+def _require(codec: str, name: str, is_valid: bool, got: object, expected: str) -> None:
+    if not is_valid:
+        raise ConfigError(f"compression {codec}", where=name, expected=f"a number {expected}", got=repr(got))

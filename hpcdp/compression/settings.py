@@ -1,0 +1,81 @@
+"""Which codec compresses the gradients, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ConfigError
+from .codecs import BFloat16, Codec, Float16, OneBit, TopK, TwoBit
+from .feedback import ErrorFeedback
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Float16, BFloat16, TwoBit, OneBit, TopK)}
+"""By name."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients are compressed on their way between nodes.
+
+    Args:
+        codec: see `codecs`.
+        error_feedback: add what was not sent to what is sent next. Without, 1 and 2 bits and the largest elements alone
+            may not converge.
+        inside_nodes: let the ranks of a node exchange compressed messages, too, instead of reading each other's memory.
+            That costs time; it is for trying out a codec on one machine.
+    """
+
+    codec: Codec
+    error_feedback: bool = True
+    inside_nodes: bool = False
+
+    @classmethod
+    def of(cls, given: Compression | Codec | str | None) -> Compression | None:
+        """From what a Trainer is given: a name such as ``"2bit"`` or ``"topk:ratio=0.05"``, a codec, or all settings.
+
+        Behind the colon stand the codec's settings, ``feedback=off`` and ``inside_nodes=on``, between commas.
+
+        Raises:
+            ConfigError: there is no such codec or setting; says which there are.
+        """
+        if given is None or isinstance(given, Compression):
+            return given
+        if isinstance(given, str):
+            return cls._parse(given)
+        if isinstance(given, tuple(CODECS.values())):
+            return cls(given)
+        raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(given))
+
+    @classmethod
+    def _parse(cls, text: str) -> Compression:
+        name, _, rest = text.partition(":")
+        if name not in CODECS:
+            raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(name))
+        kind = CODECS[name]
+        numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        switches = {"feedback": "error_feedback", "inside_nodes": "inside_nodes"}
+        settings: dict[str, float] = {}
+        switched: dict[str, bool] = {}
+        for each in filter(None, rest.split(",")):
+            key, _, value = each.partition("=")
+            if key in switches and value in ("on", "off"):
+                switched[switches[key]] = value == "on"
+                continue
+            try:
+                settings[numbers[numbers.index(key)]] = float(value)
+            except ValueError as error:
+                valid = [*(f"{number}=NUMBER" for number in numbers), *(f"{switch}=on|off" for switch in switches)]
+                raise ConfigError(f"compression {name}", expected=" or ".join(valid), got=repr(each)) from error
+        return cls(kind(**settings), **switched)
+
+    def __str__(self) -> str:
+        settings = [f"{key}={value:g}" for key, value in dataclasses.asdict(self.codec).items() if value is not None]  # type: ignore[call-overload]
+        settings += [] if self.error_feedback else ["feedback=off"]
+        settings += ["inside_nodes=on"] if self.inside_nodes else []
+        return self.codec.name + (f":{','.join(settings)}" if settings else "")
+
+    def for_array(self, count: int, dtype: np.dtype) -> ErrorFeedback:
+        """What encodes an array of ``count`` elements."""
+        return ErrorFeedback(self.codec, count, dtype, self.error_feedback)

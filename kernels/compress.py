@@ -1,0 +1,166 @@
+"""Gradients encoded in one call that keeps what is not sent, for NumPy arrays. Imports: cast, norms, quantise, reduce,
+numba.
+
+`reference_compress` is the specification: same names, same arguments; the scales of blocks are the same up to rounding,
+and everything else to the bit for the same scales. A block's arrays stay in the first cache between its passes, so
+memory is read and written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, njit, types, uint16, uint32
+
+from .cast import _bfloat16, _from_bfloat16
+from .norms import _magnitude
+from .quantise import pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
+from .reduce import narrow, widen
+from .reference_compress import BLOCK
+
+_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_reassociated: dict[str, Any] = {**_options, "fastmath": {"reassoc", "contract"}}
+_DIGITS = ((19, 12), (7, 12), (0, 7))
+"""Of a float32's magnitude, which has 31 bits: how far each is shifted to the left, and how many bits it has."""
+
+
+@njit(**_reassociated)
+def _squares(grad, residual):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(residual.size):
+        each = widen(grad[i]) + widen(residual[i])
+        total += each * each
+    return total
+
+
+@njit(**_reassociated)
+def _magnitudes(grad, residual):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(residual.size):
+        total += abs(widen(grad[i]) + widen(residual[i]))
+    return total
+
+
+@njit(**_options)
+def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no-untyped-def]
+    """See `reference_compress.encode_two_bit`."""
+    for block in range(scales.size):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
+        added, kept, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
+        total = _squares(added, kept)
+        if np.isfinite(total):
+            scales[block] = threshold if threshold > 0 else np.sqrt(total / (last - first))
+            pack_two_bit(added, kept, scales[block], packed)
+        else:
+            scales[block] = np.nan
+            packed[:] = 0xFFFF
+            kept[:] = 0
+
+
+@njit(**_options)
+def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
+    """See `reference_compress.decode_two_bit`."""
+    for block in range(scales.size):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, out.size)
+        unpack_two_bit(words[first // 16 : (last + 15) // 16], scales[block], out[first:last])
+
+
+@njit(**_options)
+def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type: ignore[no-untyped-def]
+    """See `reference_compress.encode_one_bit`."""
+    for block in range(scales.size):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
+        added, kept, packed = grad[first:last], residual[first:last], words[first // 32 : (last + 31) // 32]
+        total = _magnitudes(added, kept)
+        if np.isfinite(total):
+            scales[block] = magnitude if magnitude > 0 else total / (last - first)
+            pack_one_bit(added, kept, threshold, scales[block], packed)
+        else:
+            scales[block] = np.nan
+            packed[:] = 0xFFFFFFFF
+            kept[:] = 0
+
+
+@njit(**_options)
+def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
+    """See `reference_compress.decode_one_bit`."""
+    for block in range(scales.size):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, out.size)
+        unpack_one_bit(words[first // 32 : (last + 31) // 32], scales[block], out[first:last])
+
+
+@njit(**_options)
+def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
+    """See `reference_compress.encode_float16`."""
+    for i in range(grad.size):
+        total = residual[i] + grad[i]
+        halves[i] = narrow(total, halves)
+        rest = total - widen(halves[i])
+        residual[i] = rest if abs(rest) < np.inf else float32(0)
+
+
+@njit(**_options)
+def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
+    """See `reference_compress.encode_bfloat16`."""
+    for i in range(grad.size):
+        total = residual[i] + grad[i]
+        halves[i] = _bfloat16(total)
+        rest = total - _from_bfloat16(halves[i])
+        residual[i] = rest if abs(rest) < np.inf else float32(0)
+
+
+@njit(**_options)
+def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-def]
+    """See `reference_compress.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
+    if indices.size == 0:
+        return
+    for i in range(grad.size):
+        residual[i] += grad[i]
+    found, ties = uint32(0), indices.size
+    for digit in range(len(_DIGITS)):
+        shift, bits = _DIGITS[digit]
+        counts = np.zeros(1 << bits, np.int64)
+        for i in range(residual.size):
+            magnitude = _magnitude(residual[i])
+            if magnitude >> (shift + bits) == found:
+                counts[(magnitude >> shift) & ((1 << bits) - 1)] += 1
+        at = counts.size - 1
+        while counts[at] < ties:
+            ties -= counts[at]
+            at -= 1
+        found = uint32(found << bits | at)
+    place = 0
+    for i in range(residual.size):
+        magnitude = _magnitude(residual[i])
+        if magnitude < found:
+            continue
+        if magnitude == found:
+            if ties == 0:
+                continue
+            ties -= 1
+        indices[place], values[place] = i, residual[i]
+        residual[i] = 0
+        place += 1
+
+
+@njit(**_options)
+def decode_top_k(indices, values, out):  # type: ignore[no-untyped-def]
+    """See `reference_compress.decode_top_k`."""
+    out[:] = 0
+    for place in range(indices.size):
+        if indices[place] < out.size:
+            out[indices[place]] = values[place]
+
+
+# float32 at once, the bits of float16 and float64 when they are first met.
+_x, _w, _h = float32[::1], uint32[::1], uint16[::1]
+_f = types.float64
+encode_two_bit.compile(types.void(_x, _x, _f, _x, _w))
+decode_two_bit.compile(types.void(_x, _w, _x))
+encode_one_bit.compile(types.void(_x, _x, _f, _f, _x, _w))
+decode_one_bit.compile(types.void(_x, _w, _x))
+encode_float16.compile(types.void(_x, _x, _h))
+encode_bfloat16.compile(types.void(_x, _x, _h))
+encode_top_k.compile(types.void(_x, _x, _w, _x))
+decode_top_k.compile(types.void(_w, _x, _x))

@@ -1,0 +1,50 @@
+"""A codec by its name and settings."""
+
+import pytest
+
+from hpcdp.compression import CODECS, BFloat16, Compression, Float16, OneBit, TopK, TwoBit
+from hpcdp.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("fp16", Compression(Float16())),
+        ("bf16", Compression(BFloat16())),
+        ("2bit", Compression(TwoBit())),
+        ("2bit:threshold=0.5", Compression(TwoBit(0.5))),
+        ("1bit:feedback=off", Compression(OneBit(), error_feedback=False)),
+        ("topk:ratio=0.05,inside_nodes=on", Compression(TopK(0.05), inside_nodes=True)),
+        (TopK(0.2), Compression(TopK(0.2))),
+        (Compression(TwoBit(2.0)), Compression(TwoBit(2.0))),
+        (None, None),
+    ],
+)
+def test_what_a_trainer_takes(given, wanted):
+    assert Compression.of(given) == wanted
+    if wanted is not None:
+        assert Compression.of(str(wanted)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("3bit", "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
+        ("", "got ''"),
+        ("topk:k=5", "compression topk: expected ratio=NUMBER or feedback=on|off or inside_nodes=on|off, got 'k=5'"),
+        ("topk:ratio=many", "got 'ratio=many'"),
+        ("topk:ratio", "got 'ratio'"),
+        ("fp16:feedback=no", "got 'feedback=no'"),
+        ("2bit:threshold=-1", "2bit [threshold]"),
+        (2, "got 2"),
+        (TwoBit, "got <class"),
+    ],
+)
+def test_what_it_refuses(given, named):
+    with pytest.raises(ConfigError) as caught:
+        Compression.of(given)
+    assert named in str(caught.value)
+
+
+def test_every_codec_has_its_name():
+    assert all(Compression.of(name).codec.name == name for name in CODECS)

@@ -1,0 +1,146 @@
+"""Training with compressed gradients: through the trainer, its states, and the settings of a run."""
+
+import warnings
+
+import numpy as np
+import pytest
+from test_trainer import backward, model
+
+from hpcdp import optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, DataError, MismatchError
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.trainer import Trainer
+
+CODECS = ["fp16", "bf16", "2bit", "1bit", "topk:ratio=0.2"]
+
+
+def make(world, compression, **options):
+    params = model(0)
+    return params, Trainer(params, optim.SGD(lr=0.02), world, bucket_cap_mb=0.01, compression=compression, **options)
+
+
+def steps(params, trainer, world, number):
+    for step in range(trainer.step_count, trainer.step_count + number):
+        mine = range(world.rank, 6, world.size)
+        if len(mine):
+            backward(params, step, mine)
+        trainer.step(len(mine))
+
+
+def parameters(params):
+    return np.concatenate([param.data.reshape(-1) for param in params])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
+def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compression(codec, n, per_node):
+    def rank(world, compression, **options):
+        params, trainer = make(world, compression, **options)
+        steps(params, trainer, world, 12)
+        trainer.reducer.settle()
+        return parameters(params)
+
+    exact = threads.run(n, lambda world: rank(world, None), per_node)[0]
+    runs = [
+        threads.run(n, lambda world, options=options: rank(world, codec, **options), per_node)
+        for options in ({"overlap": True}, {"overlap": False}, {"owner": "rank"})
+    ]
+    for found in (each for run in runs for each in run):
+        np.testing.assert_array_equal(found, runs[0][0])
+    start = np.concatenate([param.data.reshape(-1) for param in model(0)])
+    moved, missed = np.linalg.norm(exact - start), np.linalg.norm(runs[0][0] - exact)
+    assert 0 < missed < (0.01 if codec in ("fp16", "bf16") else 0.9) * moved
+
+
+@pytest.mark.parametrize("codec", ["2bit", "topk:ratio=0.2"])
+@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_what_was_not_sent_is_part_of_the_states(tmp_path, n, per_node, codec):
+    path = tmp_path / "states.npz"
+
+    def straight(world):
+        params, trainer = make(world, codec)
+        steps(params, trainer, world, 3)
+        trainer.save_states(path)
+        trainer.reducer.settle()
+        middle = [param.data.copy() for param in params]
+        world.barrier()
+        steps(params, trainer, world, 3)
+        trainer.reducer.settle()
+        return middle, parameters(params)
+
+    def resumed(world, middle):
+        params, trainer = make(world, codec)
+        for param, value in zip(params, middle, strict=True):
+            param.data[...] = value
+        world.barrier()
+        trainer.load_states(path)
+        steps(params, trainer, world, 3)
+        trainer.reducer.settle()
+        return parameters(params)
+
+    runs = threads.run(n, straight, per_node)
+    for found in threads.run(n, lambda world: resumed(world, runs[0][0]), per_node):
+        np.testing.assert_array_equal(found, runs[0][1])
+
+
+def total_residual(trainer):
+    rail = trainer.reducer.rail
+    return 0.0 if rail is None else sum(each.residual.sum(dtype="f8") for each in rail.feedback)
+
+
+def test_another_number_of_nodes_still_sends_all_of_it(tmp_path):
+    path = tmp_path / "states.npz"
+
+    def save(world):
+        params, trainer = make(world, "2bit")
+        steps(params, trainer, world, 3)
+        trainer.save_states(path)
+        return total_residual(trainer)
+
+    def load(world):
+        _, trainer = make(world, "2bit")
+        trainer.load_states(path)
+        return total_residual(trainer)
+
+    saved = sum(threads.run(4, save, 2))
+    assert saved
+    for n, per_node in ((3, 1), (6, 2), (2, 1), (4, 2)):
+        assert sum(threads.run(n, load, per_node)) == pytest.approx(saved, abs=1e-3)
+
+
+def test_states_with_and_without_compression(tmp_path):
+    path = tmp_path / "states.npz"
+
+    def go(world, saved_by, loaded_by):
+        make(world, saved_by)[1].save_states(path)
+        make(world, loaded_by)[1].load_states(path)
+
+    for pair in (("2bit", None), (None, "2bit"), ("2bit", "1bit")):
+        threads.run(2, lambda world, pair=pair: go(world, *pair), 1)
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    arrays["conv.bias/residual"] = np.zeros((2, 3), "f4")
+    np.savez(path, **arrays)
+    with pytest.raises(DataError, match=r"conv.bias/residual"):
+        threads.run(2, lambda world: make(world, "2bit")[1].load_states(path), 1)
+
+
+def test_ranks_that_compress_in_other_ways_are_told():
+    with pytest.raises(MismatchError, match=r"compression 2bit .* got compression 1bit"):
+        threads.run(2, lambda world: make(world, ["2bit", "1bit"][world.rank]), 1)
+
+
+def test_one_node_says_that_nothing_is_compressed():
+    with pytest.warns(UserWarning, match=r"compression 2bit changes nothing on one node"):
+        threads.run(2, lambda world: make(world, "2bit"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        threads.run(2, lambda world: make(world, "2bit:inside_nodes=on"))
+        threads.run(1, lambda world: make(world, "2bit"))
+
+
+def test_a_run_takes_it_as_a_setting():
+    assert TrainConfig(compression="topk:ratio=0.05").compression == "topk:ratio=0.05"
+    with pytest.raises(ConfigError, match=r"expected one of fp16, bf16, 2bit, 1bit, topk, got 'zip'"):
+        TrainConfig(compression="zip")
