@@ -26,7 +26,7 @@ from .machine import describe
 from .options import Parser, at_least
 
 NONE = "none"
-_FORGETFUL = "feedback=off"
+_FORGETFUL = "feedback=0"
 _JOB_TIMEOUT_S = 600
 _COLORS = ("#6b6b6b", "#3566a8", "#3a9d6e", "#c8552b", "#8a5fb0", "#c9a227")
 

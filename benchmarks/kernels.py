@@ -188,7 +188,7 @@ def packing(arrays: Arrays) -> Iterator[Kernel]:
         if bits == "one":
             module.pack_one_bit(grad, residual, 0.0, _THRESHOLD, words)
         else:
-            module.pack_two_bit(grad, residual, _THRESHOLD, words)
+            module.pack_two_bit(grad, residual, _THRESHOLD, _THRESHOLD, words)
 
     def unpack(module: Any, bits: str, words: np.ndarray, out: np.ndarray) -> None:
         if bits == "one":

@@ -17,7 +17,7 @@ from .cast import _bfloat16, _from_bfloat16
 from .norms import _magnitude
 from .quantise import pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
 from .reduce import narrow, widen
-from .reference_compress import BLOCK
+from .reference_compress import BLOCK, SHARE
 
 _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 _reassociated: dict[str, Any] = {**_options, "fastmath": {"reassoc", "contract"}}
@@ -42,6 +42,17 @@ def _magnitudes(grad, residual):  # type: ignore[no-untyped-def]
     return total
 
 
+@njit(**_reassociated)
+def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
+    total, number = 0.0, 0
+    for i in range(residual.size):
+        each = abs(widen(grad[i]) + widen(residual[i]))
+        if each >= threshold:
+            total += each
+            number += 1
+    return total / max(number, 1)
+
+
 @njit(**_options)
 def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_two_bit`."""
@@ -50,8 +61,13 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
         added, kept, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
         total = _squares(added, kept)
         if np.isfinite(total):
-            scales[block] = threshold if threshold > 0 else np.sqrt(total / (last - first))
-            pack_two_bit(added, kept, scales[block], packed)
+            limit = threshold
+            if threshold > 0:
+                scales[block] = threshold
+            else:
+                limit = SHARE * np.sqrt(total / (last - first))
+                scales[block] = _mean_from(added, kept, limit)
+            pack_two_bit(added, kept, limit, scales[block], packed)
         else:
             scales[block] = np.nan
             packed[:] = 0xFFFF

@@ -19,7 +19,7 @@ _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"
 
 
 @intrinsic
-def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any) -> Any:
+def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any, magnitude: Any) -> Any:
     """The word of 16 elements from ``index`` on; changes ``residual``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -29,15 +29,16 @@ def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: An
         up = kept.repeat(args[3])
         down = builder.fneg(up)
         plus, minus = builder.fcmp_ordered(">=", total, up), builder.fcmp_ordered("<=", total, down)
-        sent = builder.select(plus, up, builder.select(minus, down, kept.constant(0.0)))
+        size = kept.repeat(args[4])
+        sent = builder.select(plus, size, builder.select(minus, builder.fneg(size), kept.constant(0.0)))
         kept.store(builder.fsub(total, sent))
         return builder.or_(kept.bits(plus), builder.shl(kept.bits(minus), WORD(16)))
 
-    return uint32(grad, residual, intp, float64), generate
+    return uint32(grad, residual, intp, float64, float64), generate
 
 
 @intrinsic
-def _unpack_16(typingctx: Any, word: Any, threshold: Any, out: Any, index: Any) -> Any:
+def _unpack_16(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         into = Lanes(context, builder, (signature.args[2], args[2]), args[3], 16)
         up = into.repeat(args[1])
@@ -78,35 +79,35 @@ def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
 # A factory would close over an intrinsic, and then Numba's cache finds nothing in the next process; the tails as
 # functions of their own took 0.3 s more to compile, of 1.0.
 @njit(**_options)
-def pack_two_bit(grad, residual, threshold, words):  # type: ignore[no-untyped-def]
+def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_two_bit`."""
     if residual.size != grad.size or words.size * 16 < grad.size:
         raise ValueError("residual must have as many elements as grad, and words a bit field for each")
     whole = grad.size // 16
     for k in range(whole):
-        words[k] = _pack_16(grad, residual, 16 * k, threshold)
+        words[k] = _pack_16(grad, residual, 16 * k, threshold, magnitude)
     rest = grad.size - 16 * whole
     if rest:
         last_grad, last_residual = np.zeros(16, grad.dtype), np.zeros(16, residual.dtype)
         for i in range(rest):
             last_grad[i], last_residual[i] = grad[16 * whole + i], residual[16 * whole + i]
-        words[whole] = _pack_16(last_grad, last_residual, 0, threshold)
+        words[whole] = _pack_16(last_grad, last_residual, 0, threshold, magnitude)
         for i in range(rest):
             residual[16 * whole + i] = last_residual[i]
 
 
 @njit(**_options)
-def unpack_two_bit(words, threshold, out):  # type: ignore[no-untyped-def]
+def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_two_bit`."""
     if words.size * 16 < out.size:
         raise ValueError("words must have a bit field for each element of out")
     whole = out.size // 16
     for k in range(whole):
-        _unpack_16(words[k], threshold, out, 16 * k)
+        _unpack_16(words[k], magnitude, out, 16 * k)
     rest = out.size - 16 * whole
     if rest:
         last = np.empty(16, out.dtype)
-        _unpack_16(words[whole], threshold, last, 0)
+        _unpack_16(words[whole], magnitude, last, 0)
         for i in range(rest):
             out[16 * whole + i] = last[i]
 
@@ -147,7 +148,7 @@ def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
 
 
 # float32 at once, the bits of float16 and float64 when they are first met.
-pack_two_bit.compile(types.void(float32[::1], float32[::1], float64, uint32[::1]))
+pack_two_bit.compile(types.void(float32[::1], float32[::1], float64, float64, uint32[::1]))
 unpack_two_bit.compile(types.void(uint32[::1], float64, float32[::1]))
 pack_one_bit.compile(types.void(float32[::1], float32[::1], float64, float64, uint32[::1]))
 unpack_one_bit.compile(types.void(uint32[::1], float64, float32[::1]))

@@ -16,8 +16,12 @@ from ..arrays import Array, array_namespace
 from . import reference_cast
 from .reference_quantise import _floats, pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
 
-BLOCK = 4096
-"""Elements with a scale of their own."""
+BLOCK = 256
+"""Elements with a scale of their own: of more, few large ones among many small ones are sent too late."""
+
+SHARE = 0.6
+"""Of a block's root mean square: what an element must reach to be sent in 2 bits; for normally distributed ones about
+what leaves least behind."""
 
 
 def num_blocks(count: int) -> int:
@@ -34,8 +38,9 @@ def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array
     """`pack_two_bit` block by block; changes ``residual``, ``scales`` and ``words``.
 
     Args:
-        threshold: of all blocks, or 0: each block's root mean square.
-        scales: float32, shape ``(num_blocks(count),)``: the thresholds.
+        threshold: what an element must reach, and what is sent of it then. 0: it must reach `SHARE` of its block's root
+            mean square, and the mean of those that do is sent.
+        scales: float32, shape ``(num_blocks(count),)``: what is sent.
         words: uint32, shape ``((count + 15) // 16,)``.
     """
     xp = array_namespace(grad, residual)
@@ -43,8 +48,10 @@ def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array
         total = (_floats(grad[part]) + _floats(residual[part])).astype(xp.float64)
         squares, packed = float(xp.sum(total * total)), words[part.start // 16 : -(-part.stop // 16)]
         if squares < float("inf"):
-            scales[block] = threshold if threshold > 0 else (squares / total.size) ** 0.5
-            pack_two_bit(grad[part], residual[part], float(scales[block]), packed)
+            limit = threshold if threshold > 0 else SHARE * (squares / total.size) ** 0.5
+            reach = abs(total)[abs(total) >= limit]
+            scales[block] = threshold if threshold > 0 else float(xp.mean(reach))
+            pack_two_bit(grad[part], residual[part], limit, float(scales[block]), packed)
         else:
             scales[block], packed[...], residual[part] = float("nan"), 0xFFFF, 0
 

@@ -2,11 +2,11 @@
 Imports: arrays.
 
 All arrays are 1-D, contiguous and do not overlap; any number of elements, also none. Gradients, residuals and results
-are float32, float64, or the bits of float16 in uint16; the threshold is rounded to their dtype first. A residual is
-what was not sent yet, in the gradient's dtype: a sum is rounded to that before it is compared. The formulas are those
-of MXNet's kvstore (``gradient_compression-inl.h``; 1 bit with a magnitude of 1); the bits are arranged for vectors
-instead of for bytes. A NaN is never sent in 2 bits and stays in the residual; in 1 bit it is sent as a negative number
-and stays.
+are float32, float64, or the bits of float16 in uint16; the threshold and the magnitude are rounded to their dtype first.
+A residual is what was not sent yet, in the gradient's dtype: a sum is rounded to that before it is compared. The
+formulas are those of MXNet's kvstore (``gradient_compression-inl.h``), which sends the threshold in 2 bits, and 1 in 1
+bit; the bits are arranged for vectors instead of for bytes. A NaN is never sent in 2 bits and stays in the residual; in
+1 bit it is sent as a negative number and stays.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _unpacked(words: Array, width: int, count: int) -> Any:
     return bits.reshape(-1)[:count] != 0
 
 
-def pack_two_bit(grad: Array, residual: Array, threshold: float, words: Array) -> None:
-    """``residual += grad``, then send ``threshold`` where it is at least that, ``-threshold`` where it is at most that,
-    else nothing, and subtract what was sent from ``residual``; changes ``residual`` and ``words``.
+def pack_two_bit(grad: Array, residual: Array, threshold: float, magnitude: float, words: Array) -> None:
+    """``residual += grad``, then send ``magnitude`` where it is at least ``threshold``, ``-magnitude`` where it is at
+    most ``-threshold``, else nothing, and subtract what was sent from ``residual``; changes ``residual`` and ``words``.
 
     Args:
-        threshold: above 0.
+        threshold: 0 or more.
         words: uint32, shape ``((count + 15) // 16,)``. In each, bit i says that element i of 16 is positive, bit
             16 + i that it is negative; bits of elements that do not exist are 0.
     """
@@ -50,17 +50,18 @@ def pack_two_bit(grad: Array, residual: Array, threshold: float, words: Array) -
     kept += added
     limit = kept.dtype.type(threshold)
     plus, minus = kept >= limit, kept <= -limit
-    kept -= xp.where(plus, limit, xp.where(minus, -limit, kept.dtype.type(0)))
+    sent = kept.dtype.type(magnitude)
+    kept -= xp.where(plus, sent, xp.where(minus, -sent, kept.dtype.type(0)))
     words[...] = _packed(plus, 16) | (_packed(minus, 16) << 16)
 
 
-def unpack_two_bit(words: Array, threshold: float, out: Array) -> None:
+def unpack_two_bit(words: Array, magnitude: float, out: Array) -> None:
     """What `pack_two_bit` sent; changes ``out``, shape ``(count,)``."""
     xp = array_namespace(words, out)
     into = _floats(out)
-    limit = into.dtype.type(threshold)
-    minus = xp.where(_unpacked(words >> 16, 16, out.size), -limit, into.dtype.type(0))
-    into[...] = xp.where(_unpacked(words, 16, out.size), limit, minus)
+    sent = into.dtype.type(magnitude)
+    minus = xp.where(_unpacked(words >> 16, 16, out.size), -sent, into.dtype.type(0))
+    into[...] = xp.where(_unpacked(words, 16, out.size), sent, minus)
 
 
 def pack_one_bit(grad: Array, residual: Array, threshold: float, magnitude: float, words: Array) -> None:

@@ -24,6 +24,11 @@ class Codec(Protocol):
 
     name: ClassVar[str]
 
+    @property
+    def feedback(self) -> float:
+        """How much of what was not sent should be added to what is sent next, 0 to 1."""
+        ...
+
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         """Of what ``count`` elements of ``dtype`` are encoded to."""
         ...
@@ -55,17 +60,18 @@ def _scaled(wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class TwoBit:
-    """A threshold, its negative, or nothing: 2 bits an element, and 4 bytes for each block of 4096 elements.
+    """A number, its negative, or nothing: 2 bits an element, and 4 bytes for each block of 256 elements.
 
     Args:
-        threshold: what an element must reach to be sent, and what is sent then. None: the root mean square of its
-            block, so that it fits gradients of any size (for normally distributed ones about what leaves least behind).
+        threshold: what an element must reach to be sent, and what is sent then. None: it must reach 0.6 of its block's
+            root mean square, and the mean of those that do is sent; that fits gradients of any size.
 
-    Source: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; with a fixed
-    threshold the formula of MXNet's kvstore.
+    Source: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015, and with a threshold
+    the formula of MXNet's kvstore; the mean as in Li et al., "Ternary weight networks", 2016, section 2.2.
     """
 
     name: ClassVar[str] = "2bit"
+    feedback: ClassVar[float] = 1.0
     threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +90,7 @@ class TwoBit:
 
 @dataclass(frozen=True)
 class OneBit:
-    """The sign alone: 1 bit an element, and 4 bytes for each block of 4096 elements.
+    """The sign alone: 1 bit an element, and 4 bytes for each block of 256 elements.
 
     Args:
         threshold: None: the sign, times the mean magnitude of the block. A number: 1 above it, else -1.
@@ -99,6 +105,11 @@ class OneBit:
 
     def __post_init__(self) -> None:
         _require("1bit", "threshold", self.threshold is None or math.isfinite(self.threshold), self.threshold, "finite")
+
+    @property
+    def feedback(self) -> float:
+        """Momentum and all of what signs leave out would build each other up."""
+        return 0.7 if self.threshold is None else 1.0
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 4 * (num_blocks(count) + -(-count // 32))
@@ -116,6 +127,7 @@ class Float16:
     """IEEE binary16, 2 bytes an element. What is 65520 and larger arrives as an infinity."""
 
     name: ClassVar[str] = "fp16"
+    feedback: ClassVar[float] = 1.0
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 2 * count
@@ -135,6 +147,7 @@ class BFloat16:
     """The upper half of a float32, 2 bytes an element: its range, and 8 bits of precision."""
 
     name: ClassVar[str] = "bf16"
+    feedback: ClassVar[float] = 1.0
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 2 * count
@@ -163,6 +176,7 @@ class TopK:
     """
 
     name: ClassVar[str] = "topk"
+    feedback: ClassVar[float] = 1.0
     ratio: float = 0.01
 
     def __post_init__(self) -> None:

@@ -13,23 +13,24 @@ class ErrorFeedback:
     Args:
         codec: any; see `codecs`.
         count, dtype: elements of the array.
-        remembers: False: forget what was not sent, to see what that does.
+        share: how much of what was not sent is added to what is sent next, 0 to 1; default what the codec needs.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014, section 3; Stich et al., "Sparsified SGD with
-    memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
+    memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019; the
+    share as in Wu et al., "Error compensated quantized SGD", 2018, section 3.
     """
 
-    def __init__(self, codec: Codec, count: int, dtype: np.dtype, remembers: bool = True) -> None:
+    def __init__(self, codec: Codec, count: int, dtype: np.dtype, share: float | None = None) -> None:
         self.codec = codec
-        self.remembers = remembers
+        self.share = codec.feedback if share is None else share
         self.residual = np.zeros(count, dtype)
         """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
 
     def encode(self, x: np.ndarray, part: slice, wire: np.ndarray) -> None:
         """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``."""
         residual = self.residual[part]
-        if not self.remembers:
-            residual[...] = 0
+        if self.share != 1:
+            residual *= residual.dtype.type(self.share)
         self.codec.encode(x, residual, wire)
 
     def nbytes(self, count: int) -> int:

@@ -21,21 +21,25 @@ class Compression:
 
     Args:
         codec: see `codecs`.
-        error_feedback: add what was not sent to what is sent next. Without, 1 and 2 bits and the largest elements alone
-            may not converge.
+        feedback: how much of what was not sent is added to what is sent next, 0 to 1. None: what the codec needs, which
+            is all of it but for 1 bit (0.7).
         inside_nodes: let the ranks of a node exchange compressed messages, too, instead of reading each other's memory.
             That costs time; it is for trying out a codec on one machine.
     """
 
     codec: Codec
-    error_feedback: bool = True
+    feedback: float | None = None
     inside_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.feedback is None or 0 <= self.feedback <= 1):
+            raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))
 
     @classmethod
     def of(cls, given: Compression | Codec | str | None) -> Compression | None:
         """From what a Trainer is given: a name such as ``"2bit"`` or ``"topk:ratio=0.05"``, a codec, or all settings.
 
-        Behind the colon stand the codec's settings, ``feedback=off`` and ``inside_nodes=on``, between commas.
+        Behind the colon stand the codec's settings, ``feedback=0.5`` and ``inside_nodes=on``, between commas.
 
         Raises:
             ConfigError: there is no such codec or setting; says which there are.
@@ -55,27 +59,28 @@ class Compression:
             raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(name))
         kind = CODECS[name]
         numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-        switches = {"feedback": "error_feedback", "inside_nodes": "inside_nodes"}
         settings: dict[str, float] = {}
-        switched: dict[str, bool] = {}
+        feedback, inside_nodes = None, False
         for each in filter(None, rest.split(",")):
             key, _, value = each.partition("=")
-            if key in switches and value in ("on", "off"):
-                switched[switches[key]] = value == "on"
-                continue
             try:
-                settings[numbers[numbers.index(key)]] = float(value)
+                if each in ("inside_nodes=on", "inside_nodes=off"):
+                    inside_nodes = value == "on"
+                elif key == "feedback":
+                    feedback = float(value)
+                else:
+                    settings[numbers[numbers.index(key)]] = float(value)
             except ValueError as error:
-                valid = [*(f"{number}=NUMBER" for number in numbers), *(f"{switch}=on|off" for switch in switches)]
+                valid = [f"{number}=NUMBER" for number in (*numbers, "feedback")] + ["inside_nodes=on|off"]
                 raise ConfigError(f"compression {name}", expected=" or ".join(valid), got=repr(each)) from error
-        return cls(kind(**settings), **switched)
+        return cls(kind(**settings), feedback, inside_nodes)
 
     def __str__(self) -> str:
         settings = [f"{key}={value:g}" for key, value in dataclasses.asdict(self.codec).items() if value is not None]  # type: ignore[call-overload]
-        settings += [] if self.error_feedback else ["feedback=off"]
+        settings += [] if self.feedback is None else [f"feedback={self.feedback:g}"]
         settings += ["inside_nodes=on"] if self.inside_nodes else []
         return self.codec.name + (f":{','.join(settings)}" if settings else "")
 
     def for_array(self, count: int, dtype: np.dtype) -> ErrorFeedback:
         """What encodes an array of ``count`` elements."""
-        return ErrorFeedback(self.codec, count, dtype, self.error_feedback)
+        return ErrorFeedback(self.codec, count, dtype, self.feedback)

@@ -22,7 +22,7 @@ def steps(n, codec, count, number, dtype="f4"):
     """For every rank: the sums of so many steps, what it still keeps, and what it sent."""
 
     def rank(world):
-        feedback = ErrorFeedback(codec, count, np.dtype(dtype))
+        feedback = ErrorFeedback(codec, count, np.dtype(dtype), share=1)
         sums = []
         before = world.comm.traffic.messages, world.comm.traffic.nbytes
         for step in range(number):

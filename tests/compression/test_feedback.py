@@ -10,7 +10,7 @@ CODECS = [TwoBit(), TwoBit(0.5), OneBit(), TopK(0.05)]
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_all_that_was_sent_and_the_residual_make_all_gradients(codec):
-    feedback = ErrorFeedback(codec, 5000, np.dtype("f4"))
+    feedback = ErrorFeedback(codec, 5000, np.dtype("f4"), share=1)
     given, sent = np.zeros(5000), np.zeros(5000)
     for step in range(40):
         grad = np.random.default_rng(step).standard_normal(5000).astype("f4") + np.float32(0.1)
@@ -28,12 +28,12 @@ def test_without_memory_small_gradients_are_never_sent():
     grad, out = np.full(100, 0.2, "f4"), np.empty(100, "f4")
     wire = np.empty(TwoBit(0.5).nbytes(100, np.dtype("f4")), np.uint8)
     totals = {}
-    for remembers in (True, False):
-        feedback = ErrorFeedback(TwoBit(0.5), 100, np.dtype("f4"), remembers)
+    for share in (None, 0.5, 0):
+        feedback = ErrorFeedback(TwoBit(0.5), 100, np.dtype("f4"), share)
         total = 0.0
         for _ in range(10):
             feedback.encode(grad, slice(0, 100), wire)
             feedback.codec.decode(wire, out)
             total += out[0]
-        totals[remembers] = total
-    assert totals == {True: 2.0, False: 0.0}
+        totals[share] = total
+    assert totals == {None: 2.0, 0.5: 0.0, 0: 0.0}  # half of what is left never adds up to more than 0.4

@@ -25,17 +25,17 @@ def data(size, dtype, seed=0):
     return x.astype(dtype)
 
 
-def two_bit(grad, residual, threshold):
+def two_bit(grad, residual, threshold, magnitude):
     """What is sent, the rest, and the words; one element after the other."""
     limit, rest, sent = residual.dtype.type(threshold), residual.copy(), np.zeros_like(residual)
     packed = np.zeros(-(-grad.size // 16), np.uint32)
     for i in range(grad.size):
         rest[i] += grad[i]
         if rest[i] >= limit:
-            sent[i] = limit
+            sent[i] = magnitude
             packed[i // 16] |= np.uint32(1 << i % 16)
         elif rest[i] <= -limit:
-            sent[i] = -limit
+            sent[i] = -magnitude
             packed[i // 16] |= np.uint32(1 << (16 + i % 16))
         rest[i] -= sent[i]
     return sent, rest, packed
@@ -55,18 +55,19 @@ def one_bit(grad, residual, threshold, magnitude):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("threshold", [0.5, 0.3])
-def test_two_bit(size, dtype, threshold):
+@pytest.mark.parametrize(("threshold", "magnitude"), [(0.5, 0.5), (0.3, 0.3), (0.5, 0.7)])
+def test_two_bit(size, dtype, threshold, magnitude):
+    magnitude = dtype(magnitude)
     grad, residual = data(size, dtype), data(size, dtype, seed=1) / dtype(4)
-    sent, rest, packed = two_bit(grad, residual, threshold)
+    sent, rest, packed = two_bit(grad, residual, threshold, magnitude)
     if size > 60:
         assert {-1.0, 0.0, 1.0} == set(np.sign(sent).tolist())
     for module in modules():
         found, kept, out = np.full(packed.size, 77, np.uint32), residual.copy(), np.full(size, np.nan, dtype)
-        module.pack_two_bit(words(grad), words(kept), threshold, found)
+        module.pack_two_bit(words(grad), words(kept), threshold, float(magnitude), found)
         np.testing.assert_array_equal(found, packed)
         np.testing.assert_array_equal(kept, rest)
-        module.unpack_two_bit(found, threshold, words(out))
+        module.unpack_two_bit(found, float(magnitude), words(out))
         np.testing.assert_array_equal(out, sent)
 
 
@@ -92,7 +93,7 @@ def test_what_is_below_the_threshold_adds_up(dtype):
     for module in modules():
         residual, packed, out = np.zeros(33, dtype), np.empty(3, np.uint32), np.empty(33, dtype)
         for value, sent in ((0.4, 0), (0.1, 0.5), (0.2, 0), (0.3, 0.5)):
-            module.pack_two_bit(words(np.full(33, value, dtype)), words(residual), 0.5, packed)
+            module.pack_two_bit(words(np.full(33, value, dtype)), words(residual), 0.5, 0.5, packed)
             module.unpack_two_bit(packed, 0.5, words(out))
             assert (out == sent).all(), (module, value)
 
@@ -106,7 +107,7 @@ def test_everything_sent_and_the_residual_make_the_gradients(sign):
         for step in range(50):
             grad = sign * data(500, np.float32, seed=step) / 8
             pushed += grad
-            module.pack_two_bit(grad, residual, 0.5, packed)
+            module.pack_two_bit(grad, residual, 0.5, 0.5, packed)
             module.unpack_two_bit(packed, 0.5, out)
             total += out
         np.testing.assert_allclose(total + residual, pushed, atol=1e-5)
@@ -118,7 +119,7 @@ def test_a_nan_is_kept_to_itself():
         grad, residual = np.full(40, 0.75, np.float32), np.zeros(40, np.float32)
         packed, out = np.empty(3, np.uint32), np.empty(40, np.float32)
         grad[20] = np.nan
-        module.pack_two_bit(grad, residual, 0.5, packed)
+        module.pack_two_bit(grad, residual, 0.5, 0.5, packed)
         module.unpack_two_bit(packed, 0.5, out)
         assert np.flatnonzero(out != 0.5).tolist() == [20]
         assert out[20] == 0
@@ -130,10 +131,9 @@ def test_arrays_that_do_not_fit_are_refused(bits):
     quantise = kernels.load("quantise")
     grad, words = np.zeros(65, "f4"), np.zeros(2, "u4")
     pack, unpack = getattr(quantise, f"pack_{bits}_bit"), getattr(quantise, f"unpack_{bits}_bit")
-    settings = (0.5,) if bits == "two" else (0.0, 0.5)
     with pytest.raises(ValueError, match="bit field"):
-        pack(grad, grad.copy(), *settings, words)
+        pack(grad, grad.copy(), 0.5, 0.5, words)
     with pytest.raises(ValueError, match="as many elements"):
-        pack(grad, np.zeros(64, "f4"), *settings, np.zeros(9, "u4"))
+        pack(grad, np.zeros(64, "f4"), 0.5, 0.5, np.zeros(9, "u4"))
     with pytest.raises(ValueError, match="bit field"):
         unpack(words, 0.5, grad)
