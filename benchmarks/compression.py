@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 
 from .. import comm
 from ..compression import CODECS, Compression, pays_below
+from ..gradients.rail import node_nbytes
 from ..launch.local import launched_ranks
 from ..train.config import check_name
 from . import program
@@ -64,9 +65,7 @@ def measure(world: comm.World, model: Model, codecs: list[str], turns: int, step
     }
     rows = {}
     for name, training in trainings.items():
-        rail = training.trainer.reducer.rail
-        sent, _ = (0, 0) if rail is None else rail.sent_nbytes()
-        sent = sum(world.comm.allgather_json(sent / rail.comm.size if rail is not None else 0)) / world.num_nodes
+        sent, _ = node_nbytes(training.trainer.reducer.rail, world)
         if name == NONE:
             sent = bus_factor(world.num_nodes) * sum(b.mine.nbytes for b in training.trainer.reducer.buckets)
         codec = None if name == NONE else Compression.of(name)

@@ -2,11 +2,11 @@
 Imports: arrays.
 
 All arrays are 1-D, contiguous and do not overlap; any number of elements, also none. Gradients, residuals and results
-are float32, float64, or the bits of float16 in uint16; the threshold and the magnitude are rounded to their dtype first.
-A residual is what was not sent yet, in the gradient's dtype: a sum is rounded to that before it is compared. The
-formulas are those of MXNet's kvstore (``gradient_compression-inl.h``), which sends the threshold in 2 bits, and 1 in 1
-bit; the bits are arranged for vectors instead of for bytes. A NaN is never sent in 2 bits and stays in the residual; in
-1 bit it is sent as a negative number and stays.
+are float32, float64, or the bits of float16 in uint16; threshold and magnitude are rounded to their dtype first. A
+residual is what was not sent yet, in the gradient's dtype: a sum is rounded to that before it is compared. The formulas
+are those of MXNet's kvstore (``gradient_compression-inl.h``), which sends the threshold in 2 bits, and 1 in 1 bit; the
+bits are arranged for vectors instead of for bytes. A NaN is never sent in 2 bits and stays in the residual; in 1 bit it
+is sent as a negative number and stays.
 """
 
 from __future__ import annotations

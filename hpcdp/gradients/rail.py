@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import from_host, to_host
 from ..collectives import compressed, halving_doubling, ring
 from ..collectives.progress import Steps
-from ..comm import Communicator, Request
+from ..comm import Communicator, Request, World
 from ..comm.communicator import make_tag
 from ..comm.reductions import resolve
 from ..compression import Compression
@@ -70,6 +70,14 @@ class Rail:
             plain += 2 * (n - 1) * each.residual.nbytes
             sent += compressed.sent_nbytes(each.residual.size, each.residual.dtype, each.codec, n)
         return sent, plain
+
+
+def node_nbytes(rail: Rail | None, world: World) -> tuple[float, float]:
+    """Bytes that a node sends in a step, mean over the nodes, and what it would without compression; every rank must
+    call. Both are 0 without compression."""
+    own = (0.0, 0.0) if rail is None else [each / rail.comm.size for each in rail.sent_nbytes()]
+    sent, plain = (sum(each) / world.num_nodes for each in zip(*world.comm.allgather_json(own), strict=True))
+    return sent, plain
 
 
 def _padding(bucket: Bucket) -> Iterator[slice]:

@@ -18,6 +18,8 @@ from hpcdp.autograd import record
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank
+from hpcdp.compression import pays_below
+from hpcdp.gradients.rail import node_nbytes
 from hpcdp.nn.functional import softmax_cross_entropy
 
 from . import inputs
@@ -44,7 +46,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
         of ``comm_s`` hidden behind computation, None with one rank), ``compute_s`` and ``data_s`` (mean over ranks),
         ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``,
-        ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
+        ``compression`` (a line about what it saved, None without), ``run_dir``, ``trace`` (a line about the file, None
+        without one) and ``records`` (one an epoch, see `fit`).
     """
     world = init()
     config = config.for_world(world.size)
@@ -141,9 +144,20 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dic
         "peak_memory_mb": max(world.comm.allgather_json(peak_memory_mb())),
         "nbytes": trainer.nbytes,
         "ranks": world.size,
+        "compression": saved_by_compression(trainer),
         "run_dir": config.run_dir,
         "records": records,
     }
+
+
+def saved_by_compression(trainer: Trainer) -> str | None:
+    """What nodes send less by compression, in words, None where they send nothing; every rank must call."""
+    sent, plain = node_nbytes(trainer.reducer.rail, trainer.world)
+    if trainer.compression is None or not plain:
+        return None
+    rate = 8e-9 * pays_below(trainer.compression.codec, trainer.world.num_nodes)
+    name = trainer.compression.codec.name
+    return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
 
 def report(result: dict[str, Any], failure: OSError | None = None) -> str:
@@ -162,6 +176,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
         ("communication", communication),
+        *([] if result["compression"] is None else [("compression", result["compression"])]),
         *_times(result),
         ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
         ("held a rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),

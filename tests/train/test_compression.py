@@ -1,5 +1,6 @@
 """Training with compressed gradients: through the trainer, its states, and the settings of a run."""
 
+import re
 import warnings
 
 import numpy as np
@@ -10,6 +11,7 @@ from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError
 from hpcdp.train.config import TrainConfig
+from hpcdp.train.run import saved_by_compression
 from hpcdp.train.trainer import Trainer
 
 CODECS = ["fp16", "bf16", "2bit", "1bit", "topk:ratio=0.2"]
@@ -144,3 +146,17 @@ def test_a_run_takes_it_as_a_setting():
     assert TrainConfig(compression="topk:ratio=0.05").compression == "topk:ratio=0.05"
     with pytest.raises(ConfigError, match=r"expected one of fp16, bf16, 2bit, 1bit, topk, got 'zip'"):
         TrainConfig(compression="zip")
+
+
+@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (4, 2), (5, 2)])
+def test_a_run_says_what_nodes_send_less(n, per_node):
+    for line in threads.run(n, lambda world: saved_by_compression(make(world, "fp16")[1]), per_node):
+        found = re.fullmatch(r"fp16, (.+) of (.+) MB a step and node; pays below \d+ Gbit/s", line)
+        sent, plain = map(float, found.groups())
+        nodes = -(-n // per_node)
+        assert plain == pytest.approx(2 * (nodes - 1) / nodes * 4 * 12_507 / 1e6, abs=0.006)
+        assert sent == pytest.approx(plain / 2, abs=0.006)
+    for compression in ("fp16", None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert threads.run(2, lambda world, c=compression: saved_by_compression(make(world, c)[1])) == [None, None]

@@ -202,6 +202,7 @@ def result(**numbers) -> dict:
         "nbytes": nbytes,
         "peak_memory_mb": 155.2,
         "ranks": 1,
+        "compression": None,
         "run_dir": "runs/a",
         "trace": None,
         "records": [record],
@@ -235,12 +236,21 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
     ]
     records[-1]["stragglers"] += ["rank 4 on node4", "rank 5 on node4"]
     shown = report(
-        result(ranks=8, comm_s=0.5, comm_exposed_s=0.1, comm_hidden=0.8, records=records, trace="x.json, 7 slices")
+        result(
+            ranks=8,
+            comm_s=0.5,
+            comm_exposed_s=0.1,
+            comm_hidden=0.8,
+            records=records,
+            trace="x.json, 7 slices",
+            compression="topk, 123.46 of 1234.57 MB a step and node; pays below 10 Gbit/s",
+        )
     )
     told = dict(re.split(r" {2,}", line, maxsplit=1) for line in shown.splitlines())
     assert told["communication"] == "80% hidden; 0.50 s a rank, 0.10 exposed; 15.6% of the time"
     assert told["critical path"] == "2.75 s, 86% of the time: bucket 2"
     assert told["slowest rank"] == "rank 3 on node3 in 3 of 4 epochs, 1.50 x the median"
     assert told["stragglers"] == "rank 3 on node3 (3 epochs), rank 4 on node4 (1 epoch) and 1 more"
+    assert told["compression"].startswith("topk, 123.46 of")
     assert told["trace"] == "x.json, 7 slices"
     assert max(map(len, shown.splitlines())) <= 80
