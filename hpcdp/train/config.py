@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdp.compression import Compression
 from hpcdp.errors import ConfigError
 
 RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
@@ -76,7 +75,10 @@ class TrainConfig:
             object.__setattr__(self, field.name, value)
             if value is not None:
                 _check_range(field, value)
-        Compression.of(self.compression)
+        if self.compression is not None:
+            from hpcdp.compression import Compression  # not before: NumPy would be loaded for --help, too
+
+            Compression.of(self.compression)
         if self.momentum >= 1:
             raise ConfigError("setting momentum", expected="a number in [0, 1)", got=self.momentum)
         if self.warmup_epochs > self.epochs:

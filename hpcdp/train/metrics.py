@@ -121,7 +121,8 @@ class MetricsLog:
 
     def __init__(self, folder: Path) -> None:
         # The writer of events alone: SummaryWriter adds a thread and a queue in /dev/shm, and hides errors in both.
-        from tensorboardX.event_file_writer import EventsWriter
+        with _without_torch():
+            from tensorboardX.event_file_writer import EventsWriter
 
         self.failure: OSError | None = None
         self._lines = open(folder / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -159,6 +160,19 @@ class MetricsLog:
                 event = Event(wall_time=time.time(), step=record["step"], summary=scalar(name, record[name]))
                 self._events.write_event(event)
         self._events.flush()
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """tensorboardX imports PyTorch where that is installed, for 2 s and 250 MB, and needs it to write tensors only."""
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _finite(record: Mapping[str, Any]) -> Record:

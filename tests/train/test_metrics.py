@@ -4,6 +4,8 @@ import math
 import os
 import re
 import resource
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -151,3 +153,10 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert "metrics.jsonl: No space left on device" in errors[0]
+
+
+def test_a_log_of_a_run_does_not_load_pytorch(tmp_path):
+    """It would take two seconds of every start."""
+    code = "import sys; from pathlib import Path; from hpcdp.train.metrics import MetricsLog; "
+    code += "MetricsLog(Path(sys.argv[1])).close(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
