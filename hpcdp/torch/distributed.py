@@ -85,10 +85,10 @@ class DistributedDataParallel(torch.nn.Module):
         self.owner = owner
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
-        alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=} {settings}"
+        alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
         states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}"
                   for name, each in (*module.named_parameters(), *module.named_buffers())]  # fmt: skip
-        require_same(self.world.comm, "DistributedDataParallel", [*states, alike])
+        require_same(self.world.comm, "DistributedDataParallel", [*states, alike, f"compression {settings}"])
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
         reducer = Reducer(trained, layout, self.world, overlap, settings)

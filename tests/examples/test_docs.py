@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PLAN = {"Compression", "Stores", "Checkpoints", "Cluster", "Breadth", "GPU"}
+PLAN = {"Reproducibility", "Stores", "Checkpoints", "Cluster", "Breadth", "GPU"}
 
 
 def commands() -> list:
@@ -71,6 +71,12 @@ def test_examples_with_pytorch_run(tmp_path):
         assert "hpcdp.torch" in code
         (tmp_path / "page.py").write_text(code)
         run(f"hpcdp launch -n {2 + number} -- python page.py", tmp_path)
+
+
+def test_the_example_of_compression_runs(tmp_path):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "compression.md").read_text(), re.M | re.S)
+    (tmp_path / "page.py").write_text(code)
+    run("hpcdp launch -n 2 -- python page.py", tmp_path)
 
 
 def test_quotations_are_what_the_files_say():
