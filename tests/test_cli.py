@@ -123,16 +123,6 @@ def test_train_over_two_ranks(tmp_path: Path) -> None:
     config = (run / "config.toml").read_text()
     assert "ranks = 2\n" in config and "epochs = 1\n" in config and "seed = 3\n" in config
 
-    before = {path: path.read_bytes() for path in run.iterdir()}
-    refused = hpcdp("train", "--run-dir", str(run), "--ranks", "2", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "run folder exists and is not empty" in refused.stderr and refused.stderr.count("\n") == 1
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
-
-    again = hpcdp("train", "--config", str(run / "config.toml"), "--run-dir", str(run), "--overwrite", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert (run / "config.toml").read_text() == config
-
 
 @pytest.mark.slow
 def test_ranks_that_contradict_mpirun(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ PLAN = {"Reproducibility", "Stores", "Checkpoints", "Cluster", "Breadth", "GPU"}
 
 
 def commands() -> list:
-    found = []
+    found = {}
     for page in PAGES:
         for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
-            lines = re.findall(r"^\$ (.*)$", block, re.M)
-            found += [pytest.param(line, id=f"{page.name}: {line}") for line in lines]
-    return found
+            for line in re.findall(r"^\$ (.*)$", block, re.M):
+                found.setdefault(line, pytest.param(line, id=f"{page.name}: {line}"))
+    return list(found.values())
 
 
 def run(command, folder):

@@ -137,13 +137,14 @@ def test_an_earlier_run_is_not_overwritten_unless_asked(finished, tmp_path):
     arguments = ("mlp", "--ranks", "2", "--epochs", "1", "--run-dir", "a")
     done = train(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
-    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     refused = train(tmp_path, *arguments)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "run folder exists and is not empty" in refused.stderr
     assert "choose another --run-dir, or add --overwrite" in refused.stderr
-    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
     assert train(tmp_path, *arguments, "--overwrite", "--seed", "3").returncode == 0
-    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() != before
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() != before[tmp_path / "a" / "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
