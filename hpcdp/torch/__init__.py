@@ -11,6 +11,7 @@ comm, kernels, errors.
 Inside them:
 
 - `parameters`: a torch parameter as the reducer sees it.
+- `sharded_state`: the state of an optimizer by shards, from and to torch's state dicts.
 - `backward`: from the first gradient of a backward to the average of all.
 - `module_buffers`: running statistics and the like, the same on all ranks.
 - `join`: ranks that have run out of data.

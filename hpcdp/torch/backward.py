@@ -129,7 +129,10 @@ class Backward:
                 got="another one", remedy="call step() or zero_grad() in between, or all but the last within no_sync()",
             )  # fmt: skip
         param.contribute(self._share)
-        param.release()
+        if self.awaits_step and self.reducer.overlap:
+            param.tensor.grad = None  # its place may be summed already: nobody is to write there
+        else:
+            param.release()
         param.grad_hook(param)
 
     @property
@@ -187,6 +190,10 @@ class Backward:
         if not self.find_unused:
             self._end_reductions()
             rank, names = next((rank, names) for rank, names in enumerate(by_rank) if names)
+            if len(names) == len(self.params) and self.awaits_step:
+                raise StaleGradientError(
+                    "step", where=f"rank {rank}", expected="a backward since the last step or zero_grad()", got="none"
+                )
             raise StaleGradientError(
                 "backward", where=f"rank {rank}", expected="a gradient for every parameter",
                 got=f"none for {listed(names)}",

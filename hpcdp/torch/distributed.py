@@ -69,6 +69,8 @@ class DistributedDataParallel(torch.nn.Module):
         compression: str | Codec | Compression | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError("DistributedDataParallel", expected="a torch.nn.Module", got=type(module).__name__)
         if owner not in OWNERS:
             expected = " or ".join(OWNERS)
             raise ConfigError("DistributedDataParallel", where="owner", expected=expected, got=repr(owner))
@@ -88,7 +90,8 @@ class DistributedDataParallel(torch.nn.Module):
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
         states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}"
                   for name, each in (*module.named_parameters(), *module.named_buffers())]  # fmt: skip
-        require_same(self.world.comm, "DistributedDataParallel", [*states, alike, f"compression {settings}"])
+        require_same(self.world.comm, "DistributedDataParallel", [alike, f"compression {settings}"])
+        require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
         reducer = Reducer(trained, layout, self.world, overlap, settings)
@@ -153,6 +156,17 @@ class DistributedDataParallel(torch.nn.Module):
             "DistributedDataParallel", expected="its module to be copied or saved", got="the wrapper",
             remedy="copy model.module, save model.module.state_dict()",
         )  # fmt: skip
+
+    def refuse_shared_buffers(self, operation: str) -> None:
+        """Raise where a parameter's memory, which is to move, is a buffer's, too."""
+        memory = {each.untyped_storage().data_ptr(): name for name, each in self.module.named_parameters()}
+        for name, each in self.module.named_buffers():
+            shared = memory.get(each.untyped_storage().data_ptr()) if each.numel() else None
+            if shared is not None:
+                raise UnsupportedError(
+                    operation, where=name, expected="a buffer with memory of its own", got=f"that of {shared}",
+                    remedy="clone it, or wrap the model with owner='rank'",
+                )  # fmt: skip
 
     def _share_buffers(self, shares: bool) -> None:
         if shares:
@@ -220,7 +234,7 @@ class _Marked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mark: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors)  # of views, none could be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

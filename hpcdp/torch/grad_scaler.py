@@ -13,7 +13,8 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler``, for a `ShardedOptimizer`, too: a step is left out on all ranks or on none.
 
     With ``owner="rank"`` torch's own does as well, since all ranks see the same averages. Every rank must make it, with
-    the same settings, and call `unscale_`, `step` and `update`.
+    the same settings, and call `unscale_`, `step` and `update`. After `DistributedDataParallel.join`
+    `broadcast_optimizer_state` gives all ranks the scale of those that went on longest.
 
     Args:
         device: of the gradients.
@@ -27,6 +28,11 @@ class GradScaler(torch.amp.GradScaler):
         """Update, unless a gradient of some rank is not finite; every rank must call."""
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.knows_scaler = True
+            steps = optimizer.num_steps
+            result = super().step(optimizer, *args, **kwargs)
+            if self.is_enabled() and optimizer.num_steps == steps:
+                optimizer.skip()
+            return result
         return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(

@@ -11,10 +11,11 @@ from ..errors import ConfigError, UnsupportedError
 from .sharded_optimizer import ShardedOptimizer
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, world: World | None = None) -> None:
+def broadcast_optimizer_state(optimizer: Any, root: int = 0, world: World | None = None) -> None:
     """Give ``optimizer`` on every rank the state and settings that it has on rank ``root``; every rank must call.
 
-    For optimizers of torch's own: after one rank has loaded a checkpoint, or after `DistributedDataParallel.join`.
+    For optimizers of torch's own, and for what else has a ``state_dict``, such as a gradient scaler or a scheduler:
+    after one rank has loaded a checkpoint, or after `DistributedDataParallel.join`.
 
     Args:
         optimizer: over the same parameters on every rank; changed in place.

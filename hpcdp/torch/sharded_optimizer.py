@@ -7,20 +7,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..collectives import allreduce
-from ..errors import ConfigError, UnsupportedError
+from ..comm.agreement import require_same
+from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..gradients import ShardOwner
-from ..gradients.bucket import Bucket
-from ..gradients.buckets import Slot
 from ..optim import SGD, Adam, AdamW, Optimizer
+from . import sharded_state
 from .distributed import DistributedDataParallel
 
 _UNSUPPORTED = ("dampening", "maximize", "amsgrad", "differentiable")
-_STATE_NAMES = {"momentum": "momentum_buffer", "m": "exp_avg", "v": "exp_avg_sq"}
-"""Torch's names of what our rules keep."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,9 +34,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         settings: as ``optimizer_class`` takes them.
 
     Raises:
-        ConfigError: another class, a model that is not wrapped so, or has such an optimizer already.
+        ConfigError: another class, a model that is not wrapped so, or has such an optimizer already; a parameter that
+            is not the model's.
+        MismatchError: the ranks' classes, groups or settings differ, later their states or what they do in a step; on
+            every rank.
         UnsupportedError: settings that the kernels cannot do (amsgrad, dampening, maximize), or that need states of
-            different kinds; parameters that are summed in another dtype than their own.
+            different kinds; parameters that are summed in another dtype than their own, or share memory with a buffer.
 
     Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, stage 1.
     """
@@ -72,12 +71,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer", where=each.name, expected="a parameter of float32 or float64",
                     got=each.tensor.dtype, remedy="use autocast, or owner='rank'",
                 )  # fmt: skip
+        model.refuse_shared_buffers("ShardedOptimizer")
+        self._names = {id(each): name for name, each in model.module.named_parameters()}
         self._whole = optimizer_class(model.parameters() if params is None else params, **settings)
         """Torch's own: checks and completes settings, knows the form of state dicts, and holds no state for long."""
         self._owner: ShardOwner | None = None
         super().__init__(self._whole.param_groups, self._whole.defaults)
         self.param_groups = self._whole.param_groups
         rules = self._rules_by_name()
+        self._require_same_groups("ShardedOptimizer")
         self._owner = ShardOwner(self._backward.reducer, self._rules[0], rules)
         self._places = {name: each.tensor.data_ptr() for name, each in self._backward.params.items()}
         self._backward.awaits_step = True
@@ -89,13 +91,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         events["step"] = self._step
         events["clip"] = self._clip
         events["unscale"] = self._unscale
+        events["skip"] = lambda _: self._drop()
+
+    @property
+    def num_steps(self) -> int:
+        """Updates made so far."""
+        return self._steps
 
     @property
     def _shards(self) -> ShardOwner:
         assert self._owner is not None
         return self._owner
 
+    def _require_same_groups(self, operation: str, *more: str) -> None:
+        """Raise on every rank unless all update the same parameters by the same rules; every rank must call."""
+        groups = [[self._names[id(each)] for each in group["params"]] for group in self.param_groups]
+        items = [f"group {number}: {', '.join(names)}" for number, names in enumerate(groups)]
+        rules = [f"group {number}: {rule.config()}" for number, rule in enumerate(self._rules)]
+        require_same(self._world.comm, operation, [f"torch.optim.{type(self._whole).__name__}", *items, *rules, *more])
+
     def _rules_by_name(self) -> dict[str, Optimizer | None]:
+        for number, group in enumerate(self.param_groups):
+            if any(id(each) not in self._names for each in group["params"]):
+                raise ConfigError(
+                    "ShardedOptimizer", where=f"group {number}", expected="parameters of the wrapped model",
+                    got="another one", remedy="wrap one module that holds all, or give others another optimizer",
+                )  # fmt: skip
         self._rules = [_rule(type(self._whole), group) for group in self.param_groups]
         if len({rule.state_names() for rule in self._rules}) > 1:
             raise UnsupportedError("ShardedOptimizer", where="params", expected="momentum in all groups, or in none")
@@ -111,7 +132,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
         else:
             self._whole.add_param_group(param_group)
-            self._owner.set_rules(self._rules_by_name())
+            try:
+                rules = self._rules_by_name()
+            except ConfigError:
+                del self.param_groups[-1]
+                self._rules_by_name()
+                raise
+            self._require_same_groups("add_param_group")
+            self._owner.set_rules(rules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step, also those that `clip_grad_norm_` has summed."""
@@ -142,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step(self, settings: list[dict[str, float]]) -> None:
         for rule, values in zip(self._rules, settings, strict=True):
             vars(rule).update(values)
-        numbers = tuple(number for values in settings for number in values.values())
+        numbers = (self._steps, *(number for values in settings for number in values.values()))
         self._refuse_moved()
         try:
             if self._scale is None:
@@ -175,40 +203,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for each in self._backward.params.values():
             each.tensor.grad = None
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Let the next `step` scale the mean gradient down to ``max_norm`` where it is longer; every rank must call.
 
-        As ``torch.nn.utils.clip_grad_norm_``, which would see this rank's gradients only.
+        As ``torch.nn.utils.clip_grad_norm_`` (of the 2-norm), which would see this rank's gradients only.
 
         Returns:
             The norm before, the same on all ranks.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite, and ``error_if_nonfinite``; on every rank.
         """
         self._backward.turns.announce("clip", float(max_norm))
-        return torch.tensor(self._clip(float(max_norm)))
+        norm = self._clip(float(max_norm))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise NonFiniteGradientError("clip_grad_norm_", expected="a finite norm of the mean gradient", got=norm)
+        return torch.tensor(norm)
 
     def _clip(self, max_norm: float) -> float:
         scale = self._sum()
-        norm = self._backward.reducer.sum_norm() * scale
-        self._scale = scale * min(1.0, max_norm / (norm + 1e-6))
+        norm = self._norm("clip_grad_norm_", max_norm) * scale
+        coefficient = max_norm / (norm + 1e-6)
+        self._scale = scale * (1.0 if coefficient >= 1 else coefficient)  # of a norm that is NaN: NaN, as torch's
         return norm
 
     def unscale(self, factor: float) -> bool:
         """Let the next `step` multiply gradients by ``factor``; `GradScaler` calls it, on every rank.
 
         Returns:
-            Whether the mean gradient is finite. Where it is not, the gradients are dropped, and no step is to follow.
+            Whether the mean gradient is finite. Where it is not, no step is to follow, but `skip`.
         """
         self._backward.turns.announce("unscale", factor)
         return self._unscale(factor)
 
     def _unscale(self, factor: float) -> bool:
         scale = self._sum()
-        finite = math.isfinite(self._backward.reducer.sum_norm())
-        if finite:
-            self._scale = scale * factor
-        else:
-            self._drop()
+        finite = math.isfinite(self._norm("unscale", factor))
+        self._scale = scale * factor
         return finite
+
+    def skip(self) -> None:
+        """Drop the gradients that `unscale` has found not to be finite; every rank must call."""
+        self._backward.turns.announce("skip")
+        self._drop()
+
+    def _norm(self, operation: str, setting: float) -> float:
+        """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
+        reducer = self._backward.reducer
+        (squares,), alike = reducer.tally_alike((setting,), reducer.sum_of_squares())
+        if not alike:
+            require_same(self._world.comm, operation, [f"{operation} by {setting:g}"], "pass the same on all ranks")
+        return math.sqrt(squares)
 
     def _sum(self) -> float:
         """Sum the gradients over all ranks, unless they are; what the sums are to be multiplied with."""
@@ -233,73 +278,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call."""
-        reducer = self._backward.reducer
-        whole = [self._gathered(bucket) for bucket in reducer.buckets] if self._steps else []
-        updated = {id(each) for group in self.param_groups for each in group["params"]}
-        for slot in reducer.layout.slots:
-            tensor = self._backward.params[slot.name].tensor
-            steps = self._steps - self._shards.passed_over.get(slot.name, 0)
-            if not steps or id(tensor) not in updated:
-                continue
-            state: dict[str, Any] = {
-                _STATE_NAMES[name]: torch.from_numpy(_part(array, slot).copy())
-                for name, array in whole[slot.bucket].items()
-            }
-            if "exp_avg" in state:
-                state["step"] = torch.tensor(float(steps))
-            self._whole.state[tensor] = state
-        found: dict[str, Any] = self._whole.state_dict()
-        self._whole.state.clear()
-        return found
+        return sharded_state.give(self._whole, self._backward, self._shards, self._steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call."""
-        expected = {_STATE_NAMES[name] for name in self._rules[0].state_names()}
-        for state in state_dict.get("state", {}).values():
-            if set(state) - {"step"} != expected and any(state.get(name) is not None for name in (*state, *expected)):
-                raise ConfigError(
-                    "load_state_dict", expected=f"states of {', '.join(sorted(expected)) or 'nothing'}",
-                    got=", ".join(state), remedy="load what an optimizer of the same class and settings gave",
-                )  # fmt: skip
-        lacking = {name for name in self._whole.defaults for group in state_dict["param_groups"] if name not in group}
-        if lacking:
-            raise ConfigError(
-                "load_state_dict", expected=f"groups with {', '.join(sorted(lacking))}", got="some without",
-                remedy="load what an optimizer of the same class gave",
-            )  # fmt: skip
+        """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call.
+
+        Raises:
+            ConfigError: it is of another optimizer or other parameters; nothing is changed then.
+            MismatchError: the ranks' states differ; on every rank.
+        """
+        sharded_state.check(state_dict, self._whole, self._names, self._rules[0].state_names())
+        described = sharded_state.described(state_dict)
+        require_same(self._world.comm, "load_state_dict", described, "load the same on all ranks")
         self._whole.load_state_dict(state_dict)
         self.param_groups = self._whole.param_groups
-        reducer, owner = self._backward.reducer, self._shards
-        steps = dict.fromkeys(self._backward.params, 0)
-        for bucket in reducer.buckets:
-            first, last = owner.span(bucket)
-            for name, mine in owner.states[bucket.number].items():
-                full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
-                for slot in bucket.slots:
-                    state = self._whole.state.get(self._backward.params[slot.name].tensor, {})
-                    if state.get(_STATE_NAMES[name]) is not None:
-                        _part(full, slot)[...] = state[_STATE_NAMES[name]].numpy()
-                        steps[slot.name] = int(state.get("step", 1))
-                mine[...] = full[first:last]
-        self._steps = max(steps.values())
-        owner.passed_over = {name: self._steps - each for name, each in steps.items() if each < self._steps}
-        owner.set_rules(self._rules_by_name())
-        self._whole.state.clear()
-
-    def _gathered(self, bucket: Bucket) -> dict[str, np.ndarray]:
-        """The state of a whole bucket, by name."""
-        first, last = self._shards.span(bucket)
-        found = {}
-        for name, mine in self._shards.states[bucket.number].items():
-            full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
-            if self._backward.reducer.is_counted:
-                full[first:last] = mine
-            found[name] = allreduce(full, "sum", self._world)
-        return found
-
-
-def _part(flat: np.ndarray, slot: Slot) -> np.ndarray:
-    return flat[slot.offset : slot.offset + slot.count].reshape(slot.shape)
+        self._steps = sharded_state.take(self._whole, self._backward, self._shards)
+        self._shards.set_rules(self._rules_by_name())
 
 
 def _sgd(group: dict[str, Any]) -> Optimizer:
