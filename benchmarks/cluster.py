@@ -101,6 +101,14 @@ class Cluster:
         """Run ``argv`` on one host; 124 as its exit status when it was ended after ``timeout_s`` seconds."""
         return self._run(["sh", str(host), *map(str, argv)], timeout_s)
 
+    def slurm(self) -> None:
+        """Start Slurm on all hosts, with its commands at hand on each.
+
+        Raises:
+            ClusterError: it is not installed, or does not start.
+        """
+        self._control("slurm")
+
     def cut(self, host: int) -> None:
         """Pull the cable of ``host``."""
         self._control("cut", str(host))

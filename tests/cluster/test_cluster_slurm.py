@@ -1,0 +1,103 @@
+"""Ranks that srun starts on several hosts: their world, and PyTorch models on it."""
+
+import ctypes
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcdp.benchmarks.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
+
+TRAINED = """
+import json, sys
+import numpy as np
+import torch
+import hpcdp
+import hpcdp.torch
+
+world = hpcdp.init()
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Tanh(), torch.nn.Linear(30, 4))
+
+
+def loss(net, step, rank):
+    rng = np.random.default_rng([step, rank])
+    x, y = torch.from_numpy(rng.standard_normal((5, 6), "f4")), torch.from_numpy(rng.integers(0, 4, 5))
+    return torch.nn.functional.cross_entropy(net(x), y)
+
+
+found = {"rank": world.rank, "size": world.size, "nodes": world.num_nodes, "local_size": world.local_size}
+for owner in ("rank", "shard"):
+    model, reference = hpcdp.torch.DistributedDataParallel(network(), world, owner=owner), network()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    if owner == "shard":
+        ours = hpcdp.torch.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    else:
+        ours = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(8):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss(model, step, world.rank).backward()
+        ours.step()
+        for rank in range(world.size):
+            (loss(reference, step, rank) / world.size).backward()
+        theirs.step()
+    world.barrier()
+    pairs = zip(model.module.parameters(), reference.parameters())
+    found[f"difference by {owner}"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    world.barrier()
+answers = world.comm.allgather_json(found)
+if world.rank == 0:
+    print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(hosts_possible: None) -> Iterator[Cluster]:
+    for tool in ("munged", "slurmctld", "slurmd", "srun"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed (Debian: slurm-wlm munge libpmix2 libpmix-dev)")
+    try:
+        ctypes.CDLL("libpmix.so")
+    except OSError:
+        pytest.skip("Slurm finds no libpmix.so (Debian: libpmix2 libpmix-dev)")
+    if (Path(sys.executable).parent / "mpiexec.hydra").exists():
+        pytest.skip("MPICH knows no PMIx")
+    with Cluster(2) as cluster:
+        cluster.slurm()
+        yield cluster
+
+
+def srun(cluster: Cluster, *arguments: str) -> list[str]:
+    settings = {
+        "PMIX_MCA_psec": "native", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_btl_tcp_if_include": "eth0", "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = cluster.on(1, ["env", *(f"{name}={value}" for name, value in settings.items()), "srun", *arguments], 100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("tasks", [["-n", "3"], ["-n", "4", "--ntasks-per-node=2"]])
+def test_pytorch_models_train_as_one_process_does(slurm: Cluster, tasks: list[str]) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (slurm.folder / "train.py").write_text(TRAINED)
+    *_, last = srun(slurm, "--mpi=pmix", "-N", "2", *tasks, sys.executable, str(slurm.folder / "train.py"))
+    found = json.loads(last)
+    assert [each["rank"] for each in found] == list(range(int(tasks[1])))
+    assert {(each["size"], each["nodes"]) for each in found} == {(int(tasks[1]), 2)}
+    assert max(each[f"difference by {owner}"] for each in found for owner in ("rank", "shard")) < 1e-5
+
+
+def test_ranks_that_srun_has_not_joined_are_told_how(slurm: Cluster) -> None:
+    done = slurm.on(1, ["srun", "-n", "2", sys.executable, "-c", "import hpcdp; hpcdp.init()"], 60)
+    assert done.returncode != 0
+    assert "expected one world of 2 ranks, as srun started" in done.stderr
