@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_trainer import backward, model
 
+import hpcdp
 from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError
@@ -53,6 +54,22 @@ def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compressio
     start = np.concatenate([param.data.reshape(-1) for param in model(0)])
     moved, missed = np.linalg.norm(exact - start), np.linalg.norm(runs[0][0] - exact)
     assert 0 < missed < (0.01 if codec in ("fp16", "bf16") else 0.9) * moved
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_real_ranks_get_the_bits_of_thread_ranks(codec, overlap):
+    everywhere = f"{codec}{',' if ':' in codec else ':'}inside_nodes=on"
+
+    def rank(world):
+        params, trainer = make(world, everywhere, overlap=overlap)
+        steps(params, trainer, world, 8)
+        trainer.reducer.settle()
+        return parameters(params)
+
+    world = hpcdp.init()
+    np.testing.assert_array_equal(rank(world), threads.run(world.size, rank)[world.rank])
 
 
 @pytest.mark.parametrize("codec", ["2bit", "topk:ratio=0.2"])
