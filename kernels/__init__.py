@@ -114,10 +114,16 @@ def _not_kept(folder: Path, error: Exception) -> None:
 
 
 def _compiled_dir() -> Path:
-    """Where machine code of just these sources is: Numba looks at a kernel's own file only, not at those it imports."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    stamps = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
-    return cache_dir() / "numba" / hashlib.blake2b(repr(stamps).encode(), digest_size=6).hexdigest()
+    """Where machine code of just these sources is: Numba looks at a kernel's own file only, not at those it imports.
+
+    By what they say and not by where they are: all clones and environments with the same kernels compile them once.
+    """
+    from .machine_code import target
+
+    digest = hashlib.blake2b(target().encode(), digest_size=6)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    return cache_dir() / "numba" / digest.hexdigest()
 
 
 @contextlib.contextmanager

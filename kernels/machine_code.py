@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import llvmlite.binding
+import numba
 from numba.core import config, dispatcher
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache, UserProvidedCacheLocator
 
@@ -21,8 +23,28 @@ Told = Callable[[Exception], None]
 _here = threading.local()
 
 
+def target() -> str:
+    """What machine code depends on beside its sources."""
+    return f"numba {numba.__version__}, {llvmlite.binding.get_host_cpu_name()}"
+
+
 class NotKeptError(Exception):
     """A kernel that was called under `read_only` would have to be compiled."""
+
+
+class _OneFolder(UserProvidedCacheLocator):
+    """Of code whose folder is named after its sources: the same for all clones and environments that have those."""
+
+    @classmethod
+    def get_suitable_cache_subpath(cls, py_file: str) -> str:
+        return ""
+
+    def get_source_stamp(self) -> None:
+        return None
+
+
+class _BySources(CompileResultCacheImpl):
+    _locator_classes: ClassVar[list[Any]] = [_OneFolder]
 
 
 class _OnlyThere(CompileResultCacheImpl):
@@ -32,9 +54,8 @@ class _OnlyThere(CompileResultCacheImpl):
 class _Forgiving(FunctionCache):
     """The kept machine code of one function; what cannot be read is compiled, what cannot be written is told."""
 
-    _impl_class = _OnlyThere
-
-    def __init__(self, function: Any, told: Told) -> None:
+    def __init__(self, function: Any, impl: type[CompileResultCacheImpl], told: Told) -> None:
+        self._impl_class = impl
         self._told = told
         super().__init__(function)
 
@@ -67,15 +88,15 @@ def read_only() -> Iterator[None]:
 def kept_in(folder: Path | None, told: Told) -> Iterator[None]:
     """Machine code of functions that are decorated meanwhile is read from and kept in ``folder``; None: nowhere.
 
-    That of types that they meet later, too. ``NUMBA_CACHE_DIR`` goes before ``folder``. Whenever something cannot be
-    kept ``told(error)`` is called. One thread at a time.
+    The folder is of just these sources and this `target`. That of types that they meet later, too. ``NUMBA_CACHE_DIR``
+    goes before ``folder``. Whenever something cannot be kept ``told(error)`` is called. One thread at a time.
     """
 
     def cache(function: Any) -> Any:
         if folder is None:
             return NullCache()
         try:
-            return _Forgiving(function, told)
+            return _Forgiving(function, _OnlyThere if before[0] else _BySources, told)
         except (OSError, RuntimeError) as error:  # Numba has no place for it
             told(error)
             return NullCache()

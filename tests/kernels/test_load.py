@@ -29,6 +29,21 @@ def test_one_process_compiles_and_the_others_read_its_cache(tmp_path):
     assert list(tmp_path.rglob("*.nbc"))
 
 
+def test_another_clone_reads_what_the_first_has_compiled(tmp_path):
+    clone = tmp_path / "clone"
+    package = Path(kernels.__file__).parents[1]
+    shutil.copytree(package, clone / "hpcdp", ignore=shutil.ignore_patterns("__pycache__", "benchmarks", "sets"))
+    environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path / "cache")}
+    environ.pop("NUMBA_CACHE_DIR", None)
+    for where, hits_and_misses in ((package.parent, [0, 1]), (clone, [1, 0])):
+        program = LOAD.replace("import json", f"import json, sys; sys.path.insert(0, {str(where)!r})")
+        program += f"assert kernels.__file__.startswith({str(where)!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, check=True, timeout=100
+        )
+        assert json.loads(done.stdout) == hits_and_misses
+
+
 def test_the_folder_is_chosen_by_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path / "chosen"))
     assert kernels.cache_dir() == tmp_path / "chosen"
@@ -277,5 +292,7 @@ def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch)
     shutil.copytree(Path(kernels.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(kernels, "__file__", str(copy / "__init__.py"))
     first = kernels._compiled_dir()
-    os.utime(copy / "sync.py", ns=(0, 0))
+    assert first == before
+    with (copy / "sync.py").open("a") as source:
+        source.write("\n")
     assert kernels._compiled_dir() != first
