@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from .. import kernels
 from ..arrays import from_host, to_host
 from ..collectives import compressed, halving_doubling, ring
 from ..collectives.progress import Steps
@@ -40,6 +41,9 @@ class Rail:
             else []
         )
         """For every bucket what encodes this rank's shard of it; empty without compression."""
+        if self.feedback:
+            for name in ("compress", "cast"):
+                kernels.load(name)  # not in the first step, for which all ranks wait
         self._padding = [list(_padding(each)) for each in buckets] if self.feedback else []
 
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
