@@ -1,6 +1,6 @@
 """The suite: ``python -m hpcdp.benchmarks.run`` (``make bench``) measures every target that has a benchmark here.
 
-It starts one job after another, in rounds, so that what is compared alternates; it takes under ten minutes and wants
+It starts one job after another, in rounds, so that what is compared alternates; it takes about ten minutes and wants
 quiet cores. It writes ``benchmarks/results.json`` and rewrites ``benchmarks/RESULTS.md``. The exit status is 1 when a
 result was wrong or a job failed, never because of time. Peers that are missing are named and skipped: PyTorch by its
 absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python that has mpi4py, MPICH and Numba.
@@ -103,7 +103,7 @@ class Suite:
         if reason is not None:
             self.results["skipped"].append(f"hosts on slow links: {reason}")
             return
-        arguments = ["--algorithms", "auto", "--sizes", "4,64K,1M,4M,16M", "-i", "2" if self.brief else "20"]
+        arguments = ["--algorithms", "auto", "--sizes", "4,64K,1M,4M,16M", "-i", "2" if self.brief else "10"]
         self.job("fabric", "fabric", arguments + (["--mpich", self.mpich] if self.mpich else []), ranks=2)
 
     def overlap(self) -> None:
@@ -120,7 +120,7 @@ class Suite:
     def torch_models(self) -> None:
         """PyTorch models against PyTorch's own wrapper, on this machine and where possible over two hosts."""
         if "torch" in self.results["machine"]["versions"]:
-            turns = ["--turns", "1", "--seconds", "0.02"] if self.brief else ["--turns", "6"]
+            turns = ["--turns", "1", "--seconds", "0.02"] if self.brief else ["--turns", "3"]
             self.job("torch", "torch_ddp", ["--hosts", "1", *turns, *(["--models", "lenet"] * self.brief)], ranks=2)
             if obstacle() is None and not self.brief:
                 few = ["--hosts", "2", "--ranks-per-node", "1", "--models", "wide,gpt", *turns]
@@ -146,7 +146,7 @@ class Suite:
             self.collectives()
             for batch in (64, 256):
                 self.training(batch)
-            self.job("kernels", "kernels", ["-i", "4" if self.brief else "60"], ranks=1)
+        self.job("kernels", "kernels", ["-i", "4" if self.brief else "40"], ranks=1)
         self.more_ranks()
         self.fabric()
         self.overlap()
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.run", description=__doc__)
     parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--largest", default="256M", metavar="SIZE", help="the largest message")
-    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="of jobs that alternate (1); more take longer")
     parser.add_argument("--brief", action="store_true", help="few and short turns, only to see that everything works")
     parser.add_argument("--mpich", default=os.environ.get("HPCDP_BENCH_MPICH", ""), metavar="PYTHON")
     parser.add_argument("--into", default=str(_HERE), metavar="FOLDER", help="where the results are written")
