@@ -18,15 +18,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
-
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host
-from ..collectives import halving_doubling
-from ..collectives.progress import Progress, Steps, Together, Until, drive
+from ..collectives.progress import Progress, Steps, Together, Until
 from ..comm import Communicator, Request, World
-from ..comm.communicator import OPERATION_BITS, make_tag
-from ..comm.reductions import resolve
 from ..comm.shared import Milestones, NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
@@ -34,12 +29,11 @@ from ..errors import ConfigError, StaleGradientError
 from ..trace import Trace
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
+from .closing import OPERATION, ClosingExchange
 from .critical_path import BucketTimes
 from .lane import UPDATE, Lane, Turn
 from .rail import Rail
 
-_TALLY = (1 << OPERATION_BITS) - 1
-_MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
@@ -92,7 +86,7 @@ class Reducer:
         rail = self._duplicate(world.rail_comm if together else world.comm)
         self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
         """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
-        self._everyone = self._duplicate(world.comm)
+        everyone = self._duplicate(world.comm)
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
         """Whether reductions are launched while backward runs."""
         self.updates_later = self.overlap and all(hasattr(param, "data_hook") for param in params)
@@ -105,9 +99,10 @@ class Reducer:
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
-        self._share_communicators(rail, self._everyone)
-        if len(layout.counts) > _TALLY:
-            expected = f"at most {_TALLY} buckets"
+        self._share_communicators(rail, everyone)
+        self.closing = ClosingExchange(world, everyone, self.gate, self._lane, self._signature)
+        if len(layout.counts) > OPERATION:
+            expected = f"at most {OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
                               remedy="make bucket_cap_mb larger")  # fmt: skip
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
@@ -252,32 +247,6 @@ class Reducer:
             for name, grad_req in self._overwriting.items():
                 self.params[name].grad_req = grad_req
             self._overwriting = None
-
-    def tally(self, *numbers: float) -> list[float]:
-        """The sums of a few ``numbers`` over all ranks, the same bits on each; all must call with as many, and wait."""
-        with self._progress.watchdog.watching("the closing exchange of a step"):
-            if self.on_one_node:
-                self._progress.finish()  # as before any blocking collective
-                return self.gate.tally(*numbers)
-            sums = np.array(numbers, np.float64)
-            if self._lane is None:
-                drive(self._tally(sums))
-            else:
-                asked = self._lane.engine.variable("closing exchange")
-                self._lane.launch(lambda turn: self._tally(sums), [asked], _TALLY, asked.name)
-                self._lane.wait(asked)
-            return sums.tolist()
-
-    def tally_alike(self, settings: tuple[float, ...], *numbers: float) -> tuple[list[float], bool]:
-        """As `tally`; and whether all ranks have passed the same ``settings``, which are numbers as well."""
-        mark = float(hash(settings) & _MARKS)
-        *sums, marks, squares = self.tally(*numbers, mark, mark * mark)
-        return sums, marks * marks == squares * self.world.size  # exactly where all are the same, and only there
-
-    def _tally(self, sums: np.ndarray) -> Steps:
-        assert self._everyone is not None
-        tag = make_tag(self._signature % self._everyone.signatures, _TALLY)
-        yield from halving_doubling.allreduce(sums, resolve("tally", "sum", sums.dtype), self._everyone, tag)
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._lane is not None
@@ -436,7 +405,7 @@ class Reducer:
 
         It is not finite where some gradient is not.
         """
-        return float(self.tally(self.sum_of_squares())[0] ** 0.5)
+        return float(self.closing.tally(self.sum_of_squares())[0] ** 0.5)
 
     def _squares(self, shard: Array) -> float:
         if is_host(shard):

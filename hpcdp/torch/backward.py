@@ -180,7 +180,7 @@ class Backward:
             param.contribute(0.0 if following else self._share)
             param.grad_hook(param)
         reducer.launch_rest()
-        (num_unused,), alike = reducer.tally_alike(settings, 0 if following else len(unused))
+        (num_unused,), alike = reducer.closing.tally_alike(settings, 0 if following else len(unused))
         if not alike:
             self._end_reductions()
             self.refuse(settings)

@@ -178,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._steps += 1
                 self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
             else:
-                _, alike = self._backward.reducer.tally_alike(numbers)
+                _, alike = self._backward.reducer.closing.tally_alike(numbers)
                 if not alike:
                     self._backward.refuse(numbers)
                 self._steps += 1
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _norm(self, operation: str, setting: float) -> float:
         """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
         reducer = self._backward.reducer
-        (squares,), alike = reducer.tally_alike((setting,), reducer.sum_of_squares())
+        (squares,), alike = reducer.closing.tally_alike((setting,), reducer.sum_of_squares())
         if not alike:
             require_same(self._world.comm, operation, [f"{operation} by {setting:g}"], "pass the same on all ranks")
         return math.sqrt(squares)

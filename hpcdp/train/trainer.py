@@ -244,7 +244,7 @@ class Trainer:
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         held = _checked_count("update", count) + self._held_count
-        total = int(self.reducer.tally(held)[0])
+        total = int(self.reducer.closing.tally(held)[0])
         try:
             self._update(total)
         finally:
@@ -278,7 +278,7 @@ class Trainer:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        (total, num_stale), alike = self.reducer.tally_alike(settings, count, bool(stale))
+        (total, num_stale), alike = self.reducer.closing.tally_alike(settings, count, bool(stale))
         if not alike:
             self._refuse(settings)
         if num_stale:

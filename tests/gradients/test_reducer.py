@@ -54,7 +54,7 @@ def test_every_rank_holds_the_sum(n, nodes, overlap):
         for step in range(3):
             write(params, world.rank, step)
             made.launch_rest()
-            made.tally(0)
+            made.closing.tally(0)
             made.reduce_everywhere()
             sums.append([param.grad.copy() for param in params])
             made.reset()
@@ -75,7 +75,7 @@ def test_the_bits_do_not_depend_on_overlap(n, nodes):
         made, params = make(world, overlap)
         write(params, world.rank, 0)
         made.launch_rest()
-        made.tally(0)
+        made.closing.tally(0)
         made.reduce_shards()
         return [shard.tobytes() for _, shard in made.shards()]
 
@@ -98,7 +98,7 @@ def test_ranks_that_differ_in_order_and_pace_do_not_wait_for_ever(nodes, seed):
             order = rng.permutation(len(params))
             write(params, world.rank, step, order, lambda: float(rng.choice([0, 0, 0.001, 0.004])))
             made.launch_rest()
-            made.tally(0)
+            made.closing.tally(0)
             made.reduce_everywhere()
             check_sums([param.grad for param in params], n, step)
             made.reset()
@@ -206,7 +206,7 @@ def test_real_ranks_that_differ_in_order_and_pace():
     for step in range(20):
         write(params, world.rank, step, rng.permutation(len(params)), lambda: float(rng.choice([0, 0.001])))
         made.launch_rest()
-        made.tally(0)
+        made.closing.tally(0)
         made.reduce_everywhere()
         check_sums([param.grad for param in params], world.size, step)
         made.reset()
@@ -223,7 +223,7 @@ def test_buckets_of_two_models_may_be_under_way_together_in_any_order(n, ranks_p
                 reducer, params = models[number]
                 write(params, world.rank + 10 * number, step, pause=(lambda: 0.01) if late else None)
             for number, (reducer, params) in enumerate(models):
-                reducer.tally(1)
+                reducer.closing.tally(1)
                 reducer.reduce_everywhere()
                 for param in params:
                     total = sum(gradient(other + 10 * number, step, param.shape) for other in range(n))
