@@ -12,7 +12,7 @@ from ..comm.reductions import resolve
 from ..comm.watchdog import WatchedGate
 from .lane import Lane
 
-OPERATION = (1 << OPERATION_BITS) - 1
+CLOSING_OPERATION = (1 << OPERATION_BITS) - 1
 """Its number among those of the buckets' reductions."""
 
 _MARKS = (1 << 20) - 1  # sums of their squares over all ranks are exact in float64
@@ -50,7 +50,7 @@ class ClosingExchange:
                 drive(self._machine(sums, self._comm))
             else:
                 asked, comm = self._lane.engine.variable("closing exchange"), self._comm
-                self._lane.launch(lambda turn: self._machine(sums, comm), [asked], OPERATION, asked.name)
+                self._lane.launch(lambda turn: self._machine(sums, comm), [asked], CLOSING_OPERATION, asked.name)
                 self._lane.wait(asked)
             return sums.tolist()
 
@@ -61,5 +61,5 @@ class ClosingExchange:
         return sums, marks * marks == squares * self._size  # exactly where all are the same, and only there
 
     def _machine(self, sums: np.ndarray, comm: Communicator) -> Steps:
-        tag = make_tag(self._signature % comm.signatures, OPERATION)
+        tag = make_tag(self._signature % comm.signatures, CLOSING_OPERATION)
         yield from halving_doubling.allreduce(sums, resolve("tally", "sum", sums.dtype), comm, tag)

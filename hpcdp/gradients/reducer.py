@@ -29,7 +29,7 @@ from ..errors import ConfigError, StaleGradientError
 from ..trace import Trace
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
-from .closing import OPERATION, ClosingExchange
+from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
 from .lane import UPDATE, Lane, Turn
 from .rail import Rail
@@ -101,8 +101,8 @@ class Reducer:
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
         self._share_communicators(rail, everyone)
         self.closing = ClosingExchange(world, everyone, self.gate, self._lane, self._signature)
-        if len(layout.counts) > OPERATION:
-            expected = f"at most {OPERATION} buckets"
+        if len(layout.counts) > CLOSING_OPERATION:
+            expected = f"at most {CLOSING_OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
                               remedy="make bucket_cap_mb larger")  # fmt: skip
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
