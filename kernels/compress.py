@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, njit, types, uint16, uint32
+from numba import float32, float64, njit, types, uint16, uint32
 
 from .cast import _from_bfloat16, to_bfloat16
 from .norms import _magnitude
@@ -29,7 +29,7 @@ _DIGITS = ((19, 12), (7, 12), (0, 7))
 def _squares(grad, residual):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(residual.size):
-        each = widen(grad[i]) + widen(residual[i])
+        each = float64(widen(grad[i]) + widen(residual[i]))
         total += each * each
     return total
 
@@ -60,14 +60,12 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
     for block in range(scales.size):
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
         added, kept, packed = grad[first:last], residual[first:last], words[first // 16 : (last + 15) // 16]
-        total = _squares(added, kept)
-        if np.isfinite(total):
-            limit = threshold
-            if threshold > 0:
-                scales[block] = threshold
-            else:
-                limit = SHARE * np.sqrt(total / (last - first))
-                scales[block] = _mean_from(added, kept, limit)
+        total, limit, sent = _squares(added, kept), threshold, threshold
+        if threshold == 0:
+            limit = SHARE * np.sqrt(total / (last - first))
+            sent = _mean_from(added, kept, limit)
+        scales[block] = sent
+        if np.isfinite(total) and np.isfinite(scales[block]):
             pack_two_bit(added, kept, limit, scales[block], packed)
         else:
             scales[block] = np.nan
@@ -90,8 +88,8 @@ def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type
         first, last = block * BLOCK, min((block + 1) * BLOCK, grad.size)
         added, kept, packed = grad[first:last], residual[first:last], words[first // 32 : (last + 31) // 32]
         total = _magnitudes(added, kept)
-        if np.isfinite(total):
-            scales[block] = magnitude if magnitude > 0 else total / (last - first)
+        scales[block] = magnitude if magnitude > 0 else total / (last - first)
+        if np.isfinite(total) and np.isfinite(scales[block]):
             pack_one_bit(added, kept, threshold, scales[block], packed)
         else:
             scales[block] = np.nan
@@ -167,6 +165,9 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
         indices[place], values[place] = i, residual[i]
         residual[i] = 0
         place += 1
+    if not np.isfinite(values[0] if indices.size == 1 else np.abs(values).max()):
+        for i in range(residual.size):  # more of them than are sent
+            residual[i] = residual[i] if abs(residual[i]) < np.inf else float32(0)
 
 
 @njit(**_options)
@@ -180,10 +181,9 @@ def decode_top_k(indices, values, out):  # type: ignore[no-untyped-def]
 
 # float32 at once, the bits of float16 and float64 when they are first met.
 _x, _w, _h = float32[::1], uint32[::1], uint16[::1]
-_f = types.float64
-encode_two_bit.compile(types.void(_x, _x, _f, _x, _w))
+encode_two_bit.compile(types.void(_x, _x, float64, _x, _w))
 decode_two_bit.compile(types.void(_x, _w, _x))
-encode_one_bit.compile(types.void(_x, _x, _f, _f, _x, _w))
+encode_one_bit.compile(types.void(_x, _x, float64, float64, _x, _w))
 decode_one_bit.compile(types.void(_x, _w, _x))
 encode_float16.compile(types.void(_x, _x, _h))
 encode_bfloat16.compile(types.void(_x, _x, _h))

@@ -91,7 +91,8 @@ def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
         last_grad, last_residual = np.zeros(16, grad.dtype), np.zeros(16, residual.dtype)
         for i in range(rest):
             last_grad[i], last_residual[i] = grad[16 * whole + i], residual[16 * whole + i]
-        words[whole] = _pack_16(last_grad, last_residual, 0, threshold, magnitude)
+        used = (1 << rest) - 1  # the padding's zeros may reach the threshold
+        words[whole] = _pack_16(last_grad, last_residual, 0, threshold, magnitude) & (used << 16 | used)
         for i in range(rest):
             residual[16 * whole + i] = last_residual[i]
 

@@ -23,6 +23,8 @@ SHARE = 0.6
 """Of a block's root mean square: what an element must reach to be sent in 2 bits; for normally distributed ones about
 what leaves least behind."""
 
+_LARGEST = 3.4028234e38  # float32
+
 
 def num_blocks(count: int) -> int:
     """How many scales ``count`` elements have."""
@@ -47,10 +49,12 @@ def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array
     for block, part in _blocks(grad.size):
         total = (_floats(grad[part]) + _floats(residual[part])).astype(xp.float64)
         squares, packed = float(xp.sum(total * total)), words[part.start // 16 : -(-part.stop // 16)]
-        if squares < float("inf"):
-            limit = threshold if threshold > 0 else SHARE * (squares / total.size) ** 0.5
-            reach = abs(total)[abs(total) >= limit]
-            scales[block] = threshold if threshold > 0 else float(xp.mean(reach))
+        limit = sent = threshold
+        if threshold == 0 and squares < float("inf"):
+            limit = SHARE * (squares / total.size) ** 0.5
+            sent = float(xp.mean(abs(total)[abs(total) >= limit]))
+        if squares < float("inf") and sent <= _LARGEST:
+            scales[block] = sent
             pack_two_bit(grad[part], residual[part], limit, float(scales[block]), packed)
         else:
             scales[block], packed[...], residual[part] = float("nan"), 0xFFFF, 0
@@ -76,8 +80,9 @@ def encode_one_bit(
     for block, part in _blocks(grad.size):
         total = float(xp.sum(abs(_floats(grad[part]) + _floats(residual[part])), dtype=xp.float64))
         packed = words[part.start // 32 : -(-part.stop // 32)]
-        if total < float("inf"):
-            scales[block] = magnitude if magnitude > 0 else total / (part.stop - part.start)
+        sent = magnitude if magnitude > 0 else total / (part.stop - part.start)
+        if total < float("inf") and sent <= _LARGEST:
+            scales[block] = sent
             pack_one_bit(grad[part], residual[part], threshold, float(scales[block]), packed)
         else:
             scales[block], packed[...], residual[part] = float("nan"), 0xFFFFFFFF, 0
@@ -122,10 +127,12 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     """
     xp = array_namespace(grad, residual)
     residual += grad
-    order = xp.argsort(xp.where(xp.isnan(residual), -xp.inf, -abs(residual)), kind="stable")
+    is_number = ~xp.isnan(residual)
+    order = xp.lexsort(xp.stack([xp.where(is_number, -abs(residual), 0), is_number]))
     chosen = xp.sort(order[: indices.size])
     indices[...], values[...] = chosen, residual[chosen]
     residual[chosen] = 0
+    residual[~xp.isfinite(residual)] = 0  # where there are more of them than are sent
 
 
 def decode_top_k(indices: Array, values: Array, out: Array) -> None:

@@ -76,8 +76,9 @@ def _segment(x: np.ndarray, first: int, feedback: ErrorFeedback, comm: Communica
     for rank in others:
         feedback.codec.decode(received[rank], added)
         total += added
-    feedback.encode(total, places[me], wires[me])
+    of_sum = feedback.codec.of_sum(comm.size)
+    feedback.encode(total, places[me], wires[me], of_sum)
     sends = [comm.isend(wires[me], rank, tag) for rank in others]
     yield [*sends, *(comm.irecv(wires[rank], rank, tag) for rank in others)]
     for rank in range(comm.size):
-        feedback.codec.decode(wires[rank], parts[rank])
+        of_sum.decode(wires[rank], parts[rank])

@@ -6,7 +6,6 @@ decoded by compiled kernels. What has been encoded depends on nothing but its in
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar, Protocol
@@ -18,6 +17,9 @@ from ..errors import ConfigError
 from ..kernels import reference_cast, reference_compress
 from ..kernels.reference_compress import num_blocks
 
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+"""What a float32 can be."""
+
 
 class Codec(Protocol):
     """What every codec does."""
@@ -27,6 +29,10 @@ class Codec(Protocol):
     @property
     def feedback(self) -> float:
         """How much of what was not sent should be added to what is sent next, 0 to 1."""
+        ...
+
+    def of_sum(self, n: int) -> Codec:
+        """What encodes a sum of what ``n`` of this kind have sent."""
         ...
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
@@ -75,8 +81,11 @@ class TwoBit:
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        is_valid = self.threshold is None or 0 < self.threshold < math.inf
+        is_valid = self.threshold is None or _is_number(self.threshold, least=_SMALLEST)
         _require("2bit", "threshold", is_valid, self.threshold, "above 0")
+
+    def of_sum(self, n: int) -> TwoBit:
+        return self if self.threshold is None else TwoBit(n * self.threshold)
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 4 * (num_blocks(count) + -(-count // 16))
@@ -93,7 +102,9 @@ class OneBit:
     """The sign alone: 1 bit an element, and 4 bytes for each block of 256 elements.
 
     Args:
-        threshold: None: the sign, times the mean magnitude of the block. A number: 1 above it, else -1.
+        threshold: None: the sign, times the mean magnitude of the block. A number: ``magnitude`` above it, else
+            ``-magnitude``.
+        magnitude: what is sent where there is a threshold.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014; the magnitude as in Karimireddy et al., "Error
     feedback fixes SignSGD and other gradient compression schemes", 2019, algorithm 1; with a threshold the formula of
@@ -102,20 +113,25 @@ class OneBit:
 
     name: ClassVar[str] = "1bit"
     threshold: float | None = None
+    magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        _require("1bit", "threshold", self.threshold is None or math.isfinite(self.threshold), self.threshold, "finite")
+        _require("1bit", "threshold", self.threshold is None or _is_number(self.threshold), self.threshold, "finite")
+        _require("1bit", "magnitude", _is_number(self.magnitude, least=_SMALLEST), self.magnitude, "above 0")
 
     @property
     def feedback(self) -> float:
         """Momentum and all of what signs leave out would build each other up."""
         return 0.7 if self.threshold is None else 1.0
 
+    def of_sum(self, n: int) -> OneBit:
+        return self if self.threshold is None else OneBit(self.threshold, n * self.magnitude)
+
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 4 * (num_blocks(count) + -(-count // 32))
 
     def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
-        magnitude = 0.0 if self.threshold is None else 1.0
+        magnitude = 0.0 if self.threshold is None else float(self.magnitude)
         _kernels(x).encode_one_bit(x, residual, float(self.threshold or 0), magnitude, *_scaled(wire, x.size))
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
@@ -128,6 +144,9 @@ class Float16:
 
     name: ClassVar[str] = "fp16"
     feedback: ClassVar[float] = 1.0
+
+    def of_sum(self, n: int) -> Float16:
+        return self
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 2 * count
@@ -148,6 +167,9 @@ class BFloat16:
 
     name: ClassVar[str] = "bf16"
     feedback: ClassVar[float] = 1.0
+
+    def of_sum(self, n: int) -> BFloat16:
+        return self
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 2 * count
@@ -180,10 +202,14 @@ class TopK:
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        _require("topk", "ratio", 0 < self.ratio <= 1, self.ratio, "above 0, at most 1")
+        is_share = _is_number(self.ratio) and 0 < self.ratio <= 1
+        _require("topk", "ratio", is_share, self.ratio, "above 0, at most 1")
 
     def _sent(self, count: int) -> int:
         return min(count, max(1, round(self.ratio * count)))
+
+    def of_sum(self, n: int) -> TopK:
+        return self
 
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return self._sent(count) * (4 + dtype.itemsize)
@@ -197,6 +223,10 @@ class TopK:
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
         _kernels(out).decode_top_k(*self._parts(wire, out), out)
+
+
+def _is_number(value: object, least: float = -_LARGEST) -> bool:
+    return isinstance(value, int | float) and least <= value <= _LARGEST
 
 
 def _require(codec: str, name: str, is_valid: bool, got: object, expected: str) -> None:

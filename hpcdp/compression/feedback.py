@@ -26,12 +26,16 @@ class ErrorFeedback:
         self.residual = np.zeros(count, dtype)
         """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
 
-    def encode(self, x: np.ndarray, part: slice, wire: np.ndarray) -> None:
-        """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``."""
+    def encode(self, x: np.ndarray, part: slice, wire: np.ndarray, codec: Codec | None = None) -> None:
+        """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``.
+
+        Args:
+            codec: default that of construction.
+        """
         residual = self.residual[part]
         if self.share != 1:
             residual *= residual.dtype.type(self.share)
-        self.codec.encode(x, residual, wire)
+        (self.codec if codec is None else codec).encode(x, residual, wire)
 
     def nbytes(self, count: int) -> int:
         """Of what ``count`` elements are encoded to."""

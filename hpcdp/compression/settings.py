@@ -32,7 +32,8 @@ class Compression:
     inside_nodes: bool = False
 
     def __post_init__(self) -> None:
-        if not (self.feedback is None or 0 <= self.feedback <= 1):
+        is_share = isinstance(self.feedback, int | float) and 0 <= self.feedback <= 1
+        if not (self.feedback is None or is_share):
             raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))
 
     @classmethod
@@ -61,9 +62,13 @@ class Compression:
         numbers = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
         settings: dict[str, float] = {}
         feedback, inside_nodes = None, False
+        said: set[str] = set()
         for each in filter(None, rest.split(",")):
             key, _, value = each.partition("=")
             try:
+                if key in said:
+                    raise ValueError("twice")
+                said.add(key)
                 if each in ("inside_nodes=on", "inside_nodes=off"):
                     inside_nodes = value == "on"
                 elif key == "feedback":
@@ -72,12 +77,14 @@ class Compression:
                     settings[numbers[numbers.index(key)]] = float(value)
             except ValueError as error:
                 valid = [f"{number}=NUMBER" for number in (*numbers, "feedback")] + ["inside_nodes=on|off"]
-                raise ConfigError(f"compression {name}", expected=" or ".join(valid), got=repr(each)) from error
+                raise ConfigError(
+                    f"compression {name}", expected=f"{' or '.join(valid)}, each once", got=repr(each)
+                ) from error
         return cls(kind(**settings), feedback, inside_nodes)
 
     def __str__(self) -> str:
-        settings = [f"{key}={value:g}" for key, value in dataclasses.asdict(self.codec).items() if value is not None]  # type: ignore[call-overload]
-        settings += [] if self.feedback is None else [f"feedback={self.feedback:g}"]
+        settings = [f"{key}={value!r}" for key, value in dataclasses.asdict(self.codec).items() if value is not None]  # type: ignore[call-overload]
+        settings += [] if self.feedback is None else [f"feedback={self.feedback!r}"]
         settings += ["inside_nodes=on"] if self.inside_nodes else []
         return self.codec.name + (f":{','.join(settings)}" if settings else "")
 

@@ -6,6 +6,7 @@ From a model's gradients to its update:
 - `bucket` is one of them: its memory and its state.
 - `reducer` keeps the state of every bucket and sums it over the ranks.
 - `rail` sums what nodes have summed, by messages.
+- `residuals` makes what compression has not sent yet a part of a state.
 - `closing` exchanges the few numbers that end a step.
 - `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
 - `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.

@@ -35,9 +35,17 @@ class Backward:
         reducer: of the same parameters.
         world: the ranks.
         find_unused: whether parameters may be without a gradient; else that is an error.
+        sums: average after the sum, and not each gradient before it, so that codecs see them as they are.
     """
 
-    def __init__(self, params: Sequence[TorchParameter], reducer: Reducer, world: World, find_unused: bool) -> None:
+    def __init__(
+        self,
+        params: Sequence[TorchParameter],
+        reducer: Reducer,
+        world: World,
+        find_unused: bool,
+        sums: bool = False,
+    ) -> None:
         self.reducer = reducer
         self.params = {param.name: param for param in params}
         self.syncing = True
@@ -47,6 +55,7 @@ class Backward:
         self.turns = Turns(world)
         self.turns.events["backward"] = lambda _: self._average()
         self.find_unused = find_unused
+        self._sums = sums
         self._world = world
         self._held: set[str] = set()  # written without synchronising
         self._queued = self._reached = False
@@ -137,7 +146,7 @@ class Backward:
 
     @property
     def _share(self) -> float:
-        return 1.0 if self.awaits_step else 1.0 / self.turns.divisor
+        return 1.0 if self.awaits_step or self._sums else 1.0 / self.turns.divisor
 
     def _end(self) -> None:
         self._queued = False
@@ -152,6 +161,9 @@ class Backward:
     def _average(self) -> None:
         unused = self.close()
         self.reducer.reduce_everywhere()
+        if self._sums:
+            for param in self.params.values():
+                param.view.mul_(1.0 / self.turns.divisor)
         if not self.turns.following:
             for name, param in self.params.items():
                 if name not in unused or param.tensor.grad is not None:

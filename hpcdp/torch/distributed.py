@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..compression import Codec, Compression
 from ..errors import ConfigError, UnsupportedError
 from ..gradients import Reducer
 from ..gradients.buckets import plan
+from ..gradients.residuals import gather_residuals, give_residuals
 from .backward import Backward
 from .module_buffers import ModuleBuffers
 from .parameters import TorchParameter
@@ -95,7 +96,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
         reducer = Reducer(trained, layout, self.world, overlap, settings)
-        self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters)
+        self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
         self.backward_pass.turns.events["forward"] = self._share_buffers
 
     def _broadcast_values(self, root: int) -> None:
@@ -145,6 +146,39 @@ class DistributedDataParallel(torch.nn.Module):
         for place, tensor in zip(places, _Marked.apply(mark, *(leaves[place] for place in places)), strict=True):  # type: ignore[no-untyped-call]
             leaves[place] = tensor
         return tree_unflatten(leaves, form)
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        """What compression has not sent yet, a part of what training goes on from; every rank must call.
+
+        Returns:
+            On rank 0 by parameter, shape ``(nodes, *shape)``, elsewhere nothing.
+        """
+        reducer = self.backward_pass.reducer
+        found = {}
+        for bucket in reducer.buckets:
+            rows = gather_residuals(reducer, bucket.number)
+            for slot in bucket.slots if self.world.rank == 0 else ():
+                part = rows[:, slot.offset : slot.offset + slot.count]
+                found[slot.name] = torch.from_numpy(part.reshape(len(rows), *slot.shape).copy())
+        return found
+
+    def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `compression_state` gave on rank 0; every rank must call, with that.
+
+        Of another number of nodes each sends the same share.
+
+        Raises:
+            ConfigError: it is of another model.
+        """
+        reducer = self.backward_pass.reducer
+        for name, each in state.items():
+            shape = tuple(reducer.params[name].data.shape) if name in reducer.params else None
+            if shape is None or tuple(each.shape[1:]) != shape:
+                raise ConfigError(
+                    "load_compression_state", where=name, got=tuple(each.shape),
+                    expected=f"a parameter of {', '.join(reducer.params)}" if shape is None else f"(nodes, *{shape})",
+                )  # fmt: skip
+        give_residuals(reducer, {name: each.numpy() for name, each in state.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; and what backward has left for a `ShardedOptimizer` is dropped."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm.agreement import require_same
+from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..gradients import ShardOwner
 from ..optim import SGD, Adam, AdamW, Optimizer
@@ -287,7 +287,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ConfigError: it is of another optimizer or other parameters; nothing is changed then.
             MismatchError: the ranks' states differ; on every rank.
         """
-        sharded_state.check(state_dict, self._whole, self._names, self._rules[0].state_names())
+        names = self._rules[0].state_names()
+        on_every_rank(self._world.comm, lambda: sharded_state.check(state_dict, self._whole, self._names, names))
         described = sharded_state.described(state_dict)
         require_same(self._world.comm, "load_state_dict", described, "load the same on all ranks")
         self._whole.load_state_dict(state_dict)

@@ -52,7 +52,7 @@ def check(state_dict: Any, whole: torch.optim.Optimizer, names: Mapping[int, str
     Raises:
         ConfigError: says what is another.
     """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+    if not _is_well_formed(state_dict):
         raise ConfigError(
             "load_state_dict", expected="what state_dict() gives, a dict with state and param_groups",
             got=f"a dict with {[*state_dict]}" if isinstance(state_dict, dict) else type(state_dict).__name__,
@@ -83,6 +83,22 @@ def check(state_dict: Any, whole: torch.optim.Optimizer, names: Mapping[int, str
                     "load_state_dict", where=f"{name} of {names[id(tensor)]}", expected=f"shape {tuple(tensor.shape)}",
                     got=tuple(value.shape),
                 )  # fmt: skip
+
+
+def _is_well_formed(state_dict: Any) -> bool:
+    """Whether states are dicts of tensors by number, and groups dicts with numbers."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        return False
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    are_groups = all(isinstance(each, dict) and isinstance(each.get("params"), list) for each in groups)
+    are_tensors = (
+        isinstance(each, dict)
+        and all(name == "step" or value is None or isinstance(value, torch.Tensor) for name, value in each.items())
+        for each in state.values()
+    )
+    return are_groups and all(are_tensors)
 
 
 def described(state_dict: dict[str, Any]) -> list[str]:

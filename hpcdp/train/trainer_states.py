@@ -18,6 +18,7 @@ import numpy as np
 from ..arrays import from_host, to_host
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import DataError
+from ..gradients.residuals import gather_residuals, give_residuals
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -32,7 +33,7 @@ def save(trainer: Trainer, path: Path) -> None:
     for number, bucket in enumerate(trainer.reducer.buckets):
         flat = {name: _gather(trainer, number, name) for name in trainer.optimizer.state_names()}
         if trainer.compression is not None:
-            flat[_RESIDUAL] = _gather_residuals(trainer, number)
+            flat[_RESIDUAL] = gather_residuals(trainer.reducer, number)
         for name, whole in flat.items():
             for slot in bucket.slots:
                 part = whole[..., slot.offset : slot.offset + slot.count]
@@ -68,33 +69,6 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
     return whole
 
 
-def _gather_residuals(trainer: Trainer, number: int) -> np.ndarray:
-    """What every node has not sent yet of a bucket, shape ``(nodes, elements)``, on every rank; as `_gather`."""
-    reducer = trainer.reducer
-    bucket, rail = reducer.buckets[number], reducer.rail
-    nodes = max(trainer.world.comm.allgather_json(1 if rail is None else rail.comm.size))
-    whole = np.zeros((nodes, bucket.mine.shape[0]), bucket.mine.dtype)
-    if rail is not None and rail.feedback:
-        whole[rail.comm.rank, slice(*bucket.shard)] = rail.feedback[number].residual
-    trainer.world.comm.native_allreduce(whole.view(f"u{whole.dtype.itemsize}"), "sum")
-    return whole
-
-
-def _give_residuals(trainer: Trainer, number: int, arrays: dict[str, np.ndarray]) -> None:
-    """What this rank has still to send of a bucket, by a file's ``arrays``; nothing, where it holds none."""
-    reducer = trainer.reducer
-    bucket, rail = reducer.buckets[number], reducer.rail
-    if rail is None or not rail.feedback:
-        return
-    whole = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
-    for slot in bucket.slots:
-        each = arrays.get(f"{slot.name}/{_RESIDUAL}")
-        if each is not None:
-            own = each[rail.comm.rank] if len(each) == rail.comm.size else each.sum(axis=0) / rail.comm.size
-            whole[slot.offset : slot.offset + slot.count] = own.reshape(-1)
-    rail.feedback[number].residual[...] = whole[slice(*bucket.shard)]
-
-
 def load(trainer: Trainer, path: Path) -> None:
     """See `Trainer.load_states`."""
     step_count, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
@@ -105,7 +79,7 @@ def load(trainer: Trainer, path: Path) -> None:
             for slot in bucket.slots:
                 whole[slot.offset : slot.offset + slot.count] = arrays[f"{slot.name}/{name}"].reshape(-1)
             state[...] = from_host(whole[first:last], state)
-        _give_residuals(trainer, number, arrays)
+    give_residuals(trainer.reducer, {name: arrays.get(f"{name}/{_RESIDUAL}") for name in trainer.reducer.params})
     trainer.step_count = step_count
 
 

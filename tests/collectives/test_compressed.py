@@ -97,3 +97,22 @@ def test_a_nan_of_one_rank_arrives_everywhere_and_is_gone_in_the_next_step():
     for first, second in threads.run(3, rank):
         assert np.isnan(first[90])
         assert np.isfinite(second).all()
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_fixed_thresholds_follow_the_sequence_of_the_store_summed_over_ranks(n):
+    """0.4, 0.1, 0.2 and 0.3 add n times 0.5 twice (PARITY), 0.4 again and again all of it."""
+
+    def rank(world):
+        feedback, sums = ErrorFeedback(TwoBit(0.5), 40, F4), []
+        for value in (0.4, 0.1, 0.2, 0.3, *[0.4] * 100):
+            x = np.full(40, value, "f4")
+            drive(compressed.allreduce(x, feedback, world.comm, 64))
+            sums.append(x[0])
+        return sums
+
+    for sums in threads.run(n, rank):
+        # The owner adds its own part as it is, and sends the sum when it reaches n times the threshold.
+        assert sums[3] + sums[2] + sums[1] + sums[0] == pytest.approx(n, abs=0.5 * n)
+        assert sum(sums[4:]) == pytest.approx(40 * n, abs=n)
+        assert set(sums) <= {0.0, 0.5 * n}

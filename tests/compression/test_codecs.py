@@ -149,3 +149,43 @@ def test_settings_without_sense_are_refused(make, named):
     with pytest.raises(ConfigError) as caught:
         make()
     assert named in str(caught.value)
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_of_what_is_not_finite_everywhere_nothing_is_kept(codec, bad, dtype):
+    out, kept, _ = coded(codec, np.full(3000, bad, dtype), np.zeros(3000, dtype))
+    assert not np.isfinite(out).all()
+    assert np.isfinite(kept).all()
+
+
+@pytest.mark.parametrize("codec", [TwoBit(), OneBit()])
+def test_what_no_scale_can_be_is_not_kept(codec):
+    out, kept, _ = coded(codec, np.full(300, 1e50), np.zeros(300))
+    assert np.isnan(out).all()
+    assert not kept.any()
+
+
+@pytest.mark.parametrize("size", [1e19, 1e-25])
+def test_two_bits_of_very_large_and_very_small_gradients(size, monkeypatch):
+    x = data(300) * np.float32(size)
+    fast = coded(TwoBit(), x, np.zeros_like(x))
+    monkeypatch.setattr("hpcdp.compression.codecs._kernels", lambda x: reference_compress)
+    plain = coded(TwoBit(), x, np.zeros_like(x))
+    np.testing.assert_allclose(fast[0], plain[0], rtol=1e-5)
+    assert (fast[0] == 0).any() and fast[0].any()
+
+
+def test_bits_of_elements_that_do_not_exist_are_zero():
+    _, _, wire = coded(TwoBit(), np.zeros(195, "f4"), np.zeros(195, "f4"))
+    assert wire[-4:].tolist() == [7, 0, 7, 0]
+
+
+def test_a_nan_is_sent_before_an_infinity(monkeypatch):
+    x = np.array([np.inf, 1.0, np.nan], "f4")
+    for _ in range(2):
+        out, kept, _ = coded(TopK(0.3), x, np.zeros(3, "f4"))
+        assert np.isnan(out[2]) and out[0] == 0
+        assert kept.tolist() == [0, 1, 0]
+        monkeypatch.setattr("hpcdp.compression.codecs._kernels", lambda x: reference_compress)

@@ -31,11 +31,17 @@ def test_what_a_trainer_takes(given, wanted):
     [
         ("3bit", "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
         ("", "got ''"),
-        ("topk:k=5", "compression topk: expected ratio=NUMBER or feedback=NUMBER or inside_nodes=on|off, got 'k=5'"),
+        (
+            "topk:k=5",
+            "compression topk: expected ratio=NUMBER or feedback=NUMBER or inside_nodes=on|off, each once, got 'k=5'",
+        ),
         ("topk:ratio=many", "got 'ratio=many'"),
         ("topk:ratio", "got 'ratio'"),
         ("fp16:feedback=no", "got 'feedback=no'"),
         ("fp16:feedback=2", "compression [feedback]: expected a share, 0 to 1, got 2.0"),
+        ("2bit:feedback=0,feedback=1", "each once, got 'feedback=1'"),
+        ("2bit:threshold=1e300", "got 1e+300"),
+        ("2bit:threshold=1e-50", "got 1e-50"),
         ("fp16:inside_nodes=yes", "got 'inside_nodes=yes'"),
         ("2bit:threshold=-1", "2bit [threshold]"),
         (2, "got 2"),
@@ -46,6 +52,20 @@ def test_what_it_refuses(given, named):
     with pytest.raises(ConfigError) as caught:
         Compression.of(given)
     assert named in str(caught.value)
+
+
+def test_settings_that_differ_a_little_do_not_look_alike():
+    assert str(Compression(TopK(0.0105))) != str(Compression(TopK(0.01050001)))
+
+
+def test_settings_of_another_kind_are_refused():
+    for make in (
+        lambda: TwoBit(threshold="0.5"),
+        lambda: TopK(ratio="0.5"),
+        lambda: Compression(TwoBit(), feedback="x"),
+    ):
+        with pytest.raises(ConfigError):
+            make()
 
 
 def test_every_codec_has_its_name():

@@ -110,7 +110,9 @@ def spoil(state, kind):
         state["state"][1]["exp_avg"] = torch.tensor(1.0)
     elif kind == "groups":
         state["param_groups"][0]["params"].pop()
-    return {"empty": {}, "list": [1]}.get(kind, state)
+    elif kind == "a number":
+        state["state"][0]["exp_avg"] = 1.0
+    return {"empty": {}, "list": [1], "no groups": {"state": {0: 3}, "param_groups": [1]}}.get(kind, state)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +123,8 @@ def spoil(state, kind):
         ("groups", "expected groups of [4] parameters, got [3]"),
         ("empty", "expected what state_dict() gives, a dict with state and param_groups, got a dict with []"),
         ("list", "got list"),
+        ("no groups", "expected what state_dict() gives"),
+        ("a number", "expected what state_dict() gives"),
     ],
 )
 def test_states_of_another_form_are_refused_and_nothing_is_changed(kind, says):

@@ -76,3 +76,68 @@ def test_what_is_no_codec_or_another_one_is_refused():
         threads.run(1, lambda world: DistributedDataParallel(net(), world, compression="8bit"))
     with pytest.raises(MismatchError, match="compression"):
         threads.run(2, lambda world: DistributedDataParallel(net(), world, compression=["fp16", None][world.rank]), 1)
+
+
+@pytest.mark.parametrize("codec", ["2bit:threshold=0.01", "1bit:threshold=0"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_threshold_means_the_same_whoever_updates(n, codec):
+    one, *others = (
+        threads.run(n, lambda world, o=owner: trained(world, codec, o), 1)[0] for owner in ("rank", "shard")
+    )
+    torch.testing.assert_close(one, others[0], rtol=0, atol=1e-5)
+
+
+def test_what_was_not_sent_can_be_saved_and_goes_on():
+    saved = {}
+
+    def train(world, model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step, world.rank).backward()
+            optimizer.step()
+
+    def made(world):
+        model = DistributedDataParallel(net(), world, compression="2bit")
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def straight(world):
+        model, optimizer = made(world)
+        train(world, model, optimizer, range(5))
+        state = model.compression_state()
+        assert bool(state) == (world.rank == 0)
+        if world.rank == 0:
+            saved.update(module={k: v.clone() for k, v in model.module.state_dict().items()}, compression=state)
+        train(world, model, optimizer, range(5, 10))
+        return flat(model.module)
+
+    def resumed(world, compression):
+        model, optimizer = made(world)
+        model.module.load_state_dict(saved["module"])
+        model.load_compression_state(compression)
+        train(world, model, optimizer, range(5, 10))
+        return flat(model.module)
+
+    wanted = threads.run(3, straight, 1)[0]
+    assert all(each.any() for each in saved["compression"].values())
+    for compression, goes_on in ((saved["compression"], True), ({}, False)):
+        for found in threads.run(3, lambda world, c=compression: resumed(world, c), 1):
+            assert torch.allclose(found, wanted, rtol=0, atol=1e-6) == goes_on
+    bad = {"0.weight": torch.zeros(3, 2, 2)}
+    with pytest.raises(ConfigError, match=r"load_compression_state \[0.weight\]: expected \(nodes, \*\(50, 6\)\)"):
+        threads.run(2, lambda world: made(world)[0].load_compression_state(bad), 1)
+
+
+def test_overflows_of_all_gradients_are_skipped_once_with_topk():
+    def rank(world):
+        model = DistributedDataParallel(net(), world, compression="topk")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = scaler.scale(loss_of(model, step, world.rank))
+            (loss * float("inf") if step == 2 and world.rank == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    assert threads.run(2, rank, 1) == [512.0] * 2

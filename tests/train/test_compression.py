@@ -128,6 +128,19 @@ def test_another_number_of_nodes_still_sends_all_of_it(tmp_path):
         assert sum(threads.run(n, load, per_node)) == pytest.approx(saved, abs=1e-3)
 
 
+def test_states_that_lose_what_was_not_sent_say_so(tmp_path):
+    path = tmp_path / "states.npz"
+
+    def save(world):
+        params, trainer = make(world, "2bit")
+        steps(params, trainer, world, 2)
+        trainer.save_states(path)
+
+    threads.run(2, save, 1)
+    with pytest.warns(UserWarning, match="not sent yet is lost"):
+        threads.run(1, lambda world: make(world, None)[1].load_states(path))
+
+
 def test_states_with_and_without_compression(tmp_path):
     path = tmp_path / "states.npz"
 
