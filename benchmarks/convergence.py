@@ -61,6 +61,7 @@ def draw(found: dict[str, list[dict[str, list[float]]]], path: str) -> None:
     """The test loss over epochs, mean over the seeds: with error feedback on the left, without on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9.0, 3.8), dpi=110, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -73,6 +74,7 @@ def draw(found: dict[str, list[dict[str, list[float]]]], path: str) -> None:
                 each.plot(range(1, len(loss) + 1), loss, color=color, linewidth=1.5, label=codec)
         each.set_title(title, fontsize=10.5)
         each.set_xlabel("epoch")
+        each.xaxis.set_major_locator(MaxNLocator(integer=True))
         each.set_yscale("log")
         each.grid(True, color="#d9d9d9", linewidth=0.6)
         each.spines[["top", "right"]].set_visible(False)
