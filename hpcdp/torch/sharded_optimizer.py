@@ -103,12 +103,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._owner is not None
         return self._owner
 
-    def _require_same_groups(self, operation: str, *more: str) -> None:
+    def _require_same_groups(self, operation: str) -> None:
         """Raise on every rank unless all update the same parameters by the same rules; every rank must call."""
         groups = [[self._names[id(each)] for each in group["params"]] for group in self.param_groups]
         items = [f"group {number}: {', '.join(names)}" for number, names in enumerate(groups)]
         rules = [f"group {number}: {rule.config()}" for number, rule in enumerate(self._rules)]
-        require_same(self._world.comm, operation, [f"torch.optim.{type(self._whole).__name__}", *items, *rules, *more])
+        require_same(self._world.comm, operation, [f"torch.optim.{type(self._whole).__name__}", *items, *rules])
 
     def _rules_by_name(self) -> dict[str, Optimizer | None]:
         for number, group in enumerate(self.param_groups):
@@ -252,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer = self._backward.reducer
         (squares,), alike = reducer.closing.tally_alike((setting,), reducer.sum_of_squares())
         if not alike:
-            require_same(self._world.comm, operation, [f"{operation} by {setting:g}"], "pass the same on all ranks")
+            require_same(self._world.comm, operation, [f"{operation} by {setting!r}"], "pass the same on all ranks")
         return math.sqrt(squares)
 
     def _sum(self) -> float:
