@@ -50,7 +50,7 @@ test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch alone
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
 
-bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten quiet minutes)
+bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to fifteen quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
 check: $(VENV)/installed-dev  ## lint, formatting, types, floors
