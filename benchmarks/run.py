@@ -1,6 +1,6 @@
 """The suite: ``python -m hpcdp.benchmarks.run`` (``make bench``) measures every target that has a benchmark here.
 
-It starts one job after another, in rounds, so that what is compared alternates; it takes ten to fifteen minutes and wants
+It starts one job after another, in rounds, so that what is compared alternates; it takes 10 to 15 minutes and wants
 quiet cores. It writes ``benchmarks/results.json`` and rewrites ``benchmarks/RESULTS.md``. The exit status is 1 when a
 result was wrong or a job failed, never because of time. Peers that are missing are named and skipped: PyTorch by its
 absence, MPICH unless ``--mpich`` or ``HPCDP_BENCH_MPICH`` names a Python that has mpi4py, MPICH and Numba.
