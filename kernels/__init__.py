@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import IO
@@ -118,12 +118,20 @@ def _compiled_dir() -> Path:
 
     By what they say and not by where they are: all clones and environments with the same kernels compile them once.
     """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    stamps = [(source, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    return cache_dir() / "numba" / _digest(*stamps)
+
+
+@lru_cache(maxsize=1)
+def _digest(*stamps: tuple[Path, int, int]) -> str:
+    """Of the sources and what else machine code depends on; they are read again when a stamp has changed."""
     from .machine_code import target
 
     digest = hashlib.blake2b(target().encode(), digest_size=6)
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source, _, _ in stamps:
         digest.update(source.name.encode() + source.read_bytes())
-    return cache_dir() / "numba" / digest.hexdigest()
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager

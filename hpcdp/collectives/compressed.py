@@ -21,10 +21,12 @@ learning with the parameter server", 2014.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from ..comm import Communicator, Request
-from ..comm.communicator import split
+from ..comm.communicator import bounds, split
 from ..compression import Codec, ErrorFeedback
 from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
@@ -41,8 +43,7 @@ def allreduce(
         feedback: made for ``count`` elements of this dtype; kept from one call to the next.
     """
     pieces = _pieces(x, feedback.codec, comm.size)
-    ends = np.cumsum([0, *(piece.size for piece in pieces)]).tolist()
-    items = list(zip(pieces, ends[:-1], strict=True))
+    items = list(zip(pieces, bounds(x.size, len(pieces))[:-1], strict=True))
     machines = in_lanes(items, lambda item, own: _segment(*item, feedback, comm, own), tag, turn=turn)
     yield from together(machines)
 
@@ -63,8 +64,8 @@ def _segment(x: np.ndarray, first: int, feedback: ErrorFeedback, comm: Communica
     """Sum ``x``, which are the elements from ``first`` on of what ``feedback`` was made for."""
     me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
     parts = split(x, comm.size)
-    ends = np.cumsum([first, *(part.size for part in parts)]).tolist()
-    places = [slice(ends[rank], ends[rank + 1]) for rank in range(comm.size)]
+    ends = [first + end for end in bounds(x.size, comm.size)]
+    places = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
     wires = [np.empty(feedback.nbytes(part.size), np.uint8) for part in parts]
     received = {rank: np.empty_like(wires[me]) for rank in others}
     sends = []
