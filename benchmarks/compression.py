@@ -15,20 +15,19 @@ import argparse
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from .. import comm
 from ..compression import CODECS, Compression, pays_below
+from ..errors import ConfigError
 from ..gradients.rail import node_nbytes
 from ..launch.local import launched_ranks
 from ..train.config import check_name
 from . import program
-from .fabric import link_rates
-from .files import as_json, check_writable, write, write_json
+from .files import as_json, check_writable, write
 from .machine import describe
 from .measure import bus_factor, median_ratio
 from .options import Parser, at_least
-from .places import add_options, measure_places, where
+from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, Found, Model, Training
 
 NONE = "none"
@@ -80,16 +79,16 @@ def measure(world: comm.World, model: Model, codecs: list[str], turns: int, step
 
 def job(args: argparse.Namespace) -> int:
     """What the ranks of one job do."""
-    world = comm.init()
-    check_writable("compression", [args.json], world)
-    place: dict[str, Any] = {"library": world.library, "machine": describe(world), "rows": []}
-    with threadpool_limits(1):
-        place["link_mb_s"] = link_rates(world)
-        for name in args.models.split(","):
-            place["rows"].append(measure(world, MODELS[name], args.codecs, args.turns, args.steps))
-    if world.rank == 0:
-        print(table(place), flush=True)
-    write_json(args.json, world, {"benchmark": "compression", **place})
+
+    def row(world: comm.World, name: str) -> dict[str, Any]:
+        return measure(world, MODELS[name], args.codecs, args.turns, args.steps)
+
+    if comm.init().num_nodes == 1:
+        raise ConfigError(
+            "compression", where="ranks", expected="several nodes", got="one, whose ranks send no messages",
+            remedy="HPCDP_RANKS_PER_NODE=1 makes a node of each rank",
+        )  # fmt: skip
+    measure_models("compression", args, row, table)
     return 0
 
 

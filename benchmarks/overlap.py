@@ -20,18 +20,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from threadpoolctl import threadpool_limits
-
-from .. import comm
+from ..comm import World
 from ..errors import ConfigError
 from ..launch.local import launched_ranks
 from ..train.config import check_name
 from . import program
-from .fabric import link_rates
-from .files import check_writable, write_json
-from .machine import describe
 from .options import Parser, at_least
-from .places import add_options, measure_places, where
+from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, measure
 
 _JOB_TIMEOUT_S = 400
@@ -62,17 +57,11 @@ def table(place: dict[str, Any]) -> str:
 
 def job(args: argparse.Namespace) -> int:
     """What the ranks of one job do."""
-    world = comm.init()
-    check_writable("overlap", [args.json], world)
-    place: dict[str, Any] = {"library": world.library, "machine": describe(world), "rows": []}
-    with threadpool_limits(1):
-        if world.num_nodes > 1:
-            place["link_mb_s"] = link_rates(world)
-        for name in args.models.split(","):
-            place["rows"].append(measure(world, MODELS[name], args.bucket_cap_mb, args.turns, args.steps))
-    if world.rank == 0:
-        print(table(place), flush=True)
-    write_json(args.json, world, {"benchmark": "overlap", **place})
+
+    def row(world: World, name: str) -> dict[str, Any]:
+        return measure(world, MODELS[name], args.bucket_cap_mb, args.turns, args.steps)
+
+    place = measure_models("overlap", args, row, table)
     return 0 if all(each["same_bits"] for each in place["rows"]) else 1
 
 

@@ -12,9 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
+from ..comm import World, init
 from ..errors import ConfigError
 from .cluster import Cluster, ClusterError, obstacle
-from .files import as_json, check_writable, write
+from .fabric import link_rates
+from .files import as_json, check_writable, write, write_json
 from .machine import describe
 from .options import at_least
 
@@ -61,6 +65,32 @@ def measure_places(
     if args.json:
         write(args.json, as_json({"benchmark": name, "machine": describe(), "places": places}))
     return places
+
+
+def measure_models(
+    name: str,
+    args: argparse.Namespace,
+    measure: Callable[[World, str], dict[str, Any]],
+    show: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """What the ranks of one job do: ``measure(world, model)`` for each of ``args.models``, on one BLAS thread.
+
+    Rank 0 prints the report as ``show`` puts it, and writes it where ``args.json`` says; every rank must call.
+
+    Returns:
+        The report: what was measured as ``rows``, and over several nodes the rates of a link.
+    """
+    world = init()
+    check_writable(name, [args.json], world)
+    place: dict[str, Any] = {"library": world.library, "machine": describe(world)}
+    with threadpool_limits(1):
+        if world.num_nodes > 1:
+            place["link_mb_s"] = link_rates(world)
+        place["rows"] = [measure(world, model) for model in args.models.split(",")]
+    if world.rank == 0:
+        print(show(place), flush=True)
+    write_json(args.json, world, {"benchmark": name, **place})
+    return place
 
 
 def where(place: dict[str, Any]) -> str:

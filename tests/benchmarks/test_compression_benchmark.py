@@ -1,5 +1,6 @@
 """Steps with every codec, turn by turn; what codecs do to training."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ def test_a_run_with_a_codec_and_the_picture(tmp_path: Path) -> None:
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match=r"--compression 3bit.*expected one of fp16"):
         convergence.train("3bit", 0, 2, 1)
+
+
+def test_ranks_that_send_no_messages_are_refused() -> None:
+    args = argparse.Namespace(models="lenet", codecs=["2bit"], turns=1, steps=1, json=None)
+    with pytest.raises(ConfigError, match=r"expected several nodes, got one.*HPCDP_RANKS_PER_NODE=1"):
+        compression.job(args)
 
 
 @pytest.mark.parametrize(

@@ -108,21 +108,22 @@ def total_residual(trainer):
     return 0.0 if rail is None else sum(each.residual.sum(dtype="f8") for each in rail.feedback)
 
 
+def save_after_steps(world, path):
+    params, trainer = make(world, "2bit")
+    steps(params, trainer, world, 3)
+    trainer.save_states(path)
+    return total_residual(trainer)
+
+
 def test_another_number_of_nodes_still_sends_all_of_it(tmp_path):
     path = tmp_path / "states.npz"
-
-    def save(world):
-        params, trainer = make(world, "2bit")
-        steps(params, trainer, world, 3)
-        trainer.save_states(path)
-        return total_residual(trainer)
 
     def load(world):
         _, trainer = make(world, "2bit")
         trainer.load_states(path)
         return total_residual(trainer)
 
-    saved = sum(threads.run(4, save, 2))
+    saved = sum(threads.run(4, lambda world: save_after_steps(world, path), 2))
     assert saved
     for n, per_node in ((3, 1), (6, 2), (2, 1), (4, 2)):
         assert sum(threads.run(n, load, per_node)) == pytest.approx(saved, abs=1e-3)
@@ -130,13 +131,7 @@ def test_another_number_of_nodes_still_sends_all_of_it(tmp_path):
 
 def test_states_that_lose_what_was_not_sent_say_so(tmp_path):
     path = tmp_path / "states.npz"
-
-    def save(world):
-        params, trainer = make(world, "2bit")
-        steps(params, trainer, world, 2)
-        trainer.save_states(path)
-
-    threads.run(2, save, 1)
+    threads.run(2, lambda world: save_after_steps(world, path), 1)
     with pytest.warns(UserWarning, match="not sent yet is lost"):
         threads.run(1, lambda world: make(world, None)[1].load_states(path))
 
