@@ -1,6 +1,7 @@
 """One rank of a training job in which something goes wrong: ``python faulty_rank.py SCENARIO FOLDER JSON-OPTIONS``.
 
-Steps are counted in ``FOLDER/step-RANK``, results go to ``FOLDER/result-RANK``.
+Steps are counted in ``FOLDER/step-RANK``, results go to ``FOLDER/result-RANK``. All is imported before
+`hpcdp.init`: after it the other ranks would wait for an import, and report it.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import hpcdp
-from hpcdp import Policy, nn, optim
+from hpcdp import Policy, Trainer, nn, optim
 from hpcdp.autograd import record
 from hpcdp.errors import MismatchError, NonFiniteGradientError
 
@@ -32,7 +33,7 @@ def model(width=WIDTH, depth=2, dtype="f4", backwards=False):
 
 def trainer_of(params, world, rule=None, **options):
     rule = optim.SGD(lr=0.05, momentum=0.9) if rule is None else rule
-    return hpcdp.Trainer(params, rule, world, bucket_cap_mb=CAP_MB, **options)
+    return Trainer(params, rule, world, bucket_cap_mb=CAP_MB, **options)
 
 
 def batch(step, rank, count):
