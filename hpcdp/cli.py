@@ -226,8 +226,16 @@ def _draw_what_there_is(run_dir: str) -> None:
 
 def _as_arguments(config: TrainConfig) -> list[str]:
     """The settings as ranks take them, who may no longer find the file: a run folder's own may be overwritten."""
-    given = {name: value for name, value in dataclasses.asdict(config).items() if type(value) not in (type(None), bool)}
-    return [given.pop("model"), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
+    values = dataclasses.asdict(config)
+    del values["overwrite"]  # its folder is made already
+    arguments = [values.pop("model")]
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            arguments.append(flag)
+        elif value is not None and value is not False:
+            arguments.append(f"{flag}={value}")
+    return arguments
 
 
 def _launch(arguments: argparse.Namespace) -> int:

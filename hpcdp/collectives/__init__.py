@@ -15,6 +15,7 @@ One algorithm a file:
 - `halving_doubling`: pairs at growing distances exchange halves, quarters, ...
 - `tree`, `double_tree`: up and down a binomial tree, or two binary trees with half of the array each.
 - `compressed`: every part encoded on its way to its owner and back.
+- `fixed_tree`: owners again, who add up in an order that does not depend on the number of ranks.
 - `hierarchical`: memory inside nodes, rings between them.
 """
 

@@ -11,7 +11,7 @@ from .datasets import ArrayDataset, Dataset, ImageDataset
 from .hdf5 import HDF5Dataset
 from .idx import read_idx
 from .loader import DataLoader
-from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler
+from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, VirtualShardSampler
 from .split import split_batch
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "RandomSampler",
     "SequentialSampler",
     "ShardedSampler",
+    "VirtualShardSampler",
     "load",
     "read_cifar10",
     "read_csv",

@@ -197,3 +197,64 @@ class ShardedSampler:
     def set_epoch(self, epoch: int) -> None:
         """Another order, from the next iteration on; every part must call it with the same number."""
         self.epoch = _at_least("epoch", epoch, 0)
+
+
+class VirtualShardSampler:
+    """The **virtual shards** of global batches that fall to this part, one after another.
+
+    Every global batch is cut into ``num_shards`` pieces that do not depend on the number of parts; each part takes a
+    run of them. A reproducible `Trainer` wants one `step` for each, and updates at the last one of a global batch.
+
+    Args:
+        n: number of samples in the data set.
+        batch_size: samples of a global batch; at least ``num_shards``.
+        num_shards: the trainer's ``virtual_shards``; at least ``num_parts``.
+        num_parts: the number of ranks.
+        part_index: the rank, 0 to ``num_parts - 1``.
+        shuffle, seed, last: as `ShardedSampler`.
+
+    Raises:
+        ConfigError: a value outside of that.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch_size: int,
+        num_shards: int,
+        num_parts: int = 1,
+        part_index: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: str = "keep",
+    ) -> None:
+        self.num_shards, parts = _at_least("num_shards", num_shards, 1), _at_least("num_parts", num_parts, 1)
+        if parts > num_shards:
+            raise ConfigError(
+                "sampler", where="num_shards", expected=f"at least one for each of {parts} ranks", got=num_shards
+            )
+        if _at_least("part_index", part_index, 0) >= parts:
+            raise ConfigError("sampler", where="part_index", expected=f"0 to {parts - 1}", got=part_index)
+        if _at_least("batch_size", batch_size, 1) < num_shards:
+            expected = f"at least one sample for each of {num_shards} virtual shards"
+            raise ConfigError("sampler", where="batch_size", expected=expected, got=batch_size,
+                              remedy="take a larger batch or fewer virtual shards")  # fmt: skip
+        ends = piece_bounds(num_shards, parts)
+        self.shards = [
+            ShardedSampler(n, batch_size, num_shards, shard, shuffle, seed, last)
+            for shard in range(ends[part_index], ends[part_index + 1])
+        ]
+        """One sampler for each virtual shard of this part."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for pieces in zip(*self.shards, strict=True):
+            yield from pieces
+
+    def __len__(self) -> int:
+        """The number of virtual shards of this part in an epoch."""
+        return sum(len(shard) for shard in self.shards)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, from the next iteration on; every part must call it with the same number."""
+        for shard in self.shards:
+            shard.set_epoch(epoch)

@@ -46,6 +46,10 @@ class Rail:
                 kernels.load(name)  # not in the first step, for which all ranks wait
         self._padding = [list(_padding(each)) for each in buckets] if self.feedback else []
 
+    def tag(self, bucket: Bucket) -> int:
+        """Of the messages of a bucket."""
+        return make_tag(self._signature, bucket.number)
+
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum this rank's shard over all ranks of the rail, in place in its own row."""
         if self.comm.size == 1:
@@ -53,7 +57,7 @@ class Rail:
         first, last = bucket.shard
         shard = bucket.mine[first:last]
         host = to_host(shard)
-        tag = make_tag(self._signature, bucket.number)
+        tag = self.tag(bucket)
         if self.feedback:
             feedback = self.feedback[bucket.number]
             yield from compressed.allreduce(host, feedback, self.comm, tag, turn)

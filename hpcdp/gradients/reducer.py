@@ -5,6 +5,8 @@ own rank's row. Each rank of a node owns a shard of the columns and sums them ov
 add up the sums of their nodes. Elsewhere (a device's memory, or a node whose ranks cannot share) a bucket has one row
 and every rank is a node of its own.
 
+Where sums must not depend on the number of ranks, a step has several backward passes; see `virtual_shards`.
+
 With overlap, the last gradient of a bucket launches its reduction on the communication lane while backward goes on;
 without, reductions run when the step ends. Both are the same machine, and so the same bits.
 """
@@ -33,6 +35,7 @@ from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
 from .lane import UPDATE, Lane, Turn
 from .rail import Rail
+from .virtual_shards import VirtualShards
 
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
@@ -58,6 +61,8 @@ class Reducer:
         world: the ranks.
         overlap: launch reductions while backward runs. None: where messages are needed, and threads may send them.
         compression: how messages are compressed. None: not at all.
+        virtual_shards: into how many pieces global batches are cut, for sums alike on any number of ranks, all of whose
+            arrays are on the host; not with ``compression``. None: one a rank.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Reducer:
         world: World,
         overlap: bool | None = None,
         compression: Compression | None = None,
+        virtual_shards: int | None = None,
     ) -> None:
         self.layout = layout
         self.world = world
@@ -108,6 +114,9 @@ class Reducer:
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
         self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, compression)
         """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
+        self.virtual_shards: VirtualShards | None = None
+        if virtual_shards is not None:
+            self.virtual_shards = VirtualShards(virtual_shards, world, self.memory, self.buckets, self.rail)
         self.params = {param.name: param for param in params}
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
@@ -117,7 +126,8 @@ class Reducer:
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
         self._overwriting: dict[str, str] | None = None
-        self._held = False
+        self._held = self.virtual_shards is not None and not self.virtual_shards.is_last
+        """Whether backward launches nothing: another one follows in this step."""
         self._cycle = 0
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self.times: list[BucketTimes] = []
@@ -211,12 +221,28 @@ class Reducer:
         """Begin a step: every gradient is to be written anew."""
         if self.overlap and not self._updating:
             self._note_times()
+        self._await_all()
+        self.holds_sums = False
+        self._cycle += 1
+        if self.virtual_shards is not None:
+            self.virtual_shards.begin()
+            self._held = not self.virtual_shards.is_last
+
+    def _await_all(self) -> None:
         for bucket in self.buckets:
             bucket.missing = bucket.awaited = set(bucket.names)
             bucket.state = State.FILLING
         self.num_missing = len(self.params)
-        self.holds_sums = False
-        self._cycle += 1
+
+    def next_virtual_shard(self) -> None:
+        """Keep this virtual shard's gradients, and begin the next one: every gradient is to be written anew."""
+        assert self.virtual_shards is not None
+        self.fill_missing_with_zeros()
+        for bucket in self.buckets:
+            self.virtual_shards.take(bucket)
+        self.virtual_shards.next()
+        self._await_all()
+        self._held = not self.virtual_shards.is_last
 
     def accumulate(self) -> None:
         """From now on backward adds to the gradients, and launches nothing until `launch_again`.
@@ -253,6 +279,8 @@ class Reducer:
         number, name = bucket.number, f"bucket {bucket.number}"
         bucket.state = State.LAUNCHED
         bucket.launched_ns = time.perf_counter_ns()
+        if self.virtual_shards is not None:
+            self.virtual_shards.take(bucket)
         filled = _PHASES * self._cycle + _FILLED  # now: when the machine begins, this rank may be a step further
         self._milestones.post(filled, number)
 
@@ -264,7 +292,13 @@ class Reducer:
         self._lane.launch(reduction, [self._variables[number]], number, name)
 
     def launch_rest(self) -> None:
-        """Launch what backward has not: buckets with gradients that it does not write, which count as zero."""
+        """Launch what backward has not: buckets with gradients that it does not write, which count as zero.
+
+        Without overlap nothing is launched, but from now on this rank's gradients may be summed.
+        """
+        if self.virtual_shards is not None and not self.overlap:
+            for bucket in self.buckets:
+                self.virtual_shards.take(bucket)
         if self.overlap:
             if not self.accumulating:
                 self.fill_missing_with_zeros()
@@ -275,9 +309,12 @@ class Reducer:
 
     def _reduction(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum this rank's shard over all ranks of the world, in place in its own row; the node's have filled theirs."""
-        self.sum_shard(bucket)
-        if self.rail is not None:
-            yield from self.rail.sum(bucket, turn)
+        if self.virtual_shards is not None:
+            yield from self.virtual_shards.sum(bucket, turn)
+        else:
+            self.sum_shard(bucket)
+            if self.rail is not None:
+                yield from self.rail.sum(bucket, turn)
         bucket.state = State.REDUCED
         bucket.done_ns = time.perf_counter_ns()
 
@@ -299,7 +336,7 @@ class Reducer:
                 behind = partial(self._behind, bucket, _PHASES * self._cycle + _FILLED)
                 with watchdog.watching("reduction", bucket.described, behind):
                     self._lane.wait(self._variables[bucket.number])
-        elif self.on_one_node:
+        elif self.on_one_node and self.virtual_shards is None:
             for bucket in self.buckets:
                 self.sum_shard(bucket)
                 bucket.state = State.REDUCED
@@ -405,6 +442,8 @@ class Reducer:
 
         It is not finite where some gradient is not.
         """
+        if self.virtual_shards is not None and self.holds_sums:  # by shards its bits would depend on their number
+            return sum(self._squares(bucket.mine) for bucket in self.buckets) ** 0.5
         return float(self.closing.tally(self.sum_of_squares())[0] ** 0.5)
 
     def _squares(self, shard: Array) -> float:
@@ -415,7 +454,7 @@ class Reducer:
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
-        if self.on_one_node and not self.overlap:
+        if self.on_one_node and not self.overlap and self.virtual_shards is None:
             for bucket in self.buckets:
                 self.sum_shard(bucket, self._reduce.EVERY_ROW)
                 bucket.state = State.REDUCED

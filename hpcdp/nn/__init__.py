@@ -4,6 +4,7 @@ from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
 from .module import Module, Parameter, Sequential
 from .regularisation import BatchNorm, Dropout
+from .virtual_shard import VirtualShard, entered_shard
 
 __all__ = [
     "AvgPool2D",
@@ -20,6 +21,8 @@ __all__ = [
     "Sequential",
     "Sigmoid",
     "Tanh",
+    "VirtualShard",
+    "entered_shard",
     "functional",
     "init",
     "models",

@@ -9,13 +9,15 @@ from ..autograd import Tensor, is_training
 from ..errors import ConfigError, UnsupportedError
 from . import functional
 from .module import Module, Parameter
+from .virtual_shard import entered_shard, move
 
 
 class BatchNorm(Module):
     """Batch normalisation of each channel (Ioffe and Szegedy 2015).
 
     In training by the batch's mean and biased variance, which also move ``running_mean`` and ``running_var`` (buffers):
-    ``running = momentum * running + (1 - momentum) * batch``; in prediction by those.
+    ``running = momentum * running + (1 - momentum) * batch``; in prediction by those. Under a reproducible
+    `Trainer` the batch is a virtual shard, and running statistics move once a step, by the mean over all its samples.
 
     Args:
         channels: the input is ``(batch, channels, ...)``.
@@ -38,9 +40,12 @@ class BatchNorm(Module):
             )
         if is_training() and x.size:
             y, mean, variance = functional.batch_norm(x, self.gamma, self.beta, self.eps)
-            for running, batch in ((self.running_mean.data, mean), (self.running_var.data, variance)):
-                running *= self.momentum
-                running += (1 - self.momentum) * batch
+            shard = entered_shard()
+            for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
+                if shard is not None:
+                    shard.note(running, self.momentum, batch)
+                else:
+                    move(running, self.momentum, batch)
             return y
         shape = (channels,) + (1,) * (x.ndim - 2)
         xp = array_namespace(self.running_var.data)
@@ -58,22 +63,34 @@ class Dropout(Module):
 
     Args:
         p: in [0, 1).
-        seed: of this layer's own generator; None takes fresh entropy.
+        seed: of this layer's own generator; None takes fresh entropy. Under a reproducible `Trainer` it must be given:
+            what is dropped then depends on it, the step and the place of the sample in the global batch alone.
 
     Raises:
-        ConfigError: ``p`` is outside of that.
+        ConfigError: ``p`` is outside of that; later no seed under a reproducible trainer.
     """
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
         if not 0 <= p < 1:
             raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=p)
-        self.p = p
+        self.p, self.seed = p, seed
         self._generator = np.random.default_rng(seed)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not is_training():
             return x
-        return functional.dropout(x, self.p, self._generator)
+        return functional.dropout(x, self.p, self._drawn_from())
+
+    def _drawn_from(self) -> np.random.Generator:
+        shard = entered_shard()
+        if shard is None:
+            return self._generator
+        if self.seed is None:
+            raise ConfigError(
+                "Dropout", where="seed", expected="a number, since the trainer is reproducible", got=None,
+                remedy=f"Dropout({self.p:g}, seed=...)",
+            )  # fmt: skip
+        return shard.generator(self.seed)
 
     def describe(self) -> str:
         return str(self.p)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcdp.data import DataLoader, Dataset, ShardedSampler
+from hpcdp.data import DataLoader, Dataset
 from hpcdp.data.datasets import Batch, Index
+from hpcdp.data.samplers import BatchIndices
 from hpcdp.errors import ConfigError
 
 
@@ -52,7 +53,7 @@ class ShiftedImages(Dataset):
 class ShiftedLoader(DataLoader):
     """A loader of `ShiftedImages` that tells them the epoch too."""
 
-    def __init__(self, images: ShiftedImages, sampler: ShardedSampler) -> None:
+    def __init__(self, images: ShiftedImages, sampler: BatchIndices) -> None:
         super().__init__(images, sampler)
         self._images = images
 

@@ -19,6 +19,9 @@ from hpcdp.errors import ConfigError
 RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
 """What a run leaves in its folder, and so all that ``overwrite`` may remove from one."""
 
+VIRTUAL_SHARDS = 8
+"""The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
+
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -61,6 +64,12 @@ class TrainConfig:
     compression: str | None = _setting(
         None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
     )
+    reproducible: bool = _setting(False, "the same bits on any number of ranks and nodes; slower")
+    virtual_shards: int | None = _setting(
+        None,
+        "pieces of a global batch with reproducible, at least one a rank; they decide the bits (default: 8)",
+        least=1,
+    )
     threads: int = _setting(1, "BLAS threads a rank; cores are used by more ranks", least=1)
     eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
@@ -85,6 +94,7 @@ class TrainConfig:
             raise ConfigError(
                 "setting warmup_epochs", expected=f"at most epochs = {self.epochs}", got=f"{self.warmup_epochs:g}"
             )
+        self._check_reproducible()
         if self.ranks is not None and self.batch_size < self.ranks:
             raise ConfigError(
                 "setting batch_size",
@@ -92,6 +102,21 @@ class TrainConfig:
                 got=self.batch_size,
                 remedy="batch_size is the global batch: raise it, or lower ranks",
             )
+
+    def _check_reproducible(self) -> None:
+        if not self.reproducible:
+            if self.virtual_shards is not None:
+                raise ConfigError("setting virtual_shards", expected="reproducible with it", got=self.virtual_shards)
+            return
+        for name, alone in (("compression", None), ("threads", 1)):
+            if getattr(self, name) != alone:
+                raise ConfigError(f"setting {name}", expected=f"{alone} with reproducible", got=getattr(self, name))
+        object.__setattr__(self, "virtual_shards", self.virtual_shards or VIRTUAL_SHARDS)
+        for name, least in (("batch_size", self.virtual_shards), ("virtual_shards", self.ranks)):
+            if least is not None and getattr(self, name) < least:
+                what = "virtual shards" if name == "batch_size" else "ranks"
+                expected = f"at least one for each of the {least} {what}"
+                raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
 
     def for_world(self, size: int) -> TrainConfig:
         """These settings with ``ranks`` = ``size``, the size of the world that runs; an error if they say another."""

@@ -13,6 +13,7 @@ from hpcdp.autograd import Tensor, record
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.data import DataLoader
+from hpcdp.errors import ConfigError
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.trace import Trace
@@ -46,16 +47,25 @@ def fit(
 
     Args:
         net: changed in place, through the parameters that ``trainer`` has.
-        loader: has a length and yields ``(x, y)``; it is told the epoch, counted from 0.
+        loader: has a length and yields ``(x, y)``; it is told the epoch, counted from 0. With a reproducible trainer
+            that of a `data.VirtualShardSampler` of as many virtual shards.
         loss: per sample, shape ``(batch,)``.
         evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``.
         callbacks: may differ between ranks, see `Callback`.
 
     Returns:
         One record of kind "epoch" an epoch, alike on every rank (docs/training.md lists what is in it).
+
+    Raises:
+        ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them.
     """
     world = world or init()
-    steps = max(world.comm.allgather_json(len(loader)))
+    num_shards = getattr(getattr(loader, "sampler", None), "num_shards", None)
+    if num_shards != trainer.virtual_shards:
+        raise ConfigError(
+            "fit", where="loader", expected=_loader_for(trainer.virtual_shards), got=_loader_for(num_shards)
+        )
+    steps = max(world.comm.allgather_json(len(loader) // len(trainer.own_virtual_shards)))
     exchange_every = math.ceil(steps / max(1, round(steps / _EXCHANGE_EVERY)))
     meter, report = _Meter(trainer, world), StepReport(trainer, world)
     trace: Trace | None = world.kept.get(Trace)
@@ -70,9 +80,12 @@ def fit(
             report.start_epoch()
             batches = iter(loader)
             for step in range(1, steps + 1):
-                with report.phase[DATA]:
-                    batch = next(batches, None)
-                meter.add(*_train_step(net, trainer, batch, loss, report))
+                for shard in trainer.own_virtual_shards:
+                    with report.phase[DATA]:
+                        batch = next(batches, None)
+                    meter.add(shard, *_train_shard(net, trainer, batch, loss, report))
+                meter.end_step()
+                report.end_step()
                 if step % exchange_every == 0 or step == steps:
                     with exchanging:
                         exchanged = meter.exchange(epoch - 1 + step / steps)
@@ -91,20 +104,29 @@ def fit(
     return records
 
 
+def _loader_for(num_shards: int | None) -> str:
+    """What a loader is for, in words."""
+    return (
+        "one of whole batches of a rank"
+        if num_shards is None
+        else f"that of a VirtualShardSampler of {num_shards} shards"
+    )
+
+
 def _tell(callbacks: Sequence[Callback], record: Record) -> None:
     for callback in callbacks:
         callback.on_record(record)
 
 
-def _train_step(
+def _train_shard(
     net: Module, trainer: Trainer, batch: Any, loss: Callable[[Tensor, Any], Tensor], report: StepReport
 ) -> tuple[float, int, int]:
-    """One step on this rank's ``batch``, None where it has none: its summed loss, correct answers, samples."""
+    """One call of `Trainer.step`, with this rank's ``batch``, None where it has none: summed loss, correct answers,
+    samples."""
     phase = report.phase
     if batch is None or len(batch[1]) == 0:
         with phase[STEP]:
             trainer.step(0)
-        report.end_step()
         return 0.0, 0, 0
     x, y = batch
     with phase[FORWARD], record():
@@ -114,7 +136,6 @@ def _train_step(
         losses.backward()
     with phase[STEP]:
         trainer.step(len(y))
-    report.end_step()
     return float(losses.data.sum()), number_correct(output.data, y), len(y)
 
 
@@ -124,7 +145,8 @@ class _Meter:
     def __init__(self, trainer: Trainer, world: World) -> None:
         self._trainer, self._world = trainer, world
         self._step = 0
-        self._own = np.zeros(3)
+        # A row for each virtual shard: sums over ranks are exact then, and those over rows have one order.
+        self._own = np.zeros((trainer.virtual_shards or 1, 3))
         self._epoch = np.zeros(6)
         self._comm = self._comm_seconds()
         self._started = time.perf_counter()
@@ -135,17 +157,21 @@ class _Meter:
         self._comm = self._comm_seconds()
         self._started = time.perf_counter()
 
-    def add(self, loss: float, correct: int, count: int) -> None:
-        """Add one step of this rank."""
+    def add(self, shard: int, loss: float, correct: int, count: int) -> None:
+        """Add what this rank has computed of a step."""
+        self._own[shard] += (loss, correct, count)
+
+    def end_step(self) -> None:
+        """Count a step."""
         self._step += 1
-        self._own += (loss, correct, count)
 
     def exchange(self, epoch: float) -> Record:
         """Sum over ranks what was added since the last exchange; every rank must call."""
         now, comm = time.perf_counter(), self._comm_seconds()
-        sums = np.concatenate([self._own, [now - self._started], comm - self._comm])
+        sums = np.concatenate([self._own.reshape(-1), [now - self._started], comm - self._comm])
         allreduce(sums, world=self._world)
-        sums[3:] /= self._world.size
+        counted, times = sums[: self._own.size].reshape(self._own.shape), sums[self._own.size :]
+        sums = np.concatenate([counted.sum(axis=0), times / self._world.size])
         self._own[:] = 0
         self._started, self._comm = now, comm
         self._epoch += sums

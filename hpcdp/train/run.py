@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import statistics
 import threading
@@ -57,15 +58,17 @@ def run(config: TrainConfig) -> dict[str, Any]:
         loader = on_every_rank(world.comm, lambda: _loader(config, train_set, world))
         with contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
+            _load_kernels(config, train_set, world)
             trainer = Trainer(
                 net.parameters(),
-                inputs.optimizer(config, len(loader)),
+                inputs.optimizer(config, steps=math.ceil(len(train_set) / config.batch_size)),
                 world=world,
                 owner=config.owner,
                 clip_norm=config.clip_norm,
                 compression=config.compression,
+                reproducible=config.reproducible,
+                virtual_shards=config.virtual_shards,
             )
-            _load_kernels(config, train_set, world)
             config, folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
             if folder is not None:
@@ -76,7 +79,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 trainer,
                 loader,
                 epochs=config.epochs,
-                evaluate=lambda: evaluate(net, test_set, world, config.eval_batch_size),
+                evaluate=lambda: evaluate(net, test_set, world, config.eval_batch_size, config.virtual_shards),
                 callbacks=callbacks,
                 world=world,
             )
@@ -102,9 +105,12 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) ->
 
 
 def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.DataLoader:
-    sampler = data.ShardedSampler(
-        len(train_set), config.batch_size, num_parts=world.size, part_index=world.rank, seed=config.seed
-    )
+    part: dict[str, Any] = {"num_parts": world.size, "part_index": world.rank, "seed": config.seed}
+    sampler: data.ShardedSampler | data.VirtualShardSampler
+    if config.virtual_shards is None:
+        sampler = data.ShardedSampler(len(train_set), config.batch_size, **part)
+    else:
+        sampler = data.VirtualShardSampler(len(train_set), config.batch_size, config.virtual_shards, **part)
     if config.shift == 0:
         return data.DataLoader(train_set, sampler)
     return ShiftedLoader(ShiftedImages(train_set, config.shift, config.seed), sampler)

@@ -21,9 +21,11 @@ from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, li
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
+from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
 from . import trainer_states
 from .policy import Policy
+from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
@@ -72,11 +74,17 @@ class Trainer:
         compression: how gradients are compressed between nodes: ``"fp16"``, ``"bf16"``, ``"2bit"``, ``"1bit"`` or
             ``"topk"``, with settings behind a colon (``"topk:ratio=0.05"``), or a `Compression`. None: not at all.
         policy: what to do about unused parameters and gradients that are not finite.
+        reproducible: the same bits on any number of ranks and nodes. Each rank calls `step` after every virtual shard
+            of `own_virtual_shards`, and the last of these calls updates; `data.VirtualShardSampler` yields them. Sets
+            BLAS to one thread. See docs/reproducibility.md for what it refuses, and what it costs.
+        virtual_shards: into how many pieces every global batch is then cut, at least one a rank; it decides the bits.
+            None: 8.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
             every rank, naming ranks and the first difference.
-        ConfigError: no parameters, an unknown owner or codec, a clip_norm that is not positive.
+        ConfigError: no parameters, an unknown owner or codec, a clip_norm that is not positive; what would keep a run
+            from being reproducible.
     """
 
     def __init__(
@@ -91,6 +99,8 @@ class Trainer:
         overlap: bool | None = None,
         compression: str | Codec | Compression | None = None,
         policy: Policy | None = None,
+        reproducible: bool = False,
+        virtual_shards: int | None = None,
     ) -> None:
         trained = [param for param in params if param.grad_req != "null"]
         adding = [param.name for param in trained if param.grad_req == "add"]
@@ -109,6 +119,10 @@ class Trainer:
             )  # fmt: skip
         self.compression = Compression.of(compression)
         self.world = init() if world is None else world
+        self.virtual_shards = checked_virtual_shards(
+            reproducible, virtual_shards, trained, self.compression, self.world
+        )
+        """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
         self.optimizer = optimizer
         self.stats = CommunicationStats()
         self.step_count = 0
@@ -126,23 +140,46 @@ class Trainer:
         items = [f"{name} {shape} {dtype}" for name, shape, dtype in described]
         items += [f"{name} grad_req='add'" for name in adding]
         items += [f"optimizer {optimizer.config()}", f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
-                  f"compression {self.compression}"]  # fmt: skip
+                  f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
         require_same(self.world.comm, "Trainer", items)
+        if self.virtual_shards is not None:
+            fix_arithmetic(self.world)
         for param in trained:
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
         layout, overlap = plan(described, bucket_cap_mb), False if adding else overlap
-        self.reducer = Reducer(trained, layout, self.world, overlap, self.compression)
-        by_shards = owner == "shard" or (owner == "auto" and self.reducer.memory.size > 1)
+        self.reducer = Reducer(trained, layout, self.world, overlap, self.compression, self.virtual_shards)
+        by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
+        self._stale: list[str] = []
+        """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
+        enter_shard(None)  # that of an earlier trainer
+        shards = self.reducer.virtual_shards
+        self._reproducible = None if shards is None else ReproducibleSteps(shards, self.world)
+
+    def _somebody_shares(self) -> bool:
+        """Whether the ranks of some node hold the buckets together; every rank must call: nodes may differ."""
+        return any(self.world.comm.allgather_json(self.reducer.memory.size > 1))
+
+    @property
+    def own_virtual_shards(self) -> range:
+        """The virtual shards of every global batch that this rank computes, in order: one for each call of `step`.
+
+        One, number 0, where the trainer is not reproducible.
+        """
+        shards = self.reducer.virtual_shards
+        return range(1) if shards is None else shards.run
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes of this rank: its share of the ``"parameters"``, its ``"gradients"``, its part of the ``"state"``."""
+        """Bytes of this rank: its share of the ``"parameters"``, its ``"gradients"``, with the sums of virtual shards
+        where it is reproducible, its part of the ``"state"``."""
+        shards = self.reducer.virtual_shards
+        sums = 0 if shards is None else shards.nbytes
         return {
             "parameters": self.owner.nbytes_parameters,
-            "gradients": sum(bucket.mine.nbytes for bucket in self.reducer.buckets),
+            "gradients": sum(bucket.mine.nbytes for bucket in self.reducer.buckets) + sums,
             "state": self.owner.nbytes_state,
         }
 
@@ -156,8 +193,8 @@ class Trainer:
                 and needs no backward.
 
         Returns:
-            The global count; 0 when no rank had samples, and then nothing is updated. Inside `no_sync` the count held
-            back so far on this rank.
+            The global count; 0 when no rank had samples, and then nothing is updated. Inside `no_sync`, and before this
+            rank's last virtual shard, the count held back so far on this rank.
 
         Raises:
             StaleGradientError: backward did not write all gradients on a rank with samples; raised on every rank. Or
@@ -170,18 +207,36 @@ class Trainer:
         if count:
             self._refuse_sums("step")
         began = time.perf_counter()
+        if self._reproducible is not None:
+            self._reproducible.leave(count)
+            if not self._reproducible.is_last:
+                return self._next_virtual_shard(count)
         total = self._close_step(count)
         try:
             if total and not self._looks_at_sums:
                 self.step_count += 1
                 self.owner.reduce_and_update(self.step_count, 1.0 / (total * self.loss_scale))
             else:
-                self.owner.reduce()
+                self._reduce()
                 self._update(total)
         finally:
             self._begin_step()
         self._account(began)
         return total
+
+    def _next_virtual_shard(self, count: int) -> int:
+        assert self._reproducible is not None
+        self._stale += self._unwritten(count)
+        self.reducer.next_virtual_shard()
+        self._reproducible.enter(self.step_count + 1)
+        self._held_count += count
+        return self._held_count
+
+    def _reduce(self) -> None:
+        if self.virtual_shards is not None and self._looks_at_sums:
+            self.reducer.reduce_everywhere()  # looking at parts of the sum would depend on what the parts are
+        else:
+            self.owner.reduce()
 
     @property
     def _looks_at_sums(self) -> bool:
@@ -217,11 +272,19 @@ class Trainer:
         Raises:
             StaleGradientError: as `step`.
         """
+        self._refuse_reproducible("allreduce_grads", "let step() sum them")
         self._refuse_sums("allreduce_grads")
         began = time.perf_counter()
         self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
         self.reducer.reduce_everywhere()
         self._account(began)
+
+    def _refuse_reproducible(self, operation: str, remedy: str) -> None:
+        if self.virtual_shards is not None:
+            raise ConfigError(
+                operation, expected="a Trainer without reproducible=True", got="one with it",
+                remedy=f"{remedy}, or train without it",
+            )  # fmt: skip
 
     def _refuse_sums(self, operation: str) -> None:
         if self.reducer.holds_sums:
@@ -257,6 +320,7 @@ class Trainer:
 
         Ranks may accumulate different numbers of batches.
         """
+        self._refuse_reproducible("no_sync", "make the global batch larger")
         self.reducer.accumulate()
         before, self._syncing = self._syncing, False
         try:
@@ -268,17 +332,15 @@ class Trainer:
 
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
+        in_shards = self._reproducible is not None
+        stale = self._stale + self._unwritten(count if in_shards else count + self._held_count)
         count += self._held_count
-        unused = self.reducer.missing if count else []
-        stale = unused if self.policy.unused == "error" else []
-        if self.policy.unused == "warn" and not self._warned.issuperset(unused):
-            self._warned.update(unused)
-            warnings.warn(f"rank {self.world.rank}: no gradient for {listed(unused)}: counted as zero", stacklevel=3)
         if not stale:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        (total, num_stale), alike = self.reducer.closing.tally_alike(settings, count, bool(stale))
+        own = self._reproducible.numbers() if self._reproducible is not None else ()
+        (total, num_stale, *noted), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), *own)
         if not alike:
             self._refuse(settings)
         if num_stale:
@@ -294,7 +356,17 @@ class Trainer:
                 remedy="call backward() before step(), give unused parameters grad_req='null', or count them as zero: "
                 "Policy(unused='zero')",
             )
+        if self._reproducible is not None:
+            self._reproducible.move_statistics(*noted)
         return int(total)
+
+    def _unwritten(self, count: int) -> list[str]:
+        """Parameters without a gradient, although this rank had ``count`` samples, where that is an error."""
+        unused = self.reducer.missing if count else []
+        if self.policy.unused == "warn" and not self._warned.issuperset(unused):
+            self._warned.update(unused)
+            warnings.warn(f"rank {self.world.rank}: no gradient for {listed(unused)}: counted as zero", stacklevel=4)
+        return unused if self.policy.unused == "error" else []
 
     def _refuse(self, settings: tuple[float, float]) -> None:
         """Raise that ranks would go different ways, on all of them."""
@@ -307,6 +379,9 @@ class Trainer:
         self.reducer.reset()
         self.reducer.overwrite()
         self._held_count = 0
+        self._stale = []
+        if self._reproducible is not None:
+            self._reproducible.begin(self.step_count + 1)
 
     def _account(self, began: float) -> None:
         spent = time.perf_counter() - began + self.reducer.waited_s
@@ -332,6 +407,8 @@ class Trainer:
         """
         self.reducer.settle()
         trainer_states.load(self, Path(path))
+        if self._reproducible is not None:
+            self._begin_step()
 
 
 def _checked_count(operation: str, count: int) -> int:

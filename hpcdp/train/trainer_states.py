@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from ..arrays import from_host, to_host
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import DataError
 from ..gradients.residuals import gather_residuals, give_residuals
+from .reproducible import arithmetic
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -39,6 +41,8 @@ def save(trainer: Trainer, path: Path) -> None:
                 part = whole[..., slot.offset : slot.offset + slot.count]
                 arrays[f"{slot.name}/{name}"] = part.reshape(*whole.shape[:-1], *slot.shape)
     header = {"version": 1, "step_count": trainer.step_count, "optimizer": trainer.optimizer.config()["name"]}
+    if trainer.virtual_shards is not None:
+        header |= {"virtual_shards": trainer.virtual_shards, "arithmetic": arithmetic()}
 
     def write() -> None:
         torn = path.with_name(path.name + ".part")
@@ -71,7 +75,7 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
 
 def load(trainer: Trainer, path: Path) -> None:
     """See `Trainer.load_states`."""
-    step_count, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
+    header, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
     for number, bucket in enumerate(trainer.reducer.buckets):
         first, last = trainer.owner.span(bucket)
         for name, state in trainer.owner.states[number].items():
@@ -80,20 +84,33 @@ def load(trainer: Trainer, path: Path) -> None:
                 whole[slot.offset : slot.offset + slot.count] = arrays[f"{slot.name}/{name}"].reshape(-1)
             state[...] = from_host(whole[first:last], state)
     give_residuals(trainer.reducer, {name: arrays.get(f"{name}/{_RESIDUAL}") for name in trainer.reducer.params})
-    trainer.step_count = step_count
+    trainer.step_count = header["step_count"]
+    saved_by = header.get("arithmetic", "")
+    if trainer.virtual_shards is not None and saved_by not in ("", arithmetic()) and trainer.world.rank == 0:
+        warnings.warn(
+            f"{path}: saved where arithmetic was {saved_by}, and here it is {arithmetic()}: last bits may differ from "
+            "here on",
+            stacklevel=3,
+        )
 
 
-def _read(trainer: Trainer, path: Path) -> tuple[int, dict[str, np.ndarray]]:
+def _read(trainer: Trainer, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             header = json.loads(str(file[_HEADER][()]))
             arrays = {name: file[name] for name in file.files if name != _HEADER}
-            step_count, optimizer = int(header["step_count"]), header["optimizer"]
+            header["step_count"], optimizer = int(header["step_count"]), header["optimizer"]
+            num_shards = header.get("virtual_shards", trainer.virtual_shards)
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
         raise DataError("load_states", where=path, expected="a file of save_states", got=error) from error
     mine = trainer.optimizer.config()["name"]
     if optimizer != mine:
         raise DataError("load_states", where=path, expected=f"states of {mine}", got=f"states of {optimizer}")
+    if trainer.virtual_shards not in (None, num_shards):
+        raise DataError(
+            "load_states", where=path, expected=f"states of {trainer.virtual_shards} virtual shards",
+            got=f"states of {num_shards}", remedy=f"Trainer(reproducible=True, virtual_shards={num_shards})",
+        )  # fmt: skip
     expected = {
         f"{slot.name}/{name}": slot.shape
         for slot in trainer.reducer.layout.slots
@@ -114,4 +131,4 @@ def _read(trainer: Trainer, path: Path) -> tuple[int, dict[str, np.ndarray]]:
             got=found.get(odd, "no such array"),
             remedy="build the model and optimizer that the states were saved from",
         )
-    return step_count, arrays
+    return header, arrays

@@ -1,9 +1,11 @@
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.data import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler
+from hpcdp.data import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, VirtualShardSampler
 from hpcdp.errors import ConfigError
 
 
@@ -124,3 +126,43 @@ def test_weights_cut_as_work_load_list() -> None:
 def test_wrong_values_are_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_virtual_shards_are_the_same_for_any_number_of_parts(data) -> None:
+    num_shards = data.draw(st.integers(1, 12))
+    num_parts = data.draw(st.integers(1, num_shards))
+    n, batch_size = data.draw(st.integers(0, 90)), data.draw(st.integers(num_shards, 40))
+    last = data.draw(st.sampled_from(["keep", "discard", "pad"]))
+
+    def steps(part: int, parts: int) -> list[list[list[int]]]:
+        sampler = VirtualShardSampler(n, batch_size, num_shards, parts, part, seed=2, last=last)
+        sampler.set_epoch(3)
+        pieces = [piece.tolist() for piece in sampler]
+        assert len(pieces) == len(sampler)
+        own = len(sampler.shards)
+        return [pieces[first : first + own] for first in range(0, len(pieces), own)]
+
+    together = [steps(part, num_parts) for part in range(num_parts)]
+    alone = steps(0, 1)
+    assert [list(chain(*parts)) for parts in zip(*together, strict=True)] == alone
+    whole = ShardedSampler(n, batch_size, seed=2, last=last)
+    whole.set_epoch(3)
+    assert [list(chain(*pieces)) for pieces in alone] == [batch.tolist() for batch in whole]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((50, 16, 4, 5), r"num_shards\]: expected at least one for each of 5 ranks, got 4"),
+        ((50, 16, 4, 2, 2), r"part_index\]: expected 0 to 1, got 2"),
+        ((50, 3, 4), r"batch_size\]: expected at least one sample for each of 4 virtual shards, got 3"),
+        ((50, 16, 0), r"num_shards\]: expected an integer >= 1, got 0"),
+        ((50, 16, 4, 2, -1), r"part_index\]: expected an integer >= 0, got -1"),
+        ((50, 16.0, 4), r"batch_size\]: expected an integer >= 1, got 16.0"),
+    ],
+)
+def test_virtual_shards_that_cannot_be_are_refused(args, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        VirtualShardSampler(*args)

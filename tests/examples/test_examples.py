@@ -53,3 +53,10 @@ def test_the_losses_of_the_one_from_scratch_agree_to_rounding():
         lines = run_example("data_parallel_from_scratch.py", ranks, "--epochs", "2", "--batch-size", "100").splitlines()
         losses[ranks] = [float(re.search(r"loss (\d+\.\d+)", line)[1]) for line in lines]
     assert losses[3] == pytest.approx(losses[1], rel=2e-3, abs=2e-4)
+
+
+def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_after_a_restart(tmp_path):
+    lines = run_example("reproducible.py", 1).splitlines()
+    assert [line.split(":")[0] for line in lines[:2]] == ["epoch 1", "epoch 2"] and len(lines) == 3
+    assert run_example("reproducible.py", 3, "--epochs", "1", "--save", f"{tmp_path}/half").splitlines()[0] == lines[0]
+    assert run_example("reproducible.py", 2, "--load", f"{tmp_path}/half").splitlines() == lines[1:]

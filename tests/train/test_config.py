@@ -132,3 +132,39 @@ def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"make the run folder .*: got Not a directory: {tmp_path / 'file'}; choose"):
         config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"virtual_shards": 8}, "setting virtual_shards: expected reproducible with it, got 8"),
+        ({"reproducible": True, "threads": 2}, "setting threads: expected 1 with reproducible, got 2"),
+        (
+            {"reproducible": True, "compression": "fp16"},
+            "setting compression: expected None with reproducible",
+        ),
+        (
+            {"reproducible": True, "ranks": 9},
+            "virtual_shards: expected at least one for each of the 9 ranks, got 8",
+        ),
+        (
+            {"reproducible": True, "batch_size": 7},
+            "batch_size: expected at least one for each of the 8 virtual",
+        ),
+        ({"reproducible": True, "virtual_shards": 0}, "setting virtual_shards: expected at least 1, got 0"),
+        ({"reproducible": "yes"}, "setting reproducible: expected true or false, got 'yes'"),
+    ],
+)
+def test_what_keeps_a_run_from_being_reproducible_is_refused(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        config.load(flags=flags)
+
+
+def test_a_reproducible_run_is_one_after_it_was_written_down(tmp_path):
+    made = config.load(flags={"reproducible": True})
+    assert made.virtual_shards == 8
+    (tmp_path / "config.toml").write_text(made.to_toml())
+    assert config.load(tmp_path / "config.toml") == made
+    assert config.load(flags={"reproducible": True, "virtual_shards": 24, "ranks": 12}).virtual_shards == 24
+    with pytest.raises(ConfigError, match="at least one for each of the 12 ranks"):
+        made.for_world(12)

@@ -273,9 +273,9 @@ def test_a_second_step_without_backward_is_an_error():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"dense.bias": (8,)}, r"item 4 of 7 on rank 0\]: expected dense.bias \(7,\) float32 as on rank 0, "
+    ({"dense.bias": (8,)}, r"item 4 of 8 on rank 0\]: expected dense.bias \(7,\) float32 as on rank 0, "
                            r"got dense.bias \(8,\) float32 on rank 1"),
-    ({"extra": (1,)}, r"item 5 of 7 on rank 0\]: expected optimizer .* got extra \(1,\) float32 on rank 1"),
+    ({"extra": (1,)}, r"item 5 of 8 on rank 0\]: expected optimizer .* got extra \(1,\) float32 on rank 1"),
 ])  # fmt: skip
 def test_ranks_with_other_models_are_told_on_every_rank(change, message):
     errors = []
@@ -508,3 +508,16 @@ def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
             Trainer(params, optim.SGD(lr=0.1), world)
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, 2), (5, 2), (3, [1, 2])])
+def test_who_updates_is_alike_on_uneven_nodes(ranks, per_node, tmp_path):
+    """A node of one rank shares nothing, and must still do as the others: states are gathered over all ranks."""
+
+    def one(world):
+        trainer = Trainer(model(1), optim.Adam(lr=0.1), world)
+        trainer.save_states(tmp_path / "states.npz")
+        return type(trainer.owner).__name__
+
+    assert threads.run(ranks, one, ranks_per_node=per_node) == ["ShardOwner"] * ranks
+    assert threads.run(2, one, ranks_per_node=1) == ["EveryRank"] * 2

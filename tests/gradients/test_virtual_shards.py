@@ -1,0 +1,66 @@
+import numpy as np
+import pytest
+
+from hpcdp.comm import threads
+from hpcdp.gradients.virtual_shards import closed_by, run_of
+
+
+def test_runs_follow_each_other_and_differ_by_one():
+    for num, size in ((8, 3), (13, 4), (24, 5), (4, 4)):
+        runs = [run_of(num, rank, size) for rank in range(size)]
+        assert [shard for run in runs for shard in run] == list(range(num))
+        assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("run", "closed"),
+    [(range(8), [0, 1, 0, 2, 0, 1, 0, 3]), (range(2, 5), [0, 1, 0]), (range(3, 8), [0, 0, 1, 0, 2])],
+)
+def test_how_many_nodes_a_leaf_closes(run, closed):
+    assert [closed_by(leaf, run, (0, 8)) for leaf in run] == closed
+
+
+def test_nodes_that_are_closed_leave_as_many_sums_as_the_run_needs():
+    from hpcdp.collectives.fixed_tree import cover
+
+    for num in (5, 8, 13, 24):
+        for size in range(1, num + 1):
+            for rank in range(size):
+                run = run_of(num, rank, size)
+                left = sum(1 - closed_by(leaf, run, (0, num)) for leaf in run)
+                assert left == len(cover((0, num), run)), (num, size, rank)
+
+
+def test_sums_take_no_more_memory_than_the_tree_is_deep():
+    from hpcdp import Trainer, nn, optim
+
+    def held(world):
+        net = nn.Dense(64, 32)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, reproducible=True, virtual_shards=16)
+        plain = Trainer(nn.Dense(64, 32).parameters(), optim.SGD(lr=0.1), world)
+        return trainer.nbytes["gradients"] / plain.nbytes["gradients"]
+
+    assert threads.run(1, held) == [1 + 4]
+    assert threads.run(4, held) == [1 + 2] * 4
+    assert threads.run(16, held) == [1 + 1] * 16
+
+
+def test_half_precision_is_added_in_single():
+    from hpcdp.comm.shared import PrivateMemory
+    from hpcdp.gradients.bucket import Bucket
+    from hpcdp.gradients.virtual_shards import VirtualShards
+
+    def added(world):
+        rows = np.zeros((1, 2), "f2")
+        bucket = Bucket.__new__(Bucket)  # the kernels of rows have none for this dtype
+        bucket.number, bucket.mine, bucket.shard = 0, rows[0], (0, 2)
+        shards = VirtualShards(3, world, PrivateMemory(), [bucket], None)
+        for value in (2048.0, 1.0, 1.0):  # in half precision 2048 + 1 is 2048
+            rows[0] = value
+            shards.take(bucket)
+            if not shards.is_last:
+                shards.next()
+        assert list(shards.sum(bucket, None)) == []
+        return rows[0].tolist()
+
+    assert threads.run(1, added) == [[2050.0, 2050.0]]
