@@ -10,6 +10,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `cluster` makes hosts with slow links out of namespaces; `fabric` measures allreduce across them.
 - `gradients` does so for gradients through a Trainer: reduce and update by owners.
 - `compression` times training steps over slow links with every codec, `convergence` is what codecs do to accuracy.
+- `reproducible` is what the same bits on any number of ranks cost.
 - `engine` times a push to the dependency engine.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
 - `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.

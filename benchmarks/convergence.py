@@ -1,14 +1,16 @@
-"""What compressed gradients do to training: LeNet on the digits with every codec, with error feedback and without.
+"""What compressed gradients do to training, with every codec, with error feedback and without.
 
-``python -m hpcdp.benchmarks.convergence --ranks 2 --seeds 0,1,2 --plot digits.png`` runs ``hpcdp train`` again and
-again on this machine, each rank a node of its own, so that all of them exchange compressed messages. The table gives
-the test accuracy at the end, in percent, as the mean over the seeds and the lowest; the picture the test loss over
-epochs.
+``python -m hpcdp.benchmarks.convergence --seeds 0,1,2 --plot digits.png`` trains LeNet on the digits again and again on
+this machine, ``--model gpt`` the small GPT of ``examples/torch_gpt.py`` on the documentation; each rank is a node of
+its own, so that all of them exchange compressed messages. The table gives the test accuracy at the end, in percent, as
+the mean over the seeds and the lowest (of the GPT: which share of the bytes of a text that was held out it foretells);
+the picture the test loss over epochs or steps.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,24 +29,51 @@ from .options import Parser, at_least
 
 NONE = "none"
 _FORGETFUL = "feedback=0"
-_JOB_TIMEOUT_S = 600
+_JOB_TIMEOUT_S = 1800
+_GPT = Path(__file__).resolve().parents[1] / "examples" / "torch_gpt.py"
+_GPT_SIZE = ("--context", "64", "--width", "64", "--layers", "2")
+_TESTS = 16
+"""How often the GPT is tested on its way."""
+_TESTED = re.compile(r"^step +(\d+)  held-out loss ([\d.]+), ([\d.]+)% of bytes right$", re.M)
 _COLORS = ("#6b6b6b", "#3566a8", "#3a9d6e", "#c8552b", "#8a5fb0", "#c9a227")
 
 
-def train(codec: str, seed: int, ranks: int, epochs: int) -> dict[str, list[float]]:
-    """``test_loss`` and ``test_accuracy`` after every epoch of one run."""
+def _run(command: list[str], codec: str) -> str:
+    command = [sys.executable, *command, *([] if codec == NONE else ["--compression", codec])]
+    done = subprocess.run(
+        command, env={**os.environ, "HPCDP_RANKS_PER_NODE": "1"},
+        capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ConfigError("convergence", where=" ".join(command[1:]), got=done.stderr.strip().splitlines()[-1:])
+    return done.stdout
+
+
+def train_lenet(codec: str, seed: int, ranks: int, epochs: int) -> dict[str, list[float]]:
+    """``test_loss`` and ``test_accuracy`` of one run, and ``at`` which epochs: after each."""
     with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
-        command = [sys.executable, "-m", "hpcdp.cli", "train", "lenet", "--data", "digits", "--ranks", str(ranks)]
-        command += ["--seed", str(seed), "--epochs", str(epochs), "--run-dir", f"{folder}/run"]
-        command += [] if codec == NONE else ["--compression", codec]
-        done = subprocess.run(
-            command, env={**os.environ, "HPCDP_RANKS_PER_NODE": "1"},
-            capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise ConfigError("convergence", where=" ".join(command[3:]), got=done.stderr.strip().splitlines()[-1:])
-        epochs_of = [each for each in read_metrics(Path(folder, "run", "metrics.jsonl")) if each["kind"] == "epoch"]
-    return {name: [each[name] for each in epochs_of] for name in ("test_loss", "test_accuracy")}
+        command = ["-m", "hpcdp.cli", "train", "lenet", "--data", "digits", "--ranks", str(ranks)]
+        _run([*command, "--seed", str(seed), "--epochs", str(epochs), "--run-dir", f"{folder}/run"], codec)
+        found = [each for each in read_metrics(Path(folder, "run", "metrics.jsonl")) if each["kind"] == "epoch"]
+    values = {name: [each[name] for each in found] for name in ("test_loss", "test_accuracy")}
+    return {"at": [each["epoch"] for each in found]} | values
+
+
+def train_gpt(codec: str, seed: int, ranks: int, steps: int) -> dict[str, list[float]]:
+    """As `train_lenet`, after every so many steps."""
+    if not _GPT.is_file():
+        raise ConfigError(
+            "convergence", where="--model gpt", expected=f"the example {_GPT}", got="none", remedy="use a clone"
+        )
+    command = ["-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable, str(_GPT), "--steps", str(steps)]
+    often = ["--test-every", str(max(1, steps // _TESTS)), "--every", str(steps)]
+    found = _TESTED.findall(_run([*command, *_GPT_SIZE, *often, "--seed", str(seed)], codec))
+    at, losses, right = zip(*((float(a), float(b), float(c) / 100) for a, b, c in found), strict=True)
+    return {"at": list(at), "test_loss": list(losses), "test_accuracy": list(right)}
+
+
+_MODELS = {"lenet": (train_lenet, "epoch", 20), "gpt": (train_gpt, "step", 8000)}
+"""How each model is trained, in what its way is counted, and how much of it there is."""
 
 
 def table(found: dict[str, list[dict[str, list[float]]]]) -> str:
@@ -57,8 +86,8 @@ def table(found: dict[str, list[dict[str, list[float]]]]) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict[str, list[dict[str, list[float]]]], path: str) -> None:
-    """The test loss over epochs, mean over the seeds: with error feedback on the left, without on the right."""
+def draw(found: dict[str, list[dict[str, list[float]]]], unit: str, path: str) -> None:
+    """The test loss over epochs or steps, mean over the seeds: with error feedback on the left, without on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -71,9 +100,9 @@ def draw(found: dict[str, list[dict[str, list[float]]]], path: str) -> None:
             name = f"{codec}:{_FORGETFUL}" if forgets and codec != NONE else codec
             if name in found:
                 loss = np.mean([run["test_loss"] for run in found[name]], axis=0)
-                each.plot(range(1, len(loss) + 1), loss, color=color, linewidth=1.5, label=codec)
+                each.plot(found[name][0]["at"], loss, color=color, linewidth=1.5, label=codec)
         each.set_title(title, fontsize=10.5)
-        each.set_xlabel("epoch")
+        each.set_xlabel(unit)
         each.xaxis.set_major_locator(MaxNLocator(integer=True))
         each.set_yscale("log")
         each.grid(True, color="#d9d9d9", linewidth=0.6)
@@ -86,7 +115,8 @@ def draw(found: dict[str, list[dict[str, list[float]]]], path: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.convergence", description=__doc__)
     parser.add_argument("--ranks", type=at_least(2), default=2, help="each a node of its own (2)")
-    parser.add_argument("--epochs", type=at_least(1), default=20, help="of every run (20)")
+    parser.add_argument("--model", choices=list(_MODELS), default="lenet", help="what is trained (lenet)")
+    parser.add_argument("--length", type=at_least(1), metavar="N", help="epochs of lenet (20), steps of gpt (8000)")
     parser.add_argument("--seeds", default="0", metavar="N,N", help="a run with each (0)")
     parser.add_argument("--codecs", nargs="+", default=list(CODECS), metavar="CODEC", help="as a Trainer takes them")
     parser.add_argument("--plot", metavar="FILE", help="draw a PNG")
@@ -98,16 +128,19 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.codecs:
         Compression.of(name)
     check_writable("convergence", [args.plot, args.json])
+    train, unit, length = _MODELS[args.model]
     names = [NONE, *args.codecs, *(f"{each}{',' if ':' in each else ':'}{_FORGETFUL}" for each in args.codecs)]
     found: dict[str, Any] = {}
     for name in names:
-        found[name] = [train(name, seed, args.ranks, args.epochs) for seed in seeds]
+        found[name] = [train(name, seed, args.ranks, args.length or length) for seed in seeds]
         print(f"# {name}: {found[name][-1]['test_accuracy'][-1]:.4f}", file=sys.stderr, flush=True)
     print(table(found))
     if args.plot:
-        draw(found, args.plot)
+        draw(found, unit, args.plot)
     if args.json:
-        write(args.json, as_json({"benchmark": "convergence", "machine": describe(), "runs": found}))
+        write(
+            args.json, as_json({"benchmark": "convergence", "model": args.model, "machine": describe(), "runs": found})
+        )
     return 0
 
 

@@ -81,16 +81,17 @@ def loss_of(model, x, y):
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def held_out_loss(model, text, context, world):
-    """Mean loss a byte over pieces that were not trained on, each of them on one rank."""
+def held_out(model, text, context, world):
+    """Mean loss a byte, and the share of bytes foretold, over pieces that were not trained on: each on one rank."""
     windows = Windows(text, context)
-    sums = np.zeros(2)
+    sums = np.zeros(3)
     with torch.no_grad():
         for index in range(world.rank, len(windows), world.size):
             x, y = windows[index]
-            sums += float(loss_of(model, x[None], y[None])), 1
+            scores = model(x[None])[0]
+            sums += float(nn.functional.cross_entropy(scores, y)), float((scores.argmax(-1) == y).float().mean()), 1
     hpcdp.allreduce(sums, "sum", world)  # hpcdp
-    return sums[0] / sums[1]
+    return sums[0] / sums[2], sums[1] / sums[2]
 
 
 def continued(model, start, count):
@@ -139,13 +140,16 @@ def train(world, args):
                 speed = len(losses) * args.batch * args.context * world.size / (time.perf_counter() - began)
                 mean = np.mean(losses[-args.every :])
                 print(f"step {len(losses):4}  loss {mean:.3f}  {speed:,.0f} bytes/s", flush=True)
+            if len(losses) == args.steps or len(losses) % args.test_every == 0:
+                tested, right = held_out(net, text[split:], args.context, world)
+                if world.rank == 0:
+                    print(f"step {len(losses):4}  held-out loss {tested:.4f}, {right:.2%} of bytes right", flush=True)
             if len(losses) == args.steps:
                 break
-    held_out = held_out_loss(net, text[split:], args.context, world)
     if world.rank == 0:
-        print(f"held-out loss {held_out:.3f}, {held_out / np.log(2):.2f} bits a byte; ranks: {world.size}")
+        print(f"{tested / np.log(2):.2f} bits a byte; ranks: {world.size}")
         print(continued(net, "Every rank ", 60))
-    return np.mean(losses[:5]), np.mean(losses[-5:]), held_out
+    return np.mean(losses[:5]), np.mean(losses[-5:]), tested
 
 
 if __name__ == "__main__":
@@ -161,4 +165,5 @@ if __name__ == "__main__":
     parser.add_argument("--owner", choices=("shard", "rank"), default="shard", help="who updates a parameter")
     parser.add_argument("--compression", help="of gradients between nodes: fp16, bf16, 2bit, 1bit or topk")
     parser.add_argument("--every", type=int, default=20, help="print the loss every so many steps")
+    parser.add_argument("--test-every", type=int, default=10**9, help="try it on text that was held out, too")
     train(hpcdp.init(), parser.parse_args())

@@ -52,19 +52,31 @@ def test_slower_codecs_pay_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_run_with_a_codec_and_the_picture(tmp_path: Path) -> None:
-    run = convergence.train("2bit", 0, 2, 1)
-    assert len(run["test_accuracy"]) == len(run["test_loss"]) == 1
+    run = convergence.train_lenet("2bit", 0, 2, 1)
+    assert len(run["test_accuracy"]) == len(run["test_loss"]) == 1 and run["at"] == [1]
     assert 0.3 < run["test_accuracy"][0] <= 1
     found = {"none": [run], "2bit": [run], "2bit:feedback=0": [run]}
     lines = convergence.table(found).splitlines()
     assert [line.split()[-1] for line in lines[1:]] == ["+0.00"] * 3
-    convergence.draw(found, str(tmp_path / "picture.png"))
+    convergence.draw(found, "epoch", str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match=r"--compression 3bit.*expected one of fp16"):
-        convergence.train("3bit", 0, 2, 1)
+        convergence.train_lenet("3bit", 0, 2, 1)
+
+
+def test_a_run_of_the_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    monkeypatch.setattr(convergence, "_TESTS", 2)
+    run = convergence.train_gpt("2bit", 0, 2, 8)
+    assert run["at"] == [4, 8]
+    assert run["test_loss"][1] < run["test_loss"][0] < 7
+    assert 0 <= run["test_accuracy"][1] < 0.5
+    monkeypatch.setattr(convergence, "_GPT", tmp_path / "torch_gpt.py")
+    with pytest.raises(ConfigError, match=r"expected the example .*, got none; use a clone"):
+        convergence.train_gpt("2bit", 0, 2, 8)
 
 
 def test_ranks_that_send_no_messages_are_refused() -> None:

@@ -44,7 +44,9 @@ def test_a_gpt_learns_on_three_ranks():
     said = run_example("torch_gpt.py", 3, "--steps", "12", "--every", "4", "--context", "32", "--owner", "rank")
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", said)]
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.3
-    assert re.search(r"held-out loss \d\.\d+, \d\.\d+ bits a byte; ranks: 3\n", said)
+    assert re.search(
+        r"step   12  held-out loss \d\.\d+, \d+\.\d+% of bytes right\n\d\.\d+ bits a byte; ranks: 3\n", said
+    )
 
 
 def test_the_losses_of_the_one_from_scratch_agree_to_rounding():
