@@ -87,7 +87,7 @@ def table(found: dict[str, list[dict[str, list[float]]]]) -> str:
 
 
 def draw(found: dict[str, list[dict[str, list[float]]]], unit: str, path: str) -> None:
-    """The test loss over epochs or steps, mean over the seeds: with error feedback on the left, without on the right."""
+    """The test loss on the way, mean over the seeds: with error feedback on the left, without on the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
