@@ -40,7 +40,7 @@ from .virtual_shards import VirtualShards
 _FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
     """What calls ``method`` as long as its object lives, and does not keep it alive."""
     weak = weakref.WeakMethod(method)
 
@@ -137,7 +137,7 @@ class Reducer:
         self._updating: dict[int, int] = {}
         if self._lane is not None:
             self._milestones = Milestones(self.memory, len(self.buckets))
-            world.endings.append(_weakly(self.settle))  # a rank that left earlier would leave others waiting
+            world.endings.append(weakly(self.settle))  # a rank that left earlier would leave others waiting
             self._variables = [self._lane.engine.variable(f"bucket {each.number}") for each in self.buckets]
 
     def _duplicate(self, comm: Communicator | None) -> Communicator | None:

@@ -1,0 +1,13 @@
+"""Floor 5: kvstore. Imports: gradients, collectives, compression, optim, comm, engine, kernels, arrays, errors.
+
+Values under keys, that every worker pushes to and pulls from.
+
+- `create`: a store of one of the `KINDS`.
+- `store`: what all kinds have in common: the calls, in every form of their arguments.
+- `local`: within one process; `sync`: over the ranks of a world, each push merged with those of all others.
+"""
+
+from .create import KINDS, create
+from .store import KVStore, Pulled
+
+__all__ = ["KINDS", "KVStore", "Pulled", "create"]

@@ -1,0 +1,65 @@
+"""What a call names: one key or several, each with one array or, one a device, with a list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, is_host
+from ..errors import ConfigError, UnsupportedError
+
+Key = int | str
+
+
+def listed_keys(operation: str, key: object) -> list[Key]:
+    """The keys of a call.
+
+    Raises:
+        ConfigError: something among them is no key.
+    """
+    keys: list[Any] = list(key) if isinstance(key, list | tuple) else [key]
+    for each in keys:
+        if not isinstance(each, int | str) or isinstance(each, bool):
+            raise ConfigError(operation, where="key", expected="an int, a str or a list of them", got=repr(each))
+    return keys
+
+
+def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
+    """The values of every key, those of one that stands there twice together.
+
+    Args:
+        value: for one key an array or a list of arrays, for several a list of those.
+
+    Raises:
+        ConfigError: something is no key, or there are other than as many values.
+    """
+    keys = listed_keys(operation, key)
+    values: Sequence[Any] = value if isinstance(key, list | tuple) else [value]
+    if not isinstance(values, list | tuple) or len(values) != len(keys):
+        got = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
+        raise ConfigError(operation, where="value", expected=f"a list of {len(keys)}, one for each key", got=got)
+    found: dict[Key, list[Any]] = {}
+    for each, of_key in zip(keys, values, strict=True):
+        found.setdefault(each, []).extend(of_key if isinstance(of_key, list | tuple) else [of_key])
+    return found
+
+
+def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype."""
+    got = f"{tuple(value.shape)} {value.dtype}" if hasattr(value, "dtype") else repr(value)
+    if not hasattr(value, "dtype") or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
+        raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
+
+
+def merged(values: Sequence[Array]) -> Array:
+    """The sum of arrays of one shape and dtype, in their order, as a new array; half precision is added in single."""
+    first, *others = values
+    if not others:
+        return first.copy()
+    wide = np.result_type(first.dtype, np.float32) if is_host(first) and first.dtype.kind == "f" else first.dtype
+    total = first.astype(wide)  # a copy
+    for each in others:
+        total += each
+    return total.astype(first.dtype, copy=False)

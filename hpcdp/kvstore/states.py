@@ -1,0 +1,90 @@
+"""The optimizer's state of a store as a file: one array a key and name, whoever updated it.
+
+A NumPy .npz archive, read with pickles refused. Names are ``"int:3/momentum"`` and ``"str:weight/momentum"``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import to_host
+from ..errors import DataError
+from ..optim import Optimizer
+from .arguments import Key
+
+_HEADER = "hpcdp/kvstore"
+States = dict[tuple[Key, str], np.ndarray]
+"""By key and name of the state, in the key's shape."""
+
+
+def _name(key: Key) -> str:
+    return f"{type(key).__name__}:{key}"
+
+
+def write_states(path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States) -> None:
+    """Write states and how often each key was updated, to a file that replaces ``path`` whole.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    header = {"version": 1, "optimizer": optimizer.config()["name"], "steps": {_name(key): steps[key] for key in steps}}
+    arrays = {f"{_name(key)}/{name}": to_host(array) for (key, name), array in states.items()}
+    torn = path.with_name(path.name + ".part")
+    try:
+        with open(torn, "wb") as file:
+            np.savez(file, **{_HEADER: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(torn, path)
+    except OSError as error:
+        torn.unlink(missing_ok=True)
+        raise DataError(
+            "save_optimizer_states", where=path, expected="a file that can be written", got=error
+        ) from error
+
+
+def read_states(
+    path: Path, optimizer: Optimizer, shapes: Mapping[Key, tuple[int, ...]]
+) -> tuple[dict[Key, int], States]:
+    """How often each key was updated, and its states.
+
+    Args:
+        shapes: of the store's keys.
+
+    Raises:
+        DataError: the file is missing, damaged, or of another optimizer, or other keys or shapes.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            header = json.loads(str(file[_HEADER][()]))
+            arrays = {name: file[name] for name in file.files if name != _HEADER}
+            updated = {str(name): int(count) for name, count in header["steps"].items()}
+            saved_by = header["optimizer"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
+        expected = "a file of save_optimizer_states"
+        raise DataError("load_optimizer_states", where=path, expected=expected, got=error) from error
+    mine = optimizer.config()["name"]
+    if saved_by != mine:
+        raise DataError("load_optimizer_states", where=path, expected=f"states of {mine}", got=f"states of {saved_by}")
+    keys = {_name(key): key for key in shapes}
+    strange = next((name for name in updated if name not in keys), None)
+    if strange is not None:
+        raise DataError("load_optimizer_states", where=path, expected="states of this store's keys", got=strange)
+    states: States = {}
+    for name in updated:
+        for each in optimizer.state_names():
+            array = arrays.pop(f"{name}/{each}", None)
+            if array is None or array.shape != tuple(shapes[keys[name]]):
+                got = "none" if array is None else f"shape {array.shape}"
+                where = f"{path}, {name}/{each}"
+                raise DataError("load_optimizer_states", where=where, expected=f"shape {shapes[keys[name]]}", got=got)
+            states[keys[name], each] = array
+    if arrays:
+        raise DataError("load_optimizer_states", where=path, expected="no other arrays", got=next(iter(arrays)))
+    return {keys[name]: count for name, count in updated.items()}, states

@@ -1,0 +1,312 @@
+"""What all stores have in common: the calls, their arguments, and values on their way.
+
+Pushes and pulls of one key take effect in the order of the calls; those of different keys in any, those of higher
+priority first. The calls are those of MXNet's KVStore.
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import Array, array_namespace, to_host
+from ..engine import Engine, Variable
+from ..errors import ConfigError, listed
+from ..optim import Optimizer
+from .arguments import Key, check_array, grouped, listed_keys, merged
+from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater
+
+T = TypeVar("T")
+
+
+@dataclass
+class Entry:
+    """One key."""
+
+    key: Key
+    number: int
+    """Keys are counted as they are made."""
+    stored: Array
+    """In the key's shape. Read and written by tasks of the engine alone."""
+    variable: Variable
+    """Written when a push has taken effect."""
+
+
+class Pulled:
+    """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
+
+    def __init__(self, wait_for: Callable[[Variable], None], variable: Variable, place: Array) -> None:
+        self._wait_for, self._variable, self._place = wait_for, variable, place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._place.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._place.dtype)
+
+    def wait(self) -> Array:
+        """The array, when it is there; what a push before it raised is raised here."""
+        self._wait_for(self._variable)
+        return self._place
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(to_host(self.wait()), dtype=dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.wait()[index]
+
+    def __repr__(self) -> str:
+        return f"Pulled({self.wait()!r})"
+
+
+class KVStore(abc.ABC):
+    """Values under keys; see `create`.
+
+    Keys are ints or strs, in one store all of one kind. A value is an array, or a list of arrays, one a device, which
+    is summed; several keys, as a list, take a list of values. Arrays that are pushed are copied at once, and may be
+    changed when the call returns.
+    """
+
+    def __init__(self, kind: str, engine: Engine, lane: str) -> None:
+        self.kind = kind
+        self._engine, self._lane = engine, lane
+        self._entries: dict[Key, Entry] = {}
+        self._updater: Updater = Replace()
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This worker's number."""
+
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """How many workers push."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait until all workers have come here, and this one's pushes have taken effect."""
+
+    @abc.abstractmethod
+    def _make(self, values: dict[Key, Array]) -> None:
+        """Make keys that are new."""
+
+    @abc.abstractmethod
+    def _push(self, entry: Entry, value: Array, priority: int) -> None:
+        """Let a push take effect; ``value`` is this store's to change."""
+
+    @abc.abstractmethod
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call."""
+
+    @abc.abstractmethod
+    def load_optimizer_states(self, path: str) -> None:
+        """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call."""
+
+    def init(self, key: Any, value: Any) -> None:
+        """Make one key or several, once each; every worker must call, in the same order. The first worker's value wins.
+
+        Raises:
+            ConfigError: a key is there already, or is an int where others are strs.
+            MismatchError: workers differ in the key, shape or dtype; on all of them.
+        """
+        self._make(self._agreed(lambda: self._new_keys(key, value)))
+
+    def _new_keys(self, key: Any, value: Any) -> dict[Key, Array]:
+        values: dict[Key, Array] = {}
+        kinds = {type(each) for each in self._entries}
+        for each, arrays in grouped("init", key, value).items():
+            kinds.add(type(each))
+            if each in self._entries:
+                raise ConfigError("init", where=f"key {each!r}", expected="a new key", got="one that was made before")
+            if len(kinds) > 1:
+                raise ConfigError(
+                    "init", where=f"key {each!r}", expected="keys that are all int or all str", got="both"
+                )
+            if len(arrays) != 1 or not hasattr(arrays[0], "dtype"):
+                raise ConfigError("init", where=f"key {each!r}", expected="one array", got=repr(arrays)[:80])
+            values[each] = arrays[0]
+        return values
+
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Add to the next value of one key or several; returns at once. In a ``dist`` store every worker must push.
+
+        With an updater it is applied to the stored value and the sum over all workers, else the sum is stored.
+
+        Args:
+            priority: keys of higher priority get the network first.
+
+        Raises:
+            ConfigError: there is no such key.
+            UnsupportedError: an array of another shape or dtype than the key's; no key is pushed then.
+        """
+        pushed = [(self._entry("push", each), arrays) for each, arrays in grouped("push", key, value).items()]
+        priority = _checked_priority("push", priority)
+        for entry, arrays in pushed:
+            for array in arrays:
+                check_array("push", entry.key, array, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
+        for entry, arrays in pushed:
+            self._push(entry, merged(arrays), priority)
+
+    def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
+        """The values of one key or several after this worker's last push of each.
+
+        Args:
+            out: where to: arrays, which are filled when this returns, since an array cannot wait when it is read; or
+                parameters of a network, which do, and so are filled later. For one key one of them or a list, for
+                several keys a list of those. None: new arrays.
+
+        Returns:
+            Without ``out``, and at once, a `Pulled` for one key, a list of them for several. Else None.
+        """
+        priority = _checked_priority("pull", priority)
+        if out is None:
+            entries = [self._entry("pull", each) for each in listed_keys("pull", key)]
+            pulled = [self._pull(entry, _like(entry.stored), priority) for entry in entries]
+            return pulled if isinstance(key, list | tuple) else pulled[0]
+        places = [(self._entry("pull", each), targets) for each, targets in grouped("pull", key, out).items()]
+        for entry, targets in places:
+            for target in targets:
+                check_array("pull", entry.key, target, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
+        waits = []
+        for entry, targets in places:
+            for target in targets:
+                on_its_way = self._pull(entry, getattr(target, "data", target) if _waits(target) else target, priority)
+                if _waits(target):
+                    target.data_hook = _hook(on_its_way)
+                else:
+                    waits.append(on_its_way)
+        for on_its_way in waits:
+            on_its_way.wait()
+        return None
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
+        self.push(key, value, priority)
+        self.pull(key, value if out is None else out, priority)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """`init`, then `pull` to ``out``."""
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, row_ids: Any = None, priority: int = 0) -> Any:
+        """Some rows of a value, all others zero.
+
+        Args:
+            key: one key, of a value of two or more dimensions.
+            out: as for `pull`, one array.
+            row_ids: integers of shape ``(count,)``, in any order, maybe repeated.
+
+        Raises:
+            ConfigError: rows that there are not.
+        """
+        entry = self._entry("row_sparse_pull", key)
+        rows = np.asarray([] if row_ids is None else row_ids)
+        num_rows = entry.stored.shape[0] if entry.stored.ndim else 0
+        if rows.ndim != 1 or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows)):
+            raise ConfigError(
+                "row_sparse_pull",
+                where="row_ids",
+                expected=f"integers from 0 to {num_rows - 1}",
+                got=repr(row_ids)[:80],
+            )
+        place = _like(entry.stored) if out is None else out
+        check_array("row_sparse_pull", entry.key, place, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
+        pulled = self._pull(
+            entry, place, _checked_priority("row_sparse_pull", priority), np.unique(rows).astype(np.int64)
+        )
+        if out is None:
+            return pulled
+        pulled.wait()
+        return None
+
+    def set_updater(self, updater: Function) -> None:
+        """From the next push on change stored values by ``updater(key, received, stored)``, in place.
+
+        It is called on a thread of the store's, with the sum of all pushes and the stored value in the key's shape; in
+        a ``dist`` store on one worker of every node, so it must compute the same everywhere.
+        """
+        if not callable(updater):
+            raise ConfigError("set_updater", expected="a function of key, received, stored", got=repr(updater))
+        self._updater = ByFunction(updater)
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """From the next push on change stored values by an update rule; every worker must call, with the same settings.
+
+        What was received stands for the gradient. A learning rate that is assigned counts from the next push on.
+        """
+        if not isinstance(optimizer, Optimizer):
+            expected = "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
+            raise ConfigError("set_optimizer", expected=expected, got=repr(optimizer))
+        self._updater = ByOptimizer(optimizer)
+
+    def wait(self) -> None:
+        """Until all pushes of this worker have taken effect; raises what one of them raised."""
+        for entry in self._entries.values():
+            self._wait_for(entry.variable)
+
+    def _wait_for(self, variable: Variable) -> None:
+        self._engine.wait_to_read(variable)
+
+    def _agreed(self, check: Callable[[], T]) -> T:
+        """What ``check()`` returns; what it raises on one worker is raised on all."""
+        return check()
+
+    def _entry(self, operation: str, key: object) -> Entry:
+        if isinstance(key, int | str) and key in self._entries:
+            return self._entries[key]
+        there = listed([repr(each) for each in self._entries]) if self._entries else "none yet"
+        raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys that init() has made: {there}")
+
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+        variable = self._engine.variable(f"pull of {entry.key!r}")
+
+        def copy() -> None:
+            if rows is None:
+                place[...] = entry.stored
+            else:
+                place[...] = 0
+                place[rows] = entry.stored[rows]
+
+        self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
+        return Pulled(self._wait_for, variable, place)
+
+    def _by_optimizer(self, operation: str) -> ByOptimizer:
+        if not isinstance(self._updater, ByOptimizer):
+            raise ConfigError(
+                operation, expected="a store with an optimizer", got="none", remedy="set_optimizer() first"
+            )
+        self.wait()
+        return self._updater
+
+
+def _like(x: Array) -> Array:
+    return array_namespace(x).empty(x.shape, dtype=x.dtype)
+
+
+def _waits(target: Any) -> bool:
+    """Whether what reads ``target.data`` can be made to wait."""
+    return hasattr(target, "data_hook")
+
+
+def _hook(pulled: Pulled) -> Any:
+    def wait(parameter: Any) -> None:
+        pulled.wait()
+        parameter.data_hook = None  # not before: whoever reads meanwhile waits, too
+
+    return wait
+
+
+def _checked_priority(operation: str, priority: object) -> int:
+    try:
+        return operator.index(priority)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(operation, where="priority", expected="an integer", got=repr(priority)) from None

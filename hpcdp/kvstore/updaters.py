@@ -1,0 +1,78 @@
+"""What becomes of a stored value when a sum of pushes arrives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..arrays import Array
+from ..optim import Optimizer
+from .arguments import Key
+
+Function = Callable[[Key, Array, Array], object]
+"""``updater(key, received, stored)``: changes ``stored`` in place; both have the key's shape."""
+
+
+class Updater(Protocol):
+    """Changes stored values by received ones."""
+
+    by_parts: bool
+    """Whether it treats each element by itself, so that the ranks of a node can share a value among them."""
+
+    def now(self) -> Updater:
+        """This one with the settings of this moment: the update follows later."""
+        ...
+
+    def update(self, key: Key, received: Array, stored: Array) -> None:
+        """Change ``stored`` in place, and ``received`` at will."""
+        ...
+
+
+@dataclass
+class Replace:
+    """Without an updater the stored value becomes the sum."""
+
+    by_parts = True
+
+    def now(self) -> Updater:
+        return self
+
+    def update(self, key: Key, received: Array, stored: Array) -> None:
+        stored[...] = received
+
+
+@dataclass
+class ByFunction:
+    """By a function of the user's."""
+
+    function: Function
+    by_parts = False
+
+    def now(self) -> Updater:
+        return self
+
+    def update(self, key: Key, received: Array, stored: Array) -> None:
+        self.function(key, received, stored)
+
+
+@dataclass
+class ByOptimizer:
+    """By an update rule, whose state is made when a key is first updated."""
+
+    optimizer: Optimizer
+    states: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    """Of each key's part that this rank updates, flat, by name."""
+    steps: dict[Key, int] = field(default_factory=dict)
+    by_parts = True
+
+    def now(self) -> Updater:
+        return ByOptimizer(copy.copy(self.optimizer), self.states, self.steps)
+
+    def update(self, key: Key, received: Array, stored: Array) -> None:
+        flat = stored.reshape(-1)
+        if key not in self.states:
+            self.states[key] = self.optimizer.init_state(flat)
+        self.steps[key] = self.steps.get(key, 0) + 1
+        self.optimizer.update(flat, received.reshape(-1), self.states[key], step=self.steps[key])

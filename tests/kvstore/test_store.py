@@ -1,0 +1,439 @@
+"""Stores of all kinds: the numbers of the documents, every form of arguments, and what is refused."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import standin
+
+import hpcdp
+from hpcdp import kvstore, nn, optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
+
+WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
+"""Ranks, and ranks per node."""
+SHAPE = (2, 3)
+
+
+def full(value, shape=SHAPE, dtype="f4"):
+    return np.full(shape, value, dtype)
+
+
+def on_one_worker(kind, fn):
+    """``fn(store)`` with a store of any kind that has one worker."""
+    if kvstore.KINDS[kind].scope == "process":
+        return fn(kvstore.create(kind))
+    return threads.run(1, lambda world: fn(kvstore.create(kind, world)))[0]
+
+
+@pytest.fixture(params=list(kvstore.KINDS))
+def kind(request):
+    return request.param
+
+
+def test_the_numbers_of_the_documents(kind):
+    def numbers(store):
+        out = np.zeros(SHAPE, "f4")
+        store.init(3, full(2))
+        store.pull(3, out=out)
+        assert (out == 2).all()
+        store.push(3, full(8))
+        store.pull(3, out=out)
+        assert (out == 8).all()
+        store.push(3, [full(1)] * 4)
+        store.pull(3, out=out)
+        assert (out == 4).all()
+
+        def update(key, received, stored):
+            assert key == 3 and received.shape == stored.shape == SHAPE
+            stored += 2 * received
+
+        store.set_updater(update)
+        store.push(3, full(1))
+        store.pull(3, out=out)
+        assert (out == 6).all()
+        assert (store.rank, store.num_workers, store.kind) == (0, 1, kind)
+
+    on_one_worker(kind, numbers)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+def test_ranks_push_and_a_server_of_rate_r_adds(ranks, per_node):
+    """Key starts at 1, each rank pushes ones * (rank + 1): after i rounds exactly 1 + i r n (n + 1) / 2."""
+
+    def one(world, dtype, shape, rate):
+        store = kvstore.create("dist_sync", world)
+        store.init("weight", full(1 if world.rank == 0 else 99, shape, dtype))
+        found = []
+        store.set_updater(_added if rate == 2 else _halved)
+        for _ in range(3):
+            store.push("weight", full(world.rank + 1, shape, dtype))
+            found.append(store.pull("weight"))
+        return [np.asarray(each) for each in found]
+
+    for dtype in ("f2", "f4", "f8"):
+        for shape in (SHAPE, (40, 30), (7,), ()):
+            for rate in (2, 0.5):
+                for found in threads.run(ranks, partial(one, dtype=dtype, shape=shape, rate=rate), per_node):
+                    for i, each in enumerate(found, 1):
+                        assert (each.dtype, each.shape) == (np.dtype(dtype), shape)
+                        assert (each == 1 + i * rate * ranks * (ranks + 1) / 2).all()
+
+
+def _added(key, received, stored):
+    stored += np.asarray(2, stored.dtype) * received
+
+
+def _halved(key, received, stored):
+    stored += np.asarray(0.5, stored.dtype) * received
+
+
+@pytest.mark.slow
+def test_large_values_too():
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init(0, full(1, (1200, 1200)))
+        store.set_updater(_added)
+        for _ in range(2):
+            store.push(0, full(world.rank + 1, (1200, 1200)))
+        return float(np.asarray(store.pull(0)).min()), float(np.asarray(store.pull(0)).max())
+
+    assert threads.run(3, one, ranks_per_node=2) == [(25.0, 25.0)] * 3
+
+
+def test_several_keys_repeated_ones_and_lists_for_devices(kind):
+    def forms(store):
+        store.init(["a", "b"], [full(0), full(0, (4,))])
+        store.push(["a", "b", "a"], [full(1), [full(2, (4,)), full(3, (4,))], full(5)])
+        assert (store.pull("a")[...] == 6).all() and (store.pull("b")[...] == 5).all()
+        first, second = np.zeros(SHAPE, "f4"), np.zeros(SHAPE, "f4")
+        other = np.zeros(4, "f4")
+        store.pull(["a", "b", "a"], out=[first, [other], second])
+        assert (first == 6).all() and (second == 6).all() and (other == 5).all()
+        assert [each.shape for each in store.pull(["b", "a"])] == [(4,), SHAPE]
+        values = [full(7), full(8)]
+        store.pushpull("a", values)
+        assert all((each == 15).all() for each in values)
+        out = np.zeros(SHAPE, "f4")
+        store.pushpull("a", full(3), out=out)
+        assert (out == 3).all()
+        store.broadcast("c", full(9), out=out)
+        assert (out == 9).all()
+
+    on_one_worker(kind, forms)
+
+
+def test_what_is_pushed_may_be_changed_at_once(kind):
+    def changes(store):
+        store.init(1, full(0))
+        value = full(5)
+        store.push(1, value)
+        value[...] = 77
+        initial = full(6)
+        store.init(2, initial)
+        initial[...] = 77
+        assert (store.pull(1)[...] == 5).all() and (store.pull(2)[...] == 6).all()
+
+    on_one_worker(kind, changes)
+
+
+def test_pushes_and_pulls_return_before_they_are_done_and_keep_their_order(kind):
+    def order(store):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def waits(key, received, stored):
+            begun.set()
+            assert go_on.wait(20)
+            stored += received
+
+        store.init(1, full(1))
+        store.set_updater(waits)
+        store.push(1, full(1))
+        earlier = store.pull(1)
+        store.push(1, full(1))
+        later = store.pull(1)
+        assert begun.wait(20)
+        go_on.set()
+        assert (np.asarray(later) == 3).all() and (earlier[...] == 2).all()
+        assert earlier.dtype == np.float32 and repr(earlier).startswith("Pulled(array(")
+
+    on_one_worker(kind, order)
+
+
+def test_parameters_wait_when_they_are_read(kind):
+    def pulled(store):
+        go_on = threading.Event()
+        layer = nn.Dense(3, 2)
+
+        def waits(key, received, stored):
+            assert go_on.wait(20)
+            stored[...] = received
+
+        store.init("w", full(0, (3, 2)))
+        store.set_updater(waits)
+        store.push("w", full(4, (3, 2)))
+        store.pull("w", out=layer.weight)
+        go_on.set()
+        assert (layer(np.ones((1, 3), "f4")).data == 12).all()
+        assert layer.weight.data_hook is None
+
+    on_one_worker(kind, pulled)
+
+
+def test_rows_that_repeat_in_any_order(kind):
+    def rows(store):
+        values = np.arange(12, dtype="f4").reshape(4, 3)
+        store.init("rows", values)
+        wanted = np.zeros((4, 3), "f4")
+        wanted[[1, 3]] = values[[1, 3]]
+        assert (store.row_sparse_pull("rows", row_ids=np.array([3, 1, 3, 3])).wait() == wanted).all()
+        out = np.full((4, 3), 5, "f4")
+        store.row_sparse_pull("rows", out=out, row_ids=[])
+        assert (out == 0).all()
+        for wrong in ([4], [-1], [0.5], [[1]]):
+            with pytest.raises(ConfigError, match=r"\[row_ids\]: expected integers from 0 to 3"):
+                store.row_sparse_pull("rows", row_ids=wrong)
+
+    on_one_worker(kind, rows)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+def test_an_optimizer_updates_as_one_process_with_the_sum_would(ranks, per_node):
+    rng = np.random.default_rng(3)
+    gradients = rng.standard_normal((4, ranks, 37, 5)).astype("f4")
+    start = rng.standard_normal((37, 5)).astype("f4")
+
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        rule = optim.Adam(lr=0.1)
+        store.init(["big", "small"], [start, start[0]])
+        store.set_optimizer(rule)
+        for step in range(4):
+            rule.lr = 0.1 / (step + 1)  # reaches the owners with the next push
+            store.push("big", gradients[step, world.rank], priority=-1)
+            store.push("small", gradients[step, world.rank, 0])
+        return store.pull("big").wait(), store.pull("small").wait()
+
+    wanted, state = start.reshape(-1).copy(), None
+    for step in range(4):
+        rule = optim.Adam(lr=0.1 / (step + 1))
+        state = state or rule.init_state(wanted)
+        rule.update(wanted, gradients[step].sum(axis=0).reshape(-1), state, step=step + 1)
+    everyone = threads.run(ranks, one, ranks_per_node=per_node)
+    for big, small in everyone:
+        np.testing.assert_allclose(big.reshape(-1), wanted, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(small, wanted[:5], rtol=2e-4, atol=2e-5)
+        assert big.tobytes() == everyone[0][0].tobytes()
+
+
+def test_a_batch_on_n_workers_is_one_machine_with_n_batches():
+    """dist_sync(b, n) equals one process at b n."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((3, 12, 6)).astype("f4"), rng.integers(0, 3, (3, 12))
+
+    def trained(store, first, last):
+        layer = nn.Dense(6, 3, weight_init=nn.init.Xavier(seed=1))
+        from hpcdp.autograd import record
+
+        params = {"w": layer.weight, "b": layer.bias}
+        store.set_optimizer(optim.SGD(lr=0.05, momentum=0.9))
+        store.init(list(params), [param.data for param in params.values()])
+        for step in range(3):
+            with record():
+                loss = nn.functional.softmax_cross_entropy(layer(x[step, first:last]), y[step, first:last])
+            loss.backward()
+            store.push(list(params), [param.grad for param in params.values()])
+            store.pull(list(params), out=list(params.values()))
+        return np.concatenate([param.data.reshape(-1) for param in params.values()])
+
+    alone = trained(kvstore.create("local"), 0, 12)
+    for ranks in (2, 3, 4):
+        count = 12 // ranks
+        for found in threads.run(
+            ranks, lambda w, c=count: trained(kvstore.create("dist", w), c * w.rank, c * (w.rank + 1)), ranks_per_node=2
+        ):
+            np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_may_push_keys_in_other_orders_and_with_other_priorities():
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        keys = list(range(7))
+        store.init(keys, [full(0, (key + 1, 9)) for key in keys])
+        order = np.random.default_rng(world.rank).permutation(keys)
+        for key in order.tolist():
+            store.push(key, full(world.rank + key, (key + 1, 9)), priority=(key * 7 + world.rank) % 5)
+        return [float(store.pull(key)[0, 0]) for key in keys]
+
+    for per_node in (None, 1, 2):
+        assert threads.run(4, one, ranks_per_node=per_node) == [[6.0 + 4 * key for key in range(7)]] * 4
+
+
+def test_stores_do_not_meet_each_other():
+    def one(world):
+        stores = [kvstore.create("dist_sync", world) for _ in range(3)]
+        for number, store in enumerate(stores):
+            store.init("key", full(number))
+        for number, store in enumerate(stores if world.rank % 2 else stores[::-1]):
+            store.push("key", full(number + 1 if world.rank % 2 else 3 - number))
+        return [float(store.pull("key")[0, 0]) for store in stores]
+
+    assert threads.run(3, one, ranks_per_node=1) == [[3.0, 6.0, 9.0]] * 3
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (2, None)), ((1, None), (4, 2)), ((2, 1), (3, 1))])
+def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path):
+    path = str(tmp_path / "states.npz")
+    gradient = np.random.default_rng(1).standard_normal((33, 7)).astype("f4")
+
+    def some(world, steps, load=False):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", full(1, (33, 7)) if not load else np.load(tmp_path / "w.npy"))
+        store.init("never", full(0))
+        store.set_optimizer(optim.Adam(lr=0.1))
+        if load:
+            store.load_optimizer_states(path)
+        for _ in range(steps):
+            store.push("w", gradient / world.size)
+        value = store.pull("w").wait()
+        store.save_optimizer_states(path)
+        if world.rank == 0:
+            np.save(tmp_path / "w.npy", value)
+        return value
+
+    wanted = threads.run(1, lambda world: some(world, 5))[0]
+    threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])
+    for found in threads.run(loaded[0], lambda world: some(world, 3, load=True), ranks_per_node=loaded[1]):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    local = kvstore.create("local")
+    local.init("w", full(1, (33, 7)))
+    local.set_optimizer(optim.Adam(lr=0.1))
+    local.load_optimizer_states(path)  # of any kind of store
+    local.save_optimizer_states(path)
+
+
+def test_an_updater_that_fails_is_told_to_every_rank_that_waits():
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", full(1))
+        store.set_updater(_fails)
+        store.push("w", full(1))
+        try:
+            store.pull("w").wait()
+        except ZeroDivisionError:
+            return "own"
+        except HpcdpError as error:
+            return str(error).split("\n")[0]
+
+    found = threads.run(3, one)
+    assert sorted(map(str, found)) == ["own"] + ["push [key 'w']: expected an update, got an error on rank 0"] * 2
+
+
+def _fails(key, received, stored):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda store: kvstore.create("dist-sync"), "expected one of local, device, dist_sync, dist, dist_device_sync"),
+        (lambda store: store.init("w", full(1)), r"init \[key 'w'\]: expected a new key, got one that was made before"),
+        (lambda store: store.init(3, full(1)), r"init \[key 3\]: expected keys that are all int or all str, got both"),
+        (lambda store: store.init(True, full(1)), r"init \[key\]: expected an int, a str or a list of them, got True"),
+        (lambda store: store.init("x", [full(1), full(2)]), r"init \[key 'x'\]: expected one array"),
+        (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got \[1.0\]"),
+        (
+            lambda store: store.push("x", full(1)),
+            r"push \[key 'x'\]: expected one of the keys that init\(\) has made: 'w'",
+        ),
+        (
+            lambda store: store.push(["w", "w"], [full(1)]),
+            r"push \[value\]: expected a list of 2, one for each key, got 1",
+        ),
+        (
+            lambda store: store.push(["w"], full(1)),
+            r"push \[value\]: expected a list of 1, one for each key, got ndarray",
+        ),
+        (lambda store: store.push("w", full(1), priority=0.5), r"push \[priority\]: expected an integer, got 0.5"),
+        (lambda store: store.set_updater(3), "set_updater: expected a function of key, received, stored, got 3"),
+        (lambda store: store.set_optimizer("sgd"), "set_optimizer: expected an optimizer, e.g"),
+        (lambda store: store.save_optimizer_states("x"), "expected a store with an optimizer, got none"),
+    ],
+)
+def test_what_is_refused(kind, make, said):
+    def refused(store):
+        store.init("w", full(1))
+        with pytest.raises(ConfigError, match=said):
+            make(store)
+
+    on_one_worker(kind, refused)
+
+
+@pytest.mark.parametrize("wrong", [full(1, (3, 2)), full(1, dtype="f8"), 1.0])
+def test_arrays_that_do_not_fit_are_refused_before_anything_is_pushed(kind, wrong):
+    def refused(store):
+        store.init(["w", "v"], [full(1), full(1)])
+        with pytest.raises(UnsupportedError, match=r"push \[key 'v'\]: expected an array of \(2, 3\) float32, got "):
+            store.push(["w", "v"], [full(5), [full(1), wrong]])
+        assert (store.pull("w")[...] == 1).all()
+        if hasattr(wrong, "dtype"):
+            with pytest.raises(UnsupportedError, match=r"pull \[key 'w'\]: expected an array of \(2, 3\) float32"):
+                store.pull("w", out=wrong)
+
+    on_one_worker(kind, refused)
+
+
+def test_ranks_that_differ_are_told():
+    def keys(world):
+        kvstore.create("dist_sync", world).init("w", full(1, (2, 3 + world.rank // 2)))
+
+    def twice(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", full(1))
+        store.init("w" if world.rank else "v", full(1))
+
+    def rules(world):
+        kvstore.create("dist_sync", world).set_optimizer(optim.SGD(lr=0.1 * (1 + world.rank)))
+
+    def functions(world):
+        kvstore.create("dist_sync", world).set_updater(_added if world.rank else _halved)
+
+    for fn, kind_of, said in (
+        (
+            keys,
+            MismatchError,
+            r"expected key 'w' \(2, 3\) float32 as on rank 0, got key 'w' \(2, 4\) float32 on rank 2",
+        ),
+        (twice, ConfigError, "expected a new key, got one that was made before"),
+        (rules, MismatchError, "set_optimizer"),
+        (functions, MismatchError, "_halved as on rank 0, got .*_added on rank"),
+    ):
+        with pytest.raises(kind_of, match=said):
+            threads.run(3, fn)
+
+
+def test_arrays_on_a_device():
+    store = kvstore.create("device")
+    store.init(1, standin.asarray(full(1)))
+    store.push(1, [standin.asarray(full(2)), standin.asarray(full(3))])
+    out = standin.asarray(full(0))
+    store.pull(1, out=out)
+    assert (out.to_host() == 5).all()
+    with pytest.raises(UnsupportedError, match="expected a NumPy array, got one on a device"):
+        threads.run(2, lambda world: kvstore.create("dist_sync", world).init(1, standin.asarray(full(1))))
+
+
+@pytest.mark.mpi
+def test_on_real_ranks():
+    store = kvstore.create("dist_sync")
+    world = hpcdp.init()
+    store.init(["a", "b"], [full(1 + world.rank), full(0, (300, 70))])
+    store.set_updater(_added)
+    for _ in range(3):
+        store.push(["a", "b"], [[full(world.rank + 1), full(1)], full(world.rank + 1, (300, 70))])
+    total = world.size * (world.size + 1) / 2
+    assert (store.pull("a")[...] == 1 + 6 * (total + world.size)).all()
+    assert (store.pull("b")[...] == 6 * total).all()
+    store.barrier()
