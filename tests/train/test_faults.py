@@ -177,10 +177,10 @@ def test_a_rank_that_stays_stopped_is_named_and_the_job_aborted(per_node, overla
 
 @pytest.mark.parametrize(("ranks", "per_node", "overlap"), [(2, None, False), (3, 1, True), (4, 2, False)])
 def test_a_rank_in_an_endless_loop_is_named_and_shows_where_it_is(ranks, per_node, overlap, tmp_path):
-    with Job(tmp_path, "loops", ranks, per_node, limits=(0.5, 2), overlap=overlap, owner="rank") as job:
+    with Job(tmp_path, "loops", ranks, per_node, limits=(1, 4), overlap=overlap, owner="rank") as job:
         since = job.fault()
-        assert job.ends(2 + 10, since) not in (0, None)
-        missing = rf" of {ranks}: .* has not ended in 0\.5 s: rank 1 \(host .*, pid {job.pid(1)}\) has not come"
+        assert job.ends(4 + 10, since) not in (0, None)
+        missing = rf" of {ranks}: .* has not ended in 1 s: rank 1 \(host .*, pid {job.pid(1)}\) has not come"
         assert {int(rank) for rank in re.findall(rf"rank (\d){missing}", job.said)} == set(range(ranks)) - {1}
         assert "in loops_for_ever" in job.said
         if per_node is not None:
@@ -190,9 +190,9 @@ def test_a_rank_in_an_endless_loop_is_named_and_shows_where_it_is(ranks, per_nod
 @pytest.mark.parametrize(("per_node", "matter"), [(None, "has not come"), (1, "does not answer")])
 def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, matter, tmp_path):
     """It waits in MPI_Finalize, and is asked for its stack there."""
-    with Job(tmp_path, "ends_early", 2, per_node, limits=(0.5, 2)) as job:
-        assert job.ends(2 + 10, since=job.fault()) not in (0, None)
-        for limit in ("0.5", "2"):
+    with Job(tmp_path, "ends_early", 2, per_node, limits=(1.5, 5)) as job:
+        assert job.ends(5 + 10, since=job.fault()) not in (0, None)
+        for limit in ("1.5", "5"):
             said = rf"rank 0 of 2: allreduce of 4 float64 has not ended in {limit} s: rank 1 \(host .*\) {matter}\n"
             assert len(re.findall(said, job.said)) == 1, job.said
         assert "the job ends now" in job.said
@@ -202,7 +202,7 @@ def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, matte
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, 2)])
 def test_a_job_in_which_a_rank_comes_late_ends_well(ranks, per_node, tmp_path):
-    with Job(tmp_path, "comes_late", ranks, per_node, limits=(0.5, 40)) as job:
+    with Job(tmp_path, "comes_late", ranks, per_node, limits=(1, 40)) as job:
         assert job.results() == [[1.0] * 4] * ranks
         assert job.said.count(f"rank 0 of {ranks}: allreduce of 4 float64 has not ended") == 2
         assert "in dawdles" in job.said
