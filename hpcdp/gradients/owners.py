@@ -172,9 +172,11 @@ class _Flat:
 
     def _update_later(self, step: int, scale: float) -> None:
         """Update every bucket as soon as it is reduced, with the rules' settings of this moment."""
+        beside = self.reducer.beside
+        assert beside is not None
         for bucket in reversed(self.reducer.buckets):
             pieces = [each._replace(rule=copy.copy(each.rule)) for each in self._pieces[bucket.number]]
-            self.reducer.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
+            beside.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
 class EveryRank(_Flat):

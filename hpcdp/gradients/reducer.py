@@ -22,22 +22,20 @@ from functools import partial
 
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host
-from ..collectives.progress import Progress, Steps, Together, Until
+from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
-from ..comm.shared import Milestones, NodeMemory, PrivateMemory
+from ..comm.shared import NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
 from ..errors import ConfigError, StaleGradientError
-from ..trace import Trace
+from .beside import Beside
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
 from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
-from .lane import UPDATE, Lane, Turn
+from .lane import Lane
 from .rail import Rail
 from .virtual_shards import VirtualShards
-
-_FILLED, _UPDATED, _PHASES = 1, 2, 2  # what is posted for each bucket in each step
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
@@ -97,16 +95,15 @@ class Reducer:
         """Whether reductions are launched while backward runs."""
         self.updates_later = self.overlap and all(hasattr(param, "data_hook") for param in params)
         """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
-        self._progress = Progress.of(world)
-        self._trace: Trace | None = world.kept.get(Trace)
-        self.gate = WatchedGate(self.memory, self._progress.watchdog)
-        self._lane = Lane.of(world) if self.overlap else None
+        self._watchdog = Progress.of(world).watchdog
+        self.gate = WatchedGate(self.memory, self._watchdog)
+        lane = Lane.of(world) if self.overlap else None
         self._namespace = array_namespace(*(param.data for param in params))
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
         self._share_communicators(rail, everyone)
-        self.closing = ClosingExchange(world, everyone, self.gate, self._lane, self._signature)
+        self.closing = ClosingExchange(world, everyone, self.gate, lane, self._signature)
         if len(layout.counts) > CLOSING_OPERATION:
             expected = f"at most {CLOSING_OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
@@ -128,17 +125,11 @@ class Reducer:
         self._overwriting: dict[str, str] | None = None
         self._held = self.virtual_shards is not None and not self.virtual_shards.is_last
         """Whether backward launches nothing: another one follows in this step."""
-        self._cycle = 0
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
-        self.times: list[BucketTimes] = []
-        """When the buckets of the last step that is over were ready, launched and done; empty without overlap."""
-        self.waited_s = 0.0
-        """Seconds that forward has waited for updates of parameters."""
-        self._updating: dict[int, int] = {}
-        if self._lane is not None:
-            self._milestones = Milestones(self.memory, len(self.buckets))
+        self.beside = None if lane is None else Beside(world, self.memory, self.buckets, self.params, lane)
+        """What runs beside computation; None without overlap."""
+        if self.beside is not None:
             world.endings.append(weakly(self.settle))  # a rank that left earlier would leave others waiting
-            self._variables = [self._lane.engine.variable(f"bucket {each.number}") for each in self.buckets]
 
     def _duplicate(self, comm: Communicator | None) -> Communicator | None:
         """One for all reducers of a world: MPICH has 2048 of them."""
@@ -209,8 +200,8 @@ class Reducer:
         if not self.num_missing:
             return
         for bucket in self.buckets:
-            if bucket.missing:
-                self._settle(bucket)
+            if bucket.missing and self.beside is not None:
+                self.beside.settle(bucket)
             for slot in bucket.slots:
                 if slot.name in bucket.missing:
                     bucket.view(slot)[...] = 0
@@ -219,11 +210,10 @@ class Reducer:
 
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
-        if self.overlap and not self._updating:
-            self._note_times()
+        if self.beside is not None:
+            self.beside.begin_step()
         self._await_all()
         self.holds_sums = False
-        self._cycle += 1
         if self.virtual_shards is not None:
             self.virtual_shards.begin()
             self._held = not self.virtual_shards.is_last
@@ -275,21 +265,10 @@ class Reducer:
             self._overwriting = None
 
     def _launch(self, bucket: Bucket) -> None:
-        assert self._lane is not None
-        number, name = bucket.number, f"bucket {bucket.number}"
-        bucket.state = State.LAUNCHED
-        bucket.launched_ns = time.perf_counter_ns()
+        assert self.beside is not None
         if self.virtual_shards is not None:
             self.virtual_shards.take(bucket)
-        filled = _PHASES * self._cycle + _FILLED  # now: when the machine begins, this rank may be a step further
-        self._milestones.post(filled, number)
-
-        def reduction(turn: Turn) -> Steps:
-            if self.memory.size > 1:
-                yield [Until(lambda: self._milestones.reached(filled, number))]
-            yield from self._reduction(bucket, turn)
-
-        self._lane.launch(reduction, [self._variables[number]], number, name)
+        self.beside.launch(bucket, partial(self._reduction, bucket))
 
     def launch_rest(self) -> None:
         """Launch what backward has not: buckets with gradients that it does not write, which count as zero.
@@ -330,98 +309,30 @@ class Reducer:
 
         Every rank must call. Without overlap, all must have left backward.
         """
-        watchdog = self._progress.watchdog
-        if self._lane is not None:
+        if self.beside is not None:
             for bucket in reversed(self.buckets):
-                behind = partial(self._behind, bucket, _PHASES * self._cycle + _FILLED)
-                with watchdog.watching("reduction", bucket.described, behind):
-                    self._lane.wait(self._variables[bucket.number])
+                self.beside.wait(bucket)
         elif self.on_one_node and self.virtual_shards is None:
             for bucket in self.buckets:
                 self.sum_shard(bucket)
                 bucket.state = State.REDUCED
         else:
-            with watchdog.watching("reduction", self._unreduced):
+            with self._watchdog.watching("reduction", self._unreduced):
                 Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
 
     def _unreduced(self) -> str:
         first, *others = [bucket for bucket in self.buckets if bucket.state is not State.REDUCED] or self.buckets
         return first.described() + (f" and {len(others)} more" if others else "")
 
-    def _behind(self, bucket: Bucket, *milestones: int) -> list[int]:
-        """The local ranks that have not reached the first of ``milestones`` that is not reached by all."""
-        found = (self._milestones.behind(number, bucket.number) for number in milestones if self.memory.size > 1)
-        return next(filter(None, found), [])
-
-    def update_later(self, bucket: Bucket, update: Callable[[], None]) -> None:
-        """Call ``update()``, which updates the parameters that this rank owns, as soon as the bucket is reduced.
-
-        It runs on the update lane. Whoever reads ``data`` of one of the bucket's parameters waits until all owners of
-        the node have updated theirs.
-        """
-        assert self._lane is not None
-        number, updated = bucket.number, _PHASES * self._cycle + _UPDATED
-
-        def run() -> None:
-            update()
-            self._milestones.post(updated, number)
-
-        var = self._variables[number]
-        self._lane.engine.push(run, [var], [var], UPDATE, number, f"update of bucket {number}")
-        self._updating[number] = updated
-        self._hook(bucket, self._before_use)
-
-    def _hook(self, bucket: Bucket, hook: Callable[[Parameter], None] | None) -> None:
-        for slot in bucket.slots:
-            self.params[slot.name].data_hook = hook  # type: ignore[attr-defined]
-
-    def _before_use(self, param: Parameter) -> None:
-        self._settle(self._bucket_of[param.name])
-
-    def _settle(self, bucket: Bucket) -> None:
-        """Wait for the update of a bucket, if one is under way."""
-        updated = self._updating.get(bucket.number)
-        if updated is None or self._lane is None:
-            return
-        begin = time.perf_counter_ns()
-        behind = partial(self._behind, bucket, updated - _UPDATED + _FILLED, updated)
-        with self._progress.watchdog.watching("update", bucket.described, behind):
-            self._lane.wait(self._variables[bucket.number])
-            self._milestones.wait(updated, bucket.number)
-        self._hook(bucket, None)  # not before: whoever reads meanwhile waits, too, and an error stays one
-        self._updating.pop(bucket.number, None)
-        bucket.state = State.FILLING
-        end = time.perf_counter_ns()
-        self.waited_s += (end - begin) / 1e9
-        if self._trace is not None:
-            self._trace.slice(f"wait for bucket {bucket.number}", "main", begin, end)
-        if not self._updating:
-            self._note_times()
+    @property
+    def times(self) -> list[BucketTimes]:
+        """When the buckets of the last step that is over were ready, launched and done; empty without overlap."""
+        return [] if self.beside is None else self.beside.times
 
     def settle(self) -> None:
         """Wait for all updates under way."""
-        for bucket in reversed(self.buckets):
-            self._settle(bucket)
-
-    def _note_times(self) -> None:
-        self.times = [
-            BucketTimes(each.number, each.mine.nbytes, each.ready_ns, each.launched_ns, each.done_ns)
-            for each in self.buckets
-        ]
-        if self._trace is not None:
-            for each in self.times:
-                ready = f"bucket {each.number} ready"
-                self._trace.slice(ready, "main", each.ready_ns, each.ready_ns, nbytes=each.nbytes)
-
-    def busy_s(self) -> float:
-        """Seconds of the last step that is over in which the reduction of some bucket was under way."""
-        if not self.times:
-            return 0.0
-        total = end = 0
-        for begin, done in sorted((each.launched_ns, each.done_ns) for each in self.times):
-            total += max(0, done - max(begin, end))
-            end = max(end, done)
-        return total / 1e9
+        if self.beside is not None:
+            self.beside.settle_all()
 
     def shards(self) -> Iterator[tuple[Bucket, Array]]:
         """Every bucket and this rank's shard of it, a view of shape ``(n,)``."""

@@ -384,11 +384,14 @@ class Trainer:
             self._reproducible.begin(self.step_count + 1)
 
     def _account(self, began: float) -> None:
-        spent = time.perf_counter() - began + self.reducer.waited_s
-        self.reducer.waited_s = 0.0
+        spent, busy_s, beside = time.perf_counter() - began, 0.0, self.reducer.beside
+        if beside is not None:
+            spent += beside.waited_s
+            beside.waited_s = 0.0
+            busy_s = beside.busy_s()
         self.stats.steps += 1
         self.stats.exposed_s += spent
-        self.stats.total_s += max(spent, self.reducer.busy_s())
+        self.stats.total_s += max(spent, busy_s)
 
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.
