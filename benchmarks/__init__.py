@@ -13,7 +13,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `reproducible` is what the same bits on any number of ranks cost.
 - `engine` times a push to the dependency engine.
 - `train_lenet` trains LeNet here and in PyTorch; `startup` times the import and the launch.
-- `run` is the suite; `report` turns what it measured into ``benchmarks/RESULTS.md``.
+- `run` is the suite; `verdicts` holds what it measured against the targets, `report` writes ``benchmarks/RESULTS.md``.
 - `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `files`
   writes what they report, `program` ends them.
 

@@ -42,8 +42,8 @@ from .measure import (
 )
 from .options import at_least
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
-from .report import allreduce_rounds, best_peer_ratio, median_by_size
 from .run import Suite
+from .verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 
 OURS = ("hpcdp buckets", "hpcdp any array")
 

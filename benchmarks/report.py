@@ -1,171 +1,26 @@
-"""RESULTS.md from what the jobs reported: every target, what was measured, met or missed."""
+"""RESULTS.md from what the jobs reported: the targets and their verdicts, then the tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from .measure import format_size
-
-_KB, _MB = 1 << 10, 1 << 20
-_OURS = ("hpcdp buckets", "hpcdp any array")
-_OWNERS = "owners of shards"
-
-
-@dataclass
-class Verdict:
-    """One target and what became of it; ``measured`` is None where nothing could be measured."""
-
-    target: str
-    what: str
-    wanted: str
-    measured: str | None
-    met: bool
-
-
-Row = dict[str, Any]
-Pick = Callable[[Row], float | None]
-
-
-def median_by_size(reports: Iterable[dict[str, Any]], pick: Pick) -> dict[int, float]:
-    """The median over rounds of ``pick(row)`` for every message size; rows where it is None are left out."""
-    found: dict[int, list[float]] = {}
-    for report in reports:
-        for row in report["rows"]:
-            value = pick(row)
-            if value is not None:
-                found.setdefault(row["nbytes"], []).append(value)
-    return {nbytes: float(np.median(values)) for nbytes, values in sorted(found.items())}
-
-
-def with_peer(results: dict[str, Any], kind: str, add: Callable[[dict[str, Any]], dict[str, float]]) -> list[Any]:
-    """The rounds of ``kind``, each row's ``median_us`` joined by what ``add`` takes from the same round's MPICH row."""
-    rounds = []
-    for number, report in enumerate(results.get(kind, [])):
-        others = results.get(f"{kind} MPICH", [])
-        rows = others[number]["rows"] if number < len(others) else []
-        extra = {row["nbytes"]: add(row) for row in rows}
-        joined = [{**row, "median_us": {**row["median_us"], **extra.get(row["nbytes"], {})}} for row in report["rows"]]
-        rounds.append({**report, "rows": joined})
-    return rounds
-
-
-def peer_names(rounds: list[dict[str, Any]], own: Iterable[str]) -> list[str]:
-    """Everything in the rounds' tables that is neither ours nor a bare pattern."""
-    names: dict[str, None] = {}
-    for report in rounds:
-        for row in report["rows"]:
-            names |= dict.fromkeys(row["median_us"])
-    return [name for name in names if name not in own]
-
-
-def best_peer_ratio(rounds: list[dict[str, Any]], ours: str, peers: list[str]) -> dict[int, tuple[float, str]]:
-    """For every size the smallest of the peers' median ratios to ``ours``, over rounds, and whose it is."""
-    best: dict[int, tuple[float, str]] = {}
-    for peer in peers:
-        for nbytes, ratio in median_by_size(rounds, _ratio(peer, ours)).items():
-            best[nbytes] = min(best.get(nbytes, (np.inf, "")), (ratio, peer))
-    return best
-
-
-def _median(name: str) -> Pick:
-    return lambda row: row["median_us"].get(name)
-
-
-def _share(name: str) -> Pick:
-    return lambda row: row["floor_share"][name]
-
-
-def _ratio(peer: str, ours: str) -> Pick:
-    return lambda row: row["median_us"][peer] / row["median_us"][ours] if peer in row["median_us"] else None
-
-
-def _worst(target: str, what: str, wanted: float, by_size: dict[int, float], unit: str = "x") -> Verdict:
-    """A target that must hold at every size: the smallest value decides."""
-    percent = unit == "%"
-    shown = f"at least {100 * wanted:.0f}%" if percent else f"at least {wanted:g}{unit}"
-    if not by_size:
-        return Verdict(target, what, shown, None, False)
-    nbytes = min(by_size, key=by_size.__getitem__)
-    value = f"{100 * by_size[nbytes]:.0f}%" if percent else f"{by_size[nbytes]:.2f}{unit}"
-    held = sum(each >= wanted for each in by_size.values())
-    measured = f"{value} at worst ({format_size(nbytes)}); holds at {held} of {len(by_size)} sizes"
-    return Verdict(target, what, shown, measured, held == len(by_size))
-
-
-def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int, Any]:
-    return {nbytes: value for nbytes, value in values.items() if low <= nbytes <= high}
-
-
-def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1 to S7 and S11 from the results of the suite."""
-    collectives = [
-        *_allreduce(results),
-        *_updates(results),
-        *_fabrics(results),
-        *_overlaps(results),
-        *_torch_models(results),
-    ]
-    return [*collectives, *_lenet(results), *_scaling(results), *_kernels(results), *_startup(results)]
-
-
-def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rounds of the allreduce comparison with MPICH joined, and the peers' names."""
-    rounds = with_peer(results, "allreduce", lambda row: {"MPICH": row["median"]})
-    peers = [name for name in peer_names(rounds, _OURS) if name in ("MPI", "MPI in place", "gloo", "MPICH")]
-    return rounds, peers
-
-
-def _allreduce(results: dict[str, Any]) -> list[Verdict]:
-    rounds, peers = allreduce_rounds(results)
-    found = []
-    for ours in _OURS:
-        share = median_by_size(rounds, _share(ours))
-        ratios = {nbytes: each[0] for nbytes, each in best_peer_ratio(rounds, ours, peers).items()}
-        name = f"allreduce, {ours.removeprefix('hpcdp ')}"
-        found.append(_worst("S1", f"{name}: share of the floor above 64 KB", 0.85, _between(share, 64 * _KB + 1), "%"))
-        found.append(_worst("S1", f"{name}: best peer, 1 to 16 MB", 1.3, _between(ratios, _MB, 16 * _MB)))
-        found.append(_worst("S1", f"{name}: best peer, from 64 MB", 4, _between(ratios, 64 * _MB)))
-    staged = _between(median_by_size(rounds, lambda row: row["staged_share"]), 64 * _KB + 1)
-    what = "allreduce, any array: share of the bare exchange of private arrays above 64 KB"
-    found.append(_worst("S1", what, 0.85, staged, "%"))
-    slower = _between(median_by_size(rounds, _microseconds_behind_mpi), 0, 64 * _KB)
-    worst = max(slower, key=slower.__getitem__) if slower else 0
-    measured = f"{slower[worst]:+.1f} us at worst ({format_size(worst)})" if slower else None
-    what = "allreduce, any array: up to 64 KB, behind the MPI library"
-    found.append(Verdict("S1", what, "at most 1 us", measured, bool(slower) and slower[worst] <= 1))
-    return found
-
-
-def _microseconds_behind_mpi(row: dict[str, Any]) -> float | None:
-    mpi = [us for name, us in row["median_us"].items() if name in ("MPI", "MPI in place")]
-    return row["median_us"][_OURS[1]] - min(mpi) if mpi else None
-
-
-def _updates(results: dict[str, Any]) -> list[Verdict]:
-    rounds = update_rounds(results)
-    ratios = best_peer_ratio(rounds, _OWNERS, peer_names(rounds, (_OWNERS, "every rank")))
-    by_size = {nbytes: each[0] for nbytes, each in _between(ratios, _MB).items()}
-    return [_worst("S1", "reduce and update by owners: best peer's allreduce and update, from 1 MB", 3, by_size)]
-
-
-def update_rounds(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rounds of reduce and update, with MPICH joined."""
-    return with_peer(results, "updates", lambda row: {"MPICH, fused SGD": row["median_us"]["MPI, fused SGD"]})
-
-
-def _fabrics(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for fabric in [each for report in results.get("fabric", []) for each in report["fabrics"]]:
-        where = f"allreduce over {fabric['hosts']} hosts x {fabric['ranks_per_node']} ranks, links of {fabric['rate']}"
-        share = {row["nbytes"]: row["bound_share"]["auto"] for row in fabric["rows"]}
-        found.append(_worst("S2", f"{where}: share of the link's rate from 4 MB", 0.95, _between(share, 4 * _MB), "%"))
-        ratio = {row["nbytes"]: row["mpi_ratio"]["auto"] for row in fabric["rows"]}
-        found.append(_worst("S2", f"{where}: {fabric['library']}'s own, at any size", 1, ratio))
-    return found
+from .verdicts import (
+    allreduce_rounds,
+    kernel_names,
+    median,
+    median_by_size,
+    of_kernel,
+    overlapped_places,
+    peer_names,
+    torch_places,
+    update_rounds,
+    verdicts,
+    where,
+)
 
 
 def _fabric_table(fabric: dict[str, Any]) -> str:
@@ -187,25 +42,6 @@ def _fabric_table(fabric: dict[str, Any]) -> str:
     return text + _table(["size", "bound", *names], rows)
 
 
-def _overlapped_places(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [place for report in results.get("overlap", []) for place in report["places"]]
-
-
-def _overlaps(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for place in _overlapped_places(results):
-        for row in place["rows"]:
-            what = f"{row['model']}, {_where(place)}: a step against its critical path"
-            measured = f"{row['ratio'][row['default']]:.2f}x ({row['exposed_ms'][row['default']]:.1f} ms exposed)"
-            found.append(Verdict("S3", what, "at most 1.05x", measured, row["ratio"][row["default"]] <= 1.05))
-    return found
-
-
-def _where(place: dict[str, Any]) -> str:
-    ranks = f"{place['ranks_per_node']} rank" + ("s" if place["ranks_per_node"] > 1 else "")
-    return f"{ranks} on one node" if place["hosts"] == 1 else f"{place['hosts']} hosts x {ranks}, {place['rate']}"
-
-
 def _overlap_table(places: list[dict[str, Any]]) -> str:
     """Every place and model: the step in each manner, computation alone, the critical path."""
     text = "## Overlap\n\nMilliseconds a step; in brackets the communication that was exposed. Reductions are those of "
@@ -217,38 +53,9 @@ def _overlap_table(places: list[dict[str, Any]]) -> str:
             cells = [f"{row['step_ms'][name]:.1f} ({ms:.1f})" for name, ms in row["exposed_ms"].items()]
             cells += [f"{row[key]:.1f}" for key in ("compute_ms", "reductions_ms", "critical_path_ms")]
             cells.append(f"{max(row['beside_ms'].values()):.1f}")
-            rows.append([f"{row['model']}, {_where(place)}", *cells])
+            rows.append([f"{row['model']}, {where(place)}", *cells])
     names = list(places[0]["rows"][0]["exposed_ms"])
     return text + _table(["", *names, "computation", "reductions", "critical path", "processor time beside"], rows)
-
-
-_TORCH_OURS = ("hpcdp, every rank", "hpcdp, shards")
-_OVER_DDP = {"wide": {16: 1.6, 64: 1.3}}
-"""By model and batch: how much faster than DDP it is to be; elsewhere it is not to be slower."""
-
-
-def _torch_places(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [place for report in results.get("torch", []) for place in report["places"]]
-
-
-def _torch_models(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for place in _torch_places(results):
-        for row in place["rows"]:
-            what = f"{row['model']}, batch {row['batch']}, {_where(place)}"
-            best = max(_TORCH_OURS, key=lambda name: row["share"][name])
-            least = _OVER_DDP.get(row["key"], {}).get(row["batch"], 1.0) if place["hosts"] == 1 else 1.0
-            times = f"{row['ratio'][_TORCH_OURS[0]]:.2f}x, by shards {row['ratio'][_TORCH_OURS[1]]:.2f}x"
-            met = row["ratio"][_TORCH_OURS[0]] >= least
-            found.append(Verdict("S4", f"{what}: against DDP over gloo", f"at least {least:g}x", times, met))
-            if place["hosts"] > 1:  # a slow link has no such rate
-                continue
-            shares = " and ".join(f"{row['share'][name]:.0%}" for name in _TORCH_OURS)
-            shares += f" (steps that wait for the longer one: {row['unequal']:.0%})"
-            met = row["share"][best] >= 0.95
-            found.append(Verdict("S4", f"{what}: of no communication, by every rank and by shards", "at least 95%",
-                                 shares, met))  # fmt: skip
-    return found
 
 
 def _torch_table(places: list[dict[str, Any]]) -> str:
@@ -256,62 +63,11 @@ def _torch_table(places: list[dict[str, Any]]) -> str:
     names = list(places[0]["rows"][0]["step_ms"])
     text = "## PyTorch models\n\nMilliseconds a step, of the slowest rank.\n\n"
     rows = [
-        [f"{row['model']}, batch {row['batch']}, {_where(place)}", *(f"{row['step_ms'][name]:.1f}" for name in names)]
+        [f"{row['model']}, batch {row['batch']}, {where(place)}", *(f"{row['step_ms'][name]:.1f}" for name in names)]
         for place in places
         for row in place["rows"]
     ]
     return text + _table(["", *names], rows)
-
-
-def _lenet(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for batch in sorted({report["batch"] for report in results.get("lenet", [])}):
-        ratios = [each["ratio"] for each in results["lenet"] if each["batch"] == batch and each["ratio"] is not None]
-        rates = [each["samples_s"]["hpcdp"] for each in results["lenet"] if each["batch"] == batch]
-        what = f"LeNet on one core, batch {batch}, against PyTorch ({np.median(rates):.0f} samples/s here)"
-        measured = f"{np.median(ratios):.2f}x" if ratios else None
-        found.append(Verdict("S5", what, "at least 1x", measured, bool(ratios) and np.median(ratios) >= 1))
-    return found
-
-
-def efficiency(reports: list[dict[str, Any]], batch: int) -> float | None:
-    """Samples/s on 2 ranks over twice those on 1: the median over rounds; None without both."""
-    rates = {n: [r["samples_s"] for r in reports if r["batch"] == batch and r["ranks"] == n] for n in (1, 2)}
-    pairs = min(len(rates[1]), len(rates[2]))
-    if pairs == 0:
-        return None
-    return float(np.median([two / (2 * one) for one, two in zip(rates[1][:pairs], rates[2][:pairs], strict=True)]))
-
-
-def _scaling(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    reports = results.get("scaling", [])
-    for batch in sorted({report["batch"] for report in reports}):
-        ours, ddp = efficiency(reports, batch), efficiency(results.get("scaling DDP", []), batch)
-        what = f"LeNet, 1 to 2 ranks, batch {batch} a rank" + (f" (DDP over gloo: {ddp:.2f})" if ddp else "")
-        unequal = [r["unequal"] for r in reports if r["batch"] == batch and r["unequal"] is not None]
-        limit = f" (steps that wait for the longer one: {np.median(unequal):.2f})" if unequal else ""
-        measured = None if ours is None else f"{ours:.2f}{limit}"
-        found.append(Verdict("S6", what, "at least 0.95", measured, ours is not None and ours >= 0.95))
-    return found
-
-
-def kernel_names(results: dict[str, Any]) -> list[str]:
-    """The kernels that were measured, in the benchmark's order."""
-    return list(dict.fromkeys(row["kernel"] for report in results.get("kernels", []) for row in report["rows"]))
-
-
-def _of_kernel(name: str, key: str) -> Pick:
-    return lambda row: row[key] if row["kernel"] == name else None
-
-
-def _kernels(results: dict[str, Any]) -> list[Verdict]:
-    rounds = results.get("kernels", [])
-    found = []
-    for name in kernel_names(results):
-        share = median_by_size(rounds, _of_kernel(name, "share"))
-        found.append(_worst("S7", f"kernel, {name}: share of the copy rate", 0.85, share, "%"))
-    return found or [_worst("S7", "kernels: share of the copy rate", 0.85, {}, "%")]
 
 
 def _kernel_table(results: dict[str, Any]) -> str:
@@ -321,22 +77,11 @@ def _kernel_table(results: dict[str, Any]) -> str:
     for name in kernel_names(results):
         cells = [name]
         for key in ("gb_s", "share", "peer_ratio"):
-            by_size = median_by_size(rounds, _of_kernel(name, key))
+            by_size = median_by_size(rounds, of_kernel(name, key))
             cells += [f"{by_size[size]:.{1 if key == 'gb_s' else 2}f}" if size in by_size else "-" for size in sizes]
         rows.append(cells)
     heading = [f"{what}, {format_size(size)}" for what in ("GB/s", "of copy", "peer's time") for size in sizes]
     return _table(["kernel", *heading], rows)
-
-
-def _startup(results: dict[str, Any]) -> list[Verdict]:
-    found = []
-    for report in results.get("startup", [])[:1]:
-        for key, what, limit in (
-            ("import_s", "import hpcdp", 0.2),
-            ("launch_s", f"hpcdp launch -n {report['ranks']} until the world is known", 0.5),
-        ):
-            found.append(Verdict("S11", what, f"at most {limit} s", f"{report[key]:.3f} s", report[key] <= limit))
-    return found
 
 
 def _table(heading: list[str], rows: Iterable[list[str]]) -> str:
@@ -345,7 +90,7 @@ def _table(heading: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def _medians(rounds: list[dict[str, Any]]) -> str:
-    columns = {name: median_by_size(rounds, _median(name)) for name in peer_names(rounds, ())}
+    columns = {name: median_by_size(rounds, median(name)) for name in peer_names(rounds, ())}
     sizes = sorted({nbytes for column in columns.values() for nbytes in column})
     rows = [
         [format_size(size), *(f"{column[size]:.1f}" if size in column else "-" for column in columns.values())]
@@ -413,10 +158,10 @@ def render(results: dict[str, Any]) -> str:
         )
         parts.append("## Kernels on one core\n\n" + about + _kernel_table(results))
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
-    places = _overlapped_places(results)
+    places = overlapped_places(results)
     if places:
         parts.append(_overlap_table(places))
-    places = _torch_places(results)
+    places = torch_places(results)
     if places:
         parts.append(_torch_table(places))
     return "\n".join(parts)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import fabric, report
+from hpcdp.benchmarks import fabric, verdicts
 from hpcdp.benchmarks.measure import Schedule
 from hpcdp.collectives import ALGORITHMS
 from hpcdp.comm import threads
@@ -55,7 +55,7 @@ def test_the_verdict_is_by_the_worst_size() -> None:
     def met(auto_ms: float, mpi_ms: float) -> list[bool]:
         merged = fabric.merged([job_report(mpi_ms, auto_ms)], [])
         results = {"fabric": [{"fabrics": [{"hosts": 4, "ranks_per_node": 2, "rate": "1gbit", **merged}]}]}
-        return [each.met for each in report.verdicts(results) if each.target == "S2"]
+        return [each.met for each in verdicts.verdicts(results) if each.target == "S2"]
 
     bound_ms = 1.5 * 4 * MB / 100e6 * 1e3
     assert met(bound_ms / 0.951, 200) == [True, True]

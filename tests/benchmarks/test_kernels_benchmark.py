@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdp.benchmarks import kernels as benchmark
-from hpcdp.benchmarks import report
+from hpcdp.benchmarks import verdicts
 
 
 @pytest.mark.parametrize("count", [1, 1000, 40_003])
@@ -91,8 +91,8 @@ def test_the_target_is_met_by_the_worst_size_over_the_median_round() -> None:
         row = {"kernel": "SGD", "gb_s": 50.0, "peer_ratio": None}
         return {"rows": [{**row, "nbytes": 1 << 20, "share": small}, {**row, "nbytes": 64 << 20, "share": large}]}
 
-    def verdict(*rounds: dict[str, Any]) -> report.Verdict:
-        (found,) = [each for each in report.verdicts({"kernels": list(rounds)}) if each.target == "S7"]
+    def verdict(*rounds: dict[str, Any]) -> verdicts.Verdict:
+        (found,) = [each for each in verdicts.verdicts({"kernels": list(rounds)}) if each.target == "S7"]
         return found
 
     assert verdict(round_of(0.86, 1.4)).met

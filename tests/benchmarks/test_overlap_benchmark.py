@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcdp import nn
-from hpcdp.benchmarks import overlap, places, report, steps
+from hpcdp.benchmarks import overlap, places, steps, verdicts
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_the_verdict_is_by_what_a_trainer_chooses() -> None:
     def met(ratio: float, default: str) -> bool:
         shown = place(ratio)
         shown["rows"][0]["default"] = default
-        (verdict,) = [each for each in report.verdicts({"overlap": [{"places": [shown]}]}) if each.target == "S3"]
+        (verdict,) = [each for each in verdicts.verdicts({"overlap": [{"places": [shown]}]}) if each.target == "S3"]
         return verdict.met
 
     assert met(1.04, "overlapped")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcdp.benchmarks import report, run, startup
+from hpcdp.benchmarks import report, run, startup, verdicts
 
 _SIZES = (4, 1 << 20, 64 << 20)
 
@@ -41,7 +41,7 @@ def _results(ours: dict[int, float]) -> dict[str, Any]:
 
 
 def _met(results: dict[str, Any]) -> dict[str, bool]:
-    return {each.what: each.met for each in report.verdicts(results)}
+    return {each.what: each.met for each in verdicts.verdicts(results)}
 
 
 def test_targets_are_met_or_missed_by_what_was_measured() -> None:
@@ -65,8 +65,8 @@ def test_the_best_peer_counts_also_from_another_environment() -> None:
     results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
     results["allreduce MPICH"] = [{"rows": [{"nbytes": 64 << 20, "median": 20.0}]}]
     results["updates MPICH"] = [{"rows": [{"nbytes": 1 << 20, "median_us": {"MPI, fused SGD": 15.0}}]}]
-    rounds, peers = report.allreduce_rounds(results)
-    assert report.best_peer_ratio(rounds, "hpcdp buckets", peers)[64 << 20] == (2.0, "MPICH")
+    rounds, peers = verdicts.allreduce_rounds(results)
+    assert verdicts.best_peer_ratio(rounds, "hpcdp buckets", peers)[64 << 20] == (2.0, "MPICH")
     met = _met(results)
     assert not met["allreduce, buckets: best peer, from 64 MB"]
     assert not met["reduce and update by owners: best peer's allreduce and update, from 1 MB"]
@@ -79,8 +79,8 @@ def test_ratios_are_medians_over_rounds() -> None:
     for row in slow["rows"]:
         row["median_us"]["MPI"] = 400.0
     results["allreduce"] = [results["allreduce"][0], slow, slow]
-    rounds, peers = report.allreduce_rounds(results)
-    assert report.best_peer_ratio(rounds, "hpcdp buckets", peers)[64 << 20] == (40.0, "MPI")
+    rounds, peers = verdicts.allreduce_rounds(results)
+    assert verdicts.best_peer_ratio(rounds, "hpcdp buckets", peers)[64 << 20] == (40.0, "MPI")
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
@@ -93,9 +93,9 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 
 def test_efficiency_needs_both_sizes() -> None:
-    assert report.efficiency([{"batch": 64, "ranks": 1, "samples_s": 1.0}], 64) is None
+    assert verdicts.efficiency([{"batch": 64, "ranks": 1, "samples_s": 1.0}], 64) is None
     pairs = [{"batch": 64, "ranks": n, "samples_s": s} for n, s in ((1, 100.0), (2, 190.0), (1, 100.0), (2, 170.0))]
-    assert report.efficiency(pairs, 64) == pytest.approx(0.9)
+    assert verdicts.efficiency(pairs, 64) == pytest.approx(0.9)
 
 
 def test_a_job_reports_or_fails() -> None:
