@@ -245,6 +245,8 @@ class VirtualShardSampler:
             for shard in range(ends[part_index], ends[part_index + 1])
         ]
         """One sampler for each virtual shard of this part."""
+        self.numbers = range(ends[part_index], ends[part_index + 1])
+        """Which those are."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for pieces in zip(*self.shards, strict=True):

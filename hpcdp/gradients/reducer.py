@@ -163,6 +163,10 @@ class Reducer:
                 remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
                 "step(0) on all ranks drops what it wrote",
             )  # fmt: skip
+        if self.virtual_shards is not None and param.grad_req == "add":
+            raise ConfigError(
+                "backward", where=param.name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
+            )
         if param.name in bucket.missing:
             bucket.missing.remove(param.name)
             self.num_missing -= 1
@@ -319,6 +323,8 @@ class Reducer:
         else:
             with self._watchdog.watching("reduction", self._unreduced):
                 Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
+        if self.virtual_shards is not None:
+            self.gate.barrier()  # owners add up in the memory of other ranks, which those will write in the next step
 
     def _unreduced(self) -> str:
         first, *others = [bucket for bucket in self.buckets if bucket.state is not State.REDUCED] or self.buckets

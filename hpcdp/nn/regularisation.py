@@ -17,7 +17,8 @@ class BatchNorm(Module):
 
     In training by the batch's mean and biased variance, which also move ``running_mean`` and ``running_var`` (buffers):
     ``running = momentum * running + (1 - momentum) * batch``; in prediction by those. Under a reproducible
-    `Trainer` the batch is a virtual shard, and running statistics move once a step, by the mean over all its samples.
+    `Trainer` the batch is a virtual shard, and running statistics move once a step, by the mean over all its samples
+    and calls.
 
     Args:
         channels: the input is ``(batch, channels, ...)``.
@@ -31,6 +32,11 @@ class BatchNorm(Module):
         self.running_mean = Tensor(np.zeros(channels, np.float32))
         self.running_var = Tensor(np.ones(channels, np.float32))
         self.momentum, self.eps = momentum, eps
+        self.gamma.layer = self
+
+    def statistics(self) -> tuple[Tensor, ...]:
+        """The running statistics."""
+        return self.running_mean, self.running_var
 
     def forward(self, x: Tensor) -> Tensor:
         channels = self.gamma.shape[0]
@@ -43,7 +49,7 @@ class BatchNorm(Module):
             shard = entered_shard()
             for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
                 if shard is not None:
-                    shard.note(running, self.momentum, batch)
+                    shard.note(running, batch)
                 else:
                     move(running, self.momentum, batch)
             return y

@@ -29,8 +29,8 @@ class VirtualShard:
     def __init__(self, owner: object, step: int, number: int) -> None:
         self._owner = weakref.ref(owner)
         self.step, self.number = step, number
-        self.statistics: list[tuple[Tensor, float, np.ndarray]] = []
-        """What layers have noted, in the order of the calls: the buffer, its momentum, the shard's value."""
+        self.statistics: list[tuple[Tensor, np.ndarray]] = []
+        """What layers have noted, in the order of the calls: the buffer, and the shard's value."""
         self._drawn = 0
 
     def is_of(self, owner: object) -> bool:
@@ -47,9 +47,9 @@ class VirtualShard:
         sequence = np.random.SeedSequence([seed, self.step, self.number, self._drawn])
         return np.random.Generator(np.random.Philox(sequence))
 
-    def note(self, buffer: Tensor, momentum: float, value: Array) -> None:
+    def note(self, buffer: Tensor, value: Array) -> None:
         """Leave a statistic of this shard; ``buffer`` moves when the step ends."""
-        self.statistics.append((buffer, momentum, np.array(to_host(value), np.float64)))
+        self.statistics.append((buffer, np.array(to_host(value), np.float64)))
 
 
 def move(buffer: Tensor, momentum: float, value: Array) -> None:

@@ -11,6 +11,7 @@ from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.data import Dataset
 from hpcdp.data.split import piece_bounds
+from hpcdp.errors import ConfigError
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
 
@@ -45,7 +46,9 @@ def evaluate(
             ``virtual_shards``, for a result alike to the bit on any number of ranks. None: one a rank.
     """
     world = world or init()
-    num_parts = num_parts or world.size
+    num_parts = world.size if num_parts is None else num_parts
+    if not isinstance(num_parts, int) or num_parts < 1:
+        raise ConfigError("evaluate", where="num_parts", expected="an integer >= 1", got=repr(num_parts))
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
     sums = np.zeros((num_parts, 3))
     with predict_mode():

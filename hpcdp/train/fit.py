@@ -12,6 +12,7 @@ import numpy as np
 from hpcdp.autograd import Tensor, record
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
+from hpcdp.comm.agreement import on_every_rank
 from hpcdp.data import DataLoader
 from hpcdp.errors import ConfigError
 from hpcdp.nn import Module
@@ -60,11 +61,7 @@ def fit(
         ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them.
     """
     world = world or init()
-    num_shards = getattr(getattr(loader, "sampler", None), "num_shards", None)
-    if num_shards != trainer.virtual_shards:
-        raise ConfigError(
-            "fit", where="loader", expected=_loader_for(trainer.virtual_shards), got=_loader_for(num_shards)
-        )
+    on_every_rank(world.comm, lambda: _check_loader(loader, trainer))
     steps = max(world.comm.allgather_json(len(loader) // len(trainer.own_virtual_shards)))
     exchange_every = math.ceil(steps / max(1, round(steps / _EXCHANGE_EVERY)))
     meter, report = _Meter(trainer, world), StepReport(trainer, world)
@@ -104,13 +101,20 @@ def fit(
     return records
 
 
-def _loader_for(num_shards: int | None) -> str:
-    """What a loader is for, in words."""
-    return (
-        "one of whole batches of a rank"
-        if num_shards is None
-        else f"that of a VirtualShardSampler of {num_shards} shards"
-    )
+def _check_loader(loader: DataLoader, trainer: Trainer) -> None:
+    sampler = getattr(loader, "sampler", None)
+    num, own = getattr(sampler, "num_shards", None), getattr(sampler, "numbers", range(1))
+    if num == trainer.virtual_shards and (num is None or own == trainer.own_virtual_shards):
+        return
+    expected = _loader_of(trainer.virtual_shards, trainer.own_virtual_shards)
+    raise ConfigError("fit", where="loader", expected=expected, got=_loader_of(num, own))
+
+
+def _loader_of(num_shards: int | None, own: range) -> str:
+    """What a loader yields, in words."""
+    if num_shards is None:
+        return "one of whole batches of a rank"
+    return f"that of a VirtualShardSampler for shards {own.start} to {own.stop - 1} of {num_shards}"
 
 
 def _tell(callbacks: Sequence[Callback], record: Record) -> None:
@@ -198,7 +202,7 @@ class _Meter:
             "accuracy": correct / max(count, 1),
             "samples": int(count),
             "seconds": seconds,
-            "samples_per_s": count / seconds,
+            "samples_per_s": count / seconds if seconds else 0.0,
             "comm_s": comm,
             "comm_exposed_s": exposed,
             "learning_rate": self._trainer.optimizer.learning_rate(max(1, self._trainer.step_count)),

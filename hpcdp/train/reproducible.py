@@ -15,7 +15,7 @@ from ..arrays import is_host
 from ..autograd import Tensor
 from ..comm import World
 from ..comm.agreement import require_same
-from ..errors import ConfigError, HpcdpError, MismatchError
+from ..errors import ConfigError, HpcdpError
 from ..gradients.bucket import Parameter
 from ..gradients.virtual_shards import VirtualShards
 from ..kernels import machine_code
@@ -28,7 +28,9 @@ def arithmetic() -> str:
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pools = [pool for pool in pools if "numpy" in pool["filepath"]] or pools
     blas = sorted({f"{each['internal_api']} {each['version']} {each.get('architecture', '')}" for each in pools})
-    return ", ".join([f"NumPy {np.__version__}", *blas, machine_code.target()])
+    simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
+    found = " ".join([*simd.get("baseline", ()), *simd.get("found", ())])
+    return ", ".join([f"NumPy {np.__version__} {found}", *blas, machine_code.target()])
 
 
 def checked_virtual_shards(
@@ -46,7 +48,7 @@ def checked_virtual_shards(
             raise ConfigError("Trainer", where="virtual_shards", expected="None without reproducible=True", got=num)
         return None
     num = VIRTUAL_SHARDS if num is None else num
-    if not isinstance(num, int) or isinstance(num, bool) or num < 1:
+    if not isinstance(num, int | np.integer) or isinstance(num, bool) or num < 1:
         raise ConfigError("Trainer", where="virtual_shards", expected="an integer >= 1", got=repr(num))
 
     def refuse(where: str, expected: str, got: object, remedy: str | None = None) -> ConfigError:
@@ -81,13 +83,17 @@ class ReproducibleSteps:
 
     Args:
         shards: of the gradients.
+        params: all that the trainer was given; some belong to layers with running statistics.
         world: the ranks.
     """
 
-    def __init__(self, shards: VirtualShards, world: World) -> None:
+    def __init__(self, shards: VirtualShards, params: Sequence[Parameter], world: World) -> None:
         self._shards, self._world = shards, world
-        self._noted: list[tuple[int, int, np.ndarray]] = []  # number, samples and statistics of shards of this step
-        self._buffers: list[tuple[Tensor, float]] = []
+        layers = {
+            id(layer): layer for layer in (getattr(param, "layer", None) for param in params) if layer is not None
+        }
+        self._layers = list(layers.values())
+        self._noted: list[tuple[int, np.ndarray]] = []  # number of a shard of this step, and its row, see _row
         self.begin(1)
 
     def begin(self, step: int) -> None:
@@ -109,47 +115,46 @@ class ReproducibleSteps:
         shard = entered_shard()
         if shard is None or not shard.is_of(self):
             raise HpcdpError(
-                "step", expected="one reproducible Trainer at a time in a thread", got="another one, made since",
-                remedy="train one model after the other, or with reproducible=False",
+                "step", expected="no other Trainer made in this thread since this reproducible one", got="one",
+                remedy="train one model after the other",
             )  # fmt: skip
-        if not count or not shard.statistics:
-            return
-        buffers = [(buffer, momentum) for buffer, momentum, _ in shard.statistics]
-        self._buffers = self._buffers or buffers
-        if [id(buffer) for buffer, _ in buffers] != [id(buffer) for buffer, _ in self._buffers]:
-            raise HpcdpError(
-                "step", where=f"virtual shard {shard.number}", expected="the BatchNorm layers of the shards before",
-                got="others, or in another order", remedy="call every BatchNorm as often in each shard",
-            )  # fmt: skip
-        self._noted.append((shard.number, count, np.concatenate([value for _, _, value in shard.statistics])))
+        if count and shard.statistics:
+            self._noted.append((shard.number, self._row(count, shard.statistics)))
 
-    def numbers(self) -> tuple[float, float, float, float]:
-        """What `move_statistics` needs the sums of, over all ranks."""
-        noted = float(self._noted[0][2].size) if self._noted else 0.0
-        return noted, noted * noted, float(noted > 0), float(not self._buffers)
+    @property
+    def has_noted(self) -> bool:
+        """Whether a layer has noted something on this rank in this step."""
+        return bool(self._noted)
 
-    def move_statistics(self, noted: float, squares: float, num_noting: float, num_unknown: float) -> None:
-        """Move running statistics by those of all shards of the step; every rank must call, with the sums of `numbers`.
+    def _row(self, count: int, statistics: Sequence[tuple[Tensor, np.ndarray]]) -> np.ndarray:
+        """For each running statistic how many samples have passed, then the sums over them, one after the other."""
+        buffers = self._buffers()
+        sums = {id(buffer): np.zeros(buffer.data.size) for _, buffer in buffers}
+        passed = dict.fromkeys(sums, 0.0)
+        for buffer, value in statistics:
+            if id(buffer) not in sums:
+                raise HpcdpError(
+                    "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of another model",
+                    remedy="give it the parameters of all that is trained",
+                )  # fmt: skip
+            sums[id(buffer)] += count * value.reshape(-1)
+            passed[id(buffer)] += count
+        return np.concatenate([list(passed.values()), *sums.values()])
 
-        Raises:
-            MismatchError: ranks differ in the layers that keep statistics; on every rank.
-        """
-        if not num_noting:
-            return
-        if noted * noted != squares * num_noting or num_unknown:
-            raise MismatchError(
-                "step", expected="the same BatchNorm layers on every rank",
-                got="none yet on a rank that has had no samples" if num_unknown else "other ones on some rank",
-                remedy="build the same model on every rank; take no first batch with empty virtual shards",
-            )  # fmt: skip
-        table = np.zeros((self._shards.num, 1 + round(noted / num_noting)))
-        for number, count, values in self._noted:
-            table[number] = count, *values
+    def _buffers(self) -> list[tuple[float, Tensor]]:
+        return [(layer.momentum, buffer) for layer in self._layers for buffer in layer.statistics()]
+
+    def move_statistics(self) -> None:
+        """Move running statistics by those of all shards of the step, in order; every rank must call."""
+        buffers = self._buffers()
+        table = np.zeros((self._shards.num, len(buffers) + sum(buffer.data.size for _, buffer in buffers)))
+        for number, row in self._noted:
+            table[number] = row
         # Whole numbers of which all but one are 0: their sum is exact, whatever bits they stand for.
         self._world.comm.native_allreduce(table.view(np.uint64), "sum")
-        counts, values = table[:, :1], table[:, 1:]
-        means = (counts * values).sum(axis=0) / counts.sum()
-        for buffer, momentum in self._buffers:
-            size = buffer.data.size
-            move(buffer, momentum, means[:size].reshape(buffer.shape))
-            means = means[size:]
+        total = table.sum(axis=0)
+        at = len(buffers)
+        for passed, (momentum, buffer) in zip(total, buffers, strict=False):
+            sums, at = total[at : at + buffer.data.size], at + buffer.data.size
+            if passed:
+                move(buffer, momentum, (sums / passed).reshape(buffer.shape))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import from_host, to_host
 from ..comm import World, init
-from ..comm.agreement import require_same
+from ..comm.agreement import on_every_rank, require_same
 from ..compression import Codec, Compression
 from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, listed
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
@@ -154,9 +154,11 @@ class Trainer:
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
         self._stale: list[str] = []
         """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
+        self._somebody_noted = False
+        """Whether layers have noted statistics of this step, on any rank."""
         enter_shard(None)  # that of an earlier trainer
         shards = self.reducer.virtual_shards
-        self._reproducible = None if shards is None else ReproducibleSteps(shards, self.world)
+        self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
 
     def _somebody_shares(self) -> bool:
         """Whether the ranks of some node hold the buckets together; every rank must call: nodes may differ."""
@@ -211,7 +213,7 @@ class Trainer:
             self._reproducible.leave(count)
             if not self._reproducible.is_last:
                 return self._next_virtual_shard(count)
-        total = self._close_step(count)
+        total, before = self._close_step(count), self.step_count
         try:
             if total and not self._looks_at_sums:
                 self.step_count += 1
@@ -219,6 +221,8 @@ class Trainer:
             else:
                 self._reduce()
                 self._update(total)
+            if self._reproducible is not None and self._somebody_noted and self.step_count > before:
+                self._reproducible.move_statistics()
         finally:
             self._begin_step()
         self._account(began)
@@ -286,6 +290,14 @@ class Trainer:
                 remedy=f"{remedy}, or train without it",
             )  # fmt: skip
 
+    def _refuse_half_a_step(self) -> None:
+        shards = self.reducer.virtual_shards
+        if shards is not None and shards.current != shards.run.start:
+            raise StaleGradientError(
+                "save_states", expected="the end of a step", got=f"virtual shard {shards.current} still to compute",
+                remedy="save after the last of own_virtual_shards",
+            )  # fmt: skip
+
     def _refuse_sums(self, operation: str) -> None:
         if self.reducer.holds_sums:
             raise StaleGradientError(
@@ -339,8 +351,8 @@ class Trainer:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        own = self._reproducible.numbers() if self._reproducible is not None else ()
-        (total, num_stale, *noted), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), *own)
+        noted = self._reproducible is not None and self._reproducible.has_noted
+        (total, num_stale, num_noting), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), noted)
         if not alike:
             self._refuse(settings)
         if num_stale:
@@ -356,8 +368,7 @@ class Trainer:
                 remedy="call backward() before step(), give unused parameters grad_req='null', or count them as zero: "
                 "Policy(unused='zero')",
             )
-        if self._reproducible is not None:
-            self._reproducible.move_statistics(*noted)
+        self._somebody_noted = num_noting > 0
         return int(total)
 
     def _unwritten(self, count: int) -> list[str]:
@@ -398,7 +409,9 @@ class Trainer:
 
         Raises:
             DataError: rank 0 cannot write there; on every rank.
+            StaleGradientError: some, but not all virtual shards of a step are computed; on every rank.
         """
+        on_every_rank(self.world.comm, self._refuse_half_a_step)
         self.reducer.settle()
         trainer_states.save(self, Path(path))
 

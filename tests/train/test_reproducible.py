@@ -1,9 +1,12 @@
 """The same bits on any number of ranks and nodes: what is trained, what is measured, what is refused."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -288,7 +291,7 @@ def test_another_trainer_in_between_is_told():
         return kept
 
     for other in (True, False):
-        with pytest.raises(HpcdpError, match="step: expected one reproducible Trainer at a time in a thread"):
+        with pytest.raises(HpcdpError, match="step: expected no other Trainer made in this thread since"):
             threads.run(1, lambda world, other=other: one(world, other))
 
 
@@ -354,32 +357,118 @@ def test_steps_without_samples_change_nothing():
     assert threads.run(1, one) == [(2, 1)]
 
 
-def test_ranks_whose_layers_differ_are_told():
+def test_layers_that_are_called_in_some_shards_only_or_twice_change_nothing():
+    """Nor does a rank that has seen no layer yet, in a first batch with fewer samples than shards."""
+
     def one(world):
-        net = nn.Sequential(nn.BatchNorm(3), nn.BatchNorm(3))
-        trainer = trainer_of(net, world, virtual_shards=4, policy=Policy(unused="zero"))
-        for _ in trainer.own_virtual_shards:
-            with record():
-                loss = (net[0](np.ones((2, 3), "f4")) if world.rank else net(np.ones((2, 3), "f4"))).sum()
-            loss.backward()
-            trainer.step(2)
-
-    with pytest.raises(MismatchError, match="step: expected the same BatchNorm layers on every rank, got other ones"):
-        threads.run(2, one)
-
-
-def test_shards_whose_layers_differ_are_told():
-    def one(world):
-        net = nn.Sequential(nn.BatchNorm(3), nn.BatchNorm(3))
+        net = nn.Sequential(nn.BatchNorm(3), nn.BatchNorm(3), nn.Dense(3, 2, weight_init=nn.init.Xavier(seed=0)))
         trainer = trainer_of(net, world, policy=Policy(unused="zero"))
-        for shard in trainer.own_virtual_shards:
-            with record():
-                loss = net[shard % 2](np.ones((2, 3), "f4")).sum()
-            loss.backward()
-            trainer.step(2)
+        rng = np.random.default_rng(5)
+        for step in range(3):
+            data = rng.standard_normal((8, 4, 3)).astype("f4")
+            for shard in trainer.own_virtual_shards:
+                count = 0 if step == 0 and shard < 5 else 4
+                if count:
+                    with record():
+                        x = net[0](net[0](data[shard])) if shard == 6 else data[shard]
+                        loss = net[2](net[shard % 2](x)).sum()
+                    loss.backward()
+                trainer.step(count)
+        return b"".join(np.array(each).tobytes() for each in net.state_dict().values())
 
-    with pytest.raises(HpcdpError, match=r"\[virtual shard 1\]: expected the BatchNorm layers of the shards before"):
+    wanted = threads.run(1, one)[0]
+    for ranks, per_node in ((2, None), (5, 2), (8, None), (8, 3)):
+        assert set(threads.run(ranks, one, ranks_per_node=per_node)) == {wanted}
+
+
+def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused():
+    def one(world):
+        net, other = network(), nn.BatchNorm(1)
+        trainer = trainer_of(net, world)
+        backward(net, other(IMAGES[:4]).data, LABELS[:4])
+        with record():
+            other(IMAGES[:4])
+        trainer.step(4)
+
+    with pytest.raises(HpcdpError, match="step: expected layers whose parameters the Trainer has, got a BatchNorm of"):
         threads.run(1, one)
+
+
+@pytest.mark.parametrize("how", ["dropped", "stale", "rate"])
+@pytest.mark.parametrize(("ranks", "per_node", "overlap"), [(2, None, False), (3, 2, True), (4, None, True)])
+def test_steps_that_are_given_up_leave_no_trace(how, ranks, per_node, overlap, monkeypatch):
+    """Although a rank may be far ahead of the one that still adds up what is dropped."""
+    from hpcdp.collectives import fixed_tree
+
+    fold = fixed_tree.fold
+
+    def slowly(node, sums):
+        if node == (0, 8):
+            time.sleep(0.02 * (threading.get_ident() % 3))
+        return fold(node, sums)
+
+    monkeypatch.setattr(fixed_tree, "fold", slowly)
+
+    def one(world, gives_up):
+        net, rule = network(), optim.SGD(lr=0.1)
+        trainer = trainer_of(net, world, rule, overlap=overlap, owner="shard")
+        for step in range(3):
+            if gives_up:
+                rule.lr = 0.1 + (world.rank if how == "rate" else 0)
+                for shard in trainer.own_virtual_shards:
+                    if how != "stale" or shard != 7:
+                        backward(net, IMAGES[shard::8], LABELS[shard::8])
+                    with contextlib.suppress(StaleGradientError, MismatchError):
+                        trainer.step(0 if how == "dropped" else 1)
+                rule.lr = 0.1
+            for shard in trainer.own_virtual_shards:
+                part = slice(shard + 8 * step, 75, 24)
+                backward(net, IMAGES[part], LABELS[part])
+                trainer.step(len(LABELS[part]))
+        return b"".join(np.array(each).tobytes() for each in net.state_dict().values())
+
+    wanted = threads.run(1, lambda world: one(world, False))[0]
+    assert set(threads.run(ranks, lambda world: one(world, True), ranks_per_node=per_node)) == {wanted}
+
+
+def test_a_step_that_is_skipped_leaves_running_statistics():
+    def one(world):
+        net = network()
+        trainer = trainer_of(net, world, policy=Policy(nonfinite="skip"))
+        before = np.array(net[1].running_mean.data)
+        images = IMAGES[:8].copy()
+        images[5] = np.inf
+        for shard in trainer.own_virtual_shards:
+            backward(net, images[shard : shard + 1], LABELS[shard : shard + 1])
+            trainer.step(1)
+        assert trainer.num_nonfinite == 1
+        return np.array_equal(net[1].running_mean.data, before)
+
+    with np.errstate(all="ignore"):
+        assert threads.run(2, one) == [True, True]
+
+
+def test_gradients_that_are_to_be_added_up_later_are_refused_too():
+    def one(world):
+        net = network()
+        trainer = trainer_of(net, world)
+        net[0].weight.grad_req = "add"
+        backward(net, IMAGES[:4], LABELS[:4])
+        trainer.step(4)
+
+    with pytest.raises(ConfigError, match=r"backward \[0.weight\]: expected grad_req='write' with reproducible=True"):
+        threads.run(1, one)
+
+
+def test_states_are_not_saved_in_the_middle_of_a_step(tmp_path):
+    def one(world):
+        trainer = trainer_of(network(), world)
+        trainer.step(0)
+        trainer.save_states(tmp_path / "states.npz")
+
+    with pytest.raises(StaleGradientError, match="expected the end of a step, got virtual shard 1 still to"):
+        threads.run(2, one)
+    assert not (tmp_path / "states.npz").exists()
 
 
 def test_records_of_fit_and_evaluation_are_alike_on_any_number_of_ranks():
@@ -404,13 +493,27 @@ def test_a_loader_for_another_trainer_is_refused():
         fit(net, trainer_of(net, world, **options), DataLoader(SET, sampler, prefetch=0), epochs=1, world=world)
 
     sampler = ShardedSampler(75, 32)
-    with pytest.raises(
-        ConfigError, match="expected that of a VirtualShardSampler of 8 shards, got one of whole batches"
-    ):
+    with pytest.raises(ConfigError, match="for shards 0 to 7 of 8, got one of whole batches"):
         threads.run(1, lambda world: one(world, sampler))
     for options in ({"virtual_shards": 5}, {"reproducible": False}):
-        with pytest.raises(ConfigError, match="got that of a VirtualShardSampler of 8 shards"):
+        with pytest.raises(ConfigError, match="got that of a VirtualShardSampler for shards 0 to 7 of 8"):
             threads.run(1, lambda world, o=options: one(world, VirtualShardSampler(75, 32, 8), **o))
+    said = "for shards 0 to 3 of 8, got that of a VirtualShardSampler for shards 4 to 7 of 8"
+    with pytest.raises(ConfigError, match=said):
+        threads.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
+
+
+def test_an_empty_data_set_trains_nothing():
+    def one(world, **options):
+        net = network()
+        trainer = trainer_of(net, world, **options)
+        empty = ArrayDataset(IMAGES[:0], LABELS[:0])
+        sampler = (
+            VirtualShardSampler(0, 32, 8, world.size, world.rank) if trainer.virtual_shards else ShardedSampler(0, 32)
+        )
+        return fit(net, trainer, DataLoader(empty, sampler), epochs=1, world=world)[0]["samples"]
+
+    assert threads.run(2, one) == threads.run(2, lambda world: one(world, reproducible=False)) == [0, 0]
 
 
 @pytest.mark.slow
