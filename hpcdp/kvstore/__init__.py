@@ -1,4 +1,4 @@
-"""Floor 5: kvstore. Imports: gradients, collectives, compression, optim, comm, engine, kernels, arrays, errors.
+"""Floor 5: kvstore. Imports: gradients, collectives, optim, comm, engine, archive, kernels, arrays, errors.
 
 Values under keys, that every worker pushes to and pulls from.
 

@@ -5,14 +5,12 @@ A NumPy .npz archive, read with pickles refused. Names are ``"int:3/momentum"`` 
 
 from __future__ import annotations
 
-import json
-import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from .. import archive
 from ..arrays import to_host
 from ..errors import DataError
 from ..optim import Optimizer
@@ -35,18 +33,7 @@ def write_states(path: Path, optimizer: Optimizer, steps: Mapping[Key, int], sta
     """
     header = {"version": 1, "optimizer": optimizer.config()["name"], "steps": {_name(key): steps[key] for key in steps}}
     arrays = {f"{_name(key)}/{name}": to_host(array) for (key, name), array in states.items()}
-    torn = path.with_name(path.name + ".part")
-    try:
-        with open(torn, "wb") as file:
-            np.savez(file, **{_HEADER: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(torn, path)
-    except OSError as error:
-        torn.unlink(missing_ok=True)
-        raise DataError(
-            "save_optimizer_states", where=path, expected="a file that can be written", got=error
-        ) from error
+    archive.write("save_optimizer_states", path, _HEADER, header, arrays)
 
 
 def read_states(
@@ -60,16 +47,9 @@ def read_states(
     Raises:
         DataError: the file is missing, damaged, or of another optimizer, or other keys or shapes.
     """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(str(file[_HEADER][()]))
-            arrays = {name: file[name] for name in file.files if name != _HEADER}
-            updated = {str(name): int(count) for name, count in header["steps"].items()}
-            saved_by = header["optimizer"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
-        expected = "a file of save_optimizer_states"
-        raise DataError("load_optimizer_states", where=path, expected=expected, got=error) from error
-    mine = optimizer.config()["name"]
+    fields = {"optimizer": str, "steps": dict}
+    header, arrays = archive.read("load_optimizer_states", path, _HEADER, fields, "save_optimizer_states")
+    updated, saved_by, mine = header["steps"], header["optimizer"], optimizer.config()["name"]
     if saved_by != mine:
         raise DataError("load_optimizer_states", where=path, expected=f"states of {mine}", got=f"states of {saved_by}")
     keys = {_name(key): key for key in shapes}
@@ -87,4 +67,4 @@ def read_states(
             states[keys[name], each] = array
     if arrays:
         raise DataError("load_optimizer_states", where=path, expected="no other arrays", got=next(iter(arrays)))
-    return {keys[name]: count for name, count in updated.items()}, states
+    return {keys[name]: int(count) for name, count in updated.items()}, states

@@ -7,15 +7,13 @@ and any bucket size can read it. With compression there is what each node has no
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
-import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import archive
 from ..arrays import from_host, to_host
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import DataError
@@ -44,19 +42,7 @@ def save(trainer: Trainer, path: Path) -> None:
     if trainer.virtual_shards is not None:
         header |= {"virtual_shards": trainer.virtual_shards, "arithmetic": arithmetic()}
 
-    def write() -> None:
-        torn = path.with_name(path.name + ".part")
-        try:
-            with open(torn, "wb") as file:
-                np.savez(file, **{_HEADER: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(torn, path)
-        except OSError as error:
-            torn.unlink(missing_ok=True)
-            raise DataError("save_states", where=path, expected="a file that can be written", got=error) from error
-
-    on_rank_0(trainer.world.comm, write)
+    on_rank_0(trainer.world.comm, lambda: archive.write("save_states", path, _HEADER, header, arrays))
 
 
 def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
@@ -95,17 +81,12 @@ def load(trainer: Trainer, path: Path) -> None:
 
 
 def _read(trainer: Trainer, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(str(file[_HEADER][()]))
-            arrays = {name: file[name] for name in file.files if name != _HEADER}
-            header["step_count"], optimizer = int(header["step_count"]), header["optimizer"]
-            num_shards = header.get("virtual_shards", trainer.virtual_shards)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError("load_states", where=path, expected="a file of save_states", got=error) from error
-    mine = trainer.optimizer.config()["name"]
-    if optimizer != mine:
-        raise DataError("load_states", where=path, expected=f"states of {mine}", got=f"states of {optimizer}")
+    fields = {"step_count": int, "optimizer": str}
+    header, arrays = archive.read("load_states", path, _HEADER, fields, "save_states")
+    mine, num_shards = trainer.optimizer.config()["name"], header.get("virtual_shards", trainer.virtual_shards)
+    if header["optimizer"] != mine:
+        got = f"states of {header['optimizer']}"
+        raise DataError("load_states", where=path, expected=f"states of {mine}", got=got)
     if trainer.virtual_shards not in (None, num_shards):
         raise DataError(
             "load_states", where=path, expected=f"states of {trainer.virtual_shards} virtual shards",

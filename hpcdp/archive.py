@@ -1,0 +1,56 @@
+"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: errors.
+
+A .npz file of named arrays, and one entry more that is text: the header in JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import DataError
+
+
+def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write ``arrays`` and a ``header`` called ``name`` to a file that replaces ``path`` when it is complete.
+
+    Raises:
+        DataError: it cannot be written; what was there stays.
+    """
+    torn = path.with_name(path.name + ".part")
+    try:
+        with open(torn, "wb") as file:
+            np.savez(file, **{name: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(torn, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            torn.unlink(missing_ok=True)
+        raise DataError(operation, where=path, expected="a file that can be written", got=error) from error
+
+
+def read(
+    operation: str, path: Path, name: str, fields: Mapping[str, type], writer: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The header called ``name``, an object that has ``fields`` of these types, and the arrays of a file.
+
+    Raises:
+        DataError: it is missing, damaged, or none of ``writer``'s.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            header = json.loads(str(file[name][()]))
+            arrays = {each: file[each] for each in file.files if each != name}
+        if not all(type(header[field]) is kind for field, kind in fields.items()):
+            raise ValueError(f"the header {header!r}")
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(operation, where=path, expected=f"a file of {writer}", got=error) from error
+    return header, arrays

@@ -1,0 +1,47 @@
+"""Files of arrays: written whole or not at all, and nothing else is read."""
+
+import numpy as np
+import pytest
+
+from hpcdp import archive
+from hpcdp.errors import DataError
+
+FIELDS = {"steps": int, "name": str}
+
+
+def test_what_was_written_is_read(tmp_path):
+    path = tmp_path / "file.npz"
+    arrays = {"a/b": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 2), "f2")}
+    archive.write("save", path, "header", {"steps": 3, "name": "x", "more": None}, arrays)
+    header, found = archive.read("load", path, "header", FIELDS, "save()")
+    assert header == {"steps": 3, "name": "x", "more": None}
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", {"steps": 1}, {})
+    before = path.read_bytes()
+    path.with_name("file.npz.part").mkdir()
+    with pytest.raises(DataError, match=r"save \[.*file.npz\]: expected a file that can be written, got"):
+        archive.write("save", path, "header", {"steps": 2}, {})
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("header", [{"steps": "3", "name": "x"}, {"steps": 3}, [3], 3, {"steps": True, "name": "x"}])
+def test_another_header_is_refused(header, tmp_path):
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", header, {})
+    with pytest.raises(DataError, match=r"load \[.*\]: expected a file of save\(\), got"):
+        archive.read("load", path, "header", FIELDS, "save()")
+
+
+def test_objects_are_not_unpickled(tmp_path):
+    path = tmp_path / "file.npz"
+    with open(path, "wb") as file:
+        np.savez(file, header=np.array('{"steps": 1, "name": "x"}'), bad=np.array([{}], object))
+    with pytest.raises(DataError, match="expected a file of"):
+        archive.read("load", path, "header", FIELDS, "save()")
