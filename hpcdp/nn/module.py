@@ -24,13 +24,11 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("data_hook", "layer", "name")
+    __slots__ = ("data_hook", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self.data_hook: Callable[[Parameter], None] | None = None
         """Called before ``data`` is read, where an update of it may be under way."""
-        self.layer: Any = None
-        """The layer that it belongs to, where that keeps running statistics beside it."""
         super().__init__(data)
         self.name = name
         self.attach_grad(grad_req)

@@ -9,10 +9,10 @@ from ..autograd import Tensor, is_training
 from ..errors import ConfigError, UnsupportedError
 from . import functional
 from .module import Module, Parameter
-from .virtual_shard import entered_shard, move
+from .virtual_shard import KeepsStatistics, entered_shard, move
 
 
-class BatchNorm(Module):
+class BatchNorm(KeepsStatistics, Module):
     """Batch normalisation of each channel (Ioffe and Szegedy 2015).
 
     In training by the batch's mean and biased variance, which also move ``running_mean`` and ``running_var`` (buffers):
@@ -32,7 +32,6 @@ class BatchNorm(Module):
         self.running_mean = Tensor(np.zeros(channels, np.float32))
         self.running_var = Tensor(np.ones(channels, np.float32))
         self.momentum, self.eps = momentum, eps
-        self.gamma.layer = self
 
     def statistics(self) -> tuple[Tensor, ...]:
         """The running statistics."""

@@ -6,8 +6,11 @@ and not on what was drawn before; layers that keep statistics leave them with it
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,6 +18,9 @@ from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor
 
 _here = threading.local()
+_layers: weakref.WeakValueDictionary[int, KeepsStatistics] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_listing = threading.Lock()
 
 
 class VirtualShard:
@@ -50,6 +56,35 @@ class VirtualShard:
     def note(self, buffer: Tensor, value: Array) -> None:
         """Leave a statistic of this shard; ``buffer`` moves when the step ends."""
         self.statistics.append((buffer, np.array(to_host(value), np.float64)))
+
+
+class KeepsStatistics:
+    """A layer with running statistics, which `layers_of` finds by its parameters, also if it is a copy of another."""
+
+    momentum: float
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        layer = super().__new__(cls)
+        with _listing:
+            _layers[next(_numbers)] = layer
+        return layer
+
+    def statistics(self) -> tuple[Tensor, ...]:
+        """The running statistics."""
+        return ()
+
+
+def layers_of(params: Sequence[Any]) -> list[KeepsStatistics]:
+    """The layers with running statistics that one of ``params`` is an attribute of, in the order of those."""
+    places = {id(param): place for place, param in enumerate(params)}
+    with _listing:
+        living = list(_layers.items())
+    found = []
+    for number, layer in living:
+        own = [places[id(each)] for each in vars(layer).values() if id(each) in places]
+        if own:
+            found.append((min(own), number, layer))
+    return [layer for _, _, layer in sorted(found, key=lambda each: each[:2])]
 
 
 def move(buffer: Tensor, momentum: float, value: Array) -> None:

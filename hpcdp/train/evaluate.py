@@ -47,7 +47,7 @@ def evaluate(
     """
     world = world or init()
     num_parts = world.size if num_parts is None else num_parts
-    if not isinstance(num_parts, int) or num_parts < 1:
+    if not isinstance(num_parts, int | np.integer) or isinstance(num_parts, bool) or num_parts < 1:
         raise ConfigError("evaluate", where="num_parts", expected="an integer >= 1", got=repr(num_parts))
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
     sums = np.zeros((num_parts, 3))

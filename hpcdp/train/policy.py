@@ -20,7 +20,8 @@ class Policy:
             ``"zero"``: they count as zero, so that ranks may use different parts of a model; ``"warn"``: the same, and
             each rank names new ones in a warning.
         nonfinite: a summed gradient that holds a NaN or an infinity. ``"ignore"``: nobody looks, which costs nothing;
-            ``"count"``: counted in ``trainer.num_nonfinite``; ``"skip"``: counted, and the step updates nothing;
+            ``"count"``: counted in ``trainer.num_nonfinite``; ``"skip"``: counted, and the step updates nothing (the
+            running statistics of batch normalisation have moved in forward already, but with ``reproducible``);
             ``"raise"``: a NonFiniteGradientError.
 
     Raises:

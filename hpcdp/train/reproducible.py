@@ -19,7 +19,7 @@ from ..errors import ConfigError, HpcdpError
 from ..gradients.bucket import Parameter
 from ..gradients.virtual_shards import VirtualShards
 from ..kernels import machine_code
-from ..nn.virtual_shard import VirtualShard, enter_shard, entered_shard, move
+from ..nn.virtual_shard import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .config import VIRTUAL_SHARDS
 
 
@@ -64,7 +64,7 @@ def checked_virtual_shards(
         raise refuse(adding, "grad_req='write'", "grad_req='add'", "make the global batch larger instead")
     if not all(is_host(param.data) for param in params):
         raise refuse("params", "NumPy arrays, since sums on devices have no fixed order", "arrays on a device")
-    return num
+    return int(num)
 
 
 def fix_arithmetic(world: World) -> None:
@@ -89,16 +89,16 @@ class ReproducibleSteps:
 
     def __init__(self, shards: VirtualShards, params: Sequence[Parameter], world: World) -> None:
         self._shards, self._world = shards, world
-        layers = {
-            id(layer): layer for layer in (getattr(param, "layer", None) for param in params) if layer is not None
-        }
-        self._layers = list(layers.values())
+        self._layers = layers_of(params)
         self._noted: list[tuple[int, np.ndarray]] = []  # number of a shard of this step, and its row, see _row
+        self.met_stranger = False
+        """Whether a layer has noted something on this rank in this step that is none of the trainer's."""
         self.begin(1)
 
     def begin(self, step: int) -> None:
         """Begin a step."""
         self._noted.clear()
+        self.met_stranger = False
         self.enter(step)
 
     @property
@@ -133,10 +133,8 @@ class ReproducibleSteps:
         passed = dict.fromkeys(sums, 0.0)
         for buffer, value in statistics:
             if id(buffer) not in sums:
-                raise HpcdpError(
-                    "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of another model",
-                    remedy="give it the parameters of all that is trained",
-                )  # fmt: skip
+                self.met_stranger = True
+                continue
             sums[id(buffer)] += count * value.reshape(-1)
             passed[id(buffer)] += count
         return np.concatenate([list(passed.values()), *sums.values()])

@@ -17,7 +17,7 @@ from ..arrays import from_host, to_host
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..compression import Codec, Compression
-from ..errors import ConfigError, NonFiniteGradientError, StaleGradientError, listed
+from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError, listed
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
@@ -102,6 +102,7 @@ class Trainer:
         reproducible: bool = False,
         virtual_shards: int | None = None,
     ) -> None:
+        params = list(params)
         trained = [param for param in params if param.grad_req != "null"]
         adding = [param.name for param in trained if param.grad_req == "add"]
         if not trained:
@@ -290,12 +291,14 @@ class Trainer:
                 remedy=f"{remedy}, or train without it",
             )  # fmt: skip
 
-    def _refuse_half_a_step(self) -> None:
+    def _refuse_half_a_step(self, operation: str) -> None:
         shards = self.reducer.virtual_shards
-        if shards is not None and shards.current != shards.run.start:
+        if shards is None:
+            return
+        if shards.current != shards.run.start or not self.reducer.is_untouched:
             raise StaleGradientError(
-                "save_states", expected="the end of a step", got=f"virtual shard {shards.current} still to compute",
-                remedy="save after the last of own_virtual_shards",
+                operation, expected="the end of a step", got=f"gradients of virtual shard {shards.current} under way",
+                remedy="call it after the step of the last of own_virtual_shards, or drop this one by step(0) for each",
             )  # fmt: skip
 
     def _refuse_sums(self, operation: str) -> None:
@@ -347,14 +350,25 @@ class Trainer:
         in_shards = self._reproducible is not None
         stale = self._stale + self._unwritten(count if in_shards else count + self._held_count)
         count += self._held_count
+        stale = list(dict.fromkeys(stale))  # a name may be missing in several virtual shards
         if not stale:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        noted = self._reproducible is not None and self._reproducible.has_noted
-        (total, num_stale, num_noting), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), noted)
+        steps = self._reproducible
+        noted = (False, False) if steps is None else (steps.has_noted, steps.met_stranger)
+        (total, num_stale, num_noting, num_strangers), alike = self.reducer.closing.tally_alike(
+            settings, count, bool(stale), *noted
+        )
         if not alike:
             self._refuse(settings)
+        if num_strangers:
+            self.owner.reduce()  # nobody leaves before what was launched has ended
+            self._begin_step()
+            raise HpcdpError(
+                "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of which it has none",
+                remedy="give it the parameters of all that is trained",
+            )  # fmt: skip
         if num_stale:
             by_rank = self.world.comm.allgather_json(stale[:3])
             self.owner.reduce()  # nobody leaves before what was launched has ended
@@ -411,7 +425,7 @@ class Trainer:
             DataError: rank 0 cannot write there; on every rank.
             StaleGradientError: some, but not all virtual shards of a step are computed; on every rank.
         """
-        on_every_rank(self.world.comm, self._refuse_half_a_step)
+        on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("save_states"))
         self.reducer.settle()
         trainer_states.save(self, Path(path))
 
@@ -420,11 +434,13 @@ class Trainer:
 
         Raises:
             DataError: the file is missing, damaged or of another model or optimizer; on every rank, nothing is changed.
+            StaleGradientError: as `save_states`.
         """
+        on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("load_states"))
         self.reducer.settle()
         trainer_states.load(self, Path(path))
         if self._reproducible is not None:
-            self._begin_step()
+            self._reproducible.begin(self.step_count + 1)
 
 
 def _checked_count(operation: str, count: int) -> int:

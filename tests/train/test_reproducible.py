@@ -1,6 +1,7 @@
 """The same bits on any number of ranks and nodes: what is trained, what is measured, what is refused."""
 
 import contextlib
+import copy
 import json
 import os
 import subprocess
@@ -230,6 +231,7 @@ def test_reproducible_on_some_ranks_only_is_told():
             {"reproducible": False, "virtual_shards": 8},
             r"\[virtual_shards\]: expected None without reproducible=True, got 8",
         ),
+        ({"virtual_shards": True}, r"\[virtual_shards\]: expected an integer >= 1, got True"),
         ({"virtual_shards": 0}, r"\[virtual_shards\]: expected an integer >= 1, got 0"),
         ({"virtual_shards": 2.0}, r"\[virtual_shards\]: expected an integer >= 1, got 2.0"),
         ({"virtual_shards": 2}, r"\[virtual_shards\]: expected at least one for each of 3 ranks, got 2"),
@@ -239,6 +241,15 @@ def test_reproducible_on_some_ranks_only_is_told():
 def test_settings_that_would_break_it_are_refused_by_name(options, said):
     with pytest.raises(ConfigError, match=said):
         threads.run(3, lambda world: trainer_of(network(), world, **options))
+
+
+def test_numbers_of_numpy_will_do():
+    def one(world):
+        trainer = trainer_of(network(), world, virtual_shards=np.int64(5))
+        assert evaluate(network(), SET, world, num_parts=np.int64(5)).count == 75
+        return trainer.virtual_shards
+
+    assert threads.run(3, one, ranks_per_node=2) == [5, 5, 5]
 
 
 def test_gradients_that_are_added_up_are_refused():
@@ -385,13 +396,44 @@ def test_a_layer_whose_parameters_the_trainer_does_not_have_is_refused():
     def one(world):
         net, other = network(), nn.BatchNorm(1)
         trainer = trainer_of(net, world)
-        backward(net, other(IMAGES[:4]).data, LABELS[:4])
-        with record():
-            other(IMAGES[:4])
-        trainer.step(4)
+        for _ in trainer.own_virtual_shards:
+            backward(net, IMAGES[:4], LABELS[:4])
+            if world.rank:
+                with record():
+                    other(IMAGES[:4])
+            trainer.step(4)
 
-    with pytest.raises(HpcdpError, match="step: expected layers whose parameters the Trainer has, got a BatchNorm of"):
-        threads.run(1, one)
+    def caught(world):
+        try:
+            one(world)
+        except HpcdpError as error:
+            return str(error)
+
+    said = threads.run(2, caught)
+    assert said[0] == said[1] and said[0].startswith(
+        "step: expected layers whose parameters the Trainer has, got a Batch"
+    )
+
+
+def test_layers_are_found_by_any_of_their_parameters():
+    def one(world):
+        first, shares, beta_alone = nn.BatchNorm(3), nn.BatchNorm(3), nn.BatchNorm(3)
+        shares.gamma, shares.beta = first.gamma, first.beta
+        replaced = copy.deepcopy(first)
+        replaced.gamma = nn.Parameter(np.full(3, 2, "f4"))
+        net = nn.Sequential(first, shares, replaced, beta_alone)
+        params = [param for param in net.parameters() if param is not beta_alone.gamma]
+        trainer = Trainer((param for param in params), optim.SGD(lr=0.1), world, reproducible=True, virtual_shards=4)
+        for shard in trainer.own_virtual_shards:
+            with record():
+                loss = net(np.random.default_rng(shard).standard_normal((5, 3)).astype("f4")).sum()
+            loss.backward()
+            trainer.step(5)
+        assert len({layer.running_mean.data.tobytes() for layer in net}) > 1
+        return b"".join(np.array(each).tobytes() for each in net.state_dict().values())
+
+    wanted = threads.run(1, one)[0]
+    assert set(threads.run(3, one, ranks_per_node=2)) == {wanted}
 
 
 @pytest.mark.parametrize("how", ["dropped", "stale", "rate"])
@@ -460,13 +502,21 @@ def test_gradients_that_are_to_be_added_up_later_are_refused_too():
         threads.run(1, one)
 
 
-def test_states_are_not_saved_in_the_middle_of_a_step(tmp_path):
+@pytest.mark.parametrize("operation", ["save_states", "load_states"])
+@pytest.mark.parametrize("began", ["a shard", "a backward"])
+def test_states_are_not_saved_or_loaded_in_the_middle_of_a_step(operation, began, tmp_path):
     def one(world):
-        trainer = trainer_of(network(), world)
-        trainer.step(0)
-        trainer.save_states(tmp_path / "states.npz")
+        net = network()
+        trainer = trainer_of(net, world, overlap=True, virtual_shards=2 if began == "a backward" else 8)
+        if began == "a shard":
+            trainer.step(0)
+        else:
+            backward(net, IMAGES[:4], LABELS[:4])
+        getattr(trainer, operation)(tmp_path / "states.npz")
 
-    with pytest.raises(StaleGradientError, match="expected the end of a step, got virtual shard 1 still to"):
+    with pytest.raises(
+        StaleGradientError, match=f"{operation}: expected the end of a step, got gradients of virtual shard"
+    ):
         threads.run(2, one)
     assert not (tmp_path / "states.npz").exists()
 
