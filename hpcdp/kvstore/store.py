@@ -10,6 +10,7 @@ import abc
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..engine import Engine, Variable
 from ..errors import ConfigError, listed
 from ..optim import Optimizer
 from .arguments import Key, check_array, grouped, listed_keys, merged
+from .states import read_states, write_states
 from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater
 
 T = TypeVar("T")
@@ -29,8 +31,6 @@ class Entry:
     """One key."""
 
     key: Key
-    number: int
-    """Keys are counted as they are made."""
     stored: Array
     """In the key's shape. Read and written by tasks of the engine alone."""
     variable: Variable
@@ -40,8 +40,8 @@ class Entry:
 class Pulled:
     """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
 
-    def __init__(self, wait_for: Callable[[Variable], None], variable: Variable, place: Array) -> None:
-        self._wait_for, self._variable, self._place = wait_for, variable, place
+    def __init__(self, until_filled: Callable[[], None], place: Array) -> None:
+        self._until_filled, self._place = until_filled, place
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Pulled:
 
     def wait(self) -> Array:
         """The array, when it is there; what a push before it raised is raised here."""
-        self._wait_for(self._variable)
+        self._until_filled()
         return self._place
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -103,12 +103,12 @@ class KVStore(abc.ABC):
         """Let a push take effect; ``value`` is this store's to change."""
 
     @abc.abstractmethod
-    def save_optimizer_states(self, path: str) -> None:
-        """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call."""
+    def _own_part(self, entry: Entry, whole: Array) -> Array:
+        """Of an array of the key's shape what this worker updates, flat."""
 
     @abc.abstractmethod
-    def load_optimizer_states(self, path: str) -> None:
-        """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call."""
+    def _joined(self, entry: Entry, part: Array) -> Array:
+        """An array of the key's shape from every worker's part; every worker must call."""
 
     def init(self, key: Any, value: Any) -> None:
         """Make one key or several, once each; every worker must call, in the same order. The first worker's value wins.
@@ -178,7 +178,7 @@ class KVStore(abc.ABC):
         waits = []
         for entry, targets in places:
             for target in targets:
-                on_its_way = self._pull(entry, getattr(target, "data", target) if _waits(target) else target, priority)
+                on_its_way = self._pull(entry, target.data if _waits(target) else target, priority)
                 if _waits(target):
                     target.data_hook = _hook(on_its_way)
                 else:
@@ -248,17 +248,54 @@ class KVStore(abc.ABC):
             raise ConfigError("set_optimizer", expected=expected, got=repr(optimizer))
         self._updater = ByOptimizer(optimizer)
 
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            DataError: the file cannot be written; on every worker.
+        """
+        rule = self._by_optimizer("save_optimizer_states")
+        states = {
+            (key, name): self._joined(self._entries[key], part)
+            for key, state in rule.states.items()
+            for name, part in state.items()
+        }
+        self._by_first(lambda: write_states(Path(path), rule.optimizer, rule.steps, states))
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            DataError: the file is missing, damaged or of another optimizer, or other keys; on every worker.
+        """
+        rule = self._by_optimizer("load_optimizer_states")
+        shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
+        rule.steps, states = self._agreed(lambda: read_states(Path(path), rule.optimizer, shapes))
+        rule.states = {}
+        for key in rule.steps:
+            entry = self._entries[key]
+            rule.states[key] = rule.optimizer.init_state(self._own_part(entry, entry.stored))
+            for name, place in rule.states[key].items():
+                place[...] = self._own_part(entry, states[key, name])
+
     def wait(self) -> None:
         """Until all pushes of this worker have taken effect; raises what one of them raised."""
         for entry in self._entries.values():
-            self._wait_for(entry.variable)
+            self._wait_for(entry, entry.variable)
 
-    def _wait_for(self, variable: Variable) -> None:
+    def _wait_for(self, entry: Entry, variable: Variable) -> None:
+        """Until ``variable`` is written, by a push or a pull of ``entry``."""
         self._engine.wait_to_read(variable)
 
     def _agreed(self, check: Callable[[], T]) -> T:
         """What ``check()`` returns; what it raises on one worker is raised on all."""
         return check()
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        """Call ``write()`` on the first worker; what it raises is raised on all."""
+        write()
 
     def _entry(self, operation: str, key: object) -> Entry:
         if isinstance(key, int | str) and key in self._entries:
@@ -277,7 +314,7 @@ class KVStore(abc.ABC):
                 place[rows] = entry.stored[rows]
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
-        return Pulled(self._wait_for, variable, place)
+        return Pulled(lambda: self._wait_for(entry, variable), place)
 
     def _by_optimizer(self, operation: str) -> ByOptimizer:
         if not isinstance(self._updater, ByOptimizer):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +23,7 @@ from ..arrays import Array, is_host
 from ..collectives.progress import Progress, Steps, Until
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..comm.communicator import join_parts
 from ..comm.shared import Milestones
 from ..engine import Variable
 from ..errors import ConfigError, HpcdpError, UnsupportedError
@@ -34,7 +34,6 @@ from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
 from .arguments import Key
-from .states import States, read_states, write_states
 from .store import Entry, KVStore
 from .updaters import Function, Updater
 
@@ -135,7 +134,7 @@ class SyncStore(KVStore):
         failed = memory.alloc((memory.size,), np.int64)
         bucket = Bucket(number, [slot], rows, memory.rank, part)
         self._rows[key] = _Rows(layout, bucket, flat, Milestones(memory), failed, alone)
-        return Entry(key, number, flat[: value.size].reshape(value.shape), self._engine.variable(name))
+        return Entry(key, flat[: value.size].reshape(value.shape), self._engine.variable(name))
 
     def _push(self, entry: Entry, value: Array, priority: int) -> None:
         rows = self._rows[entry.key]
@@ -189,42 +188,28 @@ class SyncStore(KVStore):
             whole[part] = bucket.rows[local, part]
         return whole[: entry.stored.size].reshape(entry.stored.shape)
 
-    def _wait_for(self, variable: Variable) -> None:
-        with self._watchdog.watching(f"wait for {variable.name}", behind=lambda: self._behind(variable)):
+    def _wait_for(self, entry: Entry, variable: Variable) -> None:
+        rows = self._rows[entry.key]
+
+        def behind() -> list[int]:
+            return rows.milestones.behind(_PHASES * rows.rounds + _FILLED)
+
+        with self._watchdog.watching(f"wait for {variable.name}", behind=behind):
             self._of_world.wait(variable)
 
-    def _behind(self, variable: Variable) -> list[int]:
-        """The ranks of this node that have not pushed what is waited for."""
-        for key, entry in self._entries.items():
-            if variable.name.endswith(entry.variable.name):
-                rows = self._rows[key]
-                return rows.milestones.behind(_PHASES * rows.rounds + _FILLED)
-        return []
+    def _own_part(self, entry: Entry, whole: Array) -> Array:
+        rows = self._rows[entry.key]
+        padded = np.zeros(rows.flat.size, whole.dtype)
+        padded[: whole.size] = whole.reshape(-1)
+        return padded[slice(*rows.bucket.shard)]
 
-    def save_optimizer_states(self, path: str) -> None:
-        rule = self._by_optimizer("save_optimizer_states")
-        arrays: States = {}
-        for key, state in rule.states.items():
-            entry, (first, last) = self._entries[key], self._rows[key].bucket.shard
-            for name, part in state.items():
-                whole = np.zeros(self._rows[key].flat.size, part.dtype)
-                if self._rail is None or self._rail.comm.rank == 0:
-                    whole[first:last] = part
-                # Parts are disjoint, so a sum of their bits joins them.
-                self._world.comm.native_allreduce(whole.view(f"u{whole.dtype.itemsize}"), "sum")
-                arrays[key, name] = whole[: entry.stored.size].reshape(entry.stored.shape)
-        on_rank_0(self._world.comm, lambda: write_states(Path(path), rule.optimizer, rule.steps, arrays))
+    def _joined(self, entry: Entry, part: Array) -> Array:
+        rows = self._rows[entry.key]
+        padded = np.zeros(rows.flat.size, part.dtype)
+        if self._rail is None or self._rail.comm.rank == 0:
+            padded[slice(*rows.bucket.shard)] = part
+        join_parts(padded, self._world.comm)
+        return padded[: entry.stored.size].reshape(entry.stored.shape)
 
-    def load_optimizer_states(self, path: str) -> None:
-        rule = self._by_optimizer("load_optimizer_states")
-        shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
-        steps, arrays = self._agreed(lambda: read_states(Path(path), rule.optimizer, shapes))
-        rule.steps, rule.states = dict(steps), {}
-        for key in steps:
-            rows = self._rows[key]
-            part = slice(*rows.bucket.shard)
-            rule.states[key] = rule.optimizer.init_state(rows.flat[part])
-            for name, place in rule.states[key].items():
-                whole = np.zeros(rows.flat.size, place.dtype)
-                whole[: arrays[key, name].size] = arrays[key, name].reshape(-1)
-                place[...] = whole[part]
+    def _by_first(self, write: Callable[[], None]) -> None:
+        on_rank_0(self._world.comm, write)

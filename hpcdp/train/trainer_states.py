@@ -16,6 +16,7 @@ import numpy as np
 from .. import archive
 from ..arrays import from_host, to_host
 from ..comm.agreement import on_every_rank, on_rank_0
+from ..comm.communicator import join_parts
 from ..errors import DataError
 from ..gradients.residuals import gather_residuals, give_residuals
 from .reproducible import arithmetic
@@ -46,7 +47,7 @@ def save(trainer: Trainer, path: Path) -> None:
 
 
 def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
-    """The whole flat state of a bucket on every rank: shards are disjoint, so a sum of their bits joins them."""
+    """The whole flat state of a bucket on every rank."""
     bucket = trainer.reducer.buckets[number]
     first, last = trainer.owner.span(bucket)
     part = to_host(trainer.owner.states[number][name])
@@ -55,7 +56,7 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
     whole = np.zeros(bucket.mine.shape[0], part.dtype)
     if trainer.reducer.is_counted:
         whole[first:last] = part
-    trainer.world.comm.native_allreduce(whole.view(f"u{whole.dtype.itemsize}"), "sum")
+    join_parts(whole, trainer.world.comm)
     return whole
 
 

@@ -1,6 +1,7 @@
 """Stores of all kinds: the numbers of the documents, every form of arguments, and what is refused."""
 
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -412,6 +413,32 @@ def test_ranks_that_differ_are_told():
     ):
         with pytest.raises(kind_of, match=said):
             threads.run(3, fn)
+
+
+@pytest.mark.parametrize("waits_in", ["pull", "wait"])
+def test_a_rank_that_has_not_pushed_is_known_to_those_that_wait(waits_in):
+    def one(world):
+        store, seen = kvstore.create("dist_sync", world), []
+        store.init("w", full(1))
+        if world.rank != 2:
+            store.push("w", full(1))
+        world.barrier()
+        if world.rank == 0:
+            deadline = time.monotonic() + 20
+            while store._rows["w"].milestones.behind(1) != [2]:  # its lane, too, takes its time
+                assert time.monotonic() < deadline
+            lane, wait = store._of_world, store._of_world.wait
+            lane.wait = lambda variable: seen.append(store._watchdog.call[2]())
+            pulled = store.pull("w") if waits_in == "pull" else store
+            pulled.wait()
+            lane.wait = wait
+        world.barrier()
+        if world.rank == 2:
+            store.push("w", full(1))
+        store.barrier()
+        return seen
+
+    assert threads.run(3, one)[0] == [[2]]
 
 
 def test_arrays_on_a_device():
