@@ -49,6 +49,13 @@ def _shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
 
 
+def _checked_part(num_parts: object, part_index: object) -> tuple[int, int]:
+    parts, index = _at_least("num_parts", num_parts, 1), _at_least("part_index", part_index, 0)
+    if index >= parts:
+        raise ConfigError("sampler", where="part_index", expected=f"0 to {parts - 1}", got=part_index)
+    return parts, index
+
+
 class SequentialSampler:
     """0, 1, ..., n - 1."""
 
@@ -157,9 +164,7 @@ class ShardedSampler:
         weights: Sequence[float] | None = None,
     ) -> None:
         self.n, self.batch_size = _at_least("n", n, 0), _at_least("batch_size", batch_size, 1)
-        self.num_parts, self.part_index = _at_least("num_parts", num_parts, 1), _at_least("part_index", part_index, 0)
-        if part_index >= num_parts:
-            raise ConfigError("sampler", where="part_index", expected=f"0 to {num_parts - 1}", got=part_index)
+        self.num_parts, self.part_index = _checked_part(num_parts, part_index)
         if batch_size < num_parts:
             raise ConfigError(
                 "sampler",
@@ -228,25 +233,21 @@ class VirtualShardSampler:
         seed: int = 0,
         last: str = "keep",
     ) -> None:
-        self.num_shards, parts = _at_least("num_shards", num_shards, 1), _at_least("num_parts", num_parts, 1)
+        self.num_shards = _at_least("num_shards", num_shards, 1)
+        parts, index = _checked_part(num_parts, part_index)
         if parts > num_shards:
             raise ConfigError(
                 "sampler", where="num_shards", expected=f"at least one for each of {parts} ranks", got=num_shards
             )
-        if _at_least("part_index", part_index, 0) >= parts:
-            raise ConfigError("sampler", where="part_index", expected=f"0 to {parts - 1}", got=part_index)
         if _at_least("batch_size", batch_size, 1) < num_shards:
             expected = f"at least one sample for each of {num_shards} virtual shards"
             raise ConfigError("sampler", where="batch_size", expected=expected, got=batch_size,
                               remedy="take a larger batch or fewer virtual shards")  # fmt: skip
         ends = piece_bounds(num_shards, parts)
-        self.shards = [
-            ShardedSampler(n, batch_size, num_shards, shard, shuffle, seed, last)
-            for shard in range(ends[part_index], ends[part_index + 1])
-        ]
-        """One sampler for each virtual shard of this part."""
-        self.numbers = range(ends[part_index], ends[part_index + 1])
-        """Which those are."""
+        self.numbers = range(ends[index], ends[index + 1])
+        """The virtual shards of this part."""
+        self.shards = [ShardedSampler(n, batch_size, num_shards, each, shuffle, seed, last) for each in self.numbers]
+        """One sampler for each of them."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         for pieces in zip(*self.shards, strict=True):

@@ -7,6 +7,8 @@ From a model's gradients to its update:
 - `reducer` keeps the state of every bucket and sums it over the ranks.
 - `rail` sums what nodes have summed, by messages.
 - `residuals` makes what compression has not sent yet a part of a state.
+- `virtual_shards` sums in an order that does not depend on the number of ranks.
+- `beside` is what buckets do while Python computes: reductions that backward launches, updates that outlast a step.
 - `closing` exchanges the few numbers that end a step.
 - `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
 - `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.

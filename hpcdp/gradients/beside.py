@@ -49,7 +49,6 @@ class Beside:
         self._memory, self._buckets, self._params, self._lane = memory, buckets, params, lane
         self._watchdog = Watchdog.of(world)
         self._trace: Trace | None = world.kept.get(Trace)
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self._step = 0
         self._updating: dict[int, int] = {}
         """What owners post for the update of a bucket that is under way."""
@@ -98,7 +97,7 @@ class Beside:
         var = self._variables[number]
         self._lane.engine.push(run, [var], [var], UPDATE, number, f"update of bucket {number}")
         self._updating[number] = updated
-        self._hook(bucket, self._before_use)
+        self._hook(bucket, lambda param: self.settle(bucket))
 
     def settle(self, bucket: Bucket) -> None:
         """Wait for the update of a bucket, if one is under way."""
@@ -141,9 +140,6 @@ class Beside:
     def _hook(self, bucket: Bucket, hook: Callable[[Parameter], None] | None) -> None:
         for slot in bucket.slots:
             self._params[slot.name].data_hook = hook  # type: ignore[attr-defined]
-
-    def _before_use(self, param: Parameter) -> None:
-        self.settle(self._bucket_of[param.name])
 
     def _note_times(self) -> None:
         self.times = [

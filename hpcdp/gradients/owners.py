@@ -232,18 +232,11 @@ class ShardOwner(_Flat):
     def reduce_and_update(self, step: int, scale: float) -> None:
         if self.reducer.updates_later:
             self._update_later(step, scale)
-        elif self._sums_rows:
+        elif self.reducer.sums_rows and self.reducer.memory.size > 1:
             self._sum_and_update(step, scale)
         else:
             self.reduce()
             self.update(step, scale)
-
-    @property
-    def _sums_rows(self) -> bool:
-        """Whether gradients are added up over the rows of the buckets, when all have left backward."""
-        reducer = self.reducer
-        by_rows = reducer.on_one_node and reducer.memory.size > 1 and reducer.virtual_shards is None
-        return by_rows and not reducer.overlap
 
     def _sum_and_update(self, step: int, scale: float) -> None:
         reducer, fused = self.reducer, kernels.load("reduce_update")

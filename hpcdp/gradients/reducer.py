@@ -123,8 +123,7 @@ class Reducer:
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
         self._overwriting: dict[str, str] | None = None
-        self._held = self.virtual_shards is not None and not self.virtual_shards.is_last
-        """Whether backward launches nothing: another one follows in this step."""
+        self._held = False
         self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self.beside = None if lane is None else Beside(world, self.memory, self.buckets, self.params, lane)
         """What runs beside computation; None without overlap."""
@@ -175,9 +174,19 @@ class Reducer:
             bucket.state = State.FILLING
         else:
             bucket.state = State.READY
-            if self.overlap and not self._held:
+            if self.overlap and not self._another_follows:
                 bucket.ready_ns = time.perf_counter_ns()
                 self._launch(bucket)
+
+    @property
+    def _another_follows(self) -> bool:
+        """Whether this is not the last backward of the step, so that it launches nothing."""
+        return self._held or (self.virtual_shards is not None and not self.virtual_shards.is_last)
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
+        return self.on_one_node and not self.overlap and self.virtual_shards is None
 
     @property
     def missing(self) -> list[str]:
@@ -220,7 +229,6 @@ class Reducer:
         self.holds_sums = False
         if self.virtual_shards is not None:
             self.virtual_shards.begin()
-            self._held = not self.virtual_shards.is_last
 
     def _await_all(self) -> None:
         for bucket in self.buckets:
@@ -236,7 +244,6 @@ class Reducer:
             self.virtual_shards.take(bucket)
         self.virtual_shards.next()
         self._await_all()
-        self._held = not self.virtual_shards.is_last
 
     def accumulate(self) -> None:
         """From now on backward adds to the gradients, and launches nothing until `launch_again`.
@@ -316,7 +323,7 @@ class Reducer:
         if self.beside is not None:
             for bucket in reversed(self.buckets):
                 self.beside.wait(bucket)
-        elif self.on_one_node and self.virtual_shards is None:
+        elif self.sums_rows:
             for bucket in self.buckets:
                 self.sum_shard(bucket)
                 bucket.state = State.REDUCED
@@ -371,7 +378,7 @@ class Reducer:
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""
-        if self.on_one_node and not self.overlap and self.virtual_shards is None:
+        if self.sums_rows:
             for bucket in self.buckets:
                 self.sum_shard(bucket, self._reduce.EVERY_ROW)
                 bucket.state = State.REDUCED

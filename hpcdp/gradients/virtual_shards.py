@@ -61,8 +61,9 @@ class VirtualShards:
         self._of_local = [fixed_tree.cover(self._root, runs[rank]) for rank in neighbours]
         """The nodes whose sums each rank of this node holds in the end."""
         together = [leaf for rank in neighbours for leaf in runs[rank]]
-        self._held = [] if rail is None else rail.comm.allgather_json(fixed_tree.cover(self._root, together))
-        self._held = [[(first, end) for first, end in nodes] for nodes in self._held]
+        held = [] if rail is None else rail.comm.allgather_json(fixed_tree.cover(self._root, together))
+        self._held: list[list[Node]] = [[(first, end) for first, end in nodes] for nodes in held]
+        """Those that each node of the rail holds."""
         self._closed = [closed_by(leaf, self.run, self._root) for leaf in self.run]
         depth = max(_depth(run, self._root) for run in runs)
         self._sums = [

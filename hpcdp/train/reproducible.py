@@ -15,22 +15,24 @@ from ..arrays import is_host
 from ..autograd import Tensor
 from ..comm import World
 from ..comm.agreement import require_same
+from ..comm.communicator import join_parts
 from ..errors import ConfigError, HpcdpError
 from ..gradients.bucket import Parameter
 from ..gradients.virtual_shards import VirtualShards
-from ..kernels import machine_code
 from ..nn.virtual_shard import VirtualShard, enter_shard, entered_shard, layers_of, move
 from .config import VIRTUAL_SHARDS
 
 
 def arithmetic() -> str:
     """The libraries and the processor that decide what the last bits of a product or a sum are, in words."""
+    from ..kernels.machine_code import target  # not before: Numba would be loaded with every Trainer
+
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pools = [pool for pool in pools if "numpy" in pool["filepath"]] or pools
     blas = sorted({f"{each['internal_api']} {each['version']} {each.get('architecture', '')}" for each in pools})
     simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
     found = " ".join([*simd.get("baseline", ()), *simd.get("found", ())])
-    return ", ".join([f"NumPy {np.__version__} {found}", *blas, machine_code.target()])
+    return ", ".join([f"NumPy {np.__version__} {found}", *blas, target()])
 
 
 def checked_virtual_shards(
@@ -121,11 +123,6 @@ class ReproducibleSteps:
         if count and shard.statistics:
             self._noted.append((shard.number, self._row(count, shard.statistics)))
 
-    @property
-    def has_noted(self) -> bool:
-        """Whether a layer has noted something on this rank in this step."""
-        return bool(self._noted)
-
     def _row(self, count: int, statistics: Sequence[tuple[Tensor, np.ndarray]]) -> np.ndarray:
         """For each running statistic how many samples have passed, then the sums over them, one after the other."""
         buffers = self._buffers()
@@ -145,11 +142,12 @@ class ReproducibleSteps:
     def move_statistics(self) -> None:
         """Move running statistics by those of all shards of the step, in order; every rank must call."""
         buffers = self._buffers()
+        if not buffers:
+            return
         table = np.zeros((self._shards.num, len(buffers) + sum(buffer.data.size for _, buffer in buffers)))
         for number, row in self._noted:
             table[number] = row
-        # Whole numbers of which all but one are 0: their sum is exact, whatever bits they stand for.
-        self._world.comm.native_allreduce(table.view(np.uint64), "sum")
+        join_parts(table, self._world.comm)
         total = table.sum(axis=0)
         at = len(buffers)
         for passed, (momentum, buffer) in zip(total, buffers, strict=False):

@@ -155,8 +155,6 @@ class Trainer:
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
         self._stale: list[str] = []
         """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
-        self._somebody_noted = False
-        """Whether layers have noted statistics of this step, on any rank."""
         enter_shard(None)  # that of an earlier trainer
         shards = self.reducer.virtual_shards
         self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
@@ -222,7 +220,7 @@ class Trainer:
             else:
                 self._reduce()
                 self._update(total)
-            if self._reproducible is not None and self._somebody_noted and self.step_count > before:
+            if self._reproducible is not None and self.step_count > before:
                 self._reproducible.move_statistics()
         finally:
             self._begin_step()
@@ -355,24 +353,19 @@ class Trainer:
             self.reducer.fill_missing_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-        steps = self._reproducible
-        noted = (False, False) if steps is None else (steps.has_noted, steps.met_stranger)
-        (total, num_stale, num_noting, num_strangers), alike = self.reducer.closing.tally_alike(
-            settings, count, bool(stale), *noted
-        )
+        met = () if self._reproducible is None else (self._reproducible.met_stranger,)
+        (total, num_stale, *num_strangers), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), *met)
         if not alike:
             self._refuse(settings)
-        if num_strangers:
-            self.owner.reduce()  # nobody leaves before what was launched has ended
-            self._begin_step()
+        if any(num_strangers):
+            self._give_up()
             raise HpcdpError(
                 "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of which it has none",
                 remedy="give it the parameters of all that is trained",
             )  # fmt: skip
         if num_stale:
             by_rank = self.world.comm.allgather_json(stale[:3])
-            self.owner.reduce()  # nobody leaves before what was launched has ended
-            self._begin_step()
+            self._give_up()
             rank = next(rank for rank, names in enumerate(by_rank) if names)
             raise StaleGradientError(
                 "step",
@@ -382,7 +375,6 @@ class Trainer:
                 remedy="call backward() before step(), give unused parameters grad_req='null', or count them as zero: "
                 "Policy(unused='zero')",
             )
-        self._somebody_noted = num_noting > 0
         return int(total)
 
     def _unwritten(self, count: int) -> list[str]:
@@ -395,10 +387,14 @@ class Trainer:
 
     def _refuse(self, settings: tuple[float, float]) -> None:
         """Raise that ranks would go different ways, on all of them."""
-        self.owner.reduce()  # nobody leaves before what was launched has ended
-        self._begin_step()
+        self._give_up()
         items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
         require_same(self.world.comm, "step", items, "change them alike on all ranks")
+
+    def _give_up(self) -> None:
+        """Drop the step before an error; nobody leaves before what was launched has ended."""
+        self.owner.reduce()
+        self._begin_step()
 
     def _begin_step(self) -> None:
         self.reducer.reset()
