@@ -11,6 +11,7 @@ Rajbhandari et al., "ZeRO", 2020, for the owners.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class SyncStore(KVStore):
         self._rows: dict[Key, _Rows] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
-        world.endings.append(weakly(self.wait))  # a rank that left earlier would leave others waiting
+        world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
 
     @property
     def rank(self) -> int:
@@ -93,6 +94,11 @@ class SyncStore(KVStore):
     def barrier(self) -> None:
         self.wait()
         self._world.barrier()
+
+    def _settle(self) -> None:
+        for entry in self._entries.values():
+            with contextlib.suppress(Exception):  # who has not asked before does not want to know
+                self._wait_for(entry, entry.variable)
 
     def set_updater(self, updater: Function) -> None:
         named = f"{getattr(updater, '__module__', '')}.{getattr(updater, '__qualname__', updater)}"
