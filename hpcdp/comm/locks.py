@@ -80,7 +80,6 @@ class NodeLocks:
                 found.append(rank)
         return found
 
-
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self._file)

@@ -54,7 +54,9 @@ def create(
         raise ConfigError("kvstore.create", where="name", expected=f"one of {', '.join(KINDS)}", got=repr(name))
     for setting, value in (("staleness", staleness), ("replay", replay)):
         if value is not None and name != "dist_async":
-            raise ConfigError("kvstore.create", where=setting, expected="None, or dist_async", got=f"{value!r} of {name}")
+            raise ConfigError(
+                "kvstore.create", where=setting, expected="None, or dist_async", got=f"{value!r} of {name}"
+            )
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ConfigError("kvstore.create", where=setting, expected="an integer, 0 or more", got=repr(value))
     if KINDS[name].scope == "process":

@@ -345,4 +345,3 @@ def updater_of(described: dict[str, Any]) -> Updater:
             remedy="put it into a module beside your script, not into the script itself",
         ) from None  # fmt: skip
     return ByFunction(found)
-
