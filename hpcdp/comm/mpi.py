@@ -153,7 +153,7 @@ class MpiCommunicator:
         if message is None:
             return None
         x = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        return status.Get_source(), x, MpiRequest(message.Imrecv([x, MPI.BYTE]), x)
+        return status.Get_source(), x, MpiRequest(message.Irecv([x, MPI.BYTE]), x)
 
     @_explained
     def native_allreduce(self, x: np.ndarray, op: str) -> None:

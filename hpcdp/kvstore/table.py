@@ -79,7 +79,7 @@ class Table:
         self.updater: Updater | None = None
         self.compression: Compression | None = None
         self._memory = memory
-        self._locks = NodeLocks(group.node_comm) if shares else NodeLocks(_Alone())
+        self._locks = NodeLocks(group.node_comm if shares else None)
         self._num_locks = 0
         self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
         self._left = memory.alloc((memory.size,), np.int64)
@@ -285,18 +285,6 @@ class Table:
     def gone(self) -> list[int]:
         """The ranks of this node that have died."""
         return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
-
-
-class _Alone:
-    """The communicator of a rank that shares memory with nobody."""
-
-    rank, size = 0, 1
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def allgather_json(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def take(item: Item, cell: Cell, rank: int) -> int:
