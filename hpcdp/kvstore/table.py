@@ -123,9 +123,8 @@ class Table:
         updater, cell = self.updater, item.cells[part]
         assert cell is not None
         if isinstance(updater, ByOptimizer):
-            rule = updater.optimizer
-            if not math.isnan(rate) and rate != rule.lr:
-                rule = copy.copy(rule)
+            rule = copy.copy(updater.optimizer)  # whose rate this rank's program may assign meanwhile
+            if not math.isnan(rate):
                 rule.lr = rate
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
