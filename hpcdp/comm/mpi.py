@@ -247,7 +247,7 @@ class MpiCommunicator:
         return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
     def abort(self, code: int) -> None:
-        self.mpi.Abort(code)
+        MPI.COMM_WORLD.Abort(code)  # of a part of the job, a library may end that part alone
 
 
 def _known(x: np.ndarray) -> np.ndarray:
