@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..errors import LaunchError
+
+if TYPE_CHECKING:
+    from .world import World
+
+ENDED = 3
+"""The tag of the empty message to each server, on the communicator of all, by which a worker says that it has ended."""
 
 _REMEDY = (
     "mpirun -n 4 python train.py : -n 2 python -m hpcdp.kvstore.serve, or hpcdp launch -n 4 -s 2 -- python train.py"
@@ -35,3 +44,9 @@ def count_workers(serve: Sequence[bool]) -> int:
 def name_of(rank: int, workers: int) -> str:
     """What a process is called in messages, by its rank among all."""
     return f"rank {rank} of {workers}" if rank < workers else f"server {rank - workers} (rank {rank})"
+
+
+def tell_servers(whole: World) -> None:
+    """Say that this worker has ended (`ENDED`): the servers end when all workers have."""
+    for server in range(whole.size - whole.num_servers, whole.size):
+        whole.comm.isend(np.empty(0, np.uint8), server, ENDED).wait()

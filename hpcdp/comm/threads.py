@@ -247,7 +247,7 @@ def run(
         ranks_per_node: ranks on each (virtual) node, the last one may have fewer; or those of every node, n together;
             all on one node when None. A number counts servers, too, in the world of all; in a list they are one node.
         num_servers: so many further threads are servers: the ranks' worlds have a `World.whole`.
-        serve: what each server does, with the world of all; it must end when the ranks have.
+        serve: what each server does, with the world of all; it must end when the ranks have (`roles.ENDED`).
 
     Returns:
         What ``fn`` returned, by rank.
@@ -260,6 +260,7 @@ def run(
     if num_servers:
         per_node = [*ranks_per_node, num_servers] if isinstance(ranks_per_node, Sequence) else ranks_per_node
         wholes = _worlds(job, _node_sizes(n + num_servers, per_node))
+        wholes = [replace(whole, num_servers=num_servers) for whole in wholes]
         worlds = [replace(world, whole=whole) for world, whole in zip(worlds, wholes[:n], strict=True)] + wholes[n:]
     results: list[Any] = [None] * len(worlds)
     failures: list[BaseException] = []

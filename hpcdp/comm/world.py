@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
-from .roles import count_workers, name_of
+from .roles import count_workers, name_of, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
@@ -72,6 +72,8 @@ class World:
     whole: World | None = None
     """The world of all processes, workers first and then the servers, for stores; None where there are no servers, and
     in that world itself."""
+    num_servers: int = 0
+    """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
@@ -85,11 +87,17 @@ class World:
             self.comm.barrier()
 
     def finish(self) -> None:
-        """Let end what is under way and others need: called when a program has come to its end without an error."""
-        for ending in reversed(self.endings):
-            ending()
-        if self.whole is not None:
-            self.whole.finish()
+        """Let end what is under way and others need: called when a program has come to its end without an error.
+
+        A worker tells the servers that it needs them no longer.
+        """
+        try:
+            for ending in reversed(self.endings):
+                ending()
+        finally:
+            if self.whole is not None:
+                self.whole.finish()
+                tell_servers(self.whole)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
@@ -173,13 +181,13 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
         _abort_when_one_fails(MPI.COMM_WORLD, name_of(everyone.rank, workers))
     if workers == everyone.size:
         return _world_of(everyone, ranks_per_node)
-    whole = _world_of(everyone, ranks_per_node)
+    whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
     of_role = everyone.Split(MPI.UNDEFINED if serves else 0, everyone.rank)
-    return whole if serves else _world_of(of_role, ranks_per_node, whole)
+    return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
 
 
-def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, whole: World | None = None) -> World:
-    """The world of a communicator's ranks, all of which must call."""
+def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any) -> World:
+    """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`."""
     from mpi4py import MPI
 
     from .mpi import MpiCommunicator
@@ -214,7 +222,7 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, whole: World 
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         debug=debug,
-        whole=whole,
+        **roles,
         kept={"ranks_per_node": ranks_per_node},
     )
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
