@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -122,19 +121,19 @@ class SyncStore(KVStore):
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
         """In this thread, if nothing is under way that should come first."""
-        waits = any(can_wait(target) for target in targets)
+        waits = len(targets) > 1 or can_wait(targets[0])
         if waits or (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             super()._pushpull(entry, arrays, targets, priority)
             return
         rows, watchdog, failure = self._rows[entry.key], self._watchdog, None
         around, watchdog.calls = watchdog.call, watchdog.calls + 1
-        watchdog.call = "pushpull", partial(str, entry.variable.name), rows.behind
+        watchdog.call = rows.label, None, rows.behind
         try:
             x, out = in_one_piece(arrays, targets[0])
             rows.rounds += 1
             self._push_and_pull(entry, rows, x, out)
-            for target in targets[out is targets[0] :]:
-                target[...] = out
+            if out is not targets[0]:
+                targets[0][...] = out
         except BaseException as error:
             failure = error
             raise
