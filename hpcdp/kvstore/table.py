@@ -27,6 +27,8 @@ from .server import Attempt
 from .updaters import ByFunction, ByOptimizer, Updater
 from .wire import NO_STATE, Kind, Message
 
+MOST_STEPS = 1 << 53
+
 Described = tuple[Key, tuple[int, ...], str]
 """A key, its shape and dtype."""
 
@@ -148,6 +150,8 @@ class Table:
         kind = message.kind
         if kind is Kind.GONE:
             return lambda: Message(Kind.DONE, payload=np.array(self.gone(), np.int64))
+        if source >= self.num_workers:
+            raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
         if kind is Kind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
         item, cell = self._addressed(message)
@@ -171,6 +175,11 @@ class Table:
         if message.key < len(self.by_number):
             item = self.by_number[message.key]
             cell = item.cells[message.part] if message.part < len(item.parts) else None
+            needs_ticket = item.in_order and message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
+            draws = message.kind is Kind.TICKET
+            if (message.ticket >= 0) != needs_ticket or (draws and not item.in_order):
+                got = f"{message.kind.name} with ticket {message.ticket}"
+                raise MismatchError("key-value store message", where=f"key {item.key!r}", got=got)
             if cell is not None:
                 return item, cell
         got = f"key number {message.key}, part {message.part}"
@@ -257,6 +266,8 @@ class Table:
         """Do as a message of kind WRITE_STATE says."""
         payload, flat = message.payload, cell.flat
         if message.which == NO_STATE:
+            if not 0 <= message.number < MOST_STEPS:
+                raise MismatchError("write a state", expected=f"0 to {MOST_STEPS} updates", got=message.number)
             cell.set_steps(message.number)
             return
         name = self._state_name(cell, message)
@@ -272,8 +283,8 @@ class Table:
                 cell.clocks[worker] = number
 
     def _set_clocks(self, source: int, number: int) -> Message:
-        if source >= self.num_workers or number not in (0, AWAY):
-            raise MismatchError("key-value store message", expected="a worker's clock", got=f"{number} of {source}")
+        if number not in (0, AWAY):
+            raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
         self.set_clocks(source, number)
         return Message(Kind.DONE)
 
