@@ -25,6 +25,7 @@ from hpcdp.nn.functional import softmax_cross_entropy
 
 from . import inputs
 from .augment import ShiftedImages, ShiftedLoader
+from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, KeepMetrics, ShowProgress
 from .config import TrainConfig
 from .evaluate import evaluate
@@ -158,8 +159,10 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dic
 
 def saved_by_compression(trainer: Trainer) -> str | None:
     """What nodes send less by compression, in words, None where they send nothing; every rank must call."""
+    if trainer.compression is None or not isinstance(trainer, BucketTrainer):
+        return None
     sent, plain = node_nbytes(trainer.reducer.rail, trainer.world)
-    if trainer.compression is None or not plain:
+    if not plain:
         return None
     rate = 8e-9 * pays_below(trainer.compression.codec, trainer.world.num_nodes)
     name = trainer.compression.codec.name

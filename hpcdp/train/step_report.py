@@ -71,7 +71,7 @@ class StepReport:
         self.phase = {name: Phase(name, trace) for name in (DATA, FORWARD, BACKWARD, STEP)}
         self._trainer, self._world = trainer, world
         self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may end a step late
-        self._seen: Sequence[BucketTimes] = trainer.reducer.times
+        self._seen: Sequence[BucketTimes] = trainer.bucket_times
         self.start_epoch()
 
     def start_epoch(self) -> None:
@@ -90,7 +90,7 @@ class StepReport:
             self._backwards.append((backward.start_ns, backward.end_ns))
         if self._steps > _LOOK_EVERY and self._steps % _LOOK_EVERY:
             return
-        times = self._trainer.reducer.times
+        times = self._trainer.bucket_times
         if times is self._seen or not times:
             return
         self._seen = times
