@@ -1,4 +1,5 @@
-"""Floor 5: kvstore. Imports: gradients, collectives, optim, comm, engine, archive, kernels, arrays, errors.
+"""Floor 5: kvstore. Imports: gradients, collectives, optim, comm, engine, compression, archive, kernels, arrays,
+errors.
 
 Values under keys, that every worker pushes to and pulls from.
 
@@ -8,6 +9,7 @@ Values under keys, that every worker pushes to and pulls from.
 """
 
 from .create import KINDS, create
-from .store import KVStore, Pulled
+from .pulled import Pulled
+from .store import KVStore
 
 __all__ = ["KINDS", "KVStore", "Pulled", "create"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, is_host
+from ..arrays import Array, array_namespace, is_host
 from ..errors import ConfigError, UnsupportedError
 
 Key = int | str
@@ -63,3 +63,8 @@ def merged(values: Sequence[Array]) -> Array:
     for each in others:
         total += each
     return total.astype(first.dtype, copy=False)
+
+
+def like(x: Array) -> Array:
+    """A new array of the same shape, dtype and namespace."""
+    return array_namespace(x).empty(x.shape, dtype=x.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arrays import Array
 from ..engine import Engine
-from .arguments import Key
+from .arguments import Key, merged
 from .store import Entry, KVStore
 
 _LANE = "key-value store"
@@ -26,8 +26,8 @@ class LocalStore(KVStore):
         for key, value in values.items():
             self._entries[key] = Entry(key, value.copy(), self._engine.variable(f"key {key!r}"))
 
-    def _push(self, entry: Entry, value: Array, priority: int) -> None:
-        updater = self._updater.now()
+    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
+        value, updater = merged(arrays), self._updater.now()
         var = entry.variable
         self._engine.push(
             lambda: updater.update(entry.key, value, entry.stored),

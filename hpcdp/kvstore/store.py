@@ -15,11 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, to_host
+from ..arrays import Array
+from ..compression import Compression
 from ..engine import Engine, Variable
-from ..errors import ConfigError, listed
+from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer
-from .arguments import Key, check_array, grouped, listed_keys, merged
+from .arguments import Key, check_array, grouped, like, listed_keys
+from .compress import Settings, compression_of
+from .pulled import Pulled, can_wait, hook_of
 from .states import read_states, write_states
 from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater
 
@@ -35,35 +38,6 @@ class Entry:
     """In the key's shape. Read and written by tasks of the engine alone."""
     variable: Variable
     """Written when a push has taken effect."""
-
-
-class Pulled:
-    """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
-
-    def __init__(self, until_filled: Callable[[], None], place: Array) -> None:
-        self._until_filled, self._place = until_filled, place
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._place.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self._place.dtype)
-
-    def wait(self) -> Array:
-        """The array, when it is there; what a push before it raised is raised here."""
-        self._until_filled()
-        return self._place
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(to_host(self.wait()), dtype=dtype, copy=copy)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.wait()[index]
-
-    def __repr__(self) -> str:
-        return f"Pulled({self.wait()!r})"
 
 
 class KVStore(abc.ABC):
@@ -99,8 +73,8 @@ class KVStore(abc.ABC):
         """Make keys that are new."""
 
     @abc.abstractmethod
-    def _push(self, entry: Entry, value: Array, priority: int) -> None:
-        """Let a push take effect; ``value`` is this store's to change."""
+    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
+        """Let a push take effect, and return at once; the ``arrays``, one a device, are the caller's: see `merged`."""
 
     @abc.abstractmethod
     def _own_part(self, entry: Entry, whole: Array) -> Array:
@@ -147,13 +121,9 @@ class KVStore(abc.ABC):
             ConfigError: there is no such key.
             UnsupportedError: an array of another shape or dtype than the key's; no key is pushed then.
         """
-        pushed = [(self._entry("push", each), arrays) for each, arrays in grouped("push", key, value).items()]
         priority = _checked_priority("push", priority)
-        for entry, arrays in pushed:
-            for array in arrays:
-                check_array("push", entry.key, array, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
-        for entry, arrays in pushed:
-            self._push(entry, merged(arrays), priority)
+        for entry, arrays in self._named("push", key, value):
+            self._push(entry, arrays, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
         """The values of one key or several after this worker's last push of each.
@@ -169,28 +139,39 @@ class KVStore(abc.ABC):
         priority = _checked_priority("pull", priority)
         if out is None:
             entries = [self._entry("pull", each) for each in listed_keys("pull", key)]
-            pulled = [self._pull(entry, _like(entry.stored), priority) for entry in entries]
+            pulled = [self._pull(entry, like(entry.stored), priority) for entry in entries]
             return pulled if isinstance(key, list | tuple) else pulled[0]
-        places = [(self._entry("pull", each), targets) for each, targets in grouped("pull", key, out).items()]
-        for entry, targets in places:
-            for target in targets:
-                check_array("pull", entry.key, target, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
-        waits = []
-        for entry, targets in places:
-            for target in targets:
-                on_its_way = self._pull(entry, target.data if _waits(target) else target, priority)
-                if _waits(target):
-                    target.data_hook = _hook(on_its_way)
-                else:
-                    waits.append(on_its_way)
-        for on_its_way in waits:
-            on_its_way.wait()
+        self._pull_into(self._named("pull", key, out), priority)
         return None
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
-        self.push(key, value, priority)
-        self.pull(key, value if out is None else out, priority)
+        priority = _checked_priority("push", priority)
+        pushed = self._named("push", key, value)
+        places = pushed if out is None else self._named("pull", key, out)
+        if len(pushed) == 1 == len(places) and pushed[0][0] is places[0][0]:
+            self._pushpull(*pushed[0], places[0][1], priority)
+        else:  # all are pushed before one is waited for: other ranks may name them in another order
+            for entry, arrays in pushed:
+                self._push(entry, arrays, priority)
+            self._pull_into(places, priority)
+
+    def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
+        """`_push`, then pull to the ``targets``: arrays, filled when this returns, or parameters, which wait."""
+        self._push(entry, arrays, priority)
+        self._pull_into([(entry, targets)], priority)
+
+    def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
+        waits = []
+        for entry, targets in places:
+            for target in targets:
+                on_its_way = self._pull(entry, target.data if can_wait(target) else target, priority)
+                if can_wait(target):
+                    target.data_hook = hook_of(on_its_way)
+                else:
+                    waits.append(on_its_way)
+        for on_its_way in waits:
+            on_its_way.wait()
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """`init`, then `pull` to ``out``."""
@@ -218,7 +199,7 @@ class KVStore(abc.ABC):
                 expected=f"integers from 0 to {num_rows - 1}",
                 got=repr(row_ids)[:80],
             )
-        place = _like(entry.stored) if out is None else out
+        place = like(entry.stored) if out is None else out
         check_array("row_sparse_pull", entry.key, place, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
         pulled = self._pull(
             entry, place, _checked_priority("row_sparse_pull", priority), np.unique(rows).astype(np.int64)
@@ -247,6 +228,32 @@ class KVStore(abc.ABC):
             expected = "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
             raise ConfigError("set_optimizer", expected=expected, got=repr(optimizer))
         self._updater = ByOptimizer(optimizer)
+
+    def set_gradient_compression(self, settings: Settings) -> None:
+        """From the next push on encode what is pushed, with what was not sent before; every worker must call, alike.
+
+        Args:
+            settings: a dict as MXNet takes, ``{"type": "2bit", "threshold": 0.5}``; what a Trainer takes, e.g.
+                ``"topk:ratio=0.05"`` (see `hpcdp.compression.Compression`); or None: nothing is encoded any more.
+
+        Raises:
+            ConfigError: there is no such codec or setting.
+            UnsupportedError: not in this kind of store.
+            MismatchError: workers differ; on all of them.
+        """
+        self._compress(self._agreed(lambda: compression_of(settings)))
+
+    def _compress(self, compression: Compression | None) -> None:
+        raise UnsupportedError(
+            "set_gradient_compression", where=self.kind, expected="a kind that compresses", got="one that does not"
+        )
+
+    def num_dead_node(self, timeout_s: float = 60) -> int:
+        """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.
+
+        0 where there are no servers: a worker that dies ends the job, so whoever can ask has lost none.
+        """
+        return 0
 
     def save_optimizer_states(self, path: str) -> None:
         """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
@@ -297,6 +304,14 @@ class KVStore(abc.ABC):
         """Call ``write()`` on the first worker; what it raises is raised on all."""
         write()
 
+    def _named(self, operation: str, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
+        """The keys of a call and their arrays, which fit."""
+        named = [(self._entry(operation, each), arrays) for each, arrays in grouped(operation, key, value).items()]
+        for entry, arrays in named:
+            for array in arrays:
+                check_array(operation, entry.key, array, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
+        return named
+
     def _entry(self, operation: str, key: object) -> Entry:
         if isinstance(key, int | str) and key in self._entries:
             return self._entries[key]
@@ -323,23 +338,6 @@ class KVStore(abc.ABC):
             )
         self.wait()
         return self._updater
-
-
-def _like(x: Array) -> Array:
-    return array_namespace(x).empty(x.shape, dtype=x.dtype)
-
-
-def _waits(target: Any) -> bool:
-    """Whether what reads ``target.data`` can be made to wait."""
-    return hasattr(target, "data_hook")
-
-
-def _hook(pulled: Pulled) -> Any:
-    def wait(parameter: Any) -> None:
-        pulled.wait()
-        parameter.data_hook = None  # not before: whoever reads meanwhile waits, too
-
-    return wait
 
 
 def _checked_priority(operation: str, priority: object) -> int:

@@ -33,7 +33,7 @@ from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
-from .arguments import Key
+from .arguments import Key, merged
 from .store import Entry, KVStore
 from .updaters import Function, Updater
 
@@ -136,8 +136,8 @@ class SyncStore(KVStore):
         self._rows[key] = _Rows(layout, bucket, flat, Milestones(memory), failed, alone)
         return Entry(key, flat[: value.size].reshape(value.shape), self._engine.variable(name))
 
-    def _push(self, entry: Entry, value: Array, priority: int) -> None:
-        rows = self._rows[entry.key]
+    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
+        rows, value = self._rows[entry.key], merged(arrays)
         rows.rounds += 1
         updater, number = self._updater.now(), rows.rounds
 

@@ -1,0 +1,54 @@
+"""A value on its way from a store, and who waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, to_host
+
+
+class Pulled:
+    """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
+
+    def __init__(self, until_filled: Callable[[], None], place: Array) -> None:
+        self._until_filled, self._place = until_filled, place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._place.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._place.dtype)
+
+    def wait(self) -> Array:
+        """The array, when it is there; what a push before it raised is raised here."""
+        self._until_filled()
+        return self._place
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(to_host(self.wait()), dtype=dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.wait()[index]
+
+    def __repr__(self) -> str:
+        return f"Pulled({self.wait()!r})"
+
+
+def can_wait(target: Any) -> bool:
+    """Whether what reads ``target.data`` can be made to wait, as it can for a network's parameter."""
+    return hasattr(target, "data_hook")
+
+
+def hook_of(pulled: Pulled) -> Callable[[Any], None]:
+    """What a parameter calls before it is read while its value is on its way."""
+
+    def wait(parameter: Any) -> None:
+        pulled.wait()
+        parameter.data_hook = None  # not before: whoever reads meanwhile waits, too
+
+    return wait
