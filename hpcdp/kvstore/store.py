@@ -64,6 +64,16 @@ class KVStore(abc.ABC):
     def num_workers(self) -> int:
         """How many workers push."""
 
+    @property
+    def keys(self) -> list[Key]:
+        """Those that were made, in that order."""
+        return list(self._entries)
+
+    @property
+    def has_updater(self) -> bool:
+        """Whether a push changes the stored value by a rule, and does not replace it."""
+        return not isinstance(self._updater, Replace)
+
     @abc.abstractmethod
     def barrier(self) -> None:
         """Wait until all workers have come here, and this one's pushes have taken effect."""

@@ -84,7 +84,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 callbacks=callbacks,
                 world=world,
             )
-    result = _result(config, records, trainer) | {"trace": None if recording is None else _told(recording)}
+    result = _result(config, records, trainer, world) | {"trace": None if recording is None else _told(recording)}
     if folder is not None:
         print(report(result, folder.failure), flush=True)
     return result
@@ -134,8 +134,7 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dict[str, Any]:
-    world = trainer.world
+def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world: World) -> dict[str, Any]:
     seconds = sum(record["seconds"] for record in records)
     comm_s = sum(record["comm_s"] for record in records)
     exposed_s = sum(record["comm_exposed_s"] for record in records)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..arrays import from_host, to_host
 from ..comm.agreement import on_every_rank, on_rank_0
-from ..kvstore.states import read_states, write_states
+from ..kvstore.arguments import Key
+from ..kvstore.states import States, read_states, write_states
 
 if TYPE_CHECKING:
     from .store_trainer import StoreTrainer
@@ -20,13 +22,12 @@ def save(trainer: StoreTrainer, path: Path) -> None:
     if trainer.update_on_kvstore:
         trainer.store.save_optimizer_states(str(path))
         return
-    steps = dict.fromkeys(trainer.params, trainer.step_count) if trainer.step_count else {}
-    states = {
-        (key, name): array.reshape(param.data.shape)
-        for (key, param), state in zip(trainer.params.items(), trainer.states, strict=True)
-        for name, array in state.items()
-        if steps
-    }
+    steps: dict[Key, int] = {}
+    states: States = {}
+    if trainer.step_count:
+        for (key, param), state in zip(trainer.params.items(), trainer.states, strict=True):
+            steps[key] = trainer.step_count
+            states |= {(key, name): to_host(array).reshape(param.data.shape) for name, array in state.items()}
 
     def write() -> None:
         write_states(path, trainer.optimizer, steps, states)
@@ -36,9 +37,9 @@ def save(trainer: StoreTrainer, path: Path) -> None:
 
 def load(trainer: StoreTrainer, path: Path) -> None:
     """See `Trainer.load_states`."""
-    shapes = {key: tuple(param.data.shape) for key, param in trainer.params.items()}
+    shapes: dict[Key, tuple[int, ...]] = {key: tuple(param.data.shape) for key, param in trainer.params.items()}
 
-    def read():
+    def read() -> tuple[dict[Key, int], States]:
         return read_states(path, trainer.optimizer, shapes)
 
     steps, states = read() if trainer.world is None else on_every_rank(trainer.world.comm, read)
@@ -47,5 +48,5 @@ def load(trainer: StoreTrainer, path: Path) -> None:
     else:
         for key, state in enumerate(trainer.states):
             for name, place in state.items():
-                place[...] = states[key, name].reshape(-1) if steps else 0
+                place[...] = from_host(states[key, name].reshape(-1), place) if steps else 0
     trainer.step_count = max(steps.values(), default=0)

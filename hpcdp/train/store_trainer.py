@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class StoreTrainer(Trainer):
         """Whether the store updates; else every rank does."""
         kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
         _check(kind, update_on_kvstore, self.policy, for_buckets)
-        self.world = world
+        self.world: World | None = world
         """The ranks; None where a store of one process was made without."""
         if KINDS[kind].scope == "world":
             self.world = init() if world is None else world
@@ -243,30 +243,30 @@ class StoreTrainer(Trainer):
         weight = total if self.steps_together else total * self.store.num_workers
         scale = 1.0 / (weight * self.loss_scale)
         for key, param in self.params.items():
-            self.store.push(key, param.grad * scale, priority=-key)  # forward needs the front layers first
-        self._pull()
+            self.store.pushpull(key, param.grad * scale, out=_place(param), priority=-key)
+            self._time(param)
 
     def _pull(self) -> None:
         for key, param in self.params.items():
-            self.store.pull(key, out=param, priority=-key)
-            if getattr(param, "data_hook", None) is not None:
-                param.data_hook = self._timed(param.data_hook)  # type: ignore[attr-defined]
+            self.store.pull(key, out=_place(param), priority=-key)
+            self._time(param)
 
-    def _timed(self, hook: Callable[[Any], None]) -> Callable[[Any], None]:
-        """``hook``, which waits for a value, and says how long."""
+    def _time(self, param: Any) -> None:
+        """Count for how long somebody waits for the new value of ``param``."""
+        hook = getattr(param, "data_hook", None)
+        if hook is None:
+            return
 
         def wait(param: Any) -> None:
             began = time.perf_counter()
             hook(param)
             self._waited_s += time.perf_counter() - began
 
-        return wait
+        param.data_hook = wait
 
     def _sum(self) -> None:
         """Make gradients the sums over all ranks."""
-        for key, param in self.params.items():
-            self.store.push(key, param.grad, priority=-key)
-        self.store.pull(self._keys, out=[param.grad for param in self._params])
+        self.store.pushpull(self._keys, [param.grad for param in self._params])
 
     def _update(self, total: int) -> None:
         """Update on this rank, from gradients that are summed."""
@@ -294,7 +294,7 @@ class StoreTrainer(Trainer):
 
 def _check(kind: object, update_on_kvstore: bool | None, policy: Policy, for_buckets: dict[str, Any]) -> None:
     """Refuse what a store of this kind cannot do."""
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         expected = f"a KVStore or one of {', '.join(KINDS)}"
         raise ConfigError("Trainer", where="kvstore", expected=expected, got=repr(kind))
     if update_on_kvstore is False and kind == "dist_async":
@@ -327,6 +327,11 @@ def _check_unused(store: KVStore, world: World | None) -> None:
             "Trainer", where="kvstore", expected="a store without keys and updater", got=got,
             remedy="make one for each Trainer; it calls set_optimizer itself",
         )  # fmt: skip
+
+
+def _place(param: Any) -> Any:
+    """Where a new value goes: to the parameter, where that can wait for it."""
+    return param if hasattr(param, "data_hook") else param.data
 
 
 def _closing(world: World) -> ClosingExchange:

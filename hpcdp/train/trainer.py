@@ -90,7 +90,6 @@ class Trainer:
             cannot do; what would keep a run from being reproducible.
     """
 
-    world: World
     optimizer: Optimizer
     policy: Policy
     stats: CommunicationStats
