@@ -88,6 +88,14 @@ class Communicator(Protocol):
         """
         ...
 
+    def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
+        """Begin to receive the next message of a tag, whoever has sent it; None where none has come; never blocks.
+
+        Returns:
+            Its sender, where its bytes go (dtype uint8), and the request. One rank's messages come in their order.
+        """
+        ...
+
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         """Reduce ``x`` in place over all ranks with the library's own collective; every rank must call."""
         ...

@@ -147,6 +147,14 @@ class MpiCommunicator:
             return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
+    def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
+        status = MPI.Status()
+        message = self.mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+        if message is None:
+            return None
+        x = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        return status.Get_source(), x, MpiRequest(message.Imrecv([x, MPI.BYTE]), x)
+
     @_explained
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         resolve("allreduce", op, x.dtype)

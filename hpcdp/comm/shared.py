@@ -131,6 +131,10 @@ class Milestones:
         while not self._sync.wait_all(counters, n, wrapped, *self._memory.patience):
             self._memory.check()
 
+    def counters(self, thing: int = 0) -> np.ndarray:
+        """As the kernels take them (see `kernels.sync`); behind each is room for 30 more words of its rank."""
+        return self._counters[thing]
+
     def behind(self, number: int, thing: int = 0) -> list[int]:
         """The local ranks that have not got so far."""
         at = self._counters[thing, :: self._sync.STRIDE].astype(np.int64)

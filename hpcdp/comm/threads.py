@@ -67,6 +67,8 @@ class _Group:
 
 
 class _Sent:
+    """A message that has arrived, or whose arrival is no longer the sender's affair."""
+
     def test(self) -> bool:
         return True
 
@@ -170,6 +172,18 @@ class ThreadCommunicator:
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x)
 
+    def irecv_any(self, tag: int) -> tuple[int, np.ndarray, _Sent] | None:
+        with self._group.job.lock:
+            self._group.job.check(lambda: False)
+            for source in range(self.size):
+                boxes = self._group.mail[source, self.rank]
+                if tag in boxes:
+                    message = boxes[tag].popleft()
+                    if not boxes[tag]:
+                        del boxes[tag]
+                    return source, message.view(np.uint8), _Sent()
+        return None
+
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
         x[...] = self._reduced(x, op)
 
@@ -253,6 +267,7 @@ def run(n: int, fn: Callable[[World], T], ranks_per_node: int | Sequence[int] | 
     def one_rank(rank: int) -> None:
         try:
             results[rank] = fn(worlds[rank])
+            worlds[rank].finish()
         except BaseException as error:  # handed to the caller, whatever it is
             error.add_note(f"raised on thread rank {rank} of {n}")
             failures.append(error)

@@ -65,6 +65,8 @@ class World:
     """Whether several threads of a rank may communicate at a time (MPI's THREAD_MULTIPLE)."""
     debug: bool = False
     """Whether every call of a collective is compared over the ranks before it is done: ``HPCDP_DEBUG`` of rank 0."""
+    whole: World | None = None
+    """The world of all processes, workers first and then the servers, for stores; None where there are no servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)

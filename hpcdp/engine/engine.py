@@ -16,7 +16,7 @@ from typing import Self
 
 from ..errors import ConfigError
 from .schedule import Schedule
-from .tasks import DeferredTask, Lane, Task, Variable, throw
+from .tasks import DeferredTask, Failure, Lane, Task, Variable, throw
 from .workers import Observer, Workers
 
 Done = Callable[..., None]
@@ -186,6 +186,17 @@ class Engine:
         if getattr(var, "schedule", None) is not self._schedule:
             self._refuse("wait_to_read", var)
         throw(self._schedule.wait_for(var))
+
+    def hold(self, var: Variable) -> bool:
+        """Take a variable for writing in this thread, if no task holds it or waits for it; never blocks.
+
+        Whoever got it calls `release`; what is pushed meanwhile waits for that.
+        """
+        return self._schedule.hold(var)
+
+    def release(self, var: Variable, error: BaseException | None = None) -> None:
+        """Let go of what `hold` has taken. ``error`` is raised to whoever reads it until it is written anew."""
+        self._schedule.release(var, None if error is None else Failure(error))
 
     @staticmethod
     def _refuse(operation: str, var: object) -> None:

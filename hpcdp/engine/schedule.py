@@ -69,6 +69,22 @@ class Schedule:
                 self._room.append(bell)
             bell.acquire()
 
+    def hold(self, var: Variable) -> bool:
+        """Let a thread that runs no task write a variable, if that is free."""
+        with self.lock:
+            if var.held or var.queue or self.closed or get_ident() in self.own:
+                return False
+            var.held = -1
+            return True
+
+    def release(self, var: Variable, failure: Failure | None) -> None:
+        """It has written; the failure that is dropped is dropped without the lock."""
+        with self.lock:
+            dropped, var.failure, var.held = var.failure, failure, 0
+            if var.queue:
+                self._admit(var, None)
+        del dropped
+
     def _withdraw(self, task: Task) -> None:
         """Undo what was interrupted half-way, or complete it."""
         if task.taken == _ENTERED:

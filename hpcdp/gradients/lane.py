@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..collectives.progress import Machine, Steps, wait_for
 from ..comm import World
@@ -68,10 +68,18 @@ class Lane:
         """That of ``world``."""
         return world.kept.get(cls) or world.keep(cls, lambda: cls(_engine_of(world)))
 
-    def launch(self, steps: Callable[[Turn], Steps], writes: list[Variable], priority: int, name: str) -> None:
+    def launch(
+        self,
+        steps: Callable[[Turn], Steps],
+        writes: Sequence[Variable],
+        priority: int,
+        name: str,
+        reads: Sequence[Variable] = (),
+    ) -> None:
         """Let the machine that ``steps(turn)`` makes progress on the lane; return at once.
 
         Args:
+            reads: see `Engine.push`.
             writes: held until the machine has ended; waiting for them raises what it raised.
             priority: higher ones get the network first.
             name: for traces and errors.
@@ -85,7 +93,7 @@ class Lane:
             self._machines.insert(place, (Machine(steps(turn)), done))
 
         self._launched += 1
-        self.engine.push_deferred(start, writes=writes, lane=COMMUNICATION, priority=priority, name=name)
+        self.engine.push_deferred(start, reads, writes, lane=COMMUNICATION, priority=priority, name=name)
 
     def wait(self, var: Variable) -> None:
         """Block until ``var`` is written; reductions progress as fast as they can meanwhile."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..compression import Codec, Compression
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 
 Settings = Mapping[str, Any] | Compression | Codec | str | None
 """What `KVStore.set_gradient_compression` takes."""
@@ -30,3 +32,11 @@ def compression_of(settings: Settings) -> Compression | None:
     others = {"threshold": _THRESHOLD[name]} if name in _THRESHOLD else {}
     others |= {key: value for key, value in settings.items() if key != "type"}
     return Compression.of(f"{name}:{','.join(f'{key}={value}' for key, value in others.items())}")
+
+
+def check_compressible(key: object, dtype: np.dtype) -> None:
+    """Raises `UnsupportedError` unless codecs take that dtype."""
+    if dtype.kind != "f":
+        raise UnsupportedError(
+            "set_gradient_compression", where=f"key {key!r}", expected="float16, float32 or float64", got=dtype
+        )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..comm import World, init
+from ..comm.agreement import require_same
 from ..errors import ConfigError
+from .asynchronous import AsyncStore
 from .local import LocalStore
 from .store import KVStore
 from .sync import SyncStore
@@ -28,22 +30,40 @@ KINDS = {
     "dist_sync": Kind("world", "host", "the owners of its parts, when all ranks have pushed"),
     "dist": Kind("world", "host", "as dist_sync, which it stands for"),
     "dist_device_sync": Kind("world", "device", "the owners of its parts, when all ranks have pushed"),
+    "dist_async": Kind("world", "host", "whoever pushes, or the server that keeps it, at each push"),
 }
 """The valid names of `create`."""
 
 
-def create(name: str = "local", world: World | None = None) -> KVStore:
+def create(
+    name: str = "local", world: World | None = None, *, staleness: int | None = None, replay: int | None = None
+) -> KVStore:
     """A new store, without keys.
 
     Args:
         name: one of `KINDS`, exactly. Those that begin with ``dist`` every rank must make, in the same order.
         world: for those; default `hpcdp.init()`. The others start no MPI.
+        staleness: for ``dist_async``: by how many pushes of a key a worker may lead the slowest one before it waits.
+            None: by any. 0: pushes go in rounds, which are merged: that is ``dist_sync``, and that is what is made.
+        replay: for ``dist_async`` on thread ranks: a seed that decides in which order operations take effect.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: there is no such kind, or it has no such setting.
     """
     if name not in KINDS:
         raise ConfigError("kvstore.create", where="name", expected=f"one of {', '.join(KINDS)}", got=repr(name))
+    for setting, value in (("staleness", staleness), ("replay", replay)):
+        if value is not None and name != "dist_async":
+            raise ConfigError(
+                "kvstore.create", where=setting, expected="None, or dist_async", got=f"{value!r} of {name}"
+            )
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ConfigError("kvstore.create", where=setting, expected="an integer, 0 or more", got=repr(value))
     if KINDS[name].scope == "process":
         return LocalStore(name)
-    return SyncStore(name, init() if world is None else world)
+    world = init() if world is None else world
+    if name == "dist_async":
+        said = f"{staleness=} {replay=}"
+        require_same(world.comm, "kvstore.create", [said], "make it alike on all ranks")
+        return SyncStore("dist_sync", world) if staleness == 0 else AsyncStore(name, world, staleness, replay)
+    return SyncStore(name, world)

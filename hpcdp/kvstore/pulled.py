@@ -13,8 +13,8 @@ from ..arrays import Array, to_host
 class Pulled:
     """A value that was asked for. It waits where it is read: `wait`, ``numpy.asarray``, indexing."""
 
-    def __init__(self, until_filled: Callable[[], None], place: Array) -> None:
-        self._until_filled, self._place = until_filled, place
+    def __init__(self, until_filled: Callable[[], None], place: Array, version: Callable[[], int]) -> None:
+        self._until_filled, self._place, self._version = until_filled, place, version
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,6 +28,13 @@ class Pulled:
         """The array, when it is there; what a push before it raised is raised here."""
         self._until_filled()
         return self._place
+
+    @property
+    def version(self) -> int:
+        """How many pushes of the key had taken effect in it; those of all workers together count as one where they are
+        merged."""
+        self._until_filled()
+        return self._version()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(to_host(self.wait()), dtype=dtype, copy=copy)

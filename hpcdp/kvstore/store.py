@@ -38,6 +38,8 @@ class Entry:
     """In the key's shape. Read and written by tasks of the engine alone."""
     variable: Variable
     """Written when a push has taken effect."""
+    pushes: int = 0
+    """Of this worker, so far."""
 
 
 class KVStore(abc.ABC):
@@ -133,6 +135,7 @@ class KVStore(abc.ABC):
         """
         priority = _checked_priority("push", priority)
         for entry, arrays in self._named("push", key, value):
+            entry.pushes += 1
             self._push(entry, arrays, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
@@ -158,6 +161,8 @@ class KVStore(abc.ABC):
         """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
         priority = _checked_priority("push", priority)
         pushed = self._named("push", key, value)
+        for entry, _ in pushed:
+            entry.pushes += 1
         places = pushed if out is None else self._named("pull", key, out)
         if len(pushed) == 1 == len(places) and pushed[0][0] is places[0][0]:
             self._pushpull(*pushed[0], places[0][1], priority)
@@ -329,7 +334,7 @@ class KVStore(abc.ABC):
         raise ConfigError(operation, where=f"key {key!r}", expected=f"one of the keys that init() has made: {there}")
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
-        variable = self._engine.variable(f"pull of {entry.key!r}")
+        variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes
 
         def copy() -> None:
             if rows is None:
@@ -339,7 +344,7 @@ class KVStore(abc.ABC):
                 place[rows] = entry.stored[rows]
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
-        return Pulled(lambda: self._wait_for(entry, variable), place)
+        return Pulled(lambda: self._wait_for(entry, variable), place, lambda: version)
 
     def _by_optimizer(self, operation: str) -> ByOptimizer:
         if not isinstance(self._updater, ByOptimizer):

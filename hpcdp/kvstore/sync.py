@@ -11,51 +11,35 @@ Rajbhandari et al., "ZeRO", 2020, for the owners.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import kernels
 from ..arrays import Array, is_host
-from ..collectives.progress import Progress, Steps, Until
+from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..comm.communicator import join_parts
-from ..comm.shared import Milestones
 from ..engine import Variable
-from ..errors import ConfigError, HpcdpError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..gradients.bucket import Bucket
-from ..gradients.buckets import Layout, plan
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
 from .arguments import Key, merged
+from .direct import Direct, in_one_piece
+from .pulled import can_wait
+from .rows import FILLED, SUMMED, Rows
 from .store import Entry, KVStore
-from .updaters import Function, Updater
+from .updaters import Function, Replace, Updater
 
 T = TypeVar("T")
-_FILLED, _SUMMED, _DONE, _PHASES = 1, 2, 3, 3  # what is posted for each key in each round of pushes
-
-
-@dataclass
-class _Rows:
-    """Beside a key's value in its node: the rows that are pushed to, and how far their ranks are."""
-
-    layout: Layout
-    bucket: Bucket
-    flat: np.ndarray
-    """The value, as long as a row."""
-    milestones: Milestones
-    failed: np.ndarray
-    """For every rank of the node the last round whose update failed there."""
-    updates_alone: int
-    """Which rank of the node updates where an update needs the whole value."""
-    rounds: int = 0
-    """Pushes of this rank; that of the same number of every rank makes a round."""
 
 
 class SyncStore(KVStore):
@@ -77,10 +61,11 @@ class SyncStore(KVStore):
         self._rail: Rail | None = None
         if world.num_nodes > 1 and world.rail_comm is not None:
             self._rail = Rail(world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None)
-        self._rows: dict[Key, _Rows] = {}
+        self._rows: dict[Key, Rows] = {}
+        self._direct = Direct(self._memory)
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
-        world.endings.append(weakly(self.wait))  # a rank that left earlier would leave others waiting
+        world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
 
     @property
     def rank(self) -> int:
@@ -93,6 +78,11 @@ class SyncStore(KVStore):
     def barrier(self) -> None:
         self.wait()
         self._world.barrier()
+
+    def _settle(self) -> None:
+        for entry in self._entries.values():
+            with contextlib.suppress(Exception):  # who has not asked before does not want to know
+                self._wait_for(entry, entry.variable)
 
     def set_updater(self, updater: Function) -> None:
         named = f"{getattr(updater, '__module__', '')}.{getattr(updater, '__qualname__', updater)}"
@@ -119,25 +109,15 @@ class SyncStore(KVStore):
         self._world.barrier()
 
     def _new(self, key: Key, value: np.ndarray) -> Entry:
-        memory, number = self._memory, len(self._entries)
-        name = f"key {key!r}"
-        layout = plan([(name, value.shape, value.dtype)])
-        (count,), (slot,) = layout.counts, layout.slots
-        rows = memory.alloc((memory.size, count), value.dtype)
-        flat = memory.alloc((count,), value.dtype)
-        if memory.rank == 0:
-            flat[: value.size] = value.reshape(-1)
-        num_parts = self._world.num_rails
-        part = layout.shard(0, num_parts, memory.rank) if memory.rank < num_parts else (0, 0)
-        alone = min(range(memory.size), key=self._held_nbytes.__getitem__)
+        alone = min(range(self._memory.size), key=self._held_nbytes.__getitem__)
         self._held_nbytes[alone] += value.nbytes
-        failed = memory.alloc((memory.size,), np.int64)
-        bucket = Bucket(number, [slot], rows, memory.rank, part)
-        self._rows[key] = _Rows(layout, bucket, flat, Milestones(memory), failed, alone)
-        return Entry(key, flat[: value.size].reshape(value.shape), self._engine.variable(name))
+        width = self._direct.width(value.dtype)
+        rows = Rows(self._memory, len(self._entries), key, value, self._world.num_rails, alone, width)
+        self._rows[key] = rows
+        return Entry(key, rows.flat[: value.size].reshape(value.shape), self._engine.variable(f"key {key!r}"))
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        rows, value = self._rows[entry.key], merged(arrays)
+        rows, value = self._rows[entry.key], np.ascontiguousarray(merged(arrays))
         rows.rounds += 1
         updater, number = self._updater.now(), rows.rounds
 
@@ -146,55 +126,101 @@ class SyncStore(KVStore):
 
         self._of_world.launch(round_of, [entry.variable], priority, f"push of {entry.variable.name}")
 
-    def _round(self, entry: Entry, rows: _Rows, value: Array, updater: Updater, number: int, turn: Turn) -> Steps:
-        """Merge this rank's push with those of all others, and update; it has ended when the node's value is new."""
-        bucket, milestones, me = rows.bucket, rows.milestones, self._memory.rank
-        first, last = bucket.shard
-        bucket.mine[: value.size] = value.reshape(-1)
-        yield self._everyone(milestones, _PHASES * number + _FILLED)
-        if last > first and self._memory.size > 1:
-            self._reduce.combine_into(bucket.words, first, last, me, self._reduce.SUM)
+    def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
+        """In this thread, if nothing is under way that should come first."""
+        waits = any(can_wait(target) for target in targets)
+        if waits or (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
+            super()._pushpull(entry, arrays, targets, priority)
+            return
+        rows, watchdog, failure = self._rows[entry.key], self._watchdog, None
+        around, watchdog.calls = watchdog.call, watchdog.calls + 1
+        watchdog.call = "pushpull", partial(str, entry.variable.name), rows.behind
+        try:
+            x, out = in_one_piece(arrays, targets[0])
+            rows.rounds += 1
+            self._push_and_pull(entry, rows, x, out)
+            for target in targets[out is targets[0] :]:
+                target[...] = out
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            watchdog.call = around
+            self._engine.release(entry.variable, failure)
+
+    def _push_and_pull(self, entry: Entry, rows: Rows, x: np.ndarray, out: np.ndarray) -> None:
+        updater, number, alone = self._updater, rows.rounds, self._memory.size == 1
+        if self._rail is None and not alone and updater.by_parts and self._direct.takes(x.dtype):
+            if isinstance(updater, Replace):
+                if self._direct.replace(rows, x, out):
+                    return
+            elif self._direct.gather(rows, x):
+                drive(self._update(entry, rows, rows.bucket, updater, number))
+                out[...] = entry.stored
+                return
+        if alone and out is not x:
+            out[...] = x
+        drive(self._round(entry, rows, out if alone else x, updater, number, None))
+        if not (alone and isinstance(updater, Replace)):
+            out[...] = entry.stored
+
+    def _round(
+        self, entry: Entry, rows: Rows, value: np.ndarray, updater: Updater, number: int, turn: Turn | None
+    ) -> Steps:
+        """Merge this rank's push with those of all others, and update; it has ended when the node's value is new.
+
+        Args:
+            value: contiguous; on a node of one rank the sum takes its place.
+        """
+        if self._memory.size == 1:
+            bucket = rows.over(value)
+        else:
+            bucket = rows.bucket
+            bucket.mine[: value.size] = value.reshape(-1)
+            yield [rows.post(number, FILLED)]
+            first, last = bucket.shard
+            if last > first:
+                self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
         if self._rail is not None:
             yield from self._rail.sum(bucket, turn)
+        yield from self._update(entry, rows, bucket, updater, number)
+
+    def _update(self, entry: Entry, rows: Rows, bucket: Bucket, updater: Updater, number: int) -> Steps:
+        """Update by a sum that lies in the rows of its owners."""
+        first, last = bucket.shard
         failure: Exception | None = None
         try:
             if updater.by_parts:
                 updater.update(entry.key, bucket.mine[first:last], rows.flat[first:last])
             else:
-                yield self._everyone(milestones, _PHASES * number + _SUMMED)
-                if me == rows.updates_alone:
-                    updater.update(entry.key, self._whole(entry, bucket), entry.stored)
+                yield [rows.post(number, SUMMED)]
+                if self._memory.rank == rows.updates_alone:
+                    whole = bucket.mine if self._memory.size == 1 else rows.whole()
+                    updater.update(entry.key, whole.reshape(entry.stored.shape), entry.stored)
         except Exception as error:
-            failure, rows.failed[me] = error, number
-        yield self._everyone(milestones, _PHASES * number + _DONE)
+            failure = error
+            rows.fail(number)
+        yield [rows.post(number, rows.phases)]
         if failure is not None:
             raise failure
-        failing = [self._neighbours[local] for local in np.flatnonzero(rows.failed == number)]
-        if failing:
-            raise HpcdpError(
-                "push", where=entry.variable.name, expected="an update", got=f"an error on rank {failing[0]}"
-            )
+        rows.check(number, entry.variable.name, self._neighbours)
 
-    def _everyone(self, milestones: Milestones, milestone: int) -> list[Until]:
-        """Post that this rank has got so far; a stage that ends when all of the node's have."""
-        milestones.post(milestone)
-        return [Until(lambda: milestones.reached(milestone))]
+    def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
+        later = [(entry, [each for each in targets if not self._copied(entry, each)]) for entry, targets in places]
+        super()._pull_into(later, priority)
 
-    def _whole(self, entry: Entry, bucket: Bucket) -> np.ndarray:
-        """The sum of a round, from the parts in the rows of the node's ranks."""
-        whole = np.empty(bucket.mine.size, bucket.mine.dtype)
-        for local in range(self._world.num_rails):
-            part = slice(*self._rows[entry.key].layout.shard(0, self._world.num_rails, local))
-            whole[part] = bucket.rows[local, part]
-        return whole[: entry.stored.size].reshape(entry.stored.shape)
+    def _copied(self, entry: Entry, target: Any) -> bool:
+        """Copy a value in this thread, if it is there."""
+        if can_wait(target) or entry.variable.failure is not None or not self._engine.hold(entry.variable):
+            return False
+        try:
+            target[...] = entry.stored
+        finally:
+            self._engine.release(entry.variable)
+        return True
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
-        rows = self._rows[entry.key]
-
-        def behind() -> list[int]:
-            return rows.milestones.behind(_PHASES * rows.rounds + _FILLED)
-
-        with self._watchdog.watching(f"wait for {variable.name}", behind=behind):
+        with self._watchdog.watching(f"wait for {variable.name}", behind=self._rows[entry.key].behind):
             self._of_world.wait(variable)
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:

@@ -1,0 +1,101 @@
+"""Locks between the ranks of a node that the kernel frees when their holder dies, and so: which ranks live.
+
+They are locks of bytes of a file that has no name (fcntl(2), "open file description locks"), so they cost two system
+calls, nothing is left behind, and who waits for one sleeps. Ranks that are threads have a description each, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from .communicator import Communicator
+
+_FLOCK = "hhqqi4x"
+"""struct flock: type, whence, start, length, process."""
+_TRIES = 50
+"""Of who finds a lock taken, before it sleeps: waking up takes as long as some updates."""
+
+
+def _request(kind: int, number: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, number, 1, 0)
+
+
+class NodeLocks:
+    """Locks by number, from 0. Every rank of the node must make it together.
+
+    Args:
+        comm: the ranks that share memory.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._file = _open_together(comm)
+        self._own: dict[int, threading.Lock] = {}
+        """The threads of a rank share its description, whose locks would let them all in."""
+        self._adding = threading.Lock()
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, self.rank))
+        comm.barrier()
+
+    @contextlib.contextmanager
+    def hold(self, number: int, shared: bool = False) -> Iterator[None]:
+        """Hold lock ``number`` alone, or ``shared`` with all others who ask for it so."""
+        byte = self.size + number
+        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+        with self._own_lock(byte):
+            self._take(_request(kind, byte))
+            try:
+                yield
+            finally:
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+
+    def _own_lock(self, byte: int) -> threading.Lock:
+        lock = self._own.get(byte)
+        if lock is None:
+            with self._adding:
+                lock = self._own.setdefault(byte, threading.Lock())
+        return lock
+
+    def _take(self, request: bytes) -> None:
+        for _ in range(_TRIES):
+            try:
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, request)
+                return
+            except (BlockingIOError, PermissionError):
+                os.sched_yield()
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLKW, request)
+
+    def gone(self) -> list[int]:
+        """The local ranks whose processes have ended."""
+        found = []
+        for rank in range(self.size):
+            answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, rank))
+            if rank != self.rank and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK:
+                found.append(rank)
+        return found
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._file)
+
+
+def _open_together(comm: Communicator) -> int:
+    """A description of its own, for each rank, of one empty file without a name."""
+    mine, path = -1, ""
+    if comm.rank == 0:
+        mine, name = tempfile.mkstemp(prefix="hpcdp-locks-")
+        path = name
+    path = str(comm.allgather_json(path)[0])
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        comm.barrier()
+        if comm.rank == 0:
+            os.close(mine)
+            Path(path).unlink()

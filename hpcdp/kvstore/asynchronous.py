@@ -1,0 +1,323 @@
+"""A store over the ranks of a world in which each push takes effect at once, by itself: ``dist_async``.
+
+Every key, or part of a large one, has a server: one of the workers, or a process of its own. In the server's node all
+ranks apply their pushes themselves, in memory that they share, under the key's lock (`cell`); ranks of other nodes ask
+the server (`server`). So a value changes between a worker's pull and its push: by how many pushes is its staleness,
+which can be bounded.
+
+Source: Dean et al., "Large scale distributed deep networks", 2012, section 4.1 (asynchronous stochastic gradient
+descent with servers); Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server",
+2013, for the bound; Recht et al., "Hogwild!", 2011, for updates in shared memory, which are atomic here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import Array, is_host
+from ..collectives.progress import Progress, Steps, drive
+from ..comm import World
+from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..compression import Compression
+from ..engine import Variable
+from ..errors import ConfigError, UnsupportedError
+from ..gradients.lane import COMMUNICATION, Lane, Turn
+from ..gradients.reducer import weakly
+from ..optim import Optimizer
+from . import together
+from .arguments import Key, merged
+from .cell import AWAY
+from .compress import check_compressible
+from .pulled import Pulled, can_wait
+from .replay import Replay
+from .server import Server
+from .states import States, read_states, write_states
+from .store import Entry, KVStore
+from .table import Table, no_updater
+from .transfer import Own, Transfer
+from .updaters import ByOptimizer, Function
+from .wire import NO_STATE, Kind, Message
+
+T = TypeVar("T")
+
+
+class AsyncStore(KVStore):
+    """See `KVStore`; every worker must make it, and its keys, and then push and pull as it likes.
+
+    Args:
+        kind: its name.
+        world: the workers; behind them `World.whole` may have servers.
+        staleness: by how many pushes of a key a worker may lead the slowest one, at least 1; None: by any.
+        replay: a seed: operations of all workers take effect one after another, in an order that it decides, so that
+            the same run has the same bits. On thread ranks, for debugging.
+
+    Raises:
+        ConfigError: several nodes, where no thread beside the main one may send messages; a replay of processes.
+    """
+
+    def __init__(self, kind: str, world: World, staleness: int | None = None, replay: int | None = None) -> None:
+        group = world if world.whole is None else world.whole
+        has_servers = group.size > world.size
+        if (group.num_nodes > 1 or has_servers) and not group.concurrent:
+            raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
+        self._replay = None if replay is None else Replay.of(world, replay)
+        self._of_group = Lane.of(group)
+        super().__init__(kind, self._of_group.engine, COMMUNICATION)
+        self._world, self._own_servers = world, range(world.size, group.size)
+        number = group.kept["async stores"] = group.kept.get("async stores", 0) + 1
+        self._number = number
+        self._server = Server.of(group, has_servers) if has_servers else None
+        self._command("store", workers=world.size, staleness=staleness)
+        self._table = Table(group, world.size, staleness)
+        if len(set(self._table.homes)) > 1:
+            self._server = Server.of(group, has_servers)
+        if self._server is not None:
+            self._server.stores[number] = self._table
+        self._transfer = Transfer(self._table, number, self._server, world.rank)
+        self._own: dict[Key, Own] = {}
+        self._compression: Compression | None = None
+        self._watchdog = Progress.of(world).watchdog
+        group.comm.barrier()
+        world.endings.append(weakly(self._leave))
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._world.size
+
+    def _agreed(self, check: Callable[[], T]) -> T:
+        return on_every_rank(self._world.comm, check)
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        on_rank_0(self._world.comm, write)
+
+    def _command(self, do: str, **arguments: Any) -> None:
+        """Have the servers do what all workers do now."""
+        if self._server is not None and self.rank == 0:
+            text = json.dumps({"do": do, "store": self._number, **arguments})
+            for dest in self._own_servers:
+                self._server.ask(dest, Message.of_text(Kind.COMMAND, text)).wait()
+
+    def _make(self, values: dict[Key, Array]) -> None:
+        items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
+        require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
+        for key, value in values.items():
+            if not is_host(value):
+                raise UnsupportedError("init", where=f"key {key!r}", expected="a NumPy array", got="one on a device")
+        described = [(key, tuple(value.shape), value.dtype.str) for key, value in values.items()]
+        self._command("make", described=described)
+        together.make(self._table, described, [np.array(value, order="C") for value in values.values()])
+        for key in values:
+            item = self._table.items[key]
+            like = np.broadcast_to(np.zeros((), item.dtype), item.shape)
+            self._entries[key] = Entry(key, like, self._engine.variable(f"key {key!r}"))
+            self._own[key] = Own(item)
+            self._own[key].compress(self._compression)
+
+    def set_updater(self, updater: Function) -> None:
+        named = f"{getattr(updater, '__module__', '')}:{getattr(updater, '__qualname__', updater)}"
+        require_same(self._world.comm, "set_updater", [named], "pass the same function on all ranks")
+        super().set_updater(updater)
+        self._install({"function": named})
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        config = optimizer.config() if isinstance(optimizer, Optimizer) else repr(optimizer)
+        require_same(self._world.comm, "set_optimizer", [f"optimizer {config}"], "pass the same on all ranks")
+        super().set_optimizer(optimizer)
+        self._install({"optimizer": config})
+
+    def _install(self, described: dict[str, Any]) -> None:
+        self.wait()
+        self._command("update", described=described)
+        together.set_updater(self._table, lambda: self._updater)
+
+    def _compress(self, compression: Compression | None) -> None:
+        said = "" if compression is None else str(compression)
+        require_same(self._world.comm, "set_gradient_compression", [said], "pass the same on all ranks")
+        if compression is not None:
+            for key, entry in self._entries.items():
+                check_compressible(key, entry.stored.dtype)
+        self.wait()
+        self._command("compress", said=said)
+        together.compress(self._table, compression)
+        self._compression = compression
+        for own in self._own.values():
+            own.compress(compression)
+
+    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
+        self._push_and_pull(entry, arrays, None, priority)
+
+    def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
+        if any(can_wait(target) for target in targets):
+            super()._pushpull(entry, arrays, targets, priority)
+            return
+        self._push_and_pull(entry, arrays, targets[0], priority)
+        self._wait_for(entry, entry.variable)
+        for further in targets[1:]:
+            further[...] = targets[0]
+
+    def _push_and_pull(self, entry: Entry, arrays: list[Array], out: Array | None, priority: int) -> None:
+        """Push; what the key is then goes to ``out``, sooner or later."""
+        if self._table.updater is None:
+            raise no_updater("push")
+        own, rate = self._own[entry.key], self._rate()
+        if self._replay is not None:
+            with self._replay.turn(self.rank, lambda: self._may_push(own)):
+                drive(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
+        elif self._is_quick(own) and self._is_idle(entry):
+            value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
+            drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
+        else:
+            value = merged(arrays).reshape(-1)
+
+            def steps(turn: Turn) -> Steps:
+                return self._transfer.push(own, value, rate, out, turn)
+
+            self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
+
+    def _rate(self) -> float:
+        """The learning rate that is assigned now; NaN: the rule knows it."""
+        lr = self._updater.optimizer.lr if isinstance(self._updater, ByOptimizer) else math.nan
+        return float(lr) if isinstance(lr, int | float) else math.nan
+
+    def _is_idle(self, entry: Entry) -> bool:
+        """Whether nothing of this key is under way; raises what its last push has raised."""
+        variable = entry.variable
+        if variable.held or variable.queue:
+            return False
+        if variable.failure is not None:
+            self._engine.wait_to_read(variable)
+        return True
+
+    def _is_quick(self, own: Own) -> bool:
+        """Whether a push needs nobody else, and so takes about as long now as to copy it for later."""
+        item = own.item
+        return self._updater.by_parts and not item.in_order and item.cells[0] is not None and self._may_push(own)
+
+    def _may_push(self, own: Own) -> bool:
+        cell = own.item.cells[0]
+        return cell is None or self._table.may_go_on(cell, self.rank)
+
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+        own, versions = self._own[entry.key], list[int]()
+        is_near = not own.item.in_order and own.item.cells[0] is not None
+        if self._replay is not None or (is_near and self._is_idle(entry)):
+            with self._replayed():
+                drive(self._transfer.pull(own, place, rows, versions, None))
+            return Pulled(lambda: None, place, lambda: versions[0])
+        variable = self._engine.variable(f"pull of {entry.key!r}")
+
+        def steps(turn: Turn) -> Steps:
+            return self._transfer.pull(own, place, rows, versions, turn)
+
+        self._of_group.launch(steps, [variable], priority, variable.name, [entry.variable])
+        return Pulled(lambda: self._wait_for(entry, variable), place, lambda: versions[0])
+
+    def _replayed(self) -> AbstractContextManager[None]:
+        if self._replay is None:
+            return contextlib.nullcontext()
+        return self._replay.turn(self.rank, lambda: True)
+
+    def take(self, key: Key) -> int:
+        """The integer under a key of one int64, which is one greater then: 0, 1, 2, ..., each for one worker alone.
+
+        For handing out work, so that faster workers do more.
+
+        Raises:
+            ConfigError: there is no such key, or it is no single int64.
+        """
+        own = self._own[self._entry("take", key).key]
+        with self._replayed():
+            return self._transfer.take(own.item)
+
+    def barrier(self) -> None:
+        """Wait until all workers have come here and their pushes have taken effect; holds nobody back meanwhile."""
+        self.wait()
+        self._transfer.set_clocks(AWAY)
+        if self._replay is None:
+            self._world.barrier()
+        else:
+            self._replay.meet(self.rank, self._world.barrier)
+        self._transfer.set_clocks(0)
+        self._world.comm.barrier()
+
+    def _wait_for(self, entry: Entry, variable: Variable) -> None:
+        with self._watchdog.watching(f"wait for {variable.name}", behind=list):
+            self._of_group.wait(variable)
+
+    def _leave(self) -> None:
+        """This worker's program has come to its end: nobody is to wait for it."""
+        for entry in self._entries.values():
+            with contextlib.suppress(Exception):  # who has not asked before does not want to know
+                self._wait_for(entry, entry.variable)
+        self._transfer.set_clocks(AWAY)
+        self._table.leave()
+        if self._replay is not None:
+            self._replay.end(self.rank)
+
+    def num_dead_node(self, timeout_s: float = 60) -> int:
+        """How many workers and servers have died, or have not answered for ``timeout_s`` seconds."""
+        return self._transfer.num_dead(timeout_s)
+
+    def statistics(self) -> dict[str, float]:
+        """What this worker's pushes have met so far.
+
+        Returns:
+            ``pushes``; ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect between this
+            worker's last pull of a key and its push of it; ``waited_s``: seconds for which slower workers have held it
+            back; ``sent_nbytes``: to other nodes, also what others have asked of this one.
+        """
+        counted = self._transfer.statistics
+        return {
+            "pushes": counted.pushes,
+            "staleness_mean": counted.staleness_sum / max(1, counted.pushes),
+            "staleness_max": counted.staleness_max,
+            "waited_s": counted.waited_s,
+            "sent_nbytes": 0 if self._server is None else self._server.sent_nbytes,
+        }
+
+    def save_optimizer_states(self, path: str) -> None:
+        rule = self._by_optimizer("save_optimizer_states").optimizer
+        self.barrier()
+
+        def write() -> None:
+            states, steps = States(), dict[Key, int]()
+            for key, own in self._own.items():
+                steps[key] = self._transfer.read_state(own.item, NO_STATE)[1]
+                for which, name in enumerate(sorted(rule.state_names())):
+                    states[key, name] = self._transfer.read_state(own.item, which)[0]
+            write_states(Path(path), rule, steps, states)
+
+        self._by_first(write)
+
+    def load_optimizer_states(self, path: str) -> None:
+        rule = self._by_optimizer("load_optimizer_states").optimizer
+        self.barrier()
+
+        def read() -> None:
+            shapes = {key: own.item.shape for key, own in self._own.items()}
+            steps, states = read_states(Path(path), rule, shapes)
+            for key in steps:
+                item = self._own[key].item
+                self._transfer.write_state(item, NO_STATE, np.empty(0), steps[key])
+                for which, name in enumerate(sorted(rule.state_names())):
+                    self._transfer.write_state(item, which, states[key, name], steps[key])
+
+        self._by_first(read)
+
+    def _own_part(self, entry: Entry, whole: Array) -> Array:
+        raise UnsupportedError("dist_async", got="a part")
+
+    def _joined(self, entry: Entry, part: Array) -> Array:
+        raise UnsupportedError("dist_async", got="a part")

@@ -1,0 +1,232 @@
+"""The loop that answers ranks of other nodes, and its other end: what this rank asks them.
+
+It probes for messages with naps that double to a millisecond while nothing comes, so a server that is idle needs no
+core; many requests are under way at once. A request that may not take effect yet is tried again, and holds up none.
+
+Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014, section 3.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..collectives.progress import wait_for
+from ..comm import Request, World
+from ..errors import HpcdpError
+from ..gradients.lane import Lane
+from .wire import Kind, Message, decode
+
+REQUESTS, ANSWERS, ENDS = 1, 2, 3
+"""Tags."""
+
+_LANE = "server"
+_LINGER_S, _NAP_S, _LONG_NAP_S = 1e-3, 50e-6, 2e-3
+"""After a message the next one is looked for so long, after naps."""
+_AT_ONCE = 64
+"""So many messages are received before any is answered."""
+
+Attempt = Callable[[], Message | None]
+"""What answers a request; None: not yet."""
+
+
+class Answers(Protocol):
+    """What answers the requests for one store."""
+
+    def answer(self, source: int, message: Message) -> Attempt:
+        """How to answer a request of rank ``source``; raises `HpcdpError` for one that is wrong."""
+        ...
+
+
+class Asked:
+    """A request under way, complete when its answer is there."""
+
+    def __init__(self, server: Server, number: int, dest: int) -> None:
+        self._server, self._number, self.dest = server, number, dest
+        self._answer: Message | None = None
+
+    def test(self) -> bool:
+        """Whether the answer has come."""
+        if self._answer is None:
+            self._answer = self._server.answer_to(self._number)
+        return self._answer is not None
+
+    def wait(self) -> None:
+        """Block until it has."""
+        wait_for(self.test)
+
+    def answer(self) -> Message:
+        """The answer, once it is there.
+
+        Raises:
+            HpcdpError: what kept the other rank from doing what was asked.
+        """
+        assert self._answer is not None
+        if self._answer.kind is Kind.FAILED:
+            raise HpcdpError(
+                "key-value store", where=f"on rank {self.dest}", expected="an answer", got=self._answer.text()
+            )
+        return self._answer
+
+
+class Server:
+    """A rank's end of the exchange with ranks of other nodes. All ranks make it together; use `of`.
+
+    Args:
+        group: workers and servers; its ranks are the addresses.
+    """
+
+    def __init__(self, group: World, has_servers: bool) -> None:
+        # Behind servers of their own there is nobody else; they may never hear of a store, and wait for nothing.
+        self.comm = group.comm if has_servers else group.comm.duplicate()
+        self.stores: dict[int, Answers] = {}
+        self.commands: deque[dict[str, Any]] = deque()
+        """What the first worker has told this server to do together with all others."""
+        self.sent_nbytes = 0
+        """By this rank, to others."""
+        self._arriving: deque[tuple[int, np.ndarray, Request]] = deque()
+        self._answering: deque[tuple[np.ndarray, Request]] = deque()
+        self._waiting: list[tuple[int, int, Attempt]] = []
+        self._answers: dict[int, Message] = {}
+        self._sending: list[Request] = []
+        self._requests = 0
+        self._looking, self._counting = threading.Lock(), threading.Lock()
+        self._complained = False
+        engine = Lane.of(group).engine
+        engine.add_lane(_LANE, idle=self._poll)
+        engine.push(lambda: None, lane=_LANE, name="start of the server")
+
+    @classmethod
+    def of(cls, group: World, has_servers: bool) -> Server:
+        """That of ``group``; all its ranks must call."""
+        return group.kept.get(cls) or group.keep(cls, lambda: cls(group, has_servers))
+
+    def ask(self, dest: int, message: Message) -> Asked:
+        """Send a request to another rank."""
+        with self._counting:
+            self._requests += 1
+            message.request = number = self._requests
+        self._send(dest, message, REQUESTS)
+        return Asked(self, number, dest)
+
+    def answer_to(self, number: int) -> Message | None:
+        """The answer to a request, given out once; None: it has not come."""
+        if number not in self._answers and self._looking.acquire(blocking=False):
+            try:
+                self._collect_answers()
+            finally:
+                self._looking.release()
+        return self._answers.pop(number, None)
+
+    def _send(self, dest: int, message: Message, tag: int) -> None:
+        encoded = message.encode()
+        with self._counting:
+            self.sent_nbytes += encoded.nbytes
+            self._sending = [each for each in self._sending if not each.test()]
+            self._sending.append(self.comm.isend(encoded, dest, tag))
+
+    def _poll(self) -> bool:
+        if self._look():
+            until = time.monotonic() + _LINGER_S
+            while time.monotonic() < until:
+                if self._look():
+                    until = time.monotonic() + _LINGER_S
+                else:
+                    time.sleep(_NAP_S)
+        return True
+
+    def _look(self) -> bool:
+        """Go on with everything as far as possible; whether anything has happened or is arriving."""
+        for _ in range(_AT_ONCE):
+            found = self.comm.irecv_any(REQUESTS)
+            if found is None:
+                break
+            self._arriving.append(found)
+        busy = bool(self._arriving)
+        while self._arriving and self._arriving[0][2].test():
+            source, encoded, _ = self._arriving.popleft()
+            self._receive(source, encoded)
+        for waiting in tuple(self._waiting):
+            if self._try(*waiting):
+                self._waiting.remove(waiting)
+                busy = True
+        if self._sending:
+            with self._counting:
+                self._sending = [each for each in self._sending if not each.test()]
+        with self._looking:
+            self._collect_answers()
+        return busy or bool(self._answering)
+
+    def _collect_answers(self) -> None:
+        while (found := self.comm.irecv_any(ANSWERS)) is not None:
+            self._answering.append(found[1:])
+        while self._answering and self._answering[0][1].test():
+            message = decode(self._answering.popleft()[0])
+            self._answers[message.request] = message
+
+    def _receive(self, source: int, encoded: np.ndarray) -> None:
+        try:
+            message = decode(encoded)
+        except HpcdpError as error:  # nobody can be told: who knows which request it was
+            self._complain(source, error)
+            return
+        try:
+            if message.kind is Kind.COMMAND:
+                self.commands.append(_command(source, message.text()))
+                self._answer(source, message.request, Message(Kind.DONE))
+                return
+            if message.store not in self.stores:
+                expected = f"one of the stores {sorted(self.stores)}"
+                raise HpcdpError("key-value store message", expected=expected, got=f"store {message.store}")
+            attempt = self.stores[message.store].answer(source, message)
+        except HpcdpError as error:
+            self._answer(source, message.request, Message.of_text(Kind.FAILED, str(error)))
+            return
+        if not self._try(source, message.request, attempt):
+            self._waiting.append((source, message.request, attempt))
+
+    def _try(self, source: int, request: int, attempt: Attempt) -> bool:
+        try:
+            answer = attempt()
+        except Exception as error:  # a user's function may raise anything
+            answer = Message.of_text(Kind.FAILED, f"{type(error).__name__}: {error}")
+        if answer is not None:
+            self._answer(source, request, answer)
+        return answer is not None
+
+    def _answer(self, dest: int, request: int, answer: Message) -> None:
+        answer.request = request
+        self._send(dest, answer, ANSWERS)
+
+    def _complain(self, source: int, error: HpcdpError) -> None:
+        if not self._complained:
+            self._complained = True
+            print(f"rank {self.comm.rank}: from rank {source}: {error}", file=sys.stderr, flush=True)
+
+    def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
+        """The commands to a server, one after another, until all workers have ended."""
+        ended = 0
+        while ended < num_workers or self.commands:
+            if self.commands:
+                yield self.commands.popleft()
+            elif self.comm.irecv_any(ENDS) is not None:
+                ended += 1
+            else:
+                time.sleep(_LONG_NAP_S)
+
+
+def _command(source: int, text: str) -> dict[str, Any]:
+    try:
+        command = json.loads(text)
+    except ValueError:
+        command = None
+    if source != 0 or not isinstance(command, dict) or not isinstance(command.get("do"), str):
+        raise HpcdpError("command to a server", expected="JSON with what to do, from rank 0", got=f"{text!r:.80}")
+    return command

@@ -1,0 +1,347 @@
+"""The keys of an asynchronous store as all its processes know them, and how requests for those of this node are met.
+
+Workers and servers hold the same table. What lies in memory that a rank shares it reads and changes itself; for the
+rest it asks the server that keeps the part.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..comm import World
+from ..comm.locks import NodeLocks
+from ..compression import Compression
+from ..errors import ConfigError, MismatchError
+from ..optim import from_config
+from .arguments import Key
+from .cell import AWAY, Cell
+from .placement import Part, Placement
+from .server import Attempt
+from .updaters import ByFunction, ByOptimizer, Updater
+from .wire import NO_STATE, Kind, Message
+
+Described = tuple[Key, tuple[int, ...], str]
+"""A key, its shape and dtype."""
+
+
+@dataclass
+class Item:
+    """One key."""
+
+    number: int
+    key: Key
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: list[Part]
+    cells: list[Cell | None]
+    """Those of the parts that lie in this rank's node."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether operations draw tickets, so that all parts see them in one order."""
+        return len(self.parts) > 1
+
+
+class Table:
+    """All keys of a store. Every process makes it, and calls `make` and `set_updater`, together.
+
+    Args:
+        group: workers, then servers.
+        num_workers: how many of its ranks are workers.
+        staleness: by how many pushes of a key a worker may lead; None: by any.
+    """
+
+    def __init__(self, group: World, num_workers: int, staleness: int | None) -> None:
+        self.group, self.num_workers, self.staleness = group, num_workers, staleness
+        memory = group.node_memory
+        shares = memory.size > 1
+        everyone = group.comm.allgather_json(group.node if shares else -1 - group.rank)
+        self.homes: list[int] = everyone
+        """By rank where it is: ranks of the same home share memory."""
+        self.own_home = everyone[group.rank]
+        servers = range(num_workers, group.size) if group.size > num_workers else range(num_workers)
+        self.servers = list(servers)
+        self.placement = Placement(self.servers, splits=len({everyone[rank] for rank in servers}) > 1)
+        self.items: dict[Key, Item] = {}
+        self.by_number: list[Item] = []
+        self.updater: Updater | None = None
+        self.compression: Compression | None = None
+        self._memory = memory
+        self._locks = NodeLocks(group.node_comm) if shares else NodeLocks(_Alone())
+        self._num_locks = 0
+        self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
+        self._left = memory.alloc((memory.size,), np.int64)
+
+    def make(self, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
+        """Make keys, with these values, of any shape."""
+        for (key, shape, dtype), value in zip(described, values, strict=True):
+            kind = np.dtype(dtype)
+            parts = self.placement.place(math.prod(shape), kind.itemsize)
+            cells = [self._cell(key, part, kind) if self._is_near(part) else None for part in parts]
+            item = Item(len(self.by_number), key, tuple(shape), kind, parts, cells)
+            for part, cell in zip(parts, cells, strict=True):
+                if cell is not None and self._memory.rank == 0:
+                    cell.flat[:] = value.reshape(-1)[part.first : part.last]
+            self.items[key] = item
+            self.by_number.append(item)
+            self._keep_states(item)
+
+    def _is_near(self, part: Part) -> bool:
+        return self.homes[part.server] == self.own_home
+
+    def _cell(self, key: Key, part: Part, dtype: np.dtype) -> Cell:
+        self._num_locks += 1
+        count = part.last - part.first
+        return Cell(f"key {key!r}", self._memory, self._locks, self._num_locks, count, dtype, self.num_workers)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Let pushes be applied by this; states begin anew."""
+        self.updater = updater
+        for item in self.by_number:
+            self._keep_states(item)
+
+    def _keep_states(self, item: Item) -> None:
+        if isinstance(self.updater, ByOptimizer):
+            for cell in item.cells:
+                if cell is not None:
+                    cell.keep_states_of(self.updater.optimizer)
+
+    def change(self, item: Item, part: int, received: np.ndarray, rate: float) -> Callable[[np.ndarray], object]:
+        """What applies a push to a part that lies here; to be called with its value."""
+        updater, cell = self.updater, item.cells[part]
+        assert cell is not None
+        if isinstance(updater, ByOptimizer):
+            rule = updater.optimizer
+            if not math.isnan(rate) and rate != rule.lr:
+                rule = copy.copy(rule)
+                rule.lr = rate
+            return lambda flat: cell.update(rule, received, flat)
+        assert isinstance(updater, ByFunction)
+        shape = (-1,) if item.in_order else item.shape
+        return lambda flat: updater.function(item.key, received.reshape(shape), flat.reshape(shape))
+
+    def decoded(self, item: Item, part: int, codes: np.ndarray) -> np.ndarray:
+        """What a codec made, as an array again."""
+        first, last = item.parts[part][1:]
+        out = np.empty(last - first, item.dtype)
+        assert self.compression is not None
+        self.compression.codec.decode(codes, out)
+        return out
+
+    def answer(self, source: int, message: Message) -> Attempt:
+        """How to answer a request of another rank.
+
+        Raises:
+            HpcdpError: there is nothing of the kind here, or what has come does not fit.
+        """
+        kind = message.kind
+        if kind is Kind.GONE:
+            return lambda: Message(Kind.DONE, payload=np.array(self.gone(), np.int64))
+        if kind is Kind.CLOCK:
+            return lambda: self._set_clocks(source, message.number)
+        item, cell = self._addressed(message)
+        if kind is Kind.TICKET:
+            return lambda: self._ticket(cell, source, bool(message.number))
+        if kind is Kind.TAKE:
+            return lambda: Message(Kind.DONE, number=take(item, cell, self.group.rank))
+        if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
+            return lambda: self._state(cell, message)
+        if kind is Kind.PULL:
+            return lambda: self._pull(cell, message)
+        if kind in (Kind.PUSH, Kind.PUSHPULL):
+            received = self._received(item, message)
+            if self.updater is None:
+                raise no_updater("push")
+            change = self.change(item, message.part, received, message.rate)
+            return lambda: self._push(item, cell, source, change, message)
+        raise MismatchError("key-value store message", expected="a request", got=kind.name)
+
+    def _addressed(self, message: Message) -> tuple[Item, Cell]:
+        if message.key < len(self.by_number):
+            item = self.by_number[message.key]
+            cell = item.cells[message.part] if message.part < len(item.parts) else None
+            if cell is not None:
+                return item, cell
+        got = f"key number {message.key}, part {message.part}"
+        raise MismatchError("key-value store message", expected="a part of a key that this server keeps", got=got)
+
+    def _received(self, item: Item, message: Message) -> np.ndarray:
+        payload, (_, first, last) = message.payload, item.parts[message.part]
+        assert payload is not None
+        count = last - first
+        if message.coded:
+            wanted = -1 if self.compression is None else self.compression.codec.nbytes(count, item.dtype)
+            if payload.nbytes != wanted:
+                expected = "no codes" if wanted < 0 else f"{wanted} bytes of codes"
+                raise MismatchError(
+                    "push", where=f"key {item.key!r}", expected=expected, got=f"{payload.nbytes} bytes of codes"
+                )
+            return self.decoded(item, message.part, payload)
+        if payload.dtype != item.dtype or payload.size != count:
+            got = f"{payload.size} {payload.dtype}"
+            raise MismatchError("push", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
+        return payload
+
+    def may_go_on(self, cell: Cell, worker: int) -> bool:
+        """Whether the bound of staleness lets a worker push."""
+        return self.staleness is None or cell.may_push(worker, self.staleness)
+
+    def draw(self, cell: Cell, worker: int, pushes: bool) -> int:
+        """A ticket, when `may_go_on`; counts a push."""
+        if pushes and self.staleness is not None:
+            cell.tick(worker)
+        return cell.ticket()
+
+    def _ticket(self, cell: Cell, source: int, pushes: bool) -> Message | None:
+        if pushes and not self.may_go_on(cell, source):
+            return None
+        return Message(Kind.DONE, ticket=self.draw(cell, source, pushes))
+
+    def _push(
+        self, item: Item, cell: Cell, source: int, change: Callable[[np.ndarray], object], message: Message
+    ) -> Message | None:
+        in_order = item.in_order
+        if in_order and cell.turn != message.ticket:
+            return None
+        if not in_order and self.staleness is not None:
+            if not cell.may_push(source, self.staleness):
+                return None
+            cell.tick(source)
+        answer = Message(Kind.DONE)
+
+        def change_and_look(flat: np.ndarray) -> None:
+            change(flat)
+            if message.kind is Kind.PUSHPULL:
+                answer.payload = flat.copy()
+
+        answer.number = cell.change(change_and_look, source, in_order)
+        return answer
+
+    def _pull(self, cell: Cell, message: Message) -> Message | None:
+        in_order = message.ticket >= 0
+        if in_order and cell.turn != message.ticket:
+            return None
+        answer = Message(Kind.DONE)
+
+        def take_copy(flat: np.ndarray) -> None:
+            answer.payload = flat.copy()
+
+        answer.number = cell.read(take_copy, in_order)
+        return answer
+
+    def _state(self, cell: Cell, message: Message) -> Message:
+        if message.kind is Kind.WRITE_STATE:
+            self.write_state(cell, message)
+            return Message(Kind.DONE)
+        payload = None if message.which == NO_STATE else cell.states[self._state_name(cell, message)]
+        return Message(Kind.DONE, number=cell.steps, payload=payload)
+
+    def _state_name(self, cell: Cell, message: Message) -> str:
+        if message.which >= len(cell.states):
+            got = f"number {message.which}"
+            raise MismatchError("key-value store message", expected=f"one of {len(cell.states)} states", got=got)
+        return sorted(cell.states)[message.which]
+
+    def write_state(self, cell: Cell, message: Message) -> None:
+        """Do as a message of kind WRITE_STATE says."""
+        payload, flat = message.payload, cell.flat
+        if message.which == NO_STATE:
+            cell.set_steps(message.number)
+            return
+        name = self._state_name(cell, message)
+        if payload is None or payload.dtype != flat.dtype or payload.size != flat.size:
+            raise MismatchError("write a state", expected=f"{flat.size} {flat.dtype}", got=repr(payload)[:80])
+        cell.write_state(name, payload)
+
+    def set_clocks(self, worker: int, number: int) -> None:
+        """Set a worker's clock of all keys whose order is kept here."""
+        for item in self.by_number:
+            cell = item.cells[0]
+            if cell is not None:
+                cell.clocks[worker] = number
+
+    def _set_clocks(self, source: int, number: int) -> Message:
+        if source >= self.num_workers or number not in (0, AWAY):
+            raise MismatchError("key-value store message", expected="a worker's clock", got=f"{number} of {source}")
+        self.set_clocks(source, number)
+        return Message(Kind.DONE)
+
+    def leave(self) -> None:
+        """This process ends as it should."""
+        self._left[self._memory.rank] = 1
+
+    def gone(self) -> list[int]:
+        """The ranks of this node that have died."""
+        return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
+
+
+class _Alone:
+    """The communicator of a rank that shares memory with nobody."""
+
+    rank, size = 0, 1
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def allgather_json(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def take(item: Item, cell: Cell, rank: int) -> int:
+    """The integer under a key, which is one greater then.
+
+    Raises:
+        ConfigError: it is no single integer.
+    """
+    if item.dtype != np.int64 or item.count != 1:
+        got = f"{item.shape} {item.dtype}"
+        raise ConfigError("take", where=f"key {item.key!r}", expected="a key of one int64", got=got)
+    taken = [0]
+
+    def add_one(flat: np.ndarray) -> None:
+        taken[0] = int(flat[0])
+        flat[0] += 1
+
+    cell.change(add_one, rank)
+    return taken[0]
+
+
+def no_updater(operation: str) -> ConfigError:
+    """Without an updater the last push would win, whichever that is."""
+    return ConfigError(
+        operation, where="dist_async", expected="a store with an updater", got="none",
+        remedy="call set_optimizer(hpcdp.optim.SGD(lr=0.1)) or set_updater(function) first, on all ranks",
+    )  # fmt: skip
+
+
+def updater_of(described: dict[str, Any]) -> Updater:
+    """The updater that a worker has described: an optimizer by name and arguments, a function by where it is.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    if "optimizer" in described:
+        return ByOptimizer(from_config(described["optimizer"]))
+    module, _, name = described["function"].partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for each in name.split("."):
+            found = getattr(found, each)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "set_updater", expected="a function that servers can import", got=f"{module}.{name}: {error}",
+            remedy="put it into a module beside your script, not into the script itself",
+        ) from None  # fmt: skip
+    return ByFunction(found)

@@ -1,0 +1,70 @@
+"""What all processes of an asynchronous store do together: workers call it, servers are told to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from ..comm import World
+from ..comm.agreement import on_every_rank
+from ..compression import Compression
+from ..errors import ConfigError
+from .server import Server
+from .table import Described, Table, updater_of
+from .updaters import Updater
+
+
+def make(table: Table, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
+    """Make keys, with rank 0's ``values``; those of other ranks are overwritten."""
+    comm = table.group.comm
+    for value in values:
+        comm.native_broadcast(value.reshape(-1).view(np.uint8), 0)
+    table.make(described, values)
+    comm.barrier()
+
+
+def set_updater(table: Table, find: Callable[[], Updater]) -> None:
+    """Let pushes be applied by what ``find()`` returns.
+
+    Raises:
+        ConfigError: some process cannot find it; on all of them.
+    """
+    comm = table.group.comm
+    updater = on_every_rank(comm, find)
+    table.set_updater(updater)
+    comm.barrier()
+
+
+def compress(table: Table, compression: Compression | None) -> None:
+    """Let pushes be encoded so from now on."""
+    table.compression = compression
+    table.group.comm.barrier()
+
+
+def serve(whole: World, num_workers: int) -> None:
+    """What a server does until all workers have ended: answers beside this thread, and does here what it is told.
+
+    Args:
+        whole: workers, and this and all other servers behind them.
+        num_workers: how many are workers.
+    """
+    server = Server.of(whole, has_servers=True)
+    for command in server.next_commands(num_workers):
+        number = command["store"]
+        if command["do"] == "store":
+            server.stores[number] = Table(whole, command["workers"], command["staleness"])
+            whole.comm.barrier()
+            continue
+        table = server.stores[number]
+        assert isinstance(table, Table)
+        if command["do"] == "make":
+            described = [(key, tuple(shape), dtype) for key, shape, dtype in command["described"]]
+            make(table, described, [np.empty(shape, dtype) for _, shape, dtype in described])
+        elif command["do"] == "update":
+            with contextlib.suppress(ConfigError):  # which all workers raise, too
+                set_updater(table, partial(updater_of, command["described"]))
+        else:
+            compress(table, Compression.of(command["said"] or None))

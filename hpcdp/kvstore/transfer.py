@@ -1,0 +1,304 @@
+"""How pushes and pulls reach the parts of a key: in memory that this rank shares, or by asking their servers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..collectives.progress import Steps, Until
+from ..comm import Request
+from ..compression import Compression, ErrorFeedback
+from ..errors import MismatchError
+from ..gradients.lane import Turn
+from .cell import Cell, Change
+from .server import Asked, Server
+from .table import Item, Table, take
+from .wire import NO_STATE, Kind, Message
+
+_REPORTED_S = 5.0
+"""A worker that is held back so long says by whom, once a push."""
+
+
+@dataclass
+class Statistics:
+    """What a worker's pushes have met."""
+
+    pushes: int = 0
+    staleness_sum: int = 0
+    """Pushes of others that had come between this worker's last pull of the key and its push."""
+    staleness_max: int = 0
+    waited_s: float = 0.0
+    """Held back by slower workers."""
+
+
+@dataclass
+class Own:
+    """What a worker remembers of a key."""
+
+    item: Item
+    seen: int = 0
+    """The version that it has pulled last, and its own pushes since."""
+    feedback: list[ErrorFeedback] = field(default_factory=list)
+    """Of every part, with compression."""
+
+    def compress(self, made: Compression | None) -> None:
+        """From now on encode what is pushed so."""
+        counts = [part.last - part.first for part in self.item.parts]
+        self.feedback = [] if made is None else [made.for_array(count, self.item.dtype) for count in counts]
+
+    def encoded(self, number: int, value: np.ndarray) -> np.ndarray:
+        """What is sent of part ``number`` of a flat value."""
+        part = self.item.parts[number]
+        piece = value[part.first : part.last]
+        if not self.feedback:
+            return piece
+        codes = np.empty(self.feedback[number].nbytes(piece.size), np.uint8)
+        self.feedback[number].encode(piece, slice(0, piece.size), codes)
+        return codes
+
+
+class Transfer:
+    """A worker's way to all parts of all keys of a store.
+
+    Args:
+        table: the keys.
+        number: the store's, by which servers know it.
+        server: this rank's end of the exchange with other nodes; None where there are none.
+        worker: this worker's number.
+    """
+
+    def __init__(self, table: Table, number: int, server: Server | None, worker: int) -> None:
+        self.statistics = Statistics()
+        self._table, self._number, self._server, self._worker = table, number, server, worker
+
+    def push(self, own: Own, value: np.ndarray, rate: float, out: Array | None, turn: Turn | None) -> Steps:
+        """Push ``value``, flat; what the key is then goes to ``out``, of the key's shape, if there is one."""
+        item, table = own.item, self._table
+        if turn is not None:
+            yield [turn]
+        ticket = -1
+        if item.in_order:
+            ticket = yield from self._draw(item, pushes=True)
+        elif item.cells[0] is not None and table.staleness is not None:
+            yield from self._held_back(item.cells[0])
+            item.cells[0].tick(self._worker)
+        kind = Kind.PUSH if out is None else Kind.PUSHPULL
+        flat = None if out is None else _flat(out)
+        asked: list[tuple[int, Asked]] = []
+        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
+            if cell is None:
+                message = self._message(kind, item, number, ticket=ticket, rate=rate)
+                message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
+                asked.append((number, self._ask(part.server, message)))
+        version = 0
+        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
+            if cell is None:
+                continue
+            received = own.encoded(number, value)
+            if own.feedback:
+                received = table.decoded(item, number, received)
+            change = table.change(item, number, received, rate)
+            if flat is not None:
+                change = _and_copy(change, flat[part.first : part.last])
+            if ticket >= 0:
+                yield [_turn_of(cell, ticket)]
+            version = cell.change(change, table.group.rank, ticket >= 0)
+        for number, each in asked:
+            yield [each]
+            version = _take_answer(each, item, number, flat)
+        self._count(own, version, out is not None)
+        if out is not None and flat is not None:
+            _put_back(flat, out)
+
+    def pull(self, own: Own, out: Array, rows: np.ndarray | None, versions: list[int], turn: Turn | None) -> Steps:
+        """Read the key into ``out``, of its shape, or some ``rows`` and else zero; its version goes to ``versions``."""
+        item = own.item
+        if turn is not None:
+            yield [turn]
+        ticket = -1
+        if item.in_order:
+            ticket = yield from self._draw(item, pushes=False)
+        flat = _flat(out) if rows is None else np.empty(item.count, item.dtype)
+        asked: list[tuple[int, Asked]] = []
+        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
+            if cell is None:
+                asked.append((number, self._ask(part.server, self._message(Kind.PULL, item, number, ticket=ticket))))
+        version = 0
+        for part, cell in zip(item.parts, item.cells, strict=True):
+            if cell is not None:
+                if ticket >= 0:
+                    yield [_turn_of(cell, ticket)]
+                version = cell.read(_copy_to(flat[part.first : part.last]), ticket >= 0)
+        for number, each in asked:
+            yield [each]
+            version = _take_answer(each, item, number, flat)
+        own.seen = version
+        versions.append(version)
+        if rows is None:
+            _put_back(flat, out)
+        else:
+            out[...] = 0
+            out[rows] = flat.reshape(item.shape)[rows]
+
+    def _message(self, kind: Kind, item: Item, number: int, **fields: Any) -> Message:
+        return Message(kind, self._number, item.number, number, **fields)
+
+    def _ask(self, dest: int, message: Message) -> Asked:
+        assert self._server is not None
+        return self._server.ask(dest, message)
+
+    def _ask_and_wait(self, dest: int, message: Message) -> Message:
+        asked = self._ask(dest, message)
+        asked.wait()
+        return asked.answer()
+
+    def _draw(self, item: Item, pushes: bool) -> Generator[Sequence[Request], None, int]:
+        """A ticket from who keeps the order of a key that lies in several parts."""
+        cell = item.cells[0]
+        if cell is not None:
+            if pushes:
+                yield from self._held_back(cell)
+            return self._table.draw(cell, self._worker, pushes)
+        asked = self._ask(item.parts[0].server, self._message(Kind.TICKET, item, 0, number=int(pushes)))
+        yield [asked]
+        return asked.answer().ticket
+
+    def _held_back(self, cell: Cell) -> Steps:
+        """Wait where this worker leads by too many pushes, and say by whom it is held back."""
+        table, began, said = self._table, time.monotonic(), False
+
+        def may_go_on() -> bool:
+            nonlocal said
+            if table.may_go_on(cell, self._worker):
+                return True
+            if not said and time.monotonic() - began > _REPORTED_S:
+                said = True
+                behind = ", ".join(f"rank {rank}" for rank in cell.behind(self._worker, table.staleness or 0))
+                print(
+                    f"rank {self._worker} of {table.num_workers}: {cell.name}: waits for {behind}, "
+                    f"more than {table.staleness} pushes behind (staleness={table.staleness})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+
+        if not may_go_on():
+            yield [Until(may_go_on)]
+            self.statistics.waited_s += time.monotonic() - began
+
+    def _count(self, own: Own, version: int, pulled: bool) -> None:
+        counted = self.statistics
+        stale = max(0, version - 1 - own.seen)
+        counted.pushes += 1
+        counted.staleness_sum += stale
+        counted.staleness_max = max(counted.staleness_max, stale)
+        own.seen = version if pulled else own.seen + 1
+
+    def take(self, item: Item) -> int:
+        """See `AsyncStore.take`."""
+        cell = item.cells[0]
+        if cell is not None:
+            return take(item, cell, self._table.group.rank)
+        return self._ask_and_wait(item.parts[0].server, self._message(Kind.TAKE, item, 0)).number
+
+    def set_clocks(self, number: int) -> None:
+        """Set this worker's clock of all keys, everywhere."""
+        if self._table.staleness is None:
+            return
+        self._table.set_clocks(self._worker, number)
+        asked = [self._ask(dest, Message(Kind.CLOCK, self._number, number=number)) for dest in self._one_a_home()]
+        for each in asked:
+            each.wait()
+            each.answer()
+
+    def num_dead(self, timeout_s: float) -> int:
+        """How many processes have died, or are of homes that have not answered in time."""
+        homes = self._table.homes
+        asked = {dest: self._ask(dest, Message(Kind.GONE, self._number)) for dest in self._one_a_home()}
+        dead, deadline = len(self._table.gone()), time.monotonic() + timeout_s
+        for dest, each in asked.items():
+            while not each.test() and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            payload = each.answer().payload if each.test() else None
+            dead += homes.count(homes[dest]) if payload is None else payload.size
+        return dead
+
+    def _one_a_home(self) -> list[int]:
+        """A server of each other home."""
+        table, found = self._table, {}
+        for rank in table.servers:
+            if table.homes[rank] != table.own_home:
+                found.setdefault(table.homes[rank], rank)
+        return list(found.values())
+
+    def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
+        """One of the optimizer's states of a key, in its shape, and how often the key was updated."""
+        whole, steps = np.zeros(item.count, item.dtype), 0
+        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
+            if cell is None:
+                message = self._message(Kind.READ_STATE, item, number, which=which)
+                answer = self._ask_and_wait(part.server, message)
+                steps, state = answer.number, answer.payload
+            else:
+                steps, state = cell.steps, None if which == NO_STATE else cell.states[sorted(cell.states)[which]]
+            if state is not None and which != NO_STATE:
+                whole[part.first : part.last] = state
+        return whole.reshape(item.shape), steps
+
+    def write_state(self, item: Item, which: int, value: np.ndarray, steps: int) -> None:
+        """Set one of them, and how often the key was updated."""
+        flat = np.ascontiguousarray(value, item.dtype).reshape(-1)
+        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
+            message = self._message(Kind.WRITE_STATE, item, number, number=steps, which=which)
+            message.payload = flat[part.first : part.last] if which != NO_STATE else None
+            if cell is None:
+                self._ask_and_wait(part.server, message)
+            else:
+                self._table.write_state(cell, message)
+
+
+def _flat(x: Array) -> np.ndarray:
+    """``x`` as a flat array, itself where that is possible."""
+    return x.reshape(-1) if x.flags.c_contiguous else np.empty(x.size, x.dtype)
+
+
+def _put_back(flat: np.ndarray, x: Array) -> None:
+    if not x.flags.c_contiguous:
+        x[...] = flat.reshape(x.shape)
+
+
+def _copy_to(place: np.ndarray) -> Change:
+    def copy(flat: np.ndarray) -> None:
+        place[:] = flat
+
+    return copy
+
+
+def _and_copy(change: Change, place: np.ndarray) -> Change:
+    def both(flat: np.ndarray) -> None:
+        change(flat)
+        place[:] = flat
+
+    return both
+
+
+def _turn_of(cell: Cell, ticket: int) -> Until:
+    return Until(lambda: cell.turn == ticket)
+
+
+def _take_answer(asked: Asked, item: Item, number: int, flat: np.ndarray | None) -> int:
+    """The version that an answer names; its value goes to its part of ``flat``."""
+    answer, part = asked.answer(), item.parts[number]
+    if flat is not None:
+        payload, count = answer.payload, part.last - part.first
+        if payload is None or payload.dtype != item.dtype or payload.size != count:
+            got = "none" if payload is None else f"{payload.size} {payload.dtype}"
+            raise MismatchError("pull", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
+        flat[part.first : part.last] = payload
+    return answer.number

@@ -1,0 +1,115 @@
+"""What workers and servers send each other: a header of fixed length, then the array, codes, or text, byte for byte.
+
+Whatever arrives is checked before it is used; nothing is unpickled. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from ..errors import MismatchError
+
+VERSION = 1
+_HEADER = struct.Struct("<4sBBBBHHIQqqdI12x")
+HEADER_NBYTES = _HEADER.size
+_MAGIC = b"hkvs"
+DTYPES = tuple(np.dtype(name) for name in ("u1", "i1", "i4", "i8", "u4", "u8", "f2", "f4", "f8"))
+"""What a message can carry; of other dtypes its bytes are text or codes."""
+
+
+NO_STATE = 2**32 - 1
+"""As `Message.which`: only how often a key was updated."""
+
+
+class Kind(IntEnum):
+    """What a message asks for, or answers."""
+
+    PUSH = 1
+    PULL = 2
+    PUSHPULL = 3
+    TICKET = 4
+    TAKE = 5
+    READ_STATE = 6
+    WRITE_STATE = 7
+    CLOCK = 8
+    GONE = 9
+    COMMAND = 10
+    DONE = 11
+    """The answer to all of these."""
+    FAILED = 12
+    """Instead of it: a text says why."""
+
+
+@dataclass
+class Message:
+    """One message; see `Kind`."""
+
+    kind: Kind
+    store: int = 0
+    key: int = 0
+    """The number of a key, in the order of `init`."""
+    part: int = 0
+    request: int = 0
+    """By which the answer is known; of its sender's choice."""
+    ticket: int = -1
+    """When to take effect, among the operations of a key that lies in several parts; -1 where that is at once."""
+    number: int = 0
+    """A version, or what else `kind` says."""
+    rate: float = float("nan")
+    """The learning rate of the moment; NaN: as the rule's schedule says."""
+    which: int = 0
+    """Of the optimizer's states, in the order of their names."""
+    coded: bool = False
+    """Whether ``payload`` is what a codec made."""
+    payload: np.ndarray | None = None
+    """Contiguous, one of `DTYPES`."""
+
+    def encode(self) -> np.ndarray:
+        """As bytes, dtype uint8; copies the payload."""
+        body = np.empty(0, np.uint8) if self.payload is None else self.payload
+        message = np.empty(HEADER_NBYTES + body.nbytes, np.uint8)
+        _HEADER.pack_into(
+            message, 0, _MAGIC, VERSION, self.kind, DTYPES.index(body.dtype), self.coded, self.store, self.part,
+            self.key, self.request, self.ticket, self.number, self.rate, self.which,
+        )  # fmt: skip
+        message[HEADER_NBYTES:].view(body.dtype)[...] = body.reshape(-1)
+        return message
+
+    def text(self) -> str:
+        """The payload of a message of text."""
+        return "" if self.payload is None else self.payload.tobytes().decode(errors="replace")
+
+    @classmethod
+    def of_text(cls, kind: Kind, text: str, **fields: int) -> Message:
+        """One that carries text."""
+        return cls(kind, payload=np.frombuffer(text.encode(), np.uint8), **fields)  # type: ignore[arg-type]
+
+
+def decode(message: np.ndarray) -> Message:
+    """A message from its bytes, dtype uint8; the payload is a view of them.
+
+    Raises:
+        MismatchError: these are not what `Message.encode` makes, in this version.
+    """
+    if message.size < HEADER_NBYTES:
+        raise MismatchError(
+            "key-value store message", expected=f"{HEADER_NBYTES} bytes or more", got=f"{message.size} bytes"
+        )
+    magic, version, kind, dtype, coded, store, part, *fields = _HEADER.unpack_from(message)
+    if magic != _MAGIC or version != VERSION:
+        got = f"{bytes(magic)!r}, version {version}"
+        raise MismatchError("key-value store message", expected=f"{_MAGIC!r}, version {VERSION}", got=got)
+    if kind not in set(Kind) or dtype >= len(DTYPES) or coded > 1:
+        got = f"kind {kind}, dtype {dtype}, coded {coded}"
+        raise MismatchError("key-value store message", expected="a known kind and dtype", got=got)
+    body = message[HEADER_NBYTES:]
+    if body.size % DTYPES[dtype].itemsize:
+        got = f"{body.size} bytes"
+        raise MismatchError("key-value store message", expected=f"whole elements of {DTYPES[dtype]}", got=got)
+    payload = np.frombuffer(body, DTYPES[dtype]) if body.size else np.empty(0, DTYPES[dtype])
+    key, request, ticket, number, rate, which = fields
+    return Message(Kind(kind), store, key, part, request, ticket, number, rate, which, bool(coded), payload)
