@@ -125,12 +125,12 @@ def _medians(measured: Iterable[tuple[float, float]]) -> list[float]:
 def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
     """One epoch's numbers from those of each rank; docs/training.md lists them.
 
-    A rank's own work is its data and its computation: all that it did but wait for others. The critical path is that of
-    the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction takes as
-    long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured, because
-    they are reduced when backward is over, all of the exposed communication is one.
+    A rank's own work is its data and its computation in a step: all that it did but wait for others. The critical path
+    is that of the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction
+    takes as long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured,
+    because they are reduced when backward is over, all of the exposed communication is one.
     """
-    work = [each[DATA] + _compute(each) for each in summaries]
+    work = [(each[DATA] + _compute(each)) / max(1, each["steps"]) for each in summaries]
     median = statistics.median_low(work)
     found: Record = {
         "data_s": statistics.fmean(each[DATA] for each in summaries),

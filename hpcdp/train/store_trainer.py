@@ -24,6 +24,7 @@ from ..gradients.bucket import Parameter
 from ..gradients.closing import ClosingExchange
 from ..gradients.lane import Lane
 from ..kvstore import KINDS, KVStore, create
+from ..kvstore.asynchronous import AsyncStore
 from ..optim import Optimizer
 from . import store_states
 from .policy import Policy, Unwritten, stale, stale_anywhere
@@ -82,7 +83,6 @@ class StoreTrainer(Trainer):
         """Keys 0, 1, 2, ... are the parameters, in their order."""
         _check_unused(self.store, self.world)
         self.steps_together = kind != "dist_async"
-        """Whether all ranks must step together."""
         self._closing = None if self.world is None or not self.steps_together else _closing(self.world)
         self._unwritten = Unwritten(self.policy, self.store.rank)
         self._written: set[str] = set()
@@ -91,12 +91,16 @@ class StoreTrainer(Trainer):
         self._grad_reqs: dict[str, str] | None = None
         """Those that `no_sync` has replaced in this step."""
         self._waited_s = 0.0
+        self._known_steps = 0
+        """Updates of all ranks until they have last met, where they do not step together."""
         for param in self._params:
             xp = array_namespace(param.data)
             param.data = xp.array(param.data, order="C")  # an array of its own: an earlier trainer's may be shared
             param.grad = xp.zeros_like(param.data)
             param.grad_hook = self._mark_written
         self._nbytes = sum(param.data.nbytes for param in self._params)
+        if self.compression is not None:
+            self.store.set_gradient_compression(self.compression)
         self.store.init(self._keys, [param.data for param in self._params])
         self.states: list[dict[str, Any]] = []
         """Of each parameter, flat, by name, where every rank updates."""
@@ -177,6 +181,44 @@ class StoreTrainer(Trainer):
         finally:
             self._syncing = before
 
+    def synchronize(self) -> None:
+        """Wait until all ranks have come here, and give each the values that all their pushes have made.
+
+        Every rank must call. For ranks that do not step together: before they evaluate, and when they have ended. From
+        then on `step_count` counts the updates of all.
+        """
+        began = time.perf_counter()
+        self.store.barrier()
+        self._pull()
+        for param in self._params:
+            _ = param.data  # it waits
+        self.store.barrier()
+        if self.world is not None and not self.steps_together:
+            of_all = self.world.comm.allgather_json(self.step_count - self._known_steps)
+            self._known_steps += sum(of_all)
+            self.step_count = self._known_steps
+        self._waited_s = 0.0
+        self._spend(time.perf_counter() - began)
+
+    def statistics(self) -> dict[str, float]:
+        """What the pushes of all ranks have met so far, where they do not step together; every rank must call.
+
+        Returns:
+            ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect on a parameter between a
+            rank's last pull of it and its push; ``waited_s``: seconds for which slower ranks have held a rank back,
+            mean over ranks; ``sent_nbytes``: to other nodes, of all ranks.
+        """
+        if self.world is None or not isinstance(self.store, AsyncStore):
+            return {}
+        found = self.world.comm.allgather_json(self.store.statistics())
+        pushes = sum(each["pushes"] for each in found)
+        return {
+            "staleness_mean": sum(each["staleness_mean"] * each["pushes"] for each in found) / max(1, pushes),
+            "staleness_max": max(each["staleness_max"] for each in found),
+            "waited_s": sum(each["waited_s"] for each in found) / len(found),
+            "sent_nbytes": sum(each["sent_nbytes"] for each in found),
+        }
+
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""
         store_states.save(self, Path(path))
@@ -184,6 +226,7 @@ class StoreTrainer(Trainer):
     def load_states(self, path: str | Path) -> None:
         """See `Trainer.load_states`; with ``update_on_kvstore`` or without, and on any kind of store."""
         store_states.load(self, Path(path))
+        self._known_steps = self.step_count
 
     @property
     def params(self) -> dict[int, Parameter]:
@@ -285,9 +328,11 @@ class StoreTrainer(Trainer):
             self._grad_reqs = None
 
     def _account(self, began: float) -> None:
-        spent = time.perf_counter() - began + self._waited_s
-        self._waited_s = 0.0
         self.stats.steps += 1
+        self._spend(time.perf_counter() - began + self._waited_s)
+        self._waited_s = 0.0
+
+    def _spend(self, spent: float) -> None:
         self.stats.exposed_s += spent
         self.stats.total_s += spent
 

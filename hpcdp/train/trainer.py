@@ -102,6 +102,8 @@ class Trainer:
     """How many times too large the gradients are, because the loss was scaled up before backward."""
     virtual_shards: int | None = None
     """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
+    steps_together: bool = True
+    """Whether a step is one of all ranks, which wait for each other; not with ``dist_async``."""
 
     def __new__(  # its arguments go to the __init__ of what it makes, too
         cls,
