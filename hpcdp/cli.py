@@ -31,6 +31,7 @@ examples:
   hpcdp train lenet --data mnist --data-dir ~/data --epochs 10 --lr 0.1
   hpcdp train --config run.toml --lr 0.1       a flag overrides the file
   mpirun -n 4 hpcdp train mlp --data digits    the ranks that mpirun starts
+  hpcdp train lenet --ranks 4 --servers 2      two more processes serve keys
 
 Settings in a TOML file have the names of the flags with underscores:
   batch_size = 256
@@ -38,6 +39,7 @@ Settings in a TOML file have the names of the flags with underscores:
 _LAUNCH_EXAMPLES = """\
 examples:
   hpcdp launch -n 4 -- python train.py --epochs 3
+  hpcdp launch -n 4 -s 2 -- python train.py
   hpcdp launch -n 2 --mpi-args="--bind-to core" -- python train.py
 """
 _FORWARDING = {
@@ -131,13 +133,13 @@ def _add_train(commands: Any) -> Parser:
             about += f": {', '.join(field.metadata['choices'])}"
         if field.default is not None and kind is not bool:
             about += f" (default: {field.default})"
-        flag = "--" + field.name.replace("_", "-")
+        flags = [*(["-s"] if field.name == "servers" else []), "--" + field.name.replace("_", "-")]
         if field.name == "model":
             parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
         elif kind is bool:
-            parser.add_argument(flag, action="store_true", help=about)
+            parser.add_argument(*flags, action="store_true", help=about)
         else:
-            parser.add_argument(flag, metavar=_metavar(field.name, kind), help=about)
+            parser.add_argument(*flags, metavar=_metavar(field.name, kind), help=about)
     return parser
 
 
@@ -153,10 +155,11 @@ def _add_launch(commands: Any) -> Parser:
         "launch",
         "start a program as MPI ranks on this machine",
         run=_launch,
-        usage="hpcdp launch -n N [--mpi-args ARGS] -- PROGRAM [ARGUMENT ...]",
+        usage="hpcdp launch -n N [-s S] [--mpi-args ARGS] -- PROGRAM [ARGUMENT ...]",
         epilog=_LAUNCH_EXAMPLES,
     )
     parser.add_argument("-n", "--ranks", required=True, metavar="N", help="number of ranks")
+    parser.add_argument("-s", "--servers", default="0", metavar="S", help="number of servers beside them (default: 0)")
     parser.add_argument("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="what every rank runs")
     return parser
@@ -183,18 +186,18 @@ def _train(arguments: argparse.Namespace) -> int:
 
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     config = settings.load(getattr(arguments, "config", None), given)
-    size = launched_ranks()
-    if size is not None:
-        config = config.for_world(size)
+    if launched_ranks() is not None:
         from hpcdp.train.run import run
 
         run(config)
         return 0
-    config = config.for_world(config.ranks or 1)
+    ranks, servers = config.ranks or 1, config.servers or 0
+    config = config.for_world(ranks, servers)
     settings.check_inputs(config)
     config = settings.reserve_run_dir(config)
     try:
-        status = launch(int(config.ranks or 1), [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)])
+        program = [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)]
+        status = launch(ranks, program, servers=servers)
     finally:
         settings.drop_empty_run_dir(config)
     if status:  # ranks that a signal ends have no time to draw what they have written
@@ -242,11 +245,17 @@ def _launch(arguments: argparse.Namespace) -> int:
     from hpcdp.launch.local import launch
 
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    if not re.fullmatch("[0-9]{1,7}", arguments.ranks) or not 1 <= int(arguments.ranks) <= _MOST_RANKS:
-        raise ConfigError("launch -n", expected=f"a number of ranks, 1 to {_MOST_RANKS:,}", got=repr(arguments.ranks))
+    ranks = _number("launch -n", "ranks", arguments.ranks, least=1)
+    servers = _number("launch -s", "servers", arguments.servers, least=0)
     if not program:
         raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
-    return launch(int(arguments.ranks), program, arguments.mpi_args)
+    return launch(ranks, program, arguments.mpi_args, servers)
+
+
+def _number(option: str, what: str, text: str, *, least: int) -> int:
+    if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= _MOST_RANKS:
+        raise ConfigError(option, expected=f"a number of {what}, {least} to {_MOST_RANKS:,}", got=repr(text))
+    return int(text)
 
 
 def _forward(arguments: argparse.Namespace) -> int:

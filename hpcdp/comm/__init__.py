@@ -5,7 +5,8 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
 - `communicator` says what every communicator can do; `mpi` does it with MPI, `threads` with N ranks in one process.
 - `reductions` are what an allreduce can compute.
 - `shared` is memory that the ranks of a node have in common.
-- `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch.
+- `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch, `roles` those
+  whose servers do not come behind the workers.
 - `agreement` compares what ranks hold and raises the same error on all of them.
 - `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes how far they are.
 """

@@ -13,7 +13,6 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 from .communicator import Communicator
 
@@ -31,17 +30,18 @@ class NodeLocks:
     """Locks by number, from 0. Every rank of the node must make it together.
 
     Args:
-        comm: the ranks that share memory.
+        comm: the ranks that share memory; None: this rank alone.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.rank, self.size = comm.rank, comm.size
-        self._file = _open_together(comm)
+    def __init__(self, comm: Communicator | None) -> None:
+        self.rank, self.size = (0, 1) if comm is None else (comm.rank, comm.size)
+        self._file = _open_alone() if comm is None else _open_together(comm)
         self._own: dict[int, threading.Lock] = {}
         """The threads of a rank share its description, whose locks would let them all in."""
         self._adding = threading.Lock()
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, self.rank))
-        comm.barrier()
+        if comm is not None:
+            comm.barrier()
 
     @contextlib.contextmanager
     def hold(self, number: int, shared: bool = False) -> Iterator[None]:
@@ -85,17 +85,18 @@ class NodeLocks:
             os.close(self._file)
 
 
+def _open_alone() -> int:
+    file, path = tempfile.mkstemp(prefix="hpcdp-locks-")
+    os.unlink(path)
+    return file
+
+
 def _open_together(comm: Communicator) -> int:
-    """A description of its own, for each rank, of one empty file without a name."""
-    mine, path = -1, ""
+    """A description of its own, for each rank, of one empty file, which has no name when this returns."""
+    first, path = tempfile.mkstemp(prefix="hpcdp-locks-") if comm.rank == 0 else (-1, "")
+    own = os.open(comm.allgather_json(path)[0], os.O_RDWR | os.O_CLOEXEC)
+    comm.barrier()
     if comm.rank == 0:
-        mine, name = tempfile.mkstemp(prefix="hpcdp-locks-")
-        path = name
-    path = str(comm.allgather_json(path)[0])
-    try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    finally:
-        comm.barrier()
-        if comm.rank == 0:
-            os.close(mine)
-            Path(path).unlink()
+        os.close(first)
+        os.unlink(path)
+    return own

@@ -153,7 +153,7 @@ class MpiCommunicator:
         if message is None:
             return None
         x = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        return status.Get_source(), x, MpiRequest(message.Imrecv([x, MPI.BYTE]), x)
+        return status.Get_source(), x, MpiRequest(message.Irecv([x, MPI.BYTE]), x)
 
     @_explained
     def native_allreduce(self, x: np.ndarray, op: str) -> None:
@@ -247,7 +247,7 @@ class MpiCommunicator:
         return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
     def abort(self, code: int) -> None:
-        self.mpi.Abort(code)
+        MPI.COMM_WORLD.Abort(code)  # of a part of the job, a library may end that part alone
 
 
 def _known(x: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ..errors import ConfigError, MismatchError, WorldAborted
 from .communicator import Traffic, disagree, disagreement, split
 from .reductions import reduce_in_order, resolve
+from .roles import name_of
 from .shared import patience_for
 from .world import World
 
@@ -244,36 +246,51 @@ class ThreadMemory:
         self._job.check(lambda: False)
 
 
-def run(n: int, fn: Callable[[World], T], ranks_per_node: int | Sequence[int] | None = None) -> list[T]:
-    """Call ``fn(world)`` on ``n`` ranks at once, each a thread of this process.
+def run(
+    n: int,
+    fn: Callable[[World], T],
+    ranks_per_node: int | Sequence[int] | None = None,
+    num_servers: int = 0,
+    serve: Callable[[World], object] = lambda whole: None,
+) -> list[T]:
+    """Call ``fn(world)`` on ``n`` ranks at once, each a thread of this process; and let servers run beside them.
 
     Args:
         n: the number of ranks.
         fn: what each rank does; its world's communicators are `ThreadCommunicator` with a ``traffic``.
         ranks_per_node: ranks on each (virtual) node, the last one may have fewer; or those of every node, n together;
-            all on one node when None.
+            all on one node when None. A number counts servers, too, in the world of all; in a list they are one node.
+        num_servers: so many further threads are servers: the ranks' worlds have a `World.whole`.
+        serve: what each server does, with the world of all; it must end when the ranks have.
 
     Returns:
         What ``fn`` returned, by rank.
 
     Raises:
-        BaseException: what the first rank to fail raised; the others are released with `WorldAborted`.
+        BaseException: what the first rank or server to fail raised; the others are released with `WorldAborted`.
     """
     job = _Job()
-    worlds = _worlds(job, n, _node_sizes(n, ranks_per_node))
-    results: list[Any] = [None] * n
+    worlds = _worlds(job, _node_sizes(n, ranks_per_node))
+    if num_servers:
+        per_node = [*ranks_per_node, num_servers] if isinstance(ranks_per_node, Sequence) else ranks_per_node
+        wholes = _worlds(job, _node_sizes(n + num_servers, per_node))
+        wholes = [replace(whole, num_servers=num_servers) for whole in wholes]
+        worlds = [replace(world, whole=whole) for world, whole in zip(worlds, wholes[:n], strict=True)] + wholes[n:]
+    results: list[Any] = [None] * len(worlds)
     failures: list[BaseException] = []
 
     def one_rank(rank: int) -> None:
         try:
-            results[rank] = fn(worlds[rank])
+            results[rank] = (fn if rank < n else serve)(worlds[rank])
             worlds[rank].finish()
         except BaseException as error:  # handed to the caller, whatever it is
-            error.add_note(f"raised on thread rank {rank} of {n}")
+            error.add_note(f"raised on thread {name_of(rank, n)}")
             failures.append(error)
-            job.fail(f"rank {rank} raised {type(error).__name__}")
+            job.fail(f"{name_of(rank, n)} raised {type(error).__name__}")
 
-    threads = [threading.Thread(target=one_rank, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(n)]
+    threads = [
+        threading.Thread(target=one_rank, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(len(worlds))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -282,7 +299,7 @@ def run(n: int, fn: Callable[[World], T], ranks_per_node: int | Sequence[int] | 
         world.end()
     if failures:
         raise next((error for error in failures if not isinstance(error, WorldAborted)), failures[0])
-    return results
+    return results[:n]
 
 
 def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]:
@@ -298,7 +315,8 @@ def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]
     return sizes
 
 
-def _worlds(job: _Job, n: int, sizes: list[int]) -> list[World]:
+def _worlds(job: _Job, sizes: list[int]) -> list[World]:
+    n = sum(sizes)
     everyone = _Group(job, n)
     nodes = [_Group(job, size) for size in sizes]
     num_rails = min(sizes)

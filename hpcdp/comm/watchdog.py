@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import socket
@@ -336,6 +337,7 @@ def _described(call: tuple[Any, ...]) -> str:
     return f"{operation} of {x()}" if callable(x) else str(operation)
 
 
+@functools.cache  # faulthandler would not put back its handler, and a process may be of two worlds
 def _show_stacks_when_asked() -> bool:
     try:
         # What faulthandler puts back when Python ends; by default the signal would end a rank that is in MPI_Finalize.

@@ -17,6 +17,7 @@ from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
+from .roles import count_workers, name_of, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
@@ -34,7 +35,10 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a job, seen from one of them. Made by `init`, or by `hpcdp.comm.threads.run` in tests."""
+    """All ranks of a job, seen from one of them. Made by `init`, or by `hpcdp.comm.threads.run` in tests.
+
+    Where there are servers, they are no ranks of it: see `whole`.
+    """
 
     rank: int
     size: int
@@ -66,7 +70,10 @@ class World:
     debug: bool = False
     """Whether every call of a collective is compared over the ranks before it is done: ``HPCDP_DEBUG`` of rank 0."""
     whole: World | None = None
-    """The world of all processes, workers first and then the servers, for stores; None where there are no servers."""
+    """The world of all processes, workers first and then the servers, for stores; None where there are no servers, and
+    in that world itself."""
+    num_servers: int = 0
+    """How many of its ranks are servers, the last ones; see `whole`."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
@@ -83,12 +90,17 @@ class World:
         """Let end what is under way and others need: called when a program has come to its end without an error."""
         for ending in reversed(self.endings):
             ending()
+        if self.whole is not None:
+            tell_servers(self.whole.comm, range(self.size, self.whole.size))
+            self.whole.finish()
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
         for each in self.kept.values():
             if isinstance(each, Engine):
                 each.shutdown()
+        if self.whole is not None:
+            self.whole.end()
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
         """What ``make()`` returned when ``key`` was first asked for: state of a higher room, such as staging buffers.
@@ -107,23 +119,40 @@ _init_lock = threading.Lock()
 def init(ranks_per_node: int | None = None) -> World:
     """The world of this process; starts MPI at the first call, later calls return the same world.
 
-    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job.
+    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. Servers, if
+    there are some (`hpcdp.kvstore.serve`), are counted in no number of this world, but in those of its `World.whole`.
 
     Args:
         ranks_per_node: split every machine into virtual nodes of so many ranks, to try out several nodes on one
             machine; default ``HPCDP_RANKS_PER_NODE``, else real nodes. Rank 0's value counts.
 
     Raises:
-        LaunchError: MPI cannot be loaded, or the job fell apart into worlds of one.
+        LaunchError: MPI cannot be loaded, the job fell apart into worlds of one, or a server comes before a worker.
         ConfigError: ``ranks_per_node`` is not positive, or differs from that of an earlier call.
     """
     global _world
     with _init_lock:
         if _world is None:
-            _world = _start(_virtual_node_size(ranks_per_node))
+            _world = _start(_virtual_node_size(ranks_per_node), serves=False)
             atexit.register(_world.finish)
         elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
             raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
+        return _world
+
+
+def init_server() -> World:
+    """The world of all processes, in one of those that serve the workers; `init` returns it there, too.
+
+    Every server must call, while every worker calls `init`.
+
+    Raises:
+        LaunchError: as `init`; or there are no workers.
+    """
+    global _world
+    with _init_lock:
+        if _world is None:
+            _world = _start(_virtual_node_size(None), serves=True)
+            atexit.register(_world.finish)
         return _world
 
 
@@ -136,16 +165,30 @@ def _virtual_node_size(ranks_per_node: int | None) -> int | None:
     return int(text)
 
 
-def _start(ranks_per_node: int | None) -> World:
+def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     MPI = _load_mpi()
     from .mpi import MpiCommunicator
 
-    library = MPI.Get_library_version().partition(",")[0].strip().splitlines()[0]
-    vendor = MPI.get_vendor()[0]
     everyone = MPI.COMM_WORLD.Dup()
-    refuse_lonely_world(vendor, everyone.size, os.environ)
+    refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
+    workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
     if everyone.size > 1:
-        _abort_when_one_rank_fails(MPI.COMM_WORLD)
+        _abort_when_one_fails(MPI.COMM_WORLD, name_of(everyone.rank, workers))
+    if workers == everyone.size:
+        return _world_of(everyone, ranks_per_node)
+    whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
+    of_role = everyone.Split(MPI.UNDEFINED if serves else 0, everyone.rank)
+    return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
+
+
+def _world_of(
+    everyone: MPI.Intracomm, ranks_per_node: int | None, *, whole: World | None = None, num_servers: int = 0
+) -> World:
+    """The world of a communicator's ranks, all of which must call."""
+    from mpi4py import MPI
+
+    from .mpi import MpiCommunicator
+
     comm = MpiCommunicator(everyone)
     debug = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
     mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s(), debug]
@@ -172,10 +215,12 @@ def _start(ranks_per_node: int | None) -> World:
         node_comm=node_comm,
         rail_comm=None if rail == MPI.COMM_NULL else MpiCommunicator(rail),
         node_memory=memory,
-        library=library,
+        library=MPI.Get_library_version().partition(",")[0].strip().splitlines()[0],
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         debug=debug,
+        whole=whole,
+        num_servers=num_servers,
         kept={"ranks_per_node": ranks_per_node},
     )
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
@@ -245,16 +290,16 @@ def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, s
     return PrivateMemory()
 
 
-def _abort_when_one_rank_fails(comm_world: MPI.Intracomm) -> None:
-    """Make an uncaught exception end the whole job: the other ranks would wait for this one for ever."""
+def _abort_when_one_fails(comm_world: MPI.Intracomm, name: str) -> None:
+    """Make an uncaught exception end the whole job: the other processes would wait for this one for ever."""
 
     def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            print(f"rank {comm_world.rank}: interrupted", file=sys.stderr, flush=True)
+            print(f"{name}: interrupted", file=sys.stderr, flush=True)
             comm_world.Abort(130)
             return  # with MPICH, which ends the process a little later
         text = "".join(traceback.format_exception(kind, error, trace))
-        print(f"rank {comm_world.rank} of {comm_world.size} failed:\n{text}", file=sys.stderr, flush=True)
+        print(f"{name} failed:\n{text}", file=sys.stderr, flush=True)
         comm_world.Abort(1)
 
     sys.excepthook = abort

@@ -138,7 +138,7 @@ class AsyncStore(KVStore):
         self._install({"optimizer": config})
 
     def _install(self, described: dict[str, Any]) -> None:
-        self.wait()
+        self._settle()
         self._command("update", described=described)
         together.set_updater(self._table, lambda: self._updater)
 
@@ -148,7 +148,7 @@ class AsyncStore(KVStore):
         if compression is not None:
             for key, entry in self._entries.items():
                 check_compressible(key, entry.stored.dtype)
-        self.wait()
+        self._settle()
         self._command("compress", said=said)
         together.compress(self._table, compression)
         self._compression = compression
@@ -175,9 +175,16 @@ class AsyncStore(KVStore):
         if self._replay is not None:
             with self._replay.turn(self.rank, lambda: self._may_push(own)):
                 drive(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
-        elif self._is_quick(own) and self._is_idle(entry):
-            value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
-            drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
+        elif self._is_quick(own) and self._engine.hold(entry.variable):
+            failure: BaseException | None = None
+            try:
+                value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
+                drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self._engine.release(entry.variable, failure)
         else:
             value = merged(arrays).reshape(-1)
 
@@ -191,15 +198,6 @@ class AsyncStore(KVStore):
         lr = self._updater.optimizer.lr if isinstance(self._updater, ByOptimizer) else math.nan
         return float(lr) if isinstance(lr, int | float) else math.nan
 
-    def _is_idle(self, entry: Entry) -> bool:
-        """Whether nothing of this key is under way; raises what its last push has raised."""
-        variable = entry.variable
-        if variable.held or variable.queue:
-            return False
-        if variable.failure is not None:
-            self._engine.wait_to_read(variable)
-        return True
-
     def _is_quick(self, own: Own) -> bool:
         """Whether a push needs nobody else, and so takes about as long now as to copy it for later."""
         item = own.item
@@ -211,10 +209,14 @@ class AsyncStore(KVStore):
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         own, versions = self._own[entry.key], list[int]()
-        is_near = not own.item.in_order and own.item.cells[0] is not None
-        if self._replay is not None or (is_near and self._is_idle(entry)):
-            with self._replayed():
-                drive(self._transfer.pull(own, place, rows, versions, None))
+        is_near = not own.item.in_order and own.item.cells[0] is not None and entry.variable.failure is None
+        if self._replay is not None or (is_near and self._engine.hold(entry.variable)):
+            try:
+                with self._replayed():
+                    drive(self._transfer.pull(own, place, rows, versions, None))
+            finally:
+                if self._replay is None:
+                    self._engine.release(entry.variable)
             return Pulled(lambda: None, place, lambda: versions[0])
         variable = self._engine.variable(f"pull of {entry.key!r}")
 
@@ -258,9 +260,7 @@ class AsyncStore(KVStore):
 
     def _leave(self) -> None:
         """This worker's program has come to its end: nobody is to wait for it."""
-        for entry in self._entries.values():
-            with contextlib.suppress(Exception):  # who has not asked before does not want to know
-                self._wait_for(entry, entry.variable)
+        self._settle()
         self._transfer.set_clocks(AWAY)
         self._table.leave()
         if self._replay is not None:

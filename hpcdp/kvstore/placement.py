@@ -7,14 +7,14 @@ server", 2014, section 4.2; there by hashes, whose servers are unevenly loaded).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..comm.communicator import bounds
 
 SPLIT_NBYTES = 4 << 20
-"""From so many bytes on a key is cut: below, agreeing on an order among servers costs more than sharing the bytes saves.
-"""
+"""From so many bytes on a key is cut: below, agreeing on an order among servers costs more than sharing saves."""
 
 MOST_NBYTES = 512 << 20
 """Of one part, so that a message of it counts its bytes in 32 bits."""
@@ -48,7 +48,7 @@ class Placement:
             pieces = -(-pieces // len(self._servers)) * len(self._servers)
         ends = bounds(count, min(pieces, max(count, 1)))
         parts = []
-        for first, last in zip(ends, ends[1:], strict=False):
+        for first, last in itertools.pairwise(ends):
             server = min(self._servers, key=self.nbytes.__getitem__)
             self.nbytes[server] += (last - first) * itemsize
             parts.append(Part(server, first, last))

@@ -20,11 +20,12 @@ import numpy as np
 
 from ..collectives.progress import wait_for
 from ..comm import Request, World
+from ..comm.roles import ENDS
 from ..errors import HpcdpError
 from ..gradients.lane import Lane
 from .wire import Kind, Message, decode
 
-REQUESTS, ANSWERS, ENDS = 1, 2, 3
+REQUESTS, ANSWERS = 1, 2
 """Tags."""
 
 _LANE = "server"

@@ -7,6 +7,7 @@ priority first. The calls are those of MXNet's KVStore.
 from __future__ import annotations
 
 import abc
+import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -306,6 +307,12 @@ class KVStore(abc.ABC):
         """Until all pushes of this worker have taken effect; raises what one of them raised."""
         for entry in self._entries.values():
             self._wait_for(entry, entry.variable)
+
+    def _settle(self) -> None:
+        """Until all pushes have ended, well or not."""
+        for entry in self._entries.values():
+            with contextlib.suppress(Exception):  # who has not asked for the value does not want to know
+                self._wait_for(entry, entry.variable)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         """Until ``variable`` is written, by a push or a pull of ``entry``."""

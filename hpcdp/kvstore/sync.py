@@ -11,7 +11,6 @@ Rajbhandari et al., "ZeRO", 2020, for the owners.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -78,11 +77,6 @@ class SyncStore(KVStore):
     def barrier(self) -> None:
         self.wait()
         self._world.barrier()
-
-    def _settle(self) -> None:
-        for entry in self._entries.values():
-            with contextlib.suppress(Exception):  # who has not asked before does not want to know
-                self._wait_for(entry, entry.variable)
 
     def set_updater(self, updater: Function) -> None:
         named = f"{getattr(updater, '__module__', '')}.{getattr(updater, '__qualname__', updater)}"

@@ -79,7 +79,7 @@ class Table:
         self.updater: Updater | None = None
         self.compression: Compression | None = None
         self._memory = memory
-        self._locks = NodeLocks(group.node_comm) if shares else NodeLocks(_Alone())
+        self._locks = NodeLocks(group.node_comm if shares else None)
         self._num_locks = 0
         self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
         self._left = memory.alloc((memory.size,), np.int64)
@@ -123,9 +123,8 @@ class Table:
         updater, cell = self.updater, item.cells[part]
         assert cell is not None
         if isinstance(updater, ByOptimizer):
-            rule = updater.optimizer
-            if not math.isnan(rate) and rate != rule.lr:
-                rule = copy.copy(rule)
+            rule = copy.copy(updater.optimizer)  # whose rate this rank's program may assign meanwhile
+            if not math.isnan(rate):
                 rule.lr = rate
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
@@ -285,18 +284,6 @@ class Table:
     def gone(self) -> list[int]:
         """The ranks of this node that have died."""
         return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
-
-
-class _Alone:
-    """The communicator of a rank that shares memory with nobody."""
-
-    rank, size = 0, 1
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def allgather_json(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def take(item: Item, cell: Cell, rank: int) -> int:

@@ -44,15 +44,14 @@ def compress(table: Table, compression: Compression | None) -> None:
     table.group.comm.barrier()
 
 
-def serve(whole: World, num_workers: int) -> None:
+def serve(whole: World) -> None:
     """What a server does until all workers have ended: answers beside this thread, and does here what it is told.
 
     Args:
         whole: workers, and this and all other servers behind them.
-        num_workers: how many are workers.
     """
     server = Server.of(whole, has_servers=True)
-    for command in server.next_commands(num_workers):
+    for command in server.next_commands(whole.size - whole.num_servers):
         number = command["store"]
         if command["do"] == "store":
             server.stores[number] = Table(whole, command["workers"], command["staleness"])

@@ -146,8 +146,8 @@ class Transfer:
             out[...] = 0
             out[rows] = flat.reshape(item.shape)[rows]
 
-    def _message(self, kind: Kind, item: Item, number: int, **fields: Any) -> Message:
-        return Message(kind, self._number, item.number, number, **fields)
+    def _message(self, kind: Kind, item: Item, part: int, **fields: Any) -> Message:
+        return Message(kind, self._number, item.number, part, **fields)
 
     def _ask(self, dest: int, message: Message) -> Asked:
         assert self._server is not None
@@ -231,7 +231,7 @@ class Transfer:
 
     def _one_a_home(self) -> list[int]:
         """A server of each other home."""
-        table, found = self._table, {}
+        table, found = self._table, dict[int, int]()
         for rank in table.servers:
             if table.homes[rank] != table.own_home:
                 found.setdefault(table.homes[rank], rank)

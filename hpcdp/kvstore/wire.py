@@ -73,7 +73,7 @@ class Message:
         body = np.empty(0, np.uint8) if self.payload is None else self.payload
         message = np.empty(HEADER_NBYTES + body.nbytes, np.uint8)
         _HEADER.pack_into(
-            message, 0, _MAGIC, VERSION, self.kind, DTYPES.index(body.dtype), self.coded, self.store, self.part,
+            message.data, 0, _MAGIC, VERSION, self.kind, DTYPES.index(body.dtype), self.coded, self.store, self.part,
             self.key, self.request, self.ticket, self.number, self.rate, self.which,
         )  # fmt: skip
         message[HEADER_NBYTES:].view(body.dtype)[...] = body.reshape(-1)
@@ -99,7 +99,7 @@ def decode(message: np.ndarray) -> Message:
         raise MismatchError(
             "key-value store message", expected=f"{HEADER_NBYTES} bytes or more", got=f"{message.size} bytes"
         )
-    magic, version, kind, dtype, coded, store, part, *fields = _HEADER.unpack_from(message)
+    magic, version, kind, dtype, coded, store, part, *fields = _HEADER.unpack_from(message.data)
     if magic != _MAGIC or version != VERSION:
         got = f"{bytes(magic)!r}, version {version}"
         raise MismatchError("key-value store message", expected=f"{_MAGIC!r}, version {VERSION}", got=got)

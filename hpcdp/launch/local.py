@@ -31,13 +31,14 @@ _GRACE_S = 10.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _RANKS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SERVER = ("-m", "hpcdp.kvstore.serve")
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SI_KERNEL = 0x80
 
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of ranks that the innermost launcher says it started, None outside mpirun and srun.
+    """The number of ranks that the innermost launcher says it started, with servers; None outside mpirun and srun.
 
     A single task of srun counts as outside: it may be the shell of an interactive job.
     """
@@ -54,8 +55,11 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in _RANK_VARIABLES if environ.get(name, "").isdecimal()), None)
 
 
-def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
+def launch(ranks: int, program: Sequence[str], mpi_args: str = "", servers: int = 0) -> int:
     """Runs ``program`` as ``ranks`` ranks on this machine and returns its exit status; MPI is not started here.
+
+    Behind them come ``servers`` servers (`hpcdp.kvstore.serve`) in the same MPI job. One that fails ends it as a rank
+    does.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 reach the ranks through mpirun. Ended by a signal to the launcher the
     status is 128 + its number, as in a shell; else it is that of the rank that failed first, which is named on stderr
@@ -86,14 +90,20 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "") -> int:
     library = mpi.find_library()
     mpirun = mpi.find_mpirun(library)
     command = [str(mpirun), "-n", str(ranks), *further, *program]
-    return _supervise(command, environment(library, mpirun, ranks, os.environ), ranks, library.family)
+    if servers:
+        command += [":", "-n", str(servers), sys.executable, *_SERVER]
+    environ = environment(library, mpirun, ranks, os.environ, servers)
+    return _supervise(command, environ, ranks + servers, library.family, servers)
 
 
-def environment(library: mpi.MpiLibrary, mpirun: Path, ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(
+    library: mpi.MpiLibrary, mpirun: Path, ranks: int, environ: Mapping[str, str], servers: int = 0
+) -> dict[str, str]:
     """``environ`` with what ``ranks`` ranks on one machine need; what the user has set already wins.
 
     They are started on this machine's own transports (Open MPI otherwise looks for fabrics for a second), unbound (two
-    jobs on a machine would both bind to its first cores), with the cores shared out among the ranks' BLAS threads.
+    jobs on a machine would both bind to its first cores), with the cores shared out among the ranks' BLAS threads;
+    ``servers`` behind them do not compute.
     """
     cores = len(os.sched_getaffinity(0))
     wanted: dict[str, str] = {}
@@ -107,7 +117,7 @@ def environment(library: mpi.MpiLibrary, mpirun: Path, ranks: int, environ: Mapp
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "OMPI_MCA_hwloc_base_binding_policy": "none",
         }
-        if ranks > cores:
+        if ranks + servers > cores:
             wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
         if os.geteuid() == 0:
             wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -146,7 +156,7 @@ def _check_limits() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, family: str) -> int:
+def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, family: str, servers: int = 0) -> int:
     watched = {*_FORWARDED, signal.SIGCHLD}
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -163,7 +173,7 @@ def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, f
             elif not mpi.is_open_mpi_4(Path(command[0])):
                 environ = left_behind.enter_context(segments.own_folder(environ))
             mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec)
-            with contextlib.closing(Watch(mpirun.pid, ranks, watched)) as watch:
+            with contextlib.closing(Watch(mpirun.pid, ranks, watched, servers)) as watch:
                 ended_by = _forward_signals(mpirun, watch)
                 ends = watch.ends()
             _end_orphans()

@@ -42,6 +42,8 @@ class End(NamedTuple):
     pid: int
     status: int | None
     at_s: float
+    server: int | None = None
+    """Which server it is, from 0; None for a worker."""
 
     @property
     def exit_status(self) -> int:
@@ -58,7 +60,9 @@ class End(NamedTuple):
             how = "ended without MPI_Finalize (exit status 0)"
         else:
             how = f"ended with status {os.WEXITSTATUS(self.status)} before the others"
-        return f"rank {self.rank} (pid {self.pid}) {how}"
+        if self.server is None:
+            return f"rank {self.rank} (pid {self.pid}) {how}"
+        return f"server {self.server} (rank {self.rank}, pid {self.pid}) {how}"
 
 
 class Signal(NamedTuple):
@@ -75,10 +79,11 @@ class Watch:
         mpirun: its process, a child of the caller's.
         ranks: as many are looked for.
         signals: what `wait` receives.
+        servers: so many of the ranks, the last ones, are servers.
     """
 
-    def __init__(self, mpirun: int, ranks: int, signals: set[signal.Signals]) -> None:
-        self._mpirun, self._missing = mpirun, ranks
+    def __init__(self, mpirun: int, ranks: int, signals: set[signal.Signals], servers: int = 0) -> None:
+        self._mpirun, self._missing, self._workers = mpirun, ranks, ranks - servers
         self._pause_s, self._next_look = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
         self._ends: dict[int, End] = {}  # by pidfd, the first end first
@@ -120,7 +125,9 @@ class Watch:
                 self._poll.unregister(descriptor)
                 rank, pid = self._ranks[descriptor]
                 status = _status_of_zombie(pid)
-                end = End(rank, pid, _status_of_reaped(descriptor) if status is None else status, time.monotonic())
+                status = _status_of_reaped(descriptor) if status is None else status
+                server = rank - self._workers if rank >= self._workers else None
+                end = End(rank, pid, status, time.monotonic(), server)
                 self._ends[descriptor] = end
                 if end.status and self.failed is None:
                     self.failed = end

@@ -60,6 +60,7 @@ class TrainConfig:
     seed: int = _setting(0, "seed of the initial parameters and of the shuffles", least=0)
     shift: int = _setting(2, "training images move by up to so many pixels, anew each epoch", least=0)
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
+    servers: int | None = _setting(None, "processes that serve keys beside the ranks (default: none)", least=0)
     owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
     compression: str | None = _setting(
         None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
@@ -118,16 +119,17 @@ class TrainConfig:
                 expected = f"at least one for each of the {least} {what}"
                 raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
 
-    def for_world(self, size: int) -> TrainConfig:
-        """These settings with ``ranks`` = ``size``, the size of the world that runs; an error if they say another."""
-        if self.ranks not in (None, size):
-            raise ConfigError(
-                "setting ranks",
-                expected=f"{size}, the ranks that the launcher started",
-                got=self.ranks,
-                remedy="leave --ranks out under mpirun or srun",
-            )
-        return dataclasses.replace(self, ranks=size)
+    def for_world(self, size: int, num_servers: int = 0) -> TrainConfig:
+        """These settings with ``ranks`` and ``servers`` as in the world that runs; an error if they say others."""
+        for name, said, there in (("ranks", self.ranks, size), ("servers", self.servers, num_servers)):
+            if said not in (None, there):
+                raise ConfigError(
+                    f"setting {name}",
+                    expected=f"{there}, the {name} that the launcher started",
+                    got=said,
+                    remedy=f"leave --{name} out under mpirun or srun",
+                )
+        return dataclasses.replace(self, ranks=size, servers=num_servers or None)
 
     def to_toml(self) -> str:
         """One ``key = value`` line a setting, without those that are None; `load` reads it back."""

@@ -1,0 +1,409 @@
+"""dist_async: each push by itself, in order of arrival, wherever a key lies; and what it refuses."""
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import kvstore, optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
+from hpcdp.kvstore import placement
+
+WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
+SHAPE = (2, 3)
+PRIME = 1_000_003
+
+
+def full(value, shape=SHAPE, dtype="f4"):
+    return np.full(shape, value, dtype)
+
+
+def added(key, received, stored):
+    stored += np.asarray(2, stored.dtype) * received
+
+
+def mixed(key, received, stored):
+    """Pushes in another order give another value."""
+    stored[...] = (stored * 31 + received) % PRIME
+
+
+def fails(key, received, stored):
+    raise ZeroDivisionError("by nothing")
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "split"])
+def split(request, monkeypatch):
+    """Whether keys are cut over all servers, where there are several nodes."""
+    if request.param:
+        monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
+    return request.param
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+def test_every_push_counts_once(ranks, per_node, split):
+    """Key starts at 1, each rank pushes ones * (rank + 1) at rate 2: after i rounds exactly 1 + i 2 n (n + 1) / 2."""
+
+    def one(world, dtype, shape):
+        store = kvstore.create("dist_async", world)
+        store.init("weight", full(1 if world.rank == 0 else 99, shape, dtype))
+        store.set_updater(added)
+        found = []
+        for i in range(1, 4):
+            store.push("weight", full(world.rank + 1, shape, dtype))
+            store.barrier()
+            pulled = store.pull("weight")
+            found.append((np.asarray(pulled), pulled.version, i))
+            store.barrier()
+        return found
+
+    for dtype in ("f2", "f4", "f8"):
+        for shape in (SHAPE, (40, 30), (7,), ()):
+            for found in threads.run(ranks, partial(one, dtype=dtype, shape=shape), per_node):
+                for value, version, i in found:
+                    assert (value.dtype, value.shape) == (np.dtype(dtype), shape)
+                    assert (value == 1 + i * 2 * ranks * (ranks + 1) / 2).all()
+                    assert version == i * ranks
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+def test_an_optimizer_and_a_rate_that_is_assigned(ranks, per_node, split):
+    """SGD without momentum: the order of pushes does not matter."""
+    rng = np.random.default_rng(3)
+    gradients = rng.standard_normal((4, ranks, 37, 5))
+    start = rng.standard_normal((37, 5))
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        rule = optim.SGD(lr=0.5)
+        store.init(["big", "small"], [start, start[0]])
+        store.set_optimizer(rule)
+        for step in range(4):
+            rule.lr = 0.5 / (step + 1)  # reaches the servers with the next push
+            store.push("big", gradients[step, world.rank], priority=-1)
+            store.pushpull("small", gradients[step, world.rank, 0], np.empty(5))
+        store.barrier()
+        return store.pull("big").wait(), store.pull("small").wait(), store.statistics()["pushes"]
+
+    wanted = start - sum(0.5 / (step + 1) * gradients[step].sum(axis=0) for step in range(4))
+    for big, small, pushes in threads.run(ranks, one, ranks_per_node=per_node):
+        np.testing.assert_allclose(big, wanted, rtol=1e-12)
+        np.testing.assert_allclose(small, wanted[0], rtol=1e-12)
+        assert pushes == 8
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_updates_of_one_worker_are_those_of_the_optimizer(kind, split):
+    """One worker pushes, in all worlds: state and steps are the key's, wherever it lies."""
+    rng = np.random.default_rng(5)
+    gradients, start = rng.standard_normal((5, 11)).astype("f4"), rng.standard_normal(11).astype("f4")
+    rule = optim.create(kind, lr=optim.StepSchedule(0.1, every=2, factor=0.5))
+    wanted, state = start.copy(), rule.init_state(start)
+    for step, gradient in enumerate(gradients, 1):
+        rule.update(wanted, gradient, state, step=step)
+
+    def one(world, who):
+        store = kvstore.create("dist_async", world)
+        store.init(0, start)
+        store.set_optimizer(optim.create(kind, lr=optim.StepSchedule(0.1, every=2, factor=0.5)))
+        if world.rank == who:
+            for gradient in gradients:
+                store.push(0, gradient)
+        store.barrier()
+        return store.pull(0).wait()
+
+    for who in range(3):
+        for found in threads.run(3, partial(one, who=who), ranks_per_node=2):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_lists_repeated_keys_priorities_and_rows(split):
+    def forms(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["a", "b"], [full(0), full(0, (4,))])
+        store.set_updater(added)
+        store.push(["a", "b", "a"], [full(1), [full(2, (4,)), full(3, (4,))], full(5)], priority=-world.rank)
+        store.barrier()
+        assert (store.pull("a")[...] == 12 * world.size).all() and (store.pull("b")[...] == 10 * world.size).all()
+        rows = store.row_sparse_pull("a", row_ids=[1, 1]).wait()
+        assert (rows == [[0] * 3, [12 * world.size] * 3]).all()
+        store.barrier()
+        out, further, odd = full(0), full(0), np.zeros((3, 2), "f4").T
+        store.pushpull("a", full(world.rank), out=[out, further])
+        assert (out == further).all() and (out >= 12 * world.size + 2 * world.rank).all()
+        store.pushpull("a", full(0), out=odd)  # not contiguous
+        assert (odd >= out).all()
+        store.broadcast("c", full(9 + world.rank), out=out)
+        assert (out == 9).all()
+        store.barrier()
+        value = full(5)
+        store.push("c", value)
+        value[...] = 77  # may be changed at once
+        store.barrier()
+        assert (store.pull("c")[...] == 9 + 10 * world.size).all()
+
+    for ranks, per_node in ((1, None), (3, 1), (4, 2)):
+        threads.run(ranks, forms, per_node)
+
+
+def test_pushes_return_before_they_take_effect_and_keep_their_order():
+    def order(world):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def waits(key, received, stored):
+            begun.set()
+            assert go_on.wait(20)
+            mixed(key, received, stored)
+
+        store = kvstore.create("dist_async", world)
+        store.init(1, full(1, dtype="i8"))
+        store.set_updater(waits)
+        store.push(1, full(2, dtype="i8"))
+        earlier = store.pull(1)
+        store.push(1, full(3, dtype="i8"))
+        later = store.pull(1)
+        assert begun.wait(20)
+        go_on.set()
+        assert (np.asarray(later) == 33 * 31 + 3).all() and (earlier[...] == 33).all()
+        assert (earlier.version, later.version) == (1, 2)
+
+    threads.run(1, order)
+
+
+def test_a_counter_gives_each_number_to_one_worker():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["count", "other"], [np.zeros(1, np.int64), full(0)])
+        taken = [store.take("count") for _ in range(50)]
+        with pytest.raises((ConfigError, HpcdpError), match="a key of one int64"):
+            store.take("other")
+        assert taken == sorted(taken)
+        return taken
+
+    for ranks, per_node in ((1, None), (3, None), (3, 1), (4, 2)):
+        taken = sum(threads.run(ranks, one, per_node), [])
+        assert sorted(taken) == list(range(50 * ranks))
+
+
+def test_stores_do_not_meet_each_other():
+    def one(world):
+        stores = [kvstore.create("dist_async", world) for _ in range(3)]
+        for number, store in enumerate(stores):
+            store.init("key", full(number))
+            store.set_updater(added)
+        for number, store in enumerate(stores if world.rank % 2 else stores[::-1]):
+            store.push("key", full(number + 1 if world.rank % 2 else 3 - number))
+        for store in stores:
+            store.barrier()
+        return [float(store.pull("key")[0, 0]) for store in stores]
+
+    assert threads.run(3, one, ranks_per_node=1) == [[6.0, 13.0, 20.0]] * 3
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (3, None), (2, 1), (3, 2), (4, 1)])
+def test_the_documents_two_bit_numbers(ranks, per_node, split):
+    """t = 0.5, rate 2: pushes of 0.4, 0.1, 0.2 and 0.3 add 0, t r n, nothing, and t r n."""
+
+    def one(world, dtype):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(0, dtype=dtype))
+        store.set_updater(added)
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        found = []
+        for value in (0.4, 0.1, 0.2, 0.3):
+            store.push("w", full(value, dtype=dtype))
+            store.barrier()
+            found.append(np.asarray(store.pull("w")))
+            store.barrier()
+        return found
+
+    for dtype in ("f4", "f8"):
+        for found in threads.run(ranks, partial(one, dtype=dtype), per_node):
+            step = 0.5 * 2 * ranks
+            for value, wanted in zip(found, (0, step, step, 2 * step), strict=True):
+                assert (value == wanted).all()
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "1bit:threshold=0,magnitude=1.5", "topk:ratio=0.5"])
+def test_other_codecs_send_all_in_the_end(codec):
+    """Error feedback: what pushes of one value add up to is off by no more than a few of them."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(64, "f4"))
+        store.set_updater(added)
+        store.set_gradient_compression(codec)
+        for _ in range(40):
+            store.push("w", np.linspace(-1, 1, 64, dtype="f4"))
+        store.barrier()
+        return np.asarray(store.pull("w"))
+
+    for found in threads.run(2, one, 1):
+        np.testing.assert_allclose(found / 160, np.linspace(-1, 1, 64), atol=0.12)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (2, None)), ((1, None), (4, 2)), ((2, 1), (3, 1))])
+def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path, split):
+    path = str(tmp_path / "states.npz")
+    gradient = np.random.default_rng(1).standard_normal((33, 7)).astype("f4")
+
+    def some(world, steps, load=False):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1, (33, 7)) if not load else np.load(tmp_path / "w.npy"))
+        store.init("never", full(0))
+        store.set_optimizer(optim.Adam(lr=0.1))
+        if load:
+            store.load_optimizer_states(path)
+        if world.rank == world.size - 1:
+            for _ in range(steps):
+                store.push("w", gradient)
+        store.save_optimizer_states(path)
+        value = store.pull("w").wait()
+        if world.rank == 0:
+            np.save(tmp_path / "w.npy", value)
+        return value
+
+    wanted = threads.run(1, lambda world: some(world, 5))[0]
+    threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])
+    for found in threads.run(loaded[0], lambda world: some(world, 3, load=True), ranks_per_node=loaded[1]):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    local = kvstore.create("local")
+    local.init("w", full(1, (33, 7)))
+    local.set_optimizer(optim.Adam(lr=0.1))
+    with pytest.raises(HpcdpError, match="states of this store's keys"):
+        local.load_optimizer_states(path)
+    local.init("never", full(0))
+    local.load_optimizer_states(path)
+
+
+def test_no_updater_is_an_error_with_the_remedy():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        assert (store.pull("w")[...] == 1).all()
+        with pytest.raises(ConfigError, match=r"push \[dist_async\]: expected a store with an updater, got none; call"):
+            store.push("w", full(1))
+
+    threads.run(2, one)
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_an_updater_that_fails_tells_who_pushed(per_node):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_updater(fails)
+        if world.rank:
+            store.push("w", full(1))
+            with pytest.raises((ZeroDivisionError, HpcdpError), match="by nothing"):
+                store.pull("w").wait()
+        store.set_updater(added)
+        if world.rank:
+            store.push("w", full(1))
+        store.barrier()
+        return float(store.pull("w")[0, 0]), store.pull("w").version
+
+    assert threads.run(3, one, per_node) == [(5.0, 2)] * 3
+
+
+def test_what_is_refused():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_optimizer(optim.SGD(lr=0.1))
+        for wrong in (full(1, (3, 2)), full(1, dtype="f8"), 1.0):
+            with pytest.raises(UnsupportedError, match=r"push \[key 'w'\]: expected an array of \(2, 3\) float32, got "):
+                store.push("w", wrong)
+        store.init("counts", full(1, dtype="i8"))
+        with pytest.raises(UnsupportedError, match=r"set_gradient_compression \[key 'counts'\]"):
+            store.set_gradient_compression("2bit")
+
+    threads.run(2, one)
+    for setting in ({"staleness": -1}, {"staleness": 1.5}, {"replay": True}):
+        with pytest.raises(ConfigError, match="expected an integer, 0 or more"):
+            kvstore.create("dist_async", **setting)
+    with pytest.raises(ConfigError, match=r"\[staleness\]: expected None, or dist_async, got 3 of dist_sync"):
+        kvstore.create("dist_sync", staleness=3)
+
+    def differ(world):
+        kvstore.create("dist_async", world, staleness=1 + world.rank)
+
+    with pytest.raises(MismatchError, match="staleness=1 replay=None as on rank 0, got staleness=2"):
+        threads.run(2, differ)
+
+
+def test_nobody_is_dead_among_the_living():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        return store.num_dead_node(timeout_s=10)
+
+    assert threads.run(4, one, 2) == [0] * 4
+
+
+def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():
+    place = placement.Placement([4, 5, 6], splits=True)
+    assert place.place(10, 4) == [(4, 0, 10)]
+    large = place.place(3 << 20, 4)
+    assert [part[1:] for part in large] == [(i << 20, i + 1 << 20) for i in range(3)]
+    assert {part.server for part in large} == {4, 5, 6}
+    for _ in range(20):
+        place.place(1000, 4)
+    assert max(place.nbytes.values()) - min(place.nbytes.values()) <= 4000
+    whole = placement.Placement([0, 1], splits=False)
+    assert len(whole.place(3 << 20, 4)) == 1
+    assert len(whole.place(3 << 28, 4)) == 6  # so that a message counts its bytes in 32 bits
+    assert whole.place(0, 4)[0][1:] == (0, 0)
+
+
+def test_a_rank_that_dies_in_the_middle_of_an_update_is_named():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_updater(added)
+        if world.rank == 1:
+            store._table.items["w"].cells[0]._numbers[:2] = 1, 1  # as it leaves it when it is killed there
+        world.barrier()
+        if world.rank == 0:
+            with pytest.raises(HpcdpError, match=r"\[key 'w'\]: expected a whole value, got one that rank 1 has changed"):
+                store.pull("w").wait()
+        world.barrier()
+
+    threads.run(2, one)
+
+
+@pytest.mark.mpi
+def test_on_real_ranks():
+    store = kvstore.create("dist_async")
+    world = hpcdp.init()
+    store.init(["a", "b"], [full(1 + world.rank), full(0, (300, 70))])
+    store.init("count", np.zeros(1, np.int64))
+    store.set_updater(added)
+    for _ in range(30):
+        store.push(["a", "b"], [[full(world.rank + 1), full(1)], full(world.rank + 1, (300, 70))])
+        pulled = np.asarray(store.pull("b"))
+        assert (pulled == pulled[0, 0]).all()
+    taken = store.take("count")
+    store.barrier()
+    total = world.size * (world.size + 1) / 2
+    assert (store.pull("a")[...] == 1 + 60 * (total + world.size)).all()
+    assert (store.pull("b")[...] == 60 * total).all()
+    assert sorted(world.comm.allgather_json(taken)) == list(range(world.size))
+    assert store.num_dead_node() == 0
+    store.barrier()
+
+
+def test_an_idle_server_needs_no_core():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_updater(added)
+        store.push("w", full(1))
+        store.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        time.sleep(1.0)
+        return (time.process_time() - cpu) / (time.perf_counter() - began)
+
+    assert max(threads.run(2, one, 1)) < 0.25  # of both servers together
