@@ -109,6 +109,9 @@ class StoreTrainer(Trainer):
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull()
+        if not self.steps_together:
+            self._await_values()
+            self.store.barrier()  # nobody pushes before all have the first values
 
     @property
     def _keys(self) -> list[int]:
@@ -190,8 +193,7 @@ class StoreTrainer(Trainer):
         began = time.perf_counter()
         self.store.barrier()
         self._pull()
-        for param in self._params:
-            _ = param.data  # it waits
+        self._await_values()
         self.store.barrier()
         if self.world is not None and not self.steps_together:
             of_all = self.world.comm.allgather_json(self.step_count - self._known_steps)
@@ -293,6 +295,10 @@ class StoreTrainer(Trainer):
         for key, param in self.params.items():
             self.store.pull(key, out=_place(param), priority=-key)
             self._time(param)
+
+    def _await_values(self) -> None:
+        for param in self._params:
+            _ = param.data  # who reads it waits
 
     def _time(self, param: Any) -> None:
         """Count for how long somebody waits for the new value of ``param``."""

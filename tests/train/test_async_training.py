@@ -114,7 +114,7 @@ def test_a_slow_rank_does_fewer_batches_and_holds_nobody_back():
 def test_a_bound_on_staleness_holds_fast_ranks_back():
     found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.01, staleness=1))
     done = [len(told.steps) for _, _, told, _ in found]
-    assert max(done) - min(done) <= 2 * 2  # per epoch by one, and one that nobody else was left to take
+    assert max(done) - min(done) <= 2 * 3  # an epoch: the bound, the step that waits, the last one
     assert found[0][0][-1]["waited_s"] > 0
 
 
@@ -129,6 +129,7 @@ def test_one_push_of_each_weighs_as_much_as_a_global_batch():
         with record():
             loss = softmax_cross_entropy(net(x), y)
         loss.backward(np.full(5, 4.0, "f4"))
+        world.barrier()  # else some would begin from what others have pushed
         assert trainer.step(5) == (5 if kind == "dist_async" else 5 * world.size)
         world.barrier()
         if kind == "dist_async":
