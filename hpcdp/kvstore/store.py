@@ -280,9 +280,9 @@ class KVStore(abc.ABC):
         """
         rule = self._by_optimizer("save_optimizer_states")
         states = {
-            (key, name): self._joined(self._entries[key], part)
-            for key, state in rule.states.items()
-            for name, part in state.items()
+            (key, name): self._joined(entry, part)
+            for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
+            for name, part in rule.states.get(key, {}).items()
         }
         self._by_first(lambda: write_states(Path(path), rule.optimizer, rule.steps, states))
 
