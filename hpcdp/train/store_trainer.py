@@ -28,17 +28,8 @@ from ..kvstore.asynchronous import AsyncStore
 from ..optim import Optimizer
 from . import store_states
 from .policy import Policy, Unwritten, stale, stale_anywhere
+from .store_checks import check_settings, check_unused
 from .trainer import CommunicationStats, Trainer, checked_count, trained, what_ranks_share
-
-_FOR_BUCKETS = {
-    "owner": "auto",
-    "bucket_cap_mb": None,
-    "clip_norm": None,
-    "overlap": None,
-    "reproducible": False,
-    "virtual_shards": None,
-}
-"""What a store has no use for, and what stands for "not said"."""
 
 
 class StoreTrainer(Trainer):
@@ -70,7 +61,7 @@ class StoreTrainer(Trainer):
         self.update_on_kvstore = update_on_kvstore is not False
         """Whether the store updates; else every rank does."""
         kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
-        _check(kind, update_on_kvstore, self.policy, for_buckets)
+        check_settings(kind, update_on_kvstore, self.policy, for_buckets)
         self.world: World | None = world
         """The ranks; None where a store of one process was made without."""
         if KINDS[kind].scope == "world":
@@ -81,7 +72,7 @@ class StoreTrainer(Trainer):
             raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {world.size} ranks", got=kind)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
         """Keys 0, 1, 2, ... are the parameters, in their order."""
-        _check_unused(self.store, self.world)
+        check_unused(self.store, self.world)
         self.steps_together = kind != "dist_async"
         self._closing = None if self.world is None or not self.steps_together else _closing(self.world)
         self._unwritten = Unwritten(self.policy, self.store.rank)
@@ -341,43 +332,6 @@ class StoreTrainer(Trainer):
     def _spend(self, spent: float) -> None:
         self.stats.exposed_s += spent
         self.stats.total_s += spent
-
-
-def _check(kind: object, update_on_kvstore: bool | None, policy: Policy, for_buckets: dict[str, Any]) -> None:
-    """Refuse what a store of this kind cannot do."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        expected = f"a KVStore or one of {', '.join(KINDS)}"
-        raise ConfigError("Trainer", where="kvstore", expected=expected, got=repr(kind))
-    if update_on_kvstore is False and kind == "dist_async":
-        raise ConfigError(
-            "Trainer", where="update_on_kvstore", expected="True with dist_async", got="False",
-            remedy="leave it out, or take dist_sync: pushes that do not wait for each other have no sum",
-        )  # fmt: skip
-    if policy.nonfinite != "ignore":
-        raise ConfigError(
-            "Trainer", where="policy", expected="nonfinite='ignore' with a kvstore", got=repr(policy.nonfinite),
-            remedy="leave kvstore out: a store does not look at what is pushed",
-        )  # fmt: skip
-    for name, value in for_buckets.items():
-        if value != _FOR_BUCKETS[name]:
-            raise ConfigError(
-                "Trainer", where=name, expected=f"{_FOR_BUCKETS[name]!r} with a kvstore", got=repr(value),
-                remedy="leave it out, or train without a kvstore",
-            )  # fmt: skip
-
-
-def _check_unused(store: KVStore, world: World | None) -> None:
-    """Refuse a store that others use, or of other ranks."""
-    if world is not None and (store.rank, store.num_workers) != (world.rank, world.size):
-        expected = f"a store of the same world: rank {world.rank} of {world.size}"
-        got = f"rank {store.rank} of {store.num_workers}"
-        raise ConfigError("Trainer", where="kvstore", expected=expected, got=got)
-    if store.keys or store.has_updater:
-        got = f"keys {store.keys[:3]!r}" if store.keys else "one with an updater"
-        raise ConfigError(
-            "Trainer", where="kvstore", expected="a store without keys and updater", got=got,
-            remedy="make one for each Trainer; it calls set_optimizer itself",
-        )  # fmt: skip
 
 
 def _place(param: Any) -> Any:
