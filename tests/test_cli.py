@@ -98,6 +98,12 @@ def test_the_public_face() -> None:
         (["train", "--config", "none.toml"], "[none.toml]: got No such file or directory"),
         (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, 1 to 1,000,000, got 'two'"),
         (["launch", "-n", "999999999999", "--", "x"], "1 to 1,000,000, got '999999999999'"),
+        (["launch", "-n", "2", "-s", "-1", "--", "x"], "launch -s: expected a number of servers, 0 to 1,000,"),
+        (
+            ["launch", "-n", "2", "-s", "1.5", "--", "x"],
+            "launch -s: expected a number of servers, 0 to 1,000,000, got '1",
+        ),
+        (["train", "-s", "x"], "setting servers: expected an integer, got 'x'"),
         (["launch", "-n", "2", "--mpi-args='unbal", "--", "x"], "--mpi-args: expected closed quotes, got"),
         (["launch", "-n", "2", "--", __file__], "got a file that is not executable; name what runs it, e.g. python"),
         (["launch", "-n", "2"], "expected a program after --"),
@@ -131,6 +137,44 @@ def test_ranks_that_contradict_mpirun(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "expected 2, the ranks that the launcher started, got 3" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
+    done = hpcdp("launch", "-n", "2", "--", *command("train", "-s", "1", *QUICK), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "expected 0, the servers that the launcher started, got 1" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+SERVER = """
+import numpy as np
+from hpcdp.comm.roles import ENDED
+from hpcdp.comm.world import init_server
+whole = init_server()
+for worker in range(whole.size - whole.num_servers):
+    whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
+"""
+TRAIN = """
+import sys
+from hpcdp import cli
+from hpcdp.launch import local
+local._SERVER = ("-c", sys.argv[1])
+sys.exit(cli.main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [["-s", "1"], ["--servers", "2"]])
+def test_train_beside_servers(said: list[str], tmp_path: Path) -> None:
+    arguments = [SERVER, "mlp", "--ranks", "2", *said, *QUICK, "--run-dir", "run"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "samples/s over 2 ranks" in done.stdout
+    config = (tmp_path / "run" / "config.toml").read_text()
+    assert "ranks = 2\n" in config and f"servers = {said[1]}\n" in config
 
 
 @pytest.mark.slow

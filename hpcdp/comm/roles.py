@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import LaunchError
-from .communicator import Communicator
 
-ENDS = 3
-"""The tag of a worker's last message to the servers."""
+if TYPE_CHECKING:
+    from .world import World
+
+ENDED = 3
+"""The tag of the empty message to each server, on the communicator of all, by which a worker says that it has ended."""
 
 _REMEDY = (
     "mpirun -n 4 python train.py : -n 2 python -m hpcdp.kvstore.serve, or hpcdp launch -n 4 -s 2 -- python train.py"
@@ -38,17 +41,12 @@ def count_workers(serve: Sequence[bool]) -> int:
     return workers
 
 
-def tell_servers(comm: Communicator, servers: Sequence[int]) -> None:
-    """Tell servers that this worker has ended; one that has heard it of all workers ends, too.
-
-    Args:
-        comm: workers and servers.
-        servers: their ranks in it.
-    """
-    for server in servers:
-        comm.isend(np.empty(0, np.uint8), server, ENDS).wait()
-
-
 def name_of(rank: int, workers: int) -> str:
     """What a process is called in messages, by its rank among all."""
     return f"rank {rank} of {workers}" if rank < workers else f"server {rank - workers} (rank {rank})"
+
+
+def tell_servers(whole: World) -> None:
+    """Say that this worker has ended (`ENDED`): the servers end when all workers have."""
+    for server in range(whole.size - whole.num_servers, whole.size):
+        whole.comm.isend(np.empty(0, np.uint8), server, ENDED).wait()

@@ -261,7 +261,7 @@ def run(
         ranks_per_node: ranks on each (virtual) node, the last one may have fewer; or those of every node, n together;
             all on one node when None. A number counts servers, too, in the world of all; in a list they are one node.
         num_servers: so many further threads are servers: the ranks' worlds have a `World.whole`.
-        serve: what each server does, with the world of all; it must end when the ranks have.
+        serve: what each server does, with the world of all; it must end when the ranks have (`roles.ENDED`).
 
     Returns:
         What ``fn`` returned, by rank.

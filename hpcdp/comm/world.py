@@ -73,7 +73,7 @@ class World:
     """The world of all processes, workers first and then the servers, for stores; None where there are no servers, and
     in that world itself."""
     num_servers: int = 0
-    """How many of its ranks are servers, the last ones; see `whole`."""
+    """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
@@ -87,12 +87,17 @@ class World:
             self.comm.barrier()
 
     def finish(self) -> None:
-        """Let end what is under way and others need: called when a program has come to its end without an error."""
-        for ending in reversed(self.endings):
-            ending()
-        if self.whole is not None:
-            tell_servers(self.whole.comm, range(self.size, self.whole.size))
-            self.whole.finish()
+        """Let end what is under way and others need: called when a program has come to its end without an error.
+
+        A worker tells the servers that it needs them no longer.
+        """
+        try:
+            for ending in reversed(self.endings):
+                ending()
+        finally:
+            if self.whole is not None:
+                self.whole.finish()
+                tell_servers(self.whole)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
@@ -181,10 +186,8 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
 
 
-def _world_of(
-    everyone: MPI.Intracomm, ranks_per_node: int | None, *, whole: World | None = None, num_servers: int = 0
-) -> World:
-    """The world of a communicator's ranks, all of which must call."""
+def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any) -> World:
+    """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`."""
     from mpi4py import MPI
 
     from .mpi import MpiCommunicator
@@ -219,8 +222,7 @@ def _world_of(
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         debug=debug,
-        whole=whole,
-        num_servers=num_servers,
+        **roles,
         kept={"ranks_per_node": ranks_per_node},
     )
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))

@@ -30,7 +30,6 @@ from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError, UnsupportedError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
-from ..gradients.reducer import weakly
 from ..optim import Optimizer
 from . import together
 from .arguments import Key, merged
@@ -81,12 +80,14 @@ class AsyncStore(KVStore):
             self._server = Server.of(group, has_servers)
         if self._server is not None:
             self._server.stores[number] = self._table
+        if self._replay is not None:
+            self._replay.share(world, self._table)
         self._transfer = Transfer(self._table, number, self._server, world.rank)
         self._own: dict[Key, Own] = {}
         self._compression: Compression | None = None
         self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
-        world.endings.append(weakly(self._leave))
+        world.endings.append(self._leave)  # however soon the program lets go of it: others must know
 
     @property
     def rank(self) -> int:
@@ -173,7 +174,8 @@ class AsyncStore(KVStore):
             raise no_updater("push")
         own, rate = self._own[entry.key], self._rate()
         if self._replay is not None:
-            with self._replay.turn(self.rank, lambda: self._may_push(own)):
+            replay = self._replay
+            with replay.turn(self.rank, lambda: replay.may_push(self.rank, entry.key)):
                 drive(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
         elif self._is_quick(own) and self._engine.hold(entry.variable):
             failure: BaseException | None = None

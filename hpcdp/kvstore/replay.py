@@ -15,6 +15,8 @@ import numpy as np
 from ..comm import World
 from ..comm.threads import ThreadCommunicator
 from ..errors import ConfigError
+from .arguments import Key
+from .table import Table
 
 _LOOK_S = 0.2
 """Between looks whether another worker has failed."""
@@ -35,21 +37,31 @@ class Replay:
         self._asking: dict[int, Callable[[], bool]] = {}
         self._chosen: int | None = None
         self._changed = threading.Condition()
+        self._tables: list[Table] = []
 
     @classmethod
     def of(cls, world: World, seed: int) -> Replay:
         """One for all workers of ``world``; every rank must call.
 
         Raises:
-            ConfigError: they are processes.
+            ConfigError: they are processes, or there are servers.
         """
-        if not isinstance(world.comm, ThreadCommunicator):
-            raise ConfigError(
-                "kvstore", where="replay", expected="thread ranks, hpcdp.comm.threads.run", got=f"{world.library} ranks"
-            )
+        if not isinstance(world.comm, ThreadCommunicator) or world.whole is not None:
+            got = f"{world.library} ranks" if world.whole is None else "servers, too"
+            raise ConfigError("kvstore", where="replay", expected="thread ranks alone, hpcdp.comm.threads.run", got=got)
         made: list[Replay | None] = world.comm.meet(cls(seed, world) if world.rank == 0 else None)
         assert made[0] is not None
         return made[0]
+
+    def share(self, world: World, table: Table) -> None:
+        """Let each worker see the clocks of keys that lie elsewhere; every rank must call."""
+        assert isinstance(world.comm, ThreadCommunicator)
+        self._tables = world.comm.meet(table)
+
+    def may_push(self, worker: int, key: Key) -> bool:
+        """Whether the bound of staleness lets a worker push, wherever the key lies."""
+        cells = (table.items[key].cells[0] for table in self._tables)
+        return all(self._tables[0].may_go_on(cell, worker) for cell in cells if cell is not None)
 
     @contextlib.contextmanager
     def turn(self, worker: int, may_act: Callable[[], bool]) -> Iterator[None]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..collectives.progress import wait_for
 from ..comm import Request, World
-from ..comm.roles import ENDS
+from ..comm.roles import ENDED
 from ..errors import HpcdpError
 from ..gradients.lane import Lane
 from .wire import Kind, Message, decode
@@ -217,7 +217,7 @@ class Server:
         while ended < num_workers or self.commands:
             if self.commands:
                 yield self.commands.popleft()
-            elif self.comm.irecv_any(ENDS) is not None:
+            elif self.comm.irecv_any(ENDED) is not None:
                 ended += 1
             else:
                 time.sleep(_LONG_NAP_S)

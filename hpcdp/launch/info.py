@@ -34,6 +34,8 @@ def show(as_json: bool = False) -> int:
         if world.rank != 0:
             return 0
         facts |= {"ranks": world.size, "nodes": world.num_nodes, "rails": world.num_rails}
+        if world.whole is not None:
+            facts["servers"] = world.whole.num_servers
         facts["shared memory"] = "yes" if world.node_memory.size == world.local_size else "no"
         print(json.dumps(facts | {"world": ranks}, indent=2) if as_json else f"{_lines(facts)}\n\n{_table(ranks)}")
         return 0

@@ -189,13 +189,14 @@ def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, f
 def _explained(ends: Sequence[End], code: int, family: str) -> int:
     """The status of the job, once the rank that failed first has been named where mpirun has not done so.
 
-    Open MPI names it and has its status, but says of one that left with status 0 only what may have happened.
+    Open MPI names it and has its status, but says of one that left with status 0 only what may have happened, and of a
+    server not that it is one.
     """
     first = first_failure(ends, code)
     if first is None or (first.status is None and code == 0):
         return code
     alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
-    if (family == "mpich" or first.status == 0) and not alike:
+    if (family == "mpich" or first.status == 0 or first.server is not None) and not alike:
         with contextlib.suppress(OSError):  # the terminal may be closed
             print(f"hpcdp launch: {first}", file=sys.stderr, flush=True)
     if first.status is None:
@@ -206,8 +207,8 @@ def _explained(ends: Sequence[End], code: int, family: str) -> int:
 def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | None:
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself.
 
-    A second ending signal, or the end of the grace time after the first one or after a rank has failed, kills what has
-    not ended by then.
+    A second ending signal, or the end of the grace time after the first one, after a rank has failed or after the last
+    worker has ended, kills what has not ended by then.
     """
     ended_by: int | None = None
     deadline = float("inf")
@@ -215,10 +216,13 @@ def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | Non
         received = watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
         if watch.failed is not None:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
             deadline = min(deadline, watch.failed.at_s + _GRACE_S)
-        if time.monotonic() >= deadline:
+        alone_s = watch.servers_alone_since_s  # those of a program that has never come to hpcdp.init()
+        if time.monotonic() >= min(deadline, float("inf") if alone_s is None else alone_s + _GRACE_S):
             if ended_by is None:
-                print(f"hpcdp launch: {watch.failed}; mpirun has not ended the others in {_GRACE_S:g} s: killed",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                why = f"{watch.failed}; mpirun has not ended the others"
+                if watch.failed is None:
+                    why = "all workers have ended, and the servers, whom only hpcdp.init() tells, have not"
+                print(f"hpcdp launch: {why} in {_GRACE_S:g} s: killed", file=sys.stderr, flush=True)
             mpirun.kill()
             mpirun.wait()
         elif received is not None and received.number in _FORWARDED:

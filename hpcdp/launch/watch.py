@@ -89,6 +89,8 @@ class Watch:
         self._ends: dict[int, End] = {}  # by pidfd, the first end first
         self.failed: End | None = None
         """The first end that was seen, while mpirun ran, to be none with status 0."""
+        self.servers_alone_since_s: float | None = None
+        """When servers were first seen to run without any worker (monotonic); None while there are workers."""
         self._signals = _signal_descriptor(signals)
         self._poll = select.epoll()
         self._poll.register(self._signals, select.EPOLLIN)
@@ -107,6 +109,11 @@ class Watch:
         if self._missing:
             timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
         self._see(timeout_s)
+        running = {rank for descriptor, (rank, _) in self._ranks.items() if descriptor not in self._ends}
+        if not running or min(running) < self._workers:
+            self.servers_alone_since_s = None
+        elif self.servers_alone_since_s is None:
+            self.servers_alone_since_s = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             return Signal(*struct.unpack_from(_SIGNALFD_INFO, os.read(self._signals, _SIGNALFD_SIZE)))
         return None

@@ -55,7 +55,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
         ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
     """
     world = init()
-    config = config.for_world(world.size, 0 if world.whole is None else world.whole.size - world.size)
+    config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
     with _interruptible(), threadpool_limits(config.threads, user_api="blas"):
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
         net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))

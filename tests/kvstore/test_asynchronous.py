@@ -315,7 +315,9 @@ def test_what_is_refused():
         store.init("w", full(1))
         store.set_optimizer(optim.SGD(lr=0.1))
         for wrong in (full(1, (3, 2)), full(1, dtype="f8"), 1.0):
-            with pytest.raises(UnsupportedError, match=r"push \[key 'w'\]: expected an array of \(2, 3\) float32, got "):
+            with pytest.raises(
+                UnsupportedError, match=r"push \[key 'w'\]: expected an array of \(2, 3\) float32, got "
+            ):
                 store.push("w", wrong)
         store.init("counts", full(1, dtype="i8"))
         with pytest.raises(UnsupportedError, match=r"set_gradient_compression \[key 'counts'\]"):
@@ -367,7 +369,9 @@ def test_a_rank_that_dies_in_the_middle_of_an_update_is_named():
             store._table.items["w"].cells[0]._numbers[:2] = 1, 1  # as it leaves it when it is killed there
         world.barrier()
         if world.rank == 0:
-            with pytest.raises(HpcdpError, match=r"\[key 'w'\]: expected a whole value, got one that rank 1 has changed"):
+            with pytest.raises(
+                HpcdpError, match=r"\[key 'w'\]: expected a whole value, got one that rank 1 has changed"
+            ):
                 store.pull("w").wait()
         world.barrier()
 

@@ -90,6 +90,17 @@ def test_ranks_that_contradict_the_launcher() -> None:
         TrainConfig(ranks=3).for_world(2)
 
 
+def test_servers_that_contradict_the_launcher() -> None:
+    assert TrainConfig(servers=2).for_world(3, 2).servers == TrainConfig().for_world(3, 2).servers == 2
+    assert TrainConfig(servers=0).for_world(3) == TrainConfig().for_world(3) == TrainConfig(ranks=3)
+    assert "servers" not in TrainConfig(servers=0).for_world(3).to_toml()
+    for said, there in ((1, 2), (0, 2), (1, 0)):
+        with pytest.raises(ConfigError, match=f"expected {there}, the servers that the launcher started, got {said}"):
+            TrainConfig(servers=said).for_world(3, there)
+    with pytest.raises(ConfigError, match="setting servers: expected at least 0, got -1"):
+        TrainConfig(servers=-1)
+
+
 def test_new_run_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folders = [config.reserve_run_dir(TrainConfig()).run_dir for _ in range(2)]

@@ -1,0 +1,159 @@
+"""Bounded delay: who leads by too much waits; and seeded schedules that can be had again."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hpcdp import kvstore, optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+from hpcdp.kvstore import placement, transfer
+from hpcdp.kvstore.together import serve
+
+WORLDS = [(2, None, 0), (3, None, 0), (3, 1, 0), (4, 2, 0), (2, 1, 1), (3, 2, 2)]
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "split"])
+def split(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), WORLDS)
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
+    """A worker's push number c takes effect when all have pushed c - 1 - staleness times, at least."""
+    counts = np.zeros(ranks, int)
+    leads = []
+
+    def notes(key, received, stored):
+        who = int(received[0])
+        if who >= 0:  # the first part
+            leads.append(counts[who] - counts.min())
+            counts[who] += 1
+
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=staleness)
+        store.init("w", np.zeros(4, np.int64))
+        store.set_updater(notes if num_servers == 0 else added)
+        for _ in range(12):
+            if world.rank == ranks - 1:
+                time.sleep(3e-3)
+            store.push("w", np.array([world.rank, -1, -1, -1]))
+        store.barrier()
+        return store.statistics()["waited_s"]
+
+    waited = threads.run(ranks, one, per_node, num_servers, serve)
+    if num_servers == 0:
+        assert 1 <= max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
+    if per_node is None:
+        assert max(waited[:-1]) > waited[-1]
+
+
+def added(key, received, stored):
+    stored += received
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), WORLDS)
+def test_uneven_numbers_of_pushes_hang_nobody(ranks, per_node, num_servers, split):
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=1)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for epoch in range(3):
+            for _ in range(2 + 5 * ((world.rank + epoch) % ranks)):
+                store.push("w", np.full(4, -1.0))
+            store.barrier()
+        for _ in range(7 * world.rank):  # and the last ones after others have gone
+            store.push("w", np.full(4, -1.0))
+        store.wait()
+        return None
+
+    threads.run(ranks, one, per_node, num_servers, serve)
+
+
+def test_none_is_without_bound_and_0_is_dist_sync():
+    def one(world, staleness):
+        store = kvstore.create("dist_async", world, staleness=staleness)
+        store.init("w", np.zeros(3, "f4"))
+        store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
+        for step in range(4):
+            store.push("w", np.full(3, world.rank + step, "f4"))
+            value = np.asarray(store.pull("w"))
+        return store.kind, value
+
+    def sync(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", np.zeros(3, "f4"))
+        store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
+        for step in range(4):
+            store.push("w", np.full(3, world.rank + step, "f4"))
+            value = np.asarray(store.pull("w"))
+        return store.kind, value
+
+    for per_node in (None, 1):
+        for (kind, found), (wanted_kind, wanted) in zip(
+            threads.run(3, lambda world: one(world, 0), per_node), threads.run(3, sync, per_node), strict=True
+        ):
+            assert kind == wanted_kind == "dist_sync"
+            assert found.tobytes() == wanted.tobytes()
+
+    def runs_ahead(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(3, "f4"))
+        store.set_optimizer(optim.SGD(lr=0.1))
+        if world.rank == 0:
+            for _ in range(20):
+                store.pushpull("w", np.ones(3, "f4"), np.empty(3, "f4"))
+        world.barrier()
+
+    threads.run(2, runs_ahead, 1)
+
+
+def test_who_holds_others_back_is_named(monkeypatch, capfd):
+    monkeypatch.setattr(transfer, "_REPORTED_S", 0.05)
+
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=1)
+        store.init("w", np.zeros(3))
+        store.set_optimizer(optim.SGD(lr=0.1))
+        for _ in range(3):
+            if world.rank == 1:
+                time.sleep(0.2)
+            store.push("w", np.ones(3))
+        store.barrier()
+
+    threads.run(2, one)
+    said = capfd.readouterr().err
+    assert "rank 0 of 2: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (3, None), (3, 1), (4, 2)])
+def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
+    def trained(world, seed):
+        store = kvstore.create("dist_async", world, replay=seed, staleness=2)
+        store.init(["w", "v"], [np.ones(5, "f4"), np.ones(3, "f4")])
+        store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
+        rng, found = np.random.default_rng(world.rank), []
+        for epoch in range(2):
+            for _ in range(4 + world.rank):
+                weight = np.asarray(store.pull("w"))
+                found.append(weight.tobytes())
+                store.push("w", weight * rng.random(5).astype("f4"))
+                store.pushpull("v", rng.random(3).astype("f4"), np.empty(3, "f4"))
+            store.barrier()
+        return found, np.asarray(store.pull("v")).tobytes()
+
+    def run(seed):
+        return threads.run(ranks, lambda world: trained(world, seed), per_node)
+
+    first = run(5)
+    assert run(5) == first
+    if ranks > 1:
+        assert len({repr(run(seed)) for seed in range(4)}) > 1
+
+
+def test_replay_is_for_thread_ranks():
+    with pytest.raises(ConfigError, match=r"\[replay\]: expected thread ranks"):
+        kvstore.create("dist_async", replay=1)
