@@ -51,8 +51,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
         of ``comm_s`` hidden behind computation, None with one rank and on a store), ``compute_s`` and ``data_s`` (mean
         over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank),
-        ``ranks``, ``compression`` and ``store`` (a line about what it saved, or what its pushes met, None without),
-        ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
+        ``ranks``, ``compression`` (a line about what it saved, None without), ``store`` (names and texts of lines about
+        it), ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
@@ -62,8 +62,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
             _load_kernels(config, train_set, world)
-            trainer = _trainer(config, net, train_set, world)
-            loader = on_every_rank(world.comm, lambda: _loader(config, train_set, world, trainer.steps_together))
+            trainer = make_trainer(config, net, train_set, world)
+            loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, trainer.steps_together))
             config, folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
             if folder is not None:
@@ -99,7 +99,8 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) ->
         kernels.load("reduce_update")
 
 
-def _trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> Trainer:
+def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> Trainer:
+    """What updates ``net`` as ``config`` says; every rank must call."""
     if config.kv_store is None:
         return Trainer(
             net.parameters(),
@@ -124,8 +125,11 @@ def _trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: W
     )
 
 
-def _loader(config: TrainConfig, train_set: data.Dataset, world: World, together: bool) -> data.DataLoader:
-    """Batches of this rank: pieces of global ones, or, where ranks do not step ``together``, such as nobody has."""
+def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, together: bool) -> data.DataLoader:
+    """Batches of this rank: pieces of global ones, or, where ranks do not step ``together``, such as nobody has.
+
+    Every rank must call.
+    """
     part: dict[str, Any] = {"num_parts": world.size, "part_index": world.rank, "seed": config.seed}
     count, prefetch = len(train_set), 2
     sampler: data.ShardedSampler | data.VirtualShardSampler | data.SharedSampler
@@ -195,17 +199,17 @@ def saved_by_compression(trainer: Trainer) -> str | None:
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
 
-def _told_of_store(trainer: Trainer, last: Record) -> str | None:
-    """Which store it was and what its pushes have met, in words, None without one."""
+def _told_of_store(trainer: Trainer, last: Record) -> list[tuple[str, str]]:
+    """Which store it was and what its pushes have met, as lines of the report; none without one."""
     if not isinstance(trainer, StoreTrainer):
-        return None
-    told = f"{trainer.store.kind}, updates on {'the store' if trainer.update_on_kvstore else 'every rank'}"
+        return []
+    who = "the store" if trainer.update_on_kvstore else "every rank"
+    lines = [("store", f"{trainer.store.kind}, {who} updates")]
     if "staleness_mean" in last:
-        told += (
-            f"; staleness {last['staleness_mean']:.1f}, at most {last['staleness_max']:.0f}; held back for "
-            f"{last['waited_s']:.2f} s a rank; {last['sent_nbytes'] / 1e6:,.1f} MB between nodes"
-        )
-    return told
+        told = f"{last['staleness_mean']:.1f} pushes, at most {last['staleness_max']:.0f}; held back for "
+        told += f"{last['waited_s']:.2f} s a rank; {last['sent_nbytes'] / 1e6:,.1f} MB sent"
+        lines.append(("staleness", told))
+    return lines
 
 
 def report(result: dict[str, Any], failure: OSError | None = None) -> str:
@@ -227,7 +231,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
         ("communication", communication),
         *([] if result["compression"] is None else [("compression", result["compression"])]),
-        *([] if result["store"] is None else [("store", result["store"])]),
+        *result["store"],
         *_times(result),
         ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
         ("held a rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),
