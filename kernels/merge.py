@@ -1,9 +1,12 @@
 """What all ranks of a node push to one value, merged into it and read back, each in one call that can stop and go on.
 
-A rank stages what others own, piece by piece of everybody's part: of long values in two halves of a buffer that stays in
-the cache, in turn. While others sum a piece it stages the next one, so a value of ``p`` pieces takes ``p + 1`` waits.
-Sums run in the order of the ranks. A rank that has pushed in another way, a whole row at once, takes part in no such
-exchange: all see that when they meet, before anything is summed.
+A rank stages what others own, piece by piece of everybody's part: of long values in two halves of a buffer that stays
+in the cache, in turn. While others sum a piece it stages the next one, so a value of ``p`` pieces takes ``p + 1``
+waits. Sums run in the order of the ranks. A rank that has pushed in another way, a whole row at once, takes part in no
+such exchange: all see that when they meet, before anything is summed.
+
+An owner writes a sum back where it has read, too, for the others to fetch: those lines are in its cache and will be in
+theirs, and the lines of the value stay with their owner.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ in another way, or this rank's part is summed and nobody told yet."""
 ME, SPINS, SLEEP_NS, PIECES, ROUND, FIRST, LAST, PIECE, PHASE = range(9)
 STATE_LENGTH = 9
 """What an exchange knows, int64. What never changes: this rank's number in the node, how often to look before sleeping,
-nanoseconds of sleep before giving up, pieces of a part. To be set before: the number of the round, of its first post and
-of its last one. Zero between calls: the piece and the phase."""
+nanoseconds of sleep before giving up, pieces of a part. To be set before: the number of the round, of its first post
+and of its last one. Zero between calls: the phase; and the piece that comes next."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are compiled for."""
@@ -65,13 +68,22 @@ def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _sum(x, staging, ends, me, piece, out, also):  # type: ignore[no-untyped-def]
-    # A block is summed where it stays in the first-level cache: x may be out, which would keep the loop from being
-    # vectorised.
+def _sum(x, out, staging, ends, me, piece, total, in_place):  # type: ignore[no-untyped-def]
+    # A block is summed where it stays in the first-level cache: one array that is read and written by two names would
+    # keep the loop from being vectorised.
     n = staging.shape[1]
     width = staging.shape[2] // n
     begin, end = _span(ends, me, piece, width)
     half = staging[piece & 1]
+    if n == 2 and in_place:
+        at = me * width
+        mine, others, sums = x[begin:end], half[1 - me, at : at + end - begin], total[begin:end]
+        for i in range(end - begin):
+            of_both = mine[i] + others[i]
+            mine[i] = of_both
+            others[i] = of_both
+            sums[i] = of_both
+        return
     partial = np.empty(_BLOCK, x.dtype)
     for first in range(begin, end, _BLOCK):
         last = min(first + _BLOCK, end)
@@ -87,9 +99,22 @@ def _sum(x, staging, ends, me, piece, out, also):  # type: ignore[no-untyped-def
                 row = x[first:last] if me == rank else half[rank, at : at + count]
                 for i in range(count):
                     partial[i] += row[i]
-        _copy(out[first:last], partial)
-        if also.size:
-            _copy(also[first:last], partial)
+        _copy(total[first:last], partial)
+        if out.size:
+            _copy(out[first:last], partial)
+            for rank in range(n):
+                if rank != me:
+                    _copy(half[rank, at : at + count], partial)
+
+
+@njit(inline="always")
+def _fetch(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+    n = staging.shape[1]
+    width = staging.shape[2] // n
+    for rank in range(n):
+        if rank != me:
+            first, last = _span(ends, rank, piece, width)
+            _copy(out[first:last], staging[piece & 1, me, rank * width : rank * width + last - first])
 
 
 @njit(inline="always")
@@ -117,11 +142,11 @@ def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
 
 
 @njit(**_options)
-def replace(x, out, flat, staging, ends, counters, state):  # type: ignore[no-untyped-def]
+def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     """The sum of all ranks' ``x`` becomes the value ``flat`` and this rank's ``out``.
 
     Args:
-        x, out: shape ``(count,)``, contiguous; they may be the same array.
+        x, out: shape ``(count,)``, contiguous, apart, or, ``in_place``, the same array.
         flat: shape ``(count,)`` or longer, shared.
         staging: shape ``(2, n, chunk)``, shared.
         ends: shape ``(n + 1,)``, int64: where the ranks' parts begin and end.
@@ -132,7 +157,6 @@ def replace(x, out, flat, staging, ends, counters, state):  # type: ignore[no-un
         `NOT_YET`, `DONE` or `MIXED`.
     """
     n, me, pieces = staging.shape[1], state[ME], state[PIECES]
-    width = staging.shape[2] // n
     if state[PHASE] != _WAITING:
         met = _met(x, staging, ends, counters, state)
         if met != DONE:
@@ -142,19 +166,16 @@ def replace(x, out, flat, staging, ends, counters, state):  # type: ignore[no-un
         posted = state[LAST] if piece == pieces else state[FIRST] + piece
         if not _arrived(counters, n, posted, state):
             return NOT_YET
+        if piece > 0:
+            _fetch(out, staging, ends, me, piece - 1)
         if piece < pieces:
-            _sum(x, staging, ends, me, piece, flat, out)
+            _sum(x, out, staging, ends, me, piece, flat, in_place)
             if piece + 1 < pieces:
                 _stage(x, staging, ends, me, piece + 1)
                 post(counters, me, np.int32(state[FIRST] + piece + 1))
             else:
                 post(counters, me, np.int32(state[LAST]))
             state[PIECE] = piece + 1
-        if piece > 0:
-            for rank in range(n):
-                if rank != me:
-                    first, last = _span(ends, rank, piece - 1, width)
-                    _copy(out[first:last], flat[first:last])
         if piece == pieces:
             state[PHASE] = _ARRIVING
             return DONE
@@ -177,7 +198,7 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
         piece = state[PIECE]
         if not _arrived(counters, n, state[FIRST] + piece, state):
             return NOT_YET
-        _sum(x, staging, ends, me, piece, total, total[:0])
+        _sum(x, x[:0], staging, ends, me, piece, total, False)
         if piece + 1 == pieces:
             state[PHASE] = _ARRIVING
             return SUMMED
@@ -190,5 +211,5 @@ _counters_t, _state_t = types.Array(types.int32, 1, "C"), types.Array(types.int6
 for _dtype in DTYPES:
     _t = getattr(types, _dtype.name)
     _x, _s = types.Array(_t, 1, "C"), types.Array(_t, 3, "C")
-    replace.compile(types.int64(_x, _x, _x, _s, _state_t, _counters_t, _state_t))
+    replace.compile(types.int64(_x, _x, types.boolean, _x, _s, _state_t, _counters_t, _state_t))
     gather.compile(types.int64(_x, _x, _s, _state_t, _counters_t, _state_t))

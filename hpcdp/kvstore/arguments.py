@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,43 @@ def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
     for each, of_key in zip(keys, values, strict=True):
         found.setdefault(each, []).extend(of_key if isinstance(of_key, list | tuple) else [of_key])
     return found
+
+
+def new_keys(key: object, value: Any, there: Collection[Key]) -> dict[Key, Array]:
+    """The keys that ``init`` shall make, and what they begin with.
+
+    Args:
+        there: those that were made before.
+
+    Raises:
+        ConfigError: one of them is there already, or is an int where others are strs, or comes with no single array.
+    """
+    values: dict[Key, Array] = {}
+    kinds = {type(each) for each in there}
+    for each, arrays in grouped("init", key, value).items():
+        kinds.add(type(each))
+        if each in there:
+            raise ConfigError("init", where=f"key {each!r}", expected="a new key", got="one that was made before")
+        if len(kinds) > 1:
+            raise ConfigError("init", where=f"key {each!r}", expected="keys that are all int or all str", got="both")
+        if len(arrays) != 1 or not hasattr(arrays[0], "dtype"):
+            raise ConfigError("init", where=f"key {each!r}", expected="one array", got=repr(arrays)[:80])
+        values[each] = arrays[0]
+    return values
+
+
+def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The rows of a value of that shape which are named, each once, in order.
+
+    Raises:
+        ConfigError: there are no such rows.
+    """
+    rows = np.asarray([] if row_ids is None else row_ids)
+    num_rows = shape[0] if shape else 0
+    if rows.ndim != 1 or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows)):
+        expected = f"integers from 0 to {num_rows - 1}"
+        raise ConfigError(operation, where="row_ids", expected=expected, got=repr(row_ids)[:80])
+    return np.unique(rows).astype(np.int64)
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

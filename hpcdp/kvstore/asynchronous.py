@@ -34,7 +34,7 @@ from ..optim import Optimizer
 from . import together
 from .arguments import Key, merged
 from .cell import AWAY
-from .compress import check_compressible
+from .compress import check_codable
 from .pulled import Pulled, can_wait
 from .replay import Replay
 from .server import Server
@@ -116,6 +116,8 @@ class AsyncStore(KVStore):
         for key, value in values.items():
             if not is_host(value):
                 raise UnsupportedError("init", where=f"key {key!r}", expected="a NumPy array", got="one on a device")
+        if self._compression is not None:
+            check_codable("init", values.items())
         described = [(key, tuple(value.shape), value.dtype.str) for key, value in values.items()]
         self._command("make", described=described)
         together.make(self._table, described, [np.array(value, order="C") for value in values.values()])
@@ -147,8 +149,7 @@ class AsyncStore(KVStore):
         said = "" if compression is None else str(compression)
         require_same(self._world.comm, "set_gradient_compression", [said], "pass the same on all ranks")
         if compression is not None:
-            for key, entry in self._entries.items():
-                check_compressible(key, entry.stored.dtype)
+            check_codable("set_gradient_compression", ((key, entry.stored) for key, entry in self._entries.items()))
         self._settle()
         self._command("compress", said=said)
         together.compress(self._table, compression)
@@ -173,6 +174,7 @@ class AsyncStore(KVStore):
         if self._table.updater is None:
             raise no_updater("push")
         own, rate = self._own[entry.key], self._rate()
+        entry.count(own.codes_nbytes)
         if self._replay is not None:
             replay = self._replay
             with replay.turn(self.rank, lambda: replay.may_push(self.rank, entry.key)):

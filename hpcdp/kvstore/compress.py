@@ -1,20 +1,26 @@
-"""What is pushed in fewer bits: which codec."""
+"""What is pushed in fewer bits: which codec, and the codes of a key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from .. import kernels
+from ..arrays import Array, is_host
 from ..compression import Codec, Compression
 from ..errors import ConfigError, UnsupportedError
+from .arguments import Key
 
 Settings = Mapping[str, Any] | Compression | Codec | str | None
 """What `KVStore.set_gradient_compression` takes."""
 
 _THRESHOLD = {"2bit": 0.5, "1bit": 0.5}
 """MXNet's, where a dict gives none."""
+
+_ALIGNED_NBYTES = 64
 
 
 def compression_of(settings: Settings) -> Compression | None:
@@ -34,9 +40,57 @@ def compression_of(settings: Settings) -> Compression | None:
     return Compression.of(f"{name}:{','.join(f'{key}={value}' for key, value in others.items())}")
 
 
-def check_compressible(key: object, dtype: np.dtype) -> None:
-    """Raises `UnsupportedError` unless codecs take that dtype."""
-    if dtype.kind != "f":
-        raise UnsupportedError(
-            "set_gradient_compression", where=f"key {key!r}", expected="float16, float32 or float64", got=dtype
-        )
+def check_codable(operation: str, values: Iterable[tuple[Key, Array]]) -> None:
+    """Raises `UnsupportedError` unless codecs take all ``values``."""
+    for key, value in values:
+        if not is_host(value) or value.dtype not in (np.float16, np.float32, np.float64):
+            got = value.dtype if is_host(value) else "an array on a device"
+            expected = "a NumPy array of float16, float32 or float64 in a store that compresses"
+            raise UnsupportedError(operation, where=f"key {key!r}", expected=expected, got=got)
+
+
+class Codes:
+    """What one worker pushes of a key, encoded part by part, with what was not sent before.
+
+    Args:
+        ends: where the parts begin and end, the first at 0.
+        dtype: of the key.
+    """
+
+    def __init__(self, compression: Compression, ends: Sequence[int], dtype: np.dtype) -> None:
+        for name in ("compress", "cast"):
+            kernels.load(name)  # not in the first push, for which others wait
+        self._feedback = compression.for_array(int(ends[-1]), dtype)
+        self.parts = [slice(int(first), int(last)) for first, last in pairwise(ends)]
+        """The elements of each part."""
+        self.places: list[slice] = []
+        """The bytes of each part's codes in a wire."""
+        self.nbytes = 0
+        """Of a wire, whose parts begin at cache lines."""
+        self.sent_nbytes = 0
+        """Of all codes in it."""
+        for part in self.parts:
+            nbytes = self._feedback.nbytes(part.stop - part.start) if part.stop > part.start else 0
+            self.places.append(slice(self.nbytes, self.nbytes + nbytes))
+            self.nbytes += -(-nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+            self.sent_nbytes += nbytes
+
+    def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
+        """Encode ``x``, shape ``(count,)``, to ``wire``, uint8, shape ``(nbytes,)``; what is not sent is remembered."""
+        for part, place in zip(self.parts, self.places, strict=True):
+            if part.stop > part.start:
+                self._feedback.encode(x[part], part, wire[place])
+
+    def add(self, codes: Iterable[np.ndarray], out: np.ndarray) -> None:
+        """The sum of what the ``codes`` of one part say, in their order; float16 is added in float32.
+
+        Args:
+            out: is overwritten, shape ``(elements of the part,)``.
+        """
+        decode = self._feedback.codec.decode
+        added = np.empty_like(out)
+        total = np.zeros(out.size, np.result_type(out.dtype, np.float32))
+        for each in codes:
+            decode(each, added)
+            total += added
+        out[...] = total

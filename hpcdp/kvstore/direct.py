@@ -1,9 +1,9 @@
 """A push and its pull in one, in the thread that calls: no lane, no whole row, and as few copies as can be.
 
-What must move, beside an allreduce of as many bytes: nothing but the stored value, which its owners write, and which
-lies in memory of its own. A rank copies what others own of its array to the node's memory (n - 1 of n parts), reads what
-others have pushed of its own part (n - 1 parts) and writes that to the value and to its output, and reads the others'
-parts of the value (n - 1 of n). It waits once for each piece of a part, and once more.
+What must move is what an allreduce of as many bytes moves, and the stored value, which its owners write, and which lies
+in memory of its own. A rank copies what others own of its array to the node's memory (n - 1 of n parts), reads what
+others have pushed of its own part (n - 1 parts), writes the sum there, to the value and to its output, and reads the
+sums of the others' parts (n - 1 of n). It waits once for each piece of a part, and once more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK_NBYTES = 256 * 1024
 
 
 def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarray]:
-    """What is pushed, and where to, as the kernels take them: contiguous and apart, or the same. Copies where needed."""
+    """What is pushed, and where to, as the kernels take them: contiguous, and apart or the same; else new arrays."""
     x = arrays[0] if len(arrays) == 1 else merged(arrays)
     if not (type(x) is np.ndarray and x.flags.carray):
         x = np.array(x, order="C")
@@ -66,9 +66,10 @@ class Direct:
     def replace(self, rows: Rows, x: np.ndarray, out: np.ndarray) -> bool:
         """The sum of all ranks' ``x`` becomes the value and ``out``; false if some rank has pushed in another way."""
         merge, state = self._merge, self._begin(rows)
-        x, out, staging = x.reshape(-1), out.reshape(-1), self._staging[x.dtype]
+        staging, in_place = self._staging[x.dtype], x is out
+        x, out = x.reshape(-1), out.reshape(-1)
         while True:
-            met = self._replace(x, out, rows.flat, staging, rows.ends, rows.counters, state)
+            met = self._replace(x, out, in_place, rows.flat, staging, rows.ends, rows.counters, state)
             if met != merge.NOT_YET:
                 return bool(met == merge.DONE)
             self._memory.check()

@@ -58,6 +58,7 @@ class Rows:
         """How many numbers of the milestones belong to a round; the last says that the value is new."""
         self.milestones = Milestones(memory)
         self.counters = self.milestones.counters()
+        self.label = f"pushpull of key {key!r}"
         self.updates_alone = updates_alone
         self.rounds = 0
         """Pushes of this rank; that of the same number of every rank makes a round."""

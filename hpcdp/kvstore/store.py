@@ -10,7 +10,6 @@ import abc
 import contextlib
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,26 +20,14 @@ from ..compression import Compression
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer
-from .arguments import Key, check_array, grouped, like, listed_keys
+from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys
 from .compress import Settings, compression_of
+from .entry import Entry
 from .pulled import Pulled, can_wait, hook_of
 from .states import read_states, write_states
 from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater
 
 T = TypeVar("T")
-
-
-@dataclass
-class Entry:
-    """One key."""
-
-    key: Key
-    stored: Array
-    """In the key's shape. Read and written by tasks of the engine alone."""
-    variable: Variable
-    """Written when a push has taken effect."""
-    pushes: int = 0
-    """Of this worker, so far."""
 
 
 class KVStore(abc.ABC):
@@ -104,23 +91,7 @@ class KVStore(abc.ABC):
             ConfigError: a key is there already, or is an int where others are strs.
             MismatchError: workers differ in the key, shape or dtype; on all of them.
         """
-        self._make(self._agreed(lambda: self._new_keys(key, value)))
-
-    def _new_keys(self, key: Any, value: Any) -> dict[Key, Array]:
-        values: dict[Key, Array] = {}
-        kinds = {type(each) for each in self._entries}
-        for each, arrays in grouped("init", key, value).items():
-            kinds.add(type(each))
-            if each in self._entries:
-                raise ConfigError("init", where=f"key {each!r}", expected="a new key", got="one that was made before")
-            if len(kinds) > 1:
-                raise ConfigError(
-                    "init", where=f"key {each!r}", expected="keys that are all int or all str", got="both"
-                )
-            if len(arrays) != 1 or not hasattr(arrays[0], "dtype"):
-                raise ConfigError("init", where=f"key {each!r}", expected="one array", got=repr(arrays)[:80])
-            values[each] = arrays[0]
-        return values
+        self._make(self._agreed(lambda: new_keys(key, value, self._entries.keys())))
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Add to the next value of one key or several; returns at once. In a ``dist`` store every worker must push.
@@ -136,7 +107,6 @@ class KVStore(abc.ABC):
         """
         priority = _checked_priority("push", priority)
         for entry, arrays in self._named("push", key, value):
-            entry.pushes += 1
             self._push(entry, arrays, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
@@ -162,8 +132,6 @@ class KVStore(abc.ABC):
         """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
         priority = _checked_priority("push", priority)
         pushed = self._named("push", key, value)
-        for entry, _ in pushed:
-            entry.pushes += 1
         places = pushed if out is None else self._named("pull", key, out)
         if len(pushed) == 1 == len(places) and pushed[0][0] is places[0][0]:
             self._pushpull(*pushed[0], places[0][1], priority)
@@ -206,20 +174,10 @@ class KVStore(abc.ABC):
             ConfigError: rows that there are not.
         """
         entry = self._entry("row_sparse_pull", key)
-        rows = np.asarray([] if row_ids is None else row_ids)
-        num_rows = entry.stored.shape[0] if entry.stored.ndim else 0
-        if rows.ndim != 1 or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows)):
-            raise ConfigError(
-                "row_sparse_pull",
-                where="row_ids",
-                expected=f"integers from 0 to {num_rows - 1}",
-                got=repr(row_ids)[:80],
-            )
+        rows = checked_rows("row_sparse_pull", row_ids, entry.stored.shape)
         place = like(entry.stored) if out is None else out
         check_array("row_sparse_pull", entry.key, place, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
-        pulled = self._pull(
-            entry, place, _checked_priority("row_sparse_pull", priority), np.unique(rows).astype(np.int64)
-        )
+        pulled = self._pull(entry, place, _checked_priority("row_sparse_pull", priority), rows)
         if out is None:
             return pulled
         pulled.wait()
@@ -263,6 +221,11 @@ class KVStore(abc.ABC):
         raise UnsupportedError(
             "set_gradient_compression", where=self.kind, expected="a kind that compresses", got="one that does not"
         )
+
+    def sent_nbytes(self) -> tuple[int, int]:
+        """Bytes of this worker's pushes so far, as they were encoded, and what they would have been without."""
+        entries = self._entries.values()
+        return sum(each.sent_nbytes for each in entries), sum(each.plain_nbytes for each in entries)
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
         """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.
@@ -328,6 +291,11 @@ class KVStore(abc.ABC):
 
     def _named(self, operation: str, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
         """The keys of a call and their arrays, which fit."""
+        if type(key) is int or type(key) is str:  # one key and one array: what is done most often takes a microsecond
+            one = self._entries.get(key)
+            fits = one is not None and type(value) is np.ndarray and value.shape == one.stored.shape
+            if one is not None and fits and value.dtype == one.stored.dtype:
+                return [(one, [value])]
         named = [(self._entry(operation, each), arrays) for each, arrays in grouped(operation, key, value).items()]
         for entry, arrays in named:
             for array in arrays:

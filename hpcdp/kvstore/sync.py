@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..comm.communicator import join_parts
+from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError, UnsupportedError
 from ..gradients.bucket import Bucket
@@ -32,13 +33,29 @@ from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
 from .arguments import Key, merged
+from .coded import Coded
+from .compress import check_codable
 from .direct import Direct, in_one_piece
+from .entry import Entry
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
-from .store import Entry, KVStore
+from .store import KVStore
 from .updaters import Function, Replace, Updater
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Push:
+    """What this rank pushes in one round of a key."""
+
+    entry: Entry
+    rows: Rows
+    updater: Updater
+    number: int
+    """Of the round."""
+    coded: Coded | None
+    """What encodes it, if it is."""
 
 
 class SyncStore(KVStore):
@@ -62,8 +79,11 @@ class SyncStore(KVStore):
             self._rail = Rail(world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None)
         self._rows: dict[Key, Rows] = {}
         self._direct = Direct(self._memory)
+        self._compression: Compression | None = None
+        self._coded: dict[Key, Coded] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
+        self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
         world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
 
     @property
@@ -94,6 +114,8 @@ class SyncStore(KVStore):
     def _make(self, values: dict[Key, Array]) -> None:
         items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
         require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
+        if self._compression is not None:
+            check_codable("init", values.items())
         for key, value in values.items():
             if not is_host(value):
                 raise UnsupportedError("init", where=f"key {key!r}", expected="a NumPy array", got="one on a device")
@@ -108,33 +130,51 @@ class SyncStore(KVStore):
         width = self._direct.width(value.dtype)
         rows = Rows(self._memory, len(self._entries), key, value, self._world.num_rails, alone, width)
         self._rows[key] = rows
+        self._code(key)
         return Entry(key, rows.flat[: value.size].reshape(value.shape), self._engine.variable(f"key {key!r}"))
 
-    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        rows, value = self._rows[entry.key], np.ascontiguousarray(merged(arrays))
+    def _compress(self, compression: Compression | None) -> None:
+        pushes = [f"{rows.rounds} pushes of key {key!r}" for key, rows in self._rows.items()]
+        remedy = "set the same on all ranks, after as many pushes"
+        settings = f"compression {compression}"
+        require_same(self._world.comm, "set_gradient_compression", [settings, *pushes], remedy)
+        if compression is not None:
+            check_codable("set_gradient_compression", ((key, each.stored) for key, each in self._entries.items()))
+        self._compression = compression
+        self._coded = {}
+        for key in self._rows:
+            self._code(key)
+
+    def _code(self, key: Key) -> None:
+        if self._compression is not None:
+            self._coded[key] = Coded(self._compression, self._rows[key], self._memory, self._rail, self._members)
+
+    def _begin(self, entry: Entry, updater: Updater) -> _Push:
+        rows, coded = self._rows[entry.key], self._coded.get(entry.key)
         rows.rounds += 1
-        updater, number = self._updater.now(), rows.rounds
+        entry.count(None if coded is None else coded.codes.sent_nbytes)
+        return _Push(entry, rows, updater, rows.rounds, coded)
 
-        def round_of(turn: Turn) -> Steps:
-            return self._round(entry, rows, value, updater, number, turn)
-
-        self._of_world.launch(round_of, [entry.variable], priority, f"push of {entry.variable.name}")
+    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
+        push, value = self._begin(entry, self._updater.now()), np.ascontiguousarray(merged(arrays))
+        name = f"push of {entry.variable.name}"
+        self._of_world.launch(lambda turn: self._round(push, value, turn), [entry.variable], priority, name)
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
         """In this thread, if nothing is under way that should come first."""
-        waits = any(can_wait(target) for target in targets)
+        waits = len(targets) > 1 or can_wait(targets[0])
         if waits or (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             super()._pushpull(entry, arrays, targets, priority)
             return
-        rows, watchdog, failure = self._rows[entry.key], self._watchdog, None
+        watchdog, failure = self._watchdog, None
         around, watchdog.calls = watchdog.call, watchdog.calls + 1
-        watchdog.call = "pushpull", partial(str, entry.variable.name), rows.behind
+        rows = self._rows[entry.key]
+        watchdog.call = rows.label, None, rows.behind
         try:
             x, out = in_one_piece(arrays, targets[0])
-            rows.rounds += 1
-            self._push_and_pull(entry, rows, x, out)
-            for target in targets[out is targets[0] :]:
-                target[...] = out
+            self._push_and_pull(self._begin(entry, self._updater), x, out)
+            if out is not targets[0]:
+                targets[0][...] = out
         except BaseException as error:
             failure = error
             raise
@@ -142,45 +182,49 @@ class SyncStore(KVStore):
             watchdog.call = around
             self._engine.release(entry.variable, failure)
 
-    def _push_and_pull(self, entry: Entry, rows: Rows, x: np.ndarray, out: np.ndarray) -> None:
-        updater, number, alone = self._updater, rows.rounds, self._memory.size == 1
-        if self._rail is None and not alone and updater.by_parts and self._direct.takes(x.dtype):
-            if isinstance(updater, Replace):
-                if self._direct.replace(rows, x, out):
-                    return
-            elif self._direct.gather(rows, x):
-                drive(self._update(entry, rows, rows.bucket, updater, number))
-                out[...] = entry.stored
+    def _push_and_pull(self, push: _Push, x: np.ndarray, out: np.ndarray) -> None:
+        direct, rows, alone = self._direct, push.rows, self._memory.size == 1
+        replaces = isinstance(push.updater, Replace)
+        if push.coded is None and self._rail is None and not alone and push.updater.by_parts and direct.takes(x.dtype):
+            if replaces and direct.replace(rows, x, out):
                 return
-        if alone and out is not x:
+            if not replaces and direct.gather(rows, x):
+                drive(self._update(push, rows.bucket))
+                out[...] = push.entry.stored
+                return
+        in_place = alone and push.coded is None
+        if in_place and out is not x:
             out[...] = x
-        drive(self._round(entry, rows, out if alone else x, updater, number, None))
-        if not (alone and isinstance(updater, Replace)):
-            out[...] = entry.stored
+        drive(self._round(push, out if in_place else x, None))
+        if not (in_place and replaces):
+            out[...] = push.entry.stored
 
-    def _round(
-        self, entry: Entry, rows: Rows, value: np.ndarray, updater: Updater, number: int, turn: Turn | None
-    ) -> Steps:
+    def _round(self, push: _Push, value: np.ndarray, turn: Turn | None) -> Steps:
         """Merge this rank's push with those of all others, and update; it has ended when the node's value is new.
 
         Args:
-            value: contiguous; on a node of one rank the sum takes its place.
+            value: contiguous; on a node of one rank the sum takes its place, unless it is encoded.
         """
-        if self._memory.size == 1:
-            bucket = rows.over(value)
+        rows = push.rows
+        bucket = rows.bucket
+        if push.coded is not None:
+            yield from push.coded.sum(value, push.number, turn)
         else:
-            bucket = rows.bucket
-            bucket.mine[: value.size] = value.reshape(-1)
-            yield [rows.post(number, FILLED)]
-            first, last = bucket.shard
-            if last > first:
-                self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
-        if self._rail is not None:
-            yield from self._rail.sum(bucket, turn)
-        yield from self._update(entry, rows, bucket, updater, number)
+            if self._memory.size == 1:
+                bucket = rows.over(value)
+            else:
+                bucket.mine[: value.size] = value.reshape(-1)
+                yield [rows.post(push.number, FILLED)]
+                first, last = bucket.shard
+                if last > first:
+                    self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
+            if self._rail is not None:
+                yield from self._rail.sum(bucket, turn)
+        yield from self._update(push, bucket)
 
-    def _update(self, entry: Entry, rows: Rows, bucket: Bucket, updater: Updater, number: int) -> Steps:
+    def _update(self, push: _Push, bucket: Bucket) -> Steps:
         """Update by a sum that lies in the rows of its owners."""
+        entry, rows, updater, number = push.entry, push.rows, push.updater, push.number
         first, last = bucket.shard
         failure: Exception | None = None
         try:
@@ -189,7 +233,7 @@ class SyncStore(KVStore):
             else:
                 yield [rows.post(number, SUMMED)]
                 if self._memory.rank == rows.updates_alone:
-                    whole = bucket.mine if self._memory.size == 1 else rows.whole()
+                    whole = bucket.mine[: rows.size] if self._memory.size == 1 else rows.whole()
                     updater.update(entry.key, whole.reshape(entry.stored.shape), entry.stored)
         except Exception as error:
             failure = error

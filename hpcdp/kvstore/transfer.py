@@ -52,6 +52,11 @@ class Own:
         counts = [part.last - part.first for part in self.item.parts]
         self.feedback = [] if made is None else [made.for_array(count, self.item.dtype) for count in counts]
 
+    @property
+    def codes_nbytes(self) -> int | None:
+        """Of a push; None without compression."""
+        return sum(each.nbytes(each.residual.size) for each in self.feedback) if self.feedback else None
+
     def encoded(self, number: int, value: np.ndarray) -> np.ndarray:
         """What is sent of part ``number`` of a flat value."""
         part = self.item.parts[number]
