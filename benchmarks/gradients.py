@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import comm, optim
-from ..train.trainer import Trainer
+from ..train.bucket_trainer import BucketTrainer
 from . import program
 from .files import check_writable, write_json
 from .floor import Floor
@@ -66,7 +66,7 @@ class _Gradients:
     def __init__(self, world: comm.World, data: FreshData, count: int, owner: str) -> None:
         self.data = data
         self.params = flat_parameters(count)
-        self.trainer = Trainer(self.params, optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world, owner=owner)
+        self.trainer = BucketTrainer(self.params, optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world, owner=owner)
 
     def write(self, iteration: int) -> None:
         for param in self.params:

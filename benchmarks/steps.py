@@ -15,7 +15,7 @@ from .. import autograd, comm, nn, optim
 from ..gradients import EveryRank, Reducer, ShardOwner
 from ..gradients.buckets import MIB, Layout, Slot
 from ..gradients.critical_path import BucketCost, CriticalPath, critical_path
-from ..train.trainer import Trainer
+from ..train.bucket_trainer import BucketTrainer
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"
 """The candidates."""
@@ -71,7 +71,7 @@ class Training:
     ) -> None:
         self.net = model.net()
         self.optimizer = optim.SGD(lr=_LR, momentum=_MOMENTUM)
-        self.trainer = Trainer(
+        self.trainer = BucketTrainer(
             self.net.parameters(), self.optimizer, world=world,
             overlap=overlap, bucket_cap_mb=cap_mb, compression=compression,
         )  # fmt: skip

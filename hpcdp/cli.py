@@ -137,7 +137,8 @@ def _add_train(commands: Any) -> Parser:
         if field.name == "model":
             parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
         elif kind is bool:
-            parser.add_argument(*flags, action="store_true", help=about)
+            action = argparse.BooleanOptionalAction if field.default else "store_true"
+            parser.add_argument(*flags, action=action, help=about)
         else:
             parser.add_argument(*flags, metavar=_metavar(field.name, kind), help=about)
     return parser
@@ -236,6 +237,8 @@ def _as_arguments(config: TrainConfig) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             arguments.append(flag)
+        elif value is False and getattr(type(config), name):
+            arguments.append(f"--no{flag[1:]}")
         elif value is not None and value is not False:
             arguments.append(f"{flag}={value}")
     return arguments

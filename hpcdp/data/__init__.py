@@ -11,7 +11,14 @@ from .datasets import ArrayDataset, Dataset, ImageDataset
 from .hdf5 import HDF5Dataset
 from .idx import read_idx
 from .loader import DataLoader
-from .samplers import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, VirtualShardSampler
+from .samplers import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    ShardedSampler,
+    SharedSampler,
+    VirtualShardSampler,
+)
 from .split import split_batch
 
 __all__ = [
@@ -24,6 +31,7 @@ __all__ = [
     "RandomSampler",
     "SequentialSampler",
     "ShardedSampler",
+    "SharedSampler",
     "VirtualShardSampler",
     "load",
     "read_cifar10",

@@ -261,3 +261,48 @@ class VirtualShardSampler:
         """Another order, from the next iteration on; every part must call it with the same number."""
         for shard in self.shards:
             shard.set_epoch(epoch)
+
+
+class SharedSampler:
+    """Batches that parts take as they come to them, so that a slower part does fewer.
+
+    One global order, alike on all parts, is cut into batches; a part takes the batch of the next number that nobody
+    has, until there is none left.
+
+    Args:
+        n: number of samples in the data set.
+        batch_size: samples of one batch, which one part takes.
+        numbers: 0, 1, 2, ..., each given to one part alone; each iteration of it begins at 0 again, on all parts.
+        shuffle, seed: as `ShardedSampler`.
+        last: what becomes of a short last batch: "keep" or "discard".
+
+    Raises:
+        ConfigError: a value outside of that.
+    """
+
+    def __init__(
+        self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
+    ) -> None:
+        self.n, self.batch_size = _at_least("n", n, 0), _at_least("batch_size", batch_size, 1)
+        self.shuffle, self.seed, self.epoch = bool(shuffle), _at_least("seed", seed, 0), 0
+        self.last = _one_of("last", last, ("keep", "discard"))
+        self.numbers = numbers
+        self.taken = 0
+        """How many batches of this epoch were taken, by all parts, when this part took its last one."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
+        self.taken = 0
+        for number in self.numbers:
+            if number >= len(self):
+                return
+            self.taken = number + 1
+            yield order[number * self.batch_size : (number + 1) * self.batch_size]
+
+    def __len__(self) -> int:
+        """The number of batches an epoch, all parts together."""
+        return self.n // self.batch_size if self.last == "discard" else -(-self.n // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, from the next iteration on; every part must call it with the same number."""
+        self.epoch = _at_least("epoch", epoch, 0)

@@ -54,6 +54,16 @@ class KVStore(abc.ABC):
     def num_workers(self) -> int:
         """How many workers push."""
 
+    @property
+    def keys(self) -> list[Key]:
+        """Those that were made, in that order."""
+        return list(self._entries)
+
+    @property
+    def has_updater(self) -> bool:
+        """Whether a push changes the stored value by a rule, and does not replace it."""
+        return not isinstance(self._updater, Replace)
+
     @abc.abstractmethod
     def barrier(self) -> None:
         """Wait until all workers have come here, and this one's pushes have taken effect."""
@@ -233,9 +243,9 @@ class KVStore(abc.ABC):
         """
         rule = self._by_optimizer("save_optimizer_states")
         states = {
-            (key, name): self._joined(self._entries[key], part)
-            for key, state in rule.states.items()
-            for name, part in state.items()
+            (key, name): self._joined(entry, part)
+            for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
+            for name, part in rule.states.get(key, {}).items()
         }
         self._by_first(lambda: write_states(Path(path), rule.optimizer, rule.steps, states))
 

@@ -53,8 +53,8 @@ class ShiftedImages(Dataset):
 class ShiftedLoader(DataLoader):
     """A loader of `ShiftedImages` that tells them the epoch too."""
 
-    def __init__(self, images: ShiftedImages, sampler: BatchIndices) -> None:
-        super().__init__(images, sampler)
+    def __init__(self, images: ShiftedImages, sampler: BatchIndices, prefetch: int = 2) -> None:
+        super().__init__(images, sampler, prefetch)
         self._images = images
 
     def set_epoch(self, epoch: int) -> None:

@@ -60,6 +60,15 @@ class TrainConfig:
     seed: int = _setting(0, "seed of the initial parameters and of the shuffles", least=0)
     shift: int = _setting(2, "training images move by up to so many pixels, anew each epoch", least=0)
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
+    kv_store: str | None = _setting(
+        None,
+        "train on a key-value store (default: in buckets, without)",
+        choices=("local", "device", "dist_sync", "dist_device_sync", "dist_async"),
+    )
+    staleness: int | None = _setting(
+        None, "pushes by which a rank may lead the slowest one, with kv_store=dist_async (default: any)", least=0
+    )
+    update_on_kvstore: bool = _setting(True, "the store updates, not every rank")
     servers: int | None = _setting(None, "processes that serve keys beside the ranks (default: none)", least=0)
     owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
     compression: str | None = _setting(
@@ -96,6 +105,7 @@ class TrainConfig:
                 "setting warmup_epochs", expected=f"at most epochs = {self.epochs}", got=f"{self.warmup_epochs:g}"
             )
         self._check_reproducible()
+        self._check_kv_store()
         if self.ranks is not None and self.batch_size < self.ranks:
             raise ConfigError(
                 "setting batch_size",
@@ -103,6 +113,21 @@ class TrainConfig:
                 got=self.batch_size,
                 remedy="batch_size is the global batch: raise it, or lower ranks",
             )
+
+    def _check_kv_store(self) -> None:
+        kind = self.kv_store
+        if kind != "dist_async" and self.staleness is not None:
+            raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
+        if kind in (None, "dist_async") and not self.update_on_kvstore:
+            raise ConfigError("setting update_on_kvstore", expected=f"true with kv_store={kind}", got="false")
+        if kind is None:
+            return
+        for name, alone in (("owner", "auto"), ("clip_norm", None), ("reproducible", False)):
+            if getattr(self, name) != alone:
+                expected = f"{'none' if alone is None else alone} with kv_store"
+                raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
+        if kind in ("local", "device") and self.ranks not in (None, 1):
+            raise ConfigError("setting kv_store", expected=f"a dist kind for {self.ranks} ranks", got=kind)
 
     def _check_reproducible(self) -> None:
         if not self.reproducible:

@@ -27,14 +27,24 @@ def network(config: TrainConfig, dataset: data.Dataset) -> nn.Module:
     )
 
 
-def optimizer(config: TrainConfig, steps: int) -> optim.Optimizer:
-    """The update rule; its learning rate follows the schedule over epochs of ``steps`` steps."""
-    lr: float | optim.Schedule = config.lr
+def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimizer:
+    """The update rule; its learning rate follows the schedule over epochs of ``steps`` steps.
+
+    Args:
+        updates: into how many the update of a global batch falls, each by the gradient of its samples over the count of
+            all. Together they decay weights as one does, and go as far where the rule does not see a gradient's length.
+    """
+    base, decay = config.lr, config.weight_decay
+    if config.optimizer != "sgd":
+        base /= updates
+    if config.optimizer != "adamw":  # whose decay is times the rate
+        decay /= updates
+    lr: float | optim.Schedule = base
     if config.schedule == "cosine":
-        lr = optim.CosineSchedule(config.lr, steps=config.epochs * steps)
+        lr = optim.CosineSchedule(base, steps=config.epochs * steps)
     warmup_steps = round(config.warmup_epochs * steps)
     if warmup_steps:
         inner = lr if isinstance(lr, optim.Schedule) else optim.ConstantSchedule(lr)
         lr = optim.WarmupSchedule(inner, steps=warmup_steps)
     momentum = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
-    return optim.create(config.optimizer, lr=lr, weight_decay=config.weight_decay, **momentum)
+    return optim.create(config.optimizer, lr=lr, weight_decay=decay, **momentum)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ..comm import Communicator
+from ..errors import ConfigError, StaleGradientError, listed
+
+_MOST_NAMES = 3
 
 UNUSED = ("error", "warn", "zero")
 NONFINITE = ("ignore", "count", "skip", "raise")
@@ -35,3 +40,42 @@ class Policy:
         for name, valid in (("unused", UNUSED), ("nonfinite", NONFINITE)):
             if getattr(self, name) not in valid:
                 raise ConfigError("Policy", where=name, expected=" or ".join(valid), got=repr(getattr(self, name)))
+
+
+class Unwritten:
+    """Gradients that backward has not written: what the policy of one trainer says of them.
+
+    Args:
+        policy: the trainer's.
+        rank: this one.
+    """
+
+    def __init__(self, policy: Policy, rank: int) -> None:
+        self._policy, self._rank = policy, rank
+        self._warned: set[str] = set()
+
+    def refused(self, names: Sequence[str]) -> list[str]:
+        """Those of the parameters ``names`` that may not count as zero; warns of others, once each, where it should."""
+        if self._policy.unused == "warn" and not self._warned.issuperset(names):
+            self._warned.update(names)
+            warnings.warn(f"rank {self._rank}: no gradient for {listed(names)}: counted as zero", stacklevel=4)
+        return list(names) if self._policy.unused == "error" else []
+
+
+def stale(rank: int, names: Sequence[str]) -> StaleGradientError:
+    """The error of a step to which parameters ``names`` have no gradient on ``rank``."""
+    return StaleGradientError(
+        "step",
+        where=f"rank {rank}",
+        expected="a gradient for every parameter since the last step",
+        got="none for " + ", ".join(names[:_MOST_NAMES]),
+        remedy="call backward() before step(), give unused parameters grad_req='null', or count them as zero: "
+        "Policy(unused='zero')",
+    )
+
+
+def stale_anywhere(comm: Communicator, names: Sequence[str]) -> StaleGradientError:
+    """The same error on all ranks, where some have parameters ``names`` without a gradient; every rank must call."""
+    by_rank = comm.allgather_json(list(names[:_MOST_NAMES]))
+    rank = next(rank for rank, names in enumerate(by_rank) if names)
+    return stale(rank, by_rank[rank])

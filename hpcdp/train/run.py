@@ -14,23 +14,27 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from hpcdp import data, kernels
+from hpcdp import data, kernels, kvstore
 from hpcdp.autograd import record
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank
 from hpcdp.compression import pays_below
 from hpcdp.gradients.rail import node_nbytes
+from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
 
 from . import inputs
 from .augment import ShiftedImages, ShiftedLoader
+from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, KeepMetrics, ShowProgress
 from .config import TrainConfig
 from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .run_folder import open_run_folder
+from .shared_count import SharedCount
+from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
 from .trainer import Trainer
 
@@ -45,30 +49,21 @@ def run(config: TrainConfig) -> dict[str, Any]:
     Returns:
         The numbers of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training,
         all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
-        of ``comm_s`` hidden behind computation, None with one rank), ``compute_s`` and ``data_s`` (mean over ranks),
-        ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``,
-        ``compression`` (a line about what it saved, None without), ``run_dir``, ``trace`` (a line about the file, None
-        without one) and ``records`` (one an epoch, see `fit`).
+        of ``comm_s`` hidden behind computation, None with one rank and on a store), ``compute_s`` and ``data_s`` (mean
+        over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank),
+        ``ranks``, ``compression`` (a line about what it saved, None without), ``store`` (names and texts of lines about
+        it), ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
     with _interruptible(), threadpool_limits(config.threads, user_api="blas"):
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
         net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))
-        loader = on_every_rank(world.comm, lambda: _loader(config, train_set, world))
         with contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
             _load_kernels(config, train_set, world)
-            trainer = Trainer(
-                net.parameters(),
-                inputs.optimizer(config, steps=math.ceil(len(train_set) / config.batch_size)),
-                world=world,
-                owner=config.owner,
-                clip_norm=config.clip_norm,
-                compression=config.compression,
-                reproducible=config.reproducible,
-                virtual_shards=config.virtual_shards,
-            )
+            trainer = make_trainer(config, net, train_set, world)
+            loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, trainer.steps_together))
             config, folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
             if folder is not None:
@@ -83,7 +78,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 callbacks=callbacks,
                 world=world,
             )
-    result = _result(config, records, trainer) | {"trace": None if recording is None else _told(recording)}
+    result = _result(config, records, trainer, world) | {"trace": None if recording is None else _told(recording)}
     if folder is not None:
         print(report(result, folder.failure), flush=True)
     return result
@@ -104,16 +99,51 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) ->
         kernels.load("reduce_update")
 
 
-def _loader(config: TrainConfig, train_set: data.Dataset, world: World) -> data.DataLoader:
+def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> Trainer:
+    """What updates ``net`` as ``config`` says; every rank must call."""
+    if config.kv_store is None:
+        return Trainer(
+            net.parameters(),
+            inputs.optimizer(config, steps=math.ceil(len(train_set) / config.batch_size)),
+            world=world,
+            owner=config.owner,
+            clip_norm=config.clip_norm,
+            compression=config.compression,
+            reproducible=config.reproducible,
+            virtual_shards=config.virtual_shards,
+        )
+    store = kvstore.create(config.kv_store, world, staleness=config.staleness)
+    updates = 1 if store.kind != "dist_async" else world.size
+    steps = math.ceil(len(train_set) / (config.batch_size // updates))
+    return Trainer(
+        net.parameters(),
+        inputs.optimizer(config, steps, updates),
+        world=world,
+        kvstore=store,
+        update_on_kvstore=config.update_on_kvstore,
+        compression=config.compression,
+    )
+
+
+def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, together: bool) -> data.DataLoader:
+    """Batches of this rank: pieces of global ones, or, where ranks do not step ``together``, such as nobody has.
+
+    Every rank must call.
+    """
     part: dict[str, Any] = {"num_parts": world.size, "part_index": world.rank, "seed": config.seed}
-    sampler: data.ShardedSampler | data.VirtualShardSampler
-    if config.virtual_shards is None:
-        sampler = data.ShardedSampler(len(train_set), config.batch_size, **part)
+    count, prefetch = len(train_set), 2
+    sampler: data.ShardedSampler | data.VirtualShardSampler | data.SharedSampler
+    if not together:
+        # What is read ahead no other rank can take: one batch, and a slow rank keeps the others waiting for no more.
+        prefetch = 1
+        sampler = data.SharedSampler(count, config.batch_size // world.size, SharedCount(world), seed=config.seed)
+    elif config.virtual_shards is None:
+        sampler = data.ShardedSampler(count, config.batch_size, **part)
     else:
-        sampler = data.VirtualShardSampler(len(train_set), config.batch_size, config.virtual_shards, **part)
+        sampler = data.VirtualShardSampler(count, config.batch_size, config.virtual_shards, **part)
     if config.shift == 0:
-        return data.DataLoader(train_set, sampler)
-    return ShiftedLoader(ShiftedImages(train_set, config.shift, config.seed), sampler)
+        return data.DataLoader(train_set, sampler, prefetch)
+    return ShiftedLoader(ShiftedImages(train_set, config.shift, config.seed), sampler, prefetch)
 
 
 @contextlib.contextmanager
@@ -133,11 +163,11 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dict[str, Any]:
-    world = trainer.world
+def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world: World) -> dict[str, Any]:
     seconds = sum(record["seconds"] for record in records)
     comm_s = sum(record["comm_s"] for record in records)
     exposed_s = sum(record["comm_exposed_s"] for record in records)
+    measured = world.size > 1 and isinstance(trainer, BucketTrainer)
     return {
         "test_accuracy": records[-1]["test_accuracy"],
         "test_loss": records[-1]["test_loss"],
@@ -145,12 +175,13 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dic
         "seconds": seconds,
         "comm_s": comm_s,
         "comm_exposed_s": exposed_s,
-        "comm_hidden": 1 - exposed_s / comm_s if world.size > 1 and comm_s > 0 else None,
+        "comm_hidden": 1 - exposed_s / comm_s if measured and comm_s > 0 else None,
         **{name: sum(record[name] for record in records) for name in ("compute_s", "data_s", "critical_path_s")},
         "peak_memory_mb": max(world.comm.allgather_json(peak_memory_mb())),
         "nbytes": trainer.nbytes,
         "ranks": world.size,
         "compression": saved_by_compression(trainer),
+        "store": _told_of_store(trainer, records[-1]),
         "run_dir": config.run_dir,
         "records": records,
     }
@@ -158,21 +189,38 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer) -> dic
 
 def saved_by_compression(trainer: Trainer) -> str | None:
     """What nodes send less by compression, in words, None where they send nothing; every rank must call."""
+    if trainer.compression is None or not isinstance(trainer, BucketTrainer):
+        return None
     sent, plain = node_nbytes(trainer.reducer.rail, trainer.world)
-    if trainer.compression is None or not plain:
+    if not plain:
         return None
     rate = 8e-9 * pays_below(trainer.compression.codec, trainer.world.num_nodes)
     name = trainer.compression.codec.name
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
 
+def _told_of_store(trainer: Trainer, last: Record) -> list[tuple[str, str]]:
+    """Which store it was and what its pushes have met, as lines of the report; none without one."""
+    if not isinstance(trainer, StoreTrainer):
+        return []
+    who = "the store" if trainer.update_on_kvstore else "every rank"
+    lines = [("store", f"{trainer.store.kind}, {who} updates")]
+    if "staleness_mean" in last:
+        told = f"{last['staleness_mean']:.1f} pushes, at most {last['staleness_max']:.0f}; held back for "
+        told += f"{last['waited_s']:.2f} s a rank; {last['sent_nbytes'] / 1e6:,.1f} MB sent"
+        lines.append(("staleness", told))
+    return lines
+
+
 def report(result: dict[str, Any], failure: OSError | None = None) -> str:
     """The lines that end a run: what came out, how fast, where it is, what to look at next."""
     ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
-    if result["comm_hidden"] is None:
+    share = result["comm_s"] / result["seconds"]
+    if result["ranks"] == 1:
         communication = "none, there is one rank"
+    elif result["comm_hidden"] is None:
+        communication = f"{result['comm_exposed_s']:.2f} s exposed a rank; {share:.1%} of the time"
     else:
-        share = result["comm_s"] / result["seconds"]
         communication = (
             f"{result['comm_hidden']:.0%} hidden; {result['comm_s']:.2f} s a rank, {result['comm_exposed_s']:.2f} "
             f"exposed; {share:.1%} of the time"
@@ -183,6 +231,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
         ("communication", communication),
         *([] if result["compression"] is None else [("compression", result["compression"])]),
+        *result["store"],
         *_times(result),
         ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
         ("held a rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),

@@ -71,7 +71,7 @@ class StepReport:
         self.phase = {name: Phase(name, trace) for name in (DATA, FORWARD, BACKWARD, STEP)}
         self._trainer, self._world = trainer, world
         self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may end a step late
-        self._seen: Sequence[BucketTimes] = trainer.reducer.times
+        self._seen: Sequence[BucketTimes] = trainer.bucket_times
         self.start_epoch()
 
     def start_epoch(self) -> None:
@@ -90,7 +90,7 @@ class StepReport:
             self._backwards.append((backward.start_ns, backward.end_ns))
         if self._steps > _LOOK_EVERY and self._steps % _LOOK_EVERY:
             return
-        times = self._trainer.reducer.times
+        times = self._trainer.bucket_times
         if times is self._seen or not times:
             return
         self._seen = times
@@ -125,12 +125,12 @@ def _medians(measured: Iterable[tuple[float, float]]) -> list[float]:
 def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
     """One epoch's numbers from those of each rank; docs/training.md lists them.
 
-    A rank's own work is its data and its computation: all that it did but wait for others. The critical path is that of
-    the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction takes as
-    long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured, because
-    they are reduced when backward is over, all of the exposed communication is one.
+    A rank's own work is its data and its computation in a step: all that it did but wait for others. The critical path
+    is that of the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction
+    takes as long as where it is shortest, since elsewhere it has waited for others. Where buckets were not measured,
+    because they are reduced when backward is over, all of the exposed communication is one.
     """
-    work = [each[DATA] + _compute(each) for each in summaries]
+    work = [(each[DATA] + _compute(each)) / max(1, each["steps"]) for each in summaries]
     median = statistics.median_low(work)
     found: Record = {
         "data_s": statistics.fmean(each[DATA] for each in summaries),

@@ -22,13 +22,13 @@ from ..gradients.residuals import gather_residuals, give_residuals
 from .reproducible import arithmetic
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from .bucket_trainer import BucketTrainer
 
 _HEADER = "hpcdp/trainer"
 _RESIDUAL = "residual"
 
 
-def save(trainer: Trainer, path: Path) -> None:
+def save(trainer: BucketTrainer, path: Path) -> None:
     """See `Trainer.save_states`."""
     arrays: dict[str, np.ndarray] = {}
     for number, bucket in enumerate(trainer.reducer.buckets):
@@ -46,7 +46,7 @@ def save(trainer: Trainer, path: Path) -> None:
     on_rank_0(trainer.world.comm, lambda: archive.write("save_states", path, _HEADER, header, arrays))
 
 
-def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
+def _gather(trainer: BucketTrainer, number: int, name: str) -> np.ndarray:
     """The whole flat state of a bucket on every rank."""
     bucket = trainer.reducer.buckets[number]
     first, last = trainer.owner.span(bucket)
@@ -60,7 +60,7 @@ def _gather(trainer: Trainer, number: int, name: str) -> np.ndarray:
     return whole
 
 
-def load(trainer: Trainer, path: Path) -> None:
+def load(trainer: BucketTrainer, path: Path) -> None:
     """See `Trainer.load_states`."""
     header, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
     for number, bucket in enumerate(trainer.reducer.buckets):
@@ -81,7 +81,7 @@ def load(trainer: Trainer, path: Path) -> None:
         )
 
 
-def _read(trainer: Trainer, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read(trainer: BucketTrainer, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     fields = {"step_count": int, "optimizer": str}
     header, arrays = archive.read("load_states", path, _HEADER, fields, "save_states")
     mine, num_shards = trainer.optimizer.config()["name"], header.get("virtual_shards", trainer.virtual_shards)

@@ -1,11 +1,18 @@
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdp.data import BatchSampler, RandomSampler, SequentialSampler, ShardedSampler, VirtualShardSampler
+from hpcdp.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    ShardedSampler,
+    SharedSampler,
+    VirtualShardSampler,
+)
 from hpcdp.errors import ConfigError
 
 
@@ -166,3 +173,46 @@ def test_virtual_shards_are_the_same_for_any_number_of_parts(data) -> None:
 def test_virtual_shards_that_cannot_be_are_refused(args, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         VirtualShardSampler(*args)
+
+
+class FromZero:
+    """What several parts draw numbers from, as often as they are told."""
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+    def begin(self) -> None:
+        self.numbers = count()
+
+
+@given(n=st.integers(0, 60), batch_size=st.integers(1, 20), seed=st.integers(0, 3), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_parts_that_take_batches_see_all_of_them(n: int, batch_size: int, seed: int, data: st.DataObject) -> None:
+    numbers = FromZero()
+    parts = [SharedSampler(n, batch_size, numbers, seed=seed) for _ in range(3)]
+    alone = ShardedSampler(n, batch_size, seed=seed)
+    for epoch in (0, 1):
+        numbers.begin()
+        alone.set_epoch(epoch)
+        for part in parts:
+            part.set_epoch(epoch)
+        found, going = [], {which: iter(part) for which, part in enumerate(parts)}
+        while going:
+            which = data.draw(st.sampled_from(sorted(going)))
+            batch = next(going[which], None)
+            if batch is None:
+                del going[which]
+            else:
+                found.append(batch.tolist())
+                assert parts[which].taken == len(found)
+        assert found == [batch.tolist() for batch in alone]
+        assert len(found) == len(parts[0]) == len(alone)
+
+
+def test_shared_batches_in_order_and_without_a_short_last_one() -> None:
+    assert [batch.tolist() for batch in SharedSampler(5, 2, count(), shuffle=False)] == [[0, 1], [2, 3], [4]]
+    sampler = SharedSampler(5, 2, count(), shuffle=False, last="discard")
+    assert [batch.tolist() for batch in sampler] == [[0, 1], [2, 3]] and len(sampler) == 2
+    for wrong in ({"batch_size": 0}, {"n": -1}, {"last": "pad"}, {"seed": -1}):
+        with pytest.raises(ConfigError):
+            SharedSampler(**({"n": 5, "batch_size": 2, "numbers": count()} | wrong))

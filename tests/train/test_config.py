@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp import cli
 from hpcdp.errors import ConfigError
+from hpcdp.kvstore import KINDS
 from hpcdp.train import config, run_folder
 from hpcdp.train.config import TrainConfig
 
@@ -22,6 +24,16 @@ from hpcdp.train.config import TrainConfig
         ({"lr": float("nan")}, "setting lr: expected a finite number, got nan"),
         ({"momentum": 1.0}, "setting momentum: expected a number in [0, 1), got 1.0"),
         ({"warmup_epochs": 9, "epochs": 3}, "setting warmup_epochs: expected at most epochs = 3, got 9"),
+        ({"kv_store": "dist"}, "unknown kv_store 'dist'; did you mean 'dist_sync'?"),
+        ({"staleness": 2}, "setting staleness: expected kv_store=dist_async with it, got 2"),
+        ({"staleness": 2, "kv_store": "dist_sync"}, "setting staleness: expected kv_store=dist_async with it, got 2"),
+        ({"staleness": -1, "kv_store": "dist_async"}, "setting staleness: expected at least 0, got -1"),
+        ({"update_on_kvstore": False}, "setting update_on_kvstore: expected true with kv_store=None, got false"),
+        ({"update_on_kvstore": False, "kv_store": "dist_async"}, "expected true with kv_store=dist_async, got false"),
+        ({"kv_store": "dist_sync", "owner": "rank"}, "setting owner: expected auto with kv_store, got rank"),
+        ({"kv_store": "dist_sync", "clip_norm": 1.0}, "setting clip_norm: expected none with kv_store, got 1.0"),
+        ({"kv_store": "dist_sync", "reproducible": True}, "setting reproducible: expected False with kv_store, got"),
+        ({"kv_store": "local", "ranks": 2}, "setting kv_store: expected a dist kind for 2 ranks, got local"),
         ({"batch_size": 3, "ranks": 4}, "expected at least one sample for each of the 4 ranks, got 3"),
     ],
 )
@@ -179,3 +191,17 @@ def test_a_reproducible_run_is_one_after_it_was_written_down(tmp_path):
     assert config.load(flags={"reproducible": True, "virtual_shards": 24, "ranks": 12}).virtual_shards == 24
     with pytest.raises(ConfigError, match="at least one for each of the 12 ranks"):
         made.for_world(12)
+
+
+def test_the_kinds_of_stores_are_those_there_are() -> None:
+    choices = next(f for f in dataclasses.fields(TrainConfig) if f.name == "kv_store").metadata["choices"]
+    assert {*choices, "dist"} == set(KINDS)
+
+
+def test_a_store_that_does_not_update_reaches_the_ranks() -> None:
+    given = TrainConfig(kv_store="dist_sync", update_on_kvstore=False)
+    arguments = cli._as_arguments(given)
+    assert "--no-update-on-kvstore" in arguments and "--kv-store=dist_sync" in arguments
+    parsed = vars(cli._parse(["train", *arguments]))
+    flags = {name: config.parse(name, value) for name, value in parsed.items() if name in config.names()}
+    assert config.load(flags=flags) == given

@@ -119,7 +119,7 @@ def test_phases_of_fit_are_in_the_trace():
 def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
     """Also where the trainer knows their times a step later; those of a step without samples are left out."""
     world, _ = threads.run(2, lambda world: world)
-    trainer = SimpleNamespace(reducer=SimpleNamespace(times=[]), stats=SimpleNamespace(exposed_s=0.0), policy=None)
+    trainer = SimpleNamespace(bucket_times=[], stats=SimpleNamespace(exposed_s=0.0), policy=None)
     report = StepReport(trainer, world)
     now = iter(range(0, 10**12, 10**9)).__next__
     monkeypatch.setattr(step_report.time, "perf_counter_ns", now)
@@ -127,13 +127,13 @@ def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
     def backward(times):
         with report.phase["backward"]:
             pass
-        trainer.reducer.times = times
+        trainer.bucket_times = times
         report.end_step()
 
     second = 10**9
     backward([])  # 0 to 1 s
     backward([BucketTimes(0, 8, second // 2, second, 3 * second), BucketTimes(1, 8, second, second, 2 * second)])
-    backward(trainer.reducer.times)  # the same ones
+    backward(trainer.bucket_times)  # the same ones
     backward([BucketTimes(0, 8, second * 11 // 2, 10 * second, 10 * second)])  # ready between backwards
     found = json.loads(json.dumps(report._summary()))
     assert (found["steps"], found["backward"]) == (4, 4.0)
@@ -142,13 +142,13 @@ def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
 
 def test_of_a_long_epoch_one_step_in_eight_is_looked_at():
     world, _ = threads.run(2, lambda world: world)
-    trainer = SimpleNamespace(reducer=SimpleNamespace(times=[]), stats=SimpleNamespace(exposed_s=0.0))
+    trainer = SimpleNamespace(bucket_times=[], stats=SimpleNamespace(exposed_s=0.0))
     report = StepReport(trainer, world)
     durations = [7] * 8 + [1] * 88  # looked at: the first eight, and eleven of the others
     for duration in durations:
         with report.phase["backward"]:
             now = time.perf_counter_ns()
-            trainer.reducer.times = [BucketTimes(5, 8, now, now, now + duration * 10**9)]
+            trainer.bucket_times = [BucketTimes(5, 8, now, now, now + duration * 10**9)]
         report.end_step()
     ((number, ready_s, reduction_s),) = report._summary()["buckets"]
     assert (number, reduction_s) == (5, 1.0)

@@ -133,6 +133,30 @@ def test_three_ranks_with_an_uneven_split_learn_as_two(finished, tmp_path):
         assert record["loss"] == pytest.approx(other["loss"], rel=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_run_on_a_store(kind, tmp_path):
+    settings = ("--ranks", "3", "--epochs", "3", "--batch-size", "50", "--kv-store", kind)
+    settings += ("--servers", "1", "--staleness", "4") if kind == "dist_async" else ("--no-update-on-kvstore",)
+    done = train(tmp_path, "mlp", "--data", "digits", *settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert max(len(line.replace("runs/mlp-digits-001", "a")) for line in lines) <= 80
+    assert [line[:9] for line in lines if line.startswith("epoch")] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    told = dict(re.split(r" {2,}", line, maxsplit=1) for line in lines if not line.startswith("epoch"))
+    assert told["store"] == f"{kind}, {'the store' if kind == 'dist_async' else 'every rank'} updates"
+    assert re.fullmatch(r"\d+\.\d\d s exposed a rank; \d+\.\d% of the time", told["communication"])
+    assert float(told["test accuracy"]) > 0.8
+    records = read_metrics(tmp_path / "runs" / "mlp-digits-001" / "metrics.jsonl")
+    epochs = [each for each in records if each["kind"] == "epoch"]
+    batches = -(-1438 // (50 // 3)) if kind == "dist_async" else -(-1438 // 50)
+    assert [(each["epoch"], each["step"]) for each in epochs] == [(n, n * batches) for n in (1, 2, 3)]
+    assert all(each["samples"] == 1438 for each in epochs)
+    if kind == "dist_async":
+        assert re.match(r"\d+\.\d pushes, at most \d+; held back for \d+\.\d\d s a rank; ", told["staleness"])
+        assert epochs[-1]["staleness_max"] >= epochs[-1]["staleness_mean"] >= 0
+        assert len(records) == 2 * len(epochs)
+
+
 def test_an_earlier_run_is_not_overwritten_unless_asked(finished, tmp_path):
     arguments = ("mlp", "--ranks", "2", "--epochs", "1", "--run-dir", "a")
     done = train(tmp_path, *arguments)
@@ -204,6 +228,7 @@ def result(**numbers) -> dict:
         "peak_memory_mb": 155.2,
         "ranks": 1,
         "compression": None,
+        "store": [],
         "run_dir": "runs/a",
         "trace": None,
         "records": [record],
@@ -254,4 +279,8 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
     assert told["stragglers"] == "rank 3 on node3 (3 epochs), rank 4 on node4 (1 epoch) and 1 more"
     assert told["compression"].startswith("topk, 123.46 of")
     assert told["trace"] == "x.json, 7 slices"
+    on_a_store = report(
+        result(ranks=2, comm_s=0.5, comm_exposed_s=0.5, records=records, store=[("store", "dist_sync")])
+    )
+    assert "communication  0.50 s exposed a rank; 15.6% of the time\nstore          dist_sync\n" in on_a_store
     assert max(map(len, shown.splitlines())) <= 80

@@ -1,0 +1,64 @@
+"""Data-parallel training on a key-value store, each rank waiting for all the others, or for none of them.
+
+    hpcdp launch -n 2 -- python examples/kvstore.py
+    hpcdp launch -n 3 -- python examples/kvstore.py --store dist_async --slow 3
+    hpcdp launch -n 3 -s 1 -- python examples/kvstore.py --store dist_async --staleness 4
+
+With dist_sync a step is that of the global batch, and computes what data_parallel_concise.py computes. With dist_async
+each rank takes the next batch that nobody has, pushes its gradients when it has them, and goes on with the values that
+there are. --slow makes the last rank sleep, so that it does fewer batches, and with dist_sync keeps all others waiting.
+"""
+
+import argparse
+import time
+
+import hpcdp
+from hpcdp import autograd, data, kvstore, nn, optim
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.shared_count import SharedCount
+
+
+def train(world, store, epochs, batch_size, lr, sleep_s):
+    """Train on the handwritten digits; returns the accuracy on the test images."""
+    train_set, test_set = (data.load("digits", split=split, image_size=28) for split in ("train", "test"))
+    net = nn.models.lenet(seed=0)
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=lr, momentum=0.9), world, kvstore=store)
+    if trainer.steps_together:
+        sampler = data.ShardedSampler(len(train_set), batch_size, world.size, world.rank)
+    else:
+        sampler = data.SharedSampler(len(train_set), batch_size // world.size, SharedCount(world))
+    loader = data.DataLoader(train_set, sampler, prefetch=0)  # what is read ahead no other rank can take
+    accuracy = 0.0
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        began, done = time.perf_counter(), 0
+        for x, y in loader:
+            if len(y):
+                with autograd.record():
+                    loss = nn.functional.softmax_cross_entropy(net(x), y)
+                loss.backward()
+            time.sleep(sleep_s)
+            trainer.step(len(y))
+            done += 1
+        trainer.synchronize()  # all have ended, and have the values that all their pushes have made
+        seconds = time.perf_counter() - began
+        accuracy = evaluate(net, test_set, world).accuracy
+        steps = world.comm.allgather_json(done)
+        if world.rank == 0:
+            print(f"epoch {epoch + 1}: test accuracy {accuracy:.4f}, {seconds:.1f} s, steps {steps}", flush=True)
+    return accuracy
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="LeNet on handwritten digits, data-parallel on a key-value store")
+    parser.add_argument("--store", choices=("dist_sync", "dist_async"), default="dist_sync")
+    parser.add_argument("--staleness", type=int, help="with dist_async: pushes by which a rank may lead the slowest")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all ranks together")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--slow", type=float, default=1.0, help="how many times as long the last rank sleeps in a step")
+    args = parser.parse_args()
+    world = hpcdp.init()
+    sleep_s = 0.01 * (args.slow if world.rank == world.size - 1 else 1)
+    store = kvstore.create(args.store, world, staleness=args.staleness)
+    train(world, store, args.epochs, args.batch_size, args.lr, sleep_s)

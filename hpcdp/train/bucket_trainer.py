@@ -1,0 +1,325 @@
+"""The trainer that sums gradients in buckets: a reduction for each, and an update by the owners of its shards."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays import from_host, to_host
+from ..comm import World, init
+from ..comm.agreement import on_every_rank, require_same
+from ..compression import Codec, Compression
+from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError
+from ..gradients import EveryRank, Owner, Reducer, ShardOwner
+from ..gradients.bucket import Parameter
+from ..gradients.buckets import plan
+from ..gradients.critical_path import BucketTimes
+from ..nn.virtual_shard import enter_shard
+from ..optim import Optimizer
+from . import trainer_states
+from .policy import Policy, Unwritten, stale_anywhere
+from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
+from .trainer import CommunicationStats, Trainer, checked_count, described, trained, what_ranks_share
+
+OWNERS = ("auto", "rank", "shard")
+"""The valid values of ``owner``."""
+
+
+class BucketTrainer(Trainer):
+    """See `Trainer`: what it makes without a ``kvstore``."""
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        optimizer: Optimizer,
+        world: World | None = None,
+        *,
+        kvstore: None = None,
+        update_on_kvstore: None = None,
+        compression: str | Codec | Compression | None = None,
+        policy: Policy | None = None,
+        owner: str = "auto",
+        bucket_cap_mb: float | None = None,
+        clip_norm: float | None = None,
+        overlap: bool | None = None,
+        reproducible: bool = False,
+        virtual_shards: int | None = None,
+    ) -> None:
+        params = list(params)
+        ours = trained(params)
+        adding = [param.name for param in ours if param.grad_req == "add"]
+        if kvstore is not None or update_on_kvstore is not None:
+            raise ConfigError("Trainer", where="update_on_kvstore", expected="None without a kvstore",
+                              got=repr(update_on_kvstore))  # fmt: skip
+        if owner not in OWNERS:
+            raise ConfigError("Trainer", where="owner", expected=" or ".join(OWNERS), got=repr(owner))
+        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
+            raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=repr(clip_norm))
+        if not (overlap is None or isinstance(overlap, bool)):
+            raise ConfigError("Trainer", where="overlap", expected="True, False or None", got=repr(overlap))
+        if overlap and adding:
+            raise ConfigError(
+                "Trainer", where=adding[0], expected="grad_req='write' with overlap", got="grad_req='add'",
+                remedy="add up within no_sync(), or pass overlap=False",
+            )  # fmt: skip
+        self.compression = Compression.of(compression)
+        self.world = init() if world is None else world
+        self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, ours, self.compression, self.world)
+        self.optimizer = optimizer
+        self.stats = CommunicationStats()
+        self.policy = Policy() if policy is None else policy
+        self._unwritten = Unwritten(self.policy, self.world.rank)
+        self._clip_norm = clip_norm
+        self._syncing = True
+        self._held_count = 0
+        items = what_ranks_share(ours, optimizer)
+        items += [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
+                  f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
+        require_same(self.world.comm, "Trainer", items)
+        if self.virtual_shards is not None:
+            fix_arithmetic(self.world)
+        for param in ours:
+            values = np.ascontiguousarray(to_host(param.data))
+            self.world.comm.native_broadcast(values, 0)
+            param.data[...] = from_host(values, param.data)
+        layout, overlap = plan(described(ours), bucket_cap_mb), False if adding else overlap
+        self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
+        by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
+        self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
+        self._stale: list[str] = []
+        """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
+        enter_shard(None)  # that of an earlier trainer
+        shards = self.reducer.virtual_shards
+        self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
+
+    def _somebody_shares(self) -> bool:
+        """Whether the ranks of some node hold the buckets together; every rank must call: nodes may differ."""
+        return any(self.world.comm.allgather_json(self.reducer.memory.size > 1))
+
+    @property
+    def own_virtual_shards(self) -> range:
+        """See `Trainer.own_virtual_shards`."""
+        shards = self.reducer.virtual_shards
+        return range(1) if shards is None else shards.run
+
+    @property
+    def bucket_times(self) -> Sequence[BucketTimes]:
+        """See `Trainer.bucket_times`."""
+        return self.reducer.times
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """See `Trainer.nbytes`."""
+        shards = self.reducer.virtual_shards
+        sums = 0 if shards is None else shards.nbytes
+        return {
+            "parameters": self.owner.nbytes_parameters,
+            "gradients": sum(bucket.mine.nbytes for bucket in self.reducer.buckets) + sums,
+            "state": self.owner.nbytes_state,
+        }
+
+    def step(self, count: int) -> int:
+        """See `Trainer.step`."""
+        count = checked_count("step", count)
+        if not self._syncing:
+            self._held_count += count
+            return self._held_count
+        if count:
+            self._refuse_sums("step")
+        began = time.perf_counter()
+        if self._reproducible is not None:
+            self._reproducible.leave(count)
+            if not self._reproducible.is_last:
+                return self._next_virtual_shard(count)
+        total, before = self._close_step(count), self.step_count
+        try:
+            if total and not self._looks_at_sums:
+                self.step_count += 1
+                self.owner.reduce_and_update(self.step_count, 1.0 / (total * self.loss_scale))
+            else:
+                self._reduce()
+                self._update(total)
+            if self._reproducible is not None and self.step_count > before:
+                self._reproducible.move_statistics()
+        finally:
+            self._begin_step()
+        self._account(began)
+        return total
+
+    def _next_virtual_shard(self, count: int) -> int:
+        assert self._reproducible is not None
+        self._stale += self._refused(count)
+        self.reducer.next_virtual_shard()
+        self._reproducible.enter(self.step_count + 1)
+        self._held_count += count
+        return self._held_count
+
+    def _reduce(self) -> None:
+        if self.virtual_shards is not None and self._looks_at_sums:
+            self.reducer.reduce_everywhere()  # looking at parts of the sum would depend on what the parts are
+        else:
+            self.owner.reduce()
+
+    @property
+    def _looks_at_sums(self) -> bool:
+        return self._clip_norm is not None or self.policy.nonfinite != "ignore"
+
+    def _update(self, total: int) -> None:
+        """Update from gradients that are summed."""
+        if not total:
+            return
+        scale = 1.0 / (total * self.loss_scale)
+        if self._looks_at_sums:
+            norm = self.reducer.sum_norm()
+            if not math.isfinite(norm):
+                self.num_nonfinite += 1
+                if self.policy.nonfinite == "raise":
+                    raise NonFiniteGradientError(
+                        "step", where=f"step {self.step_count + 1}", expected="finite gradients",
+                        got="a NaN or an infinity in their sum over all ranks",
+                        remedy="lower the learning rate, or skip such steps: Policy(nonfinite='skip')",
+                    )  # fmt: skip
+                if self.policy.nonfinite == "skip":
+                    return
+            elif self._clip_norm is not None and norm * scale > self._clip_norm:
+                scale = self._clip_norm / norm
+        self.step_count += 1
+        self.owner.update(self.step_count, scale)
+
+    def allreduce_grads(self) -> None:
+        """See `Trainer.allreduce_grads`."""
+        self._refuse_reproducible("allreduce_grads", "let step() sum them")
+        self._refuse_sums("allreduce_grads")
+        began = time.perf_counter()
+        self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
+        self.reducer.reduce_everywhere()
+        self._account(began)
+
+    def _refuse_reproducible(self, operation: str, remedy: str) -> None:
+        if self.virtual_shards is not None:
+            raise ConfigError(
+                operation, expected="a Trainer without reproducible=True", got="one with it",
+                remedy=f"{remedy}, or train without it",
+            )  # fmt: skip
+
+    def _refuse_half_a_step(self, operation: str) -> None:
+        shards = self.reducer.virtual_shards
+        if shards is None:
+            return
+        if shards.current != shards.run.start or not self.reducer.is_untouched:
+            raise StaleGradientError(
+                operation, expected="the end of a step", got=f"gradients of virtual shard {shards.current} under way",
+                remedy="call it after the step of the last of own_virtual_shards, or drop this one by step(0) for each",
+            )  # fmt: skip
+
+    def _refuse_sums(self, operation: str) -> None:
+        if self.reducer.holds_sums:
+            raise StaleGradientError(
+                operation, expected="gradients of this rank", got="those that allreduce_grads() has summed",
+                remedy="call update(count), or step(0) to drop them",
+            )  # fmt: skip
+
+    def update(self, count: int) -> int:
+        """See `Trainer.update`."""
+        if not self.reducer.holds_sums:
+            raise StaleGradientError(
+                "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
+            )
+        held = checked_count("update", count) + self._held_count
+        total = int(self.reducer.closing.tally(held)[0])
+        try:
+            self._update(total)
+        finally:
+            self._begin_step()
+        return total
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Trainer.no_sync`."""
+        self._refuse_reproducible("no_sync", "make the global batch larger")
+        self.reducer.accumulate()
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+            if before:
+                self.reducer.launch_again()
+
+    def _close_step(self, count: int) -> int:
+        """The step's one small exchange: when it returns, every rank has left backward. The global count."""
+        in_shards = self._reproducible is not None
+        stale = self._stale + self._refused(count if in_shards else count + self._held_count)
+        count += self._held_count
+        stale = list(dict.fromkeys(stale))  # a name may be missing in several virtual shards
+        if not stale:
+            self.reducer.fill_missing_with_zeros()
+        self.reducer.launch_rest()
+        settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
+        met = () if self._reproducible is None else (self._reproducible.met_stranger,)
+        (total, num_stale, *num_strangers), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), *met)
+        if not alike:
+            self._refuse(settings)
+        if any(num_strangers):
+            self._give_up()
+            raise HpcdpError(
+                "step", expected="layers whose parameters the Trainer has", got="a BatchNorm of which it has none",
+                remedy="give it the parameters of all that is trained",
+            )  # fmt: skip
+        if num_stale:
+            error = stale_anywhere(self.world.comm, stale)
+            self._give_up()
+            raise error
+        return int(total)
+
+    def _refused(self, count: int) -> list[str]:
+        """Parameters without a gradient, although this rank had ``count`` samples, where that is an error."""
+        return self._unwritten.refused(self.reducer.missing) if count else []
+
+    def _refuse(self, settings: tuple[float, float]) -> None:
+        """Raise that ranks would go different ways, on all of them."""
+        self._give_up()
+        items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
+        require_same(self.world.comm, "step", items, "change them alike on all ranks")
+
+    def _give_up(self) -> None:
+        """Drop the step before an error; nobody leaves before what was launched has ended."""
+        self.owner.reduce()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.reducer.reset()
+        self.reducer.overwrite()
+        self._held_count = 0
+        self._stale = []
+        if self._reproducible is not None:
+            self._reproducible.begin(self.step_count + 1)
+
+    def _account(self, began: float) -> None:
+        spent, busy_s, beside = time.perf_counter() - began, 0.0, self.reducer.beside
+        if beside is not None:
+            spent += beside.waited_s
+            beside.waited_s = 0.0
+            busy_s = beside.busy_s()
+        self.stats.steps += 1
+        self.stats.exposed_s += spent
+        self.stats.total_s += max(spent, busy_s)
+
+    def save_states(self, path: str | Path) -> None:
+        """See `Trainer.save_states`."""
+        on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("save_states"))
+        self.reducer.settle()
+        trainer_states.save(self, Path(path))
+
+    def load_states(self, path: str | Path) -> None:
+        """See `Trainer.load_states`."""
+        on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("load_states"))
+        self.reducer.settle()
+        trainer_states.load(self, Path(path))
+        if self._reproducible is not None:
+            self._reproducible.begin(self.step_count + 1)

@@ -1,0 +1,352 @@
+"""The trainer on a key-value store: parameters are keys, gradients are pushed, and new values are pulled.
+
+Source: Gluon's Trainer, for what ``update_on_kvstore`` means; Li et al., "Scaling distributed machine learning with the
+parameter server", 2014.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..arrays import array_namespace
+from ..collectives.progress import Progress
+from ..comm import World, init
+from ..comm.agreement import require_same
+from ..comm.watchdog import WatchedGate
+from ..compression import Codec, Compression
+from ..errors import ConfigError, StaleGradientError
+from ..gradients.bucket import Parameter
+from ..gradients.closing import ClosingExchange
+from ..gradients.lane import Lane
+from ..kvstore import KINDS, KVStore, create
+from ..kvstore.asynchronous import AsyncStore
+from ..optim import Optimizer
+from . import store_states
+from .policy import Policy, Unwritten, stale, stale_anywhere
+from .store_checks import check_settings, check_unused
+from .trainer import CommunicationStats, Trainer, checked_count, trained, what_ranks_share
+
+
+class StoreTrainer(Trainer):
+    """See `Trainer`: what it makes with a ``kvstore``. Every rank of a ``dist`` store must make it.
+
+    Where the store updates, `step` returns when gradients are on their way, and whoever reads a parameter waits for its
+    new value. Gradients are divided before they are pushed: by the global count, which the ranks of a synchronous store
+    exchange. Those of ``dist_async`` exchange nothing: each divides by its own count and the number of workers, so that
+    one push of each weighs as much as one global batch.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        optimizer: Optimizer,
+        world: World | None = None,
+        *,
+        kvstore: str | KVStore,
+        update_on_kvstore: bool | None = None,
+        compression: str | Codec | Compression | None = None,
+        policy: Policy | None = None,
+        **for_buckets: Any,
+    ) -> None:
+        self._params = trained(params)
+        self.optimizer = optimizer
+        self.stats = CommunicationStats()
+        self.policy = Policy() if policy is None else policy
+        self.compression = Compression.of(compression)
+        self.update_on_kvstore = update_on_kvstore is not False
+        """Whether the store updates; else every rank does."""
+        kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
+        check_settings(kind, update_on_kvstore, self.policy, for_buckets)
+        self.world: World | None = world
+        """The ranks; None where a store of one process was made without."""
+        if KINDS[kind].scope == "world":
+            self.world = init() if world is None else world
+            items = [f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"]
+            require_same(self.world.comm, "Trainer", what_ranks_share(self._params, optimizer) + items)
+        elif world is not None and world.size > 1:
+            raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {world.size} ranks", got=kind)
+        self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
+        """Keys 0, 1, 2, ... are the parameters, in their order."""
+        check_unused(self.store, self.world)
+        self.steps_together = kind != "dist_async"
+        self._closing = None if self.world is None or not self.steps_together else _closing(self.world)
+        self._unwritten = Unwritten(self.policy, self.store.rank)
+        self._written: set[str] = set()
+        self._holds_sums = False
+        self._syncing, self._held_count = True, 0
+        self._grad_reqs: dict[str, str] | None = None
+        """Those that `no_sync` has replaced in this step."""
+        self._waited_s = 0.0
+        self._known_steps = 0
+        """Updates of all ranks until they have last met, where they do not step together."""
+        for param in self._params:
+            xp = array_namespace(param.data)
+            param.data = xp.array(param.data, order="C")  # an array of its own: an earlier trainer's may be shared
+            param.grad = xp.zeros_like(param.data)
+            param.grad_hook = self._mark_written
+        self._nbytes = sum(param.data.nbytes for param in self._params)
+        if self.compression is not None:
+            self.store.set_gradient_compression(self.compression)
+        self.store.init(self._keys, [param.data for param in self._params])
+        self.states: list[dict[str, Any]] = []
+        """Of each parameter, flat, by name, where every rank updates."""
+        if self.update_on_kvstore:
+            self.store.set_optimizer(optimizer)
+        else:
+            self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
+        self._pull()
+        if not self.steps_together:
+            self._await_values()
+            self.store.barrier()  # nobody pushes before all have the first values
+
+    @property
+    def _keys(self) -> list[int]:
+        return list(range(len(self._params)))
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """See `Trainer.nbytes`; the store has as much again for its values, and for what is pushed."""
+        found = {"parameters": self._nbytes, "gradients": self._nbytes}
+        if not self.update_on_kvstore:
+            found["state"] = sum(array.nbytes for state in self.states for array in state.values())
+        return found
+
+    def step(self, count: int) -> int:
+        """See `Trainer.step`."""
+        count = checked_count("step", count)
+        if not self._syncing:
+            self._held_count += count
+            return self._held_count
+        if count:
+            self._refuse_sums("step")
+        began = time.perf_counter()
+        total = self._close_step(count)
+        if total and self.update_on_kvstore:
+            self.step_count += 1
+            self._push_and_pull(total)
+        elif total:
+            self._sum()
+            self._update(total)
+        self._begin_step()
+        self._account(began)
+        return total
+
+    def allreduce_grads(self) -> None:
+        """See `Trainer.allreduce_grads`."""
+        self._refuse_if_store_updates("allreduce_grads")
+        self._refuse_sums("allreduce_grads")
+        began = time.perf_counter()
+        self._close_step(1 if self._written else 0)
+        self._sum()
+        self._holds_sums = True
+        self._account(began)
+
+    def update(self, count: int) -> int:
+        """See `Trainer.update`."""
+        self._refuse_if_store_updates("update")
+        if not self._holds_sums:
+            raise StaleGradientError(
+                "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
+            )
+        total = checked_count("update", count) + self._held_count
+        if self._closing is not None:
+            total = int(self._closing.tally(total)[0])
+        if total:
+            self._update(total)
+        self._begin_step()
+        return total
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Trainer.no_sync`."""
+        if self._grad_reqs is None:
+            self._fill_unwritten_with_zeros()
+            self._grad_reqs = {param.name: param.grad_req for param in self._params}
+            for param in self._params:
+                param.grad_req = "add"
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def synchronize(self) -> None:
+        """Wait until all ranks have come here, and give each the values that all their pushes have made.
+
+        Every rank must call. For ranks that do not step together: before they evaluate, and when they have ended. From
+        then on `step_count` counts the updates of all.
+        """
+        began = time.perf_counter()
+        self.store.barrier()
+        self._pull()
+        self._await_values()
+        self.store.barrier()
+        if self.world is not None and not self.steps_together:
+            of_all = self.world.comm.allgather_json(self.step_count - self._known_steps)
+            self._known_steps += sum(of_all)
+            self.step_count = self._known_steps
+        self._waited_s = 0.0
+        self._spend(time.perf_counter() - began)
+
+    def statistics(self) -> dict[str, float]:
+        """What the pushes of all ranks have met so far, where they do not step together; every rank must call.
+
+        Returns:
+            ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect on a parameter between a
+            rank's last pull of it and its push; ``waited_s``: seconds for which slower ranks have held a rank back,
+            mean over ranks; ``sent_nbytes``: to other nodes, of all ranks.
+        """
+        if self.world is None or not isinstance(self.store, AsyncStore):
+            return {}
+        found = self.world.comm.allgather_json(self.store.statistics())
+        pushes = sum(each["pushes"] for each in found)
+        return {
+            "staleness_mean": sum(each["staleness_mean"] * each["pushes"] for each in found) / max(1, pushes),
+            "staleness_max": max(each["staleness_max"] for each in found),
+            "waited_s": sum(each["waited_s"] for each in found) / len(found),
+            "sent_nbytes": sum(each["sent_nbytes"] for each in found),
+        }
+
+    def save_states(self, path: str | Path) -> None:
+        """See `Trainer.save_states`."""
+        store_states.save(self, Path(path))
+
+    def load_states(self, path: str | Path) -> None:
+        """See `Trainer.load_states`; with ``update_on_kvstore`` or without, and on any kind of store."""
+        store_states.load(self, Path(path))
+        self._known_steps = self.step_count
+
+    @property
+    def params(self) -> dict[int, Parameter]:
+        """The parameters by key."""
+        return dict(zip(self._keys, self._params, strict=True))
+
+    def _mark_written(self, param: Parameter) -> None:
+        if self._holds_sums:
+            raise StaleGradientError(
+                "backward", where=param.name, expected="one backward before each step()", got="another one",
+                remedy="call update(count), or step(0) to drop what allreduce_grads() has summed",
+            )  # fmt: skip
+        self._written.add(param.name)
+
+    def _refuse_if_store_updates(self, operation: str) -> None:
+        if self.update_on_kvstore:
+            raise ConfigError(
+                operation, expected="a store that only sums", got="one that updates",
+                remedy="call step(count), or make the Trainer with update_on_kvstore=False",
+            )  # fmt: skip
+
+    def _refuse_sums(self, operation: str) -> None:
+        if self._holds_sums:
+            raise StaleGradientError(
+                operation, expected="gradients of this rank", got="those that allreduce_grads() has summed",
+                remedy="call update(count), or step(0) to drop them",
+            )  # fmt: skip
+
+    def _close_step(self, count: int) -> int:
+        """Refuse gradients that are missing; the count of the step, where ranks step together of all of them."""
+        count += self._held_count
+        missing = [param.name for param in self._params if param.name not in self._written]
+        refused = self._unwritten.refused(missing) if count else []
+        if self._closing is not None and self.world is not None:
+            settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
+            (total, num_stale), alike = self._closing.tally_alike(settings, count, bool(refused))
+            if not alike:
+                self._begin_step()
+                items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
+                require_same(self.world.comm, "step", items, "change them alike on all ranks")
+            if num_stale:
+                self._begin_step()
+                raise stale_anywhere(self.world.comm, refused)
+            count = int(total)
+        elif refused:
+            self._begin_step()
+            raise stale(self.store.rank, refused)
+        self._fill_unwritten_with_zeros()
+        return count
+
+    def _fill_unwritten_with_zeros(self) -> None:
+        for param in self._params:
+            if param.name not in self._written:
+                param.grad[...] = 0
+
+    def _push_and_pull(self, total: int) -> None:
+        weight = total if self.steps_together else total * self.store.num_workers
+        scale = 1.0 / (weight * self.loss_scale)
+        for key, param in self.params.items():
+            self.store.pushpull(key, param.grad * scale, out=_place(param), priority=-key)
+            self._time(param)
+
+    def _pull(self) -> None:
+        for key, param in self.params.items():
+            self.store.pull(key, out=_place(param), priority=-key)
+            self._time(param)
+
+    def _await_values(self) -> None:
+        for param in self._params:
+            _ = param.data  # who reads it waits
+
+    def _time(self, param: Any) -> None:
+        """Count for how long somebody waits for the new value of ``param``."""
+        hook = getattr(param, "data_hook", None)
+        if hook is None:
+            return
+
+        def wait(param: Any) -> None:
+            began = time.perf_counter()
+            hook(param)
+            self._waited_s += time.perf_counter() - began
+
+        param.data_hook = wait
+
+    def _sum(self) -> None:
+        """Make gradients the sums over all ranks."""
+        self.store.pushpull(self._keys, [param.grad for param in self._params])
+
+    def _update(self, total: int) -> None:
+        """Update on this rank, from gradients that are summed."""
+        self.step_count += 1
+        scale = 1.0 / (total * self.loss_scale)
+        for param, state in zip(self._params, self.states, strict=True):
+            flat, grad = param.data.reshape(-1), param.grad.reshape(-1)
+            self.optimizer.update(flat, grad, state, step=self.step_count, scale=scale)
+
+    def _begin_step(self) -> None:
+        self._written = set()
+        self._holds_sums, self._held_count = False, 0
+        if self._grad_reqs is not None:
+            for param in self._params:
+                param.grad_req = self._grad_reqs[param.name]
+            self._grad_reqs = None
+
+    def _account(self, began: float) -> None:
+        self.stats.steps += 1
+        self._spend(time.perf_counter() - began + self._waited_s)
+        self._waited_s = 0.0
+
+    def _spend(self, spent: float) -> None:
+        self.stats.exposed_s += spent
+        self.stats.total_s += spent
+
+
+def _place(param: Any) -> Any:
+    """Where a new value goes: to the parameter, where that can wait for it."""
+    return param if hasattr(param, "data_hook") else param.data
+
+
+def _closing(world: World) -> ClosingExchange:
+    """What the ranks' steps end with; every rank must call."""
+    serial = world.kept["number of store trainers"] = world.kept.get("number of store trainers", 0) + 1
+    signature = zlib.crc32(f"store trainer {serial}".encode())
+    gate = WatchedGate(world.node_memory, Progress.of(world).watchdog)
+    if world.node_memory.size == world.size:
+        return ClosingExchange(world, None, gate, None, signature)
+    comm = world.keep(("reducers", id(world.comm)), world.comm.duplicate)
+    comm.users.add(signature % comm.signatures)
+    world.barrier()  # before any rank sends what another would take for a mistake
+    return ClosingExchange(world, comm, gate, Lane.of(world), signature)

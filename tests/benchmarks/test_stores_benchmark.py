@@ -1,0 +1,66 @@
+"""Training on stores with a slow rank: what is measured, and the table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcdp.benchmarks import stores
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+from hpcdp.train.config import TrainConfig
+
+
+@pytest.mark.parametrize("name", ["buckets", "dist_sync", "dist_async"])
+def test_one_training(name: str) -> None:
+    def each(world: Any) -> dict[str, Any]:
+        config = TrainConfig(ranks=world.size, epochs=1, batch_size=128, **stores.STORES[name])
+        return stores.measure(world, name, config, 0.01, 5)
+
+    found, other = threads.run(2, each, ranks_per_node=1)
+    assert found == other
+    assert len(found["seconds"]) == len(found["test_accuracy"]) == 1
+    model_mb = 4 * 129_068 / 1e6
+    if name == "dist_async":
+        assert found["slow_share"] < 0.4
+        assert found["staleness_max"] >= found["staleness_mean"] > 0
+        assert found["sent_mb"] > model_mb
+    else:
+        assert found["slow_share"] == 0.5
+        assert found["staleness_max"] == 0
+        assert found["sent_mb"] == pytest.approx(model_mb * -(-1438 // 128))
+
+
+def test_when_an_accuracy_was_reached() -> None:
+    run = {"seconds": [1.0, 2.5, 4.0], "test_accuracy": [0.9, 0.97, 0.96]}
+    assert stores.seconds_to(run, 0.97) == 2.5
+    assert stores.seconds_to(run, 0.98) is None
+
+
+def test_the_table_is_narrow_and_says_what_was_not_reached() -> None:
+    run = {"seconds": [1.0, 1234.5], "test_accuracy": [0.9, 0.975], "staleness_mean": 12.345, "staleness_max": 12345}
+    run |= {"slow_share": 0.25, "sent_mb": 1234.5}
+    found: dict[str, list[dict[str, Any]]] = {"dist_async staleness=2": [run, run], "buckets": [run]}
+    lines = stores.table(found, 0.97).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split() == ["dist_async", "staleness=2", "1234.5", "97.50", "25.0", "12.35", "12345", "1234.5"]
+    assert stores.table(found, 0.99).splitlines()[1].split()[2] == "-"
+
+
+def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "found.json")
+    options = ["--ranks", "2", "--epochs", "1", "--pace-ms", "0", "--json", path]
+    assert stores.main([*options, "--stores", "dist_async 2bit"]) == 0
+    found = json.loads(Path(path).read_text())
+    assert found["benchmark"] == "stores" and list(found["runs"]) == ["dist_async 2bit"]
+    assert capsys.readouterr().out.splitlines()[1].startswith("dist_async 2bit ")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [(["--stores", "dist_snyc"], "did you mean 'dist_sync'"), (["--slow", "-1"], "--slow]: expected a number from 0")],
+)
+def test_what_is_refused(given: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("]", r"\]")):
+        stores.main(given)
