@@ -184,7 +184,7 @@ def test_a_counter_gives_each_number_to_one_worker():
         return taken
 
     for ranks, per_node in ((1, None), (3, None), (3, 1), (4, 2)):
-        taken = sum(threads.run(ranks, one, per_node), [])
+        taken = [number for found in threads.run(ranks, one, per_node) for number in found]
         assert sorted(taken) == list(range(50 * ranks))
 
 
