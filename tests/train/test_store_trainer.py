@@ -102,6 +102,28 @@ def test_every_kind_trains_on_one_rank(kind, there):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_compression_is_the_stores(kind):
+    def rank(world, compression):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=kind, compression=compression)
+        backward(net, 0, in_turn(world, 0))
+        world.barrier()
+        trainer.step(len(in_turn(world, 0)))
+        if kind == "dist_async":
+            trainer.synchronize()
+        return values_of(net)
+
+    for ranks, per_node in [(2, None), (3, 1)]:
+        plain, half, few = (
+            threads.run(ranks, lambda world, c=codec: rank(world, c), per_node) for codec in (None, "fp16", "topk")
+        )
+        assert 0 < np.abs(half[0] - plain[0]).max() < 1e-4 < np.abs(few[0] - plain[0]).max()
+        for others in (half, few):
+            for each in others:
+                np.testing.assert_array_equal(each, others[0])
+
+
 def test_a_local_store_starts_no_mpi(monkeypatch):
     monkeypatch.setattr("hpcdp.train.store_trainer.init", lambda: pytest.fail("a local store needs no ranks"))
     net = network()
