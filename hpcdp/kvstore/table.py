@@ -41,6 +41,8 @@ class Item:
     key: Key
     shape: tuple[int, ...]
     dtype: np.dtype
+    width: int
+    """Elements of a row, of which every part holds whole ones."""
     parts: list[Part]
     cells: list[Cell | None]
     """Those of the parts that lie in this rank's node."""
@@ -90,9 +92,10 @@ class Table:
         """Make keys, with these values, of any shape."""
         for (key, shape, dtype), value in zip(described, values, strict=True):
             kind = np.dtype(dtype)
-            parts = self.placement.place(math.prod(shape), kind.itemsize)
+            width = max(1, math.prod(shape[1:]))
+            parts = self.placement.place(math.prod(shape), kind.itemsize, width)
             cells = [self._cell(key, part, kind) if self._is_near(part) else None for part in parts]
-            item = Item(len(self.by_number), key, tuple(shape), kind, parts, cells)
+            item = Item(len(self.by_number), key, tuple(shape), kind, width, parts, cells)
             for part, cell in zip(parts, cells, strict=True):
                 if cell is not None and self._memory.rank == 0:
                     cell.flat[:] = value.reshape(-1)[part.first : part.last]
@@ -162,7 +165,8 @@ class Table:
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
             return lambda: self._state(cell, message)
         if kind is Kind.PULL:
-            return lambda: self._pull(cell, message)
+            rows = self._rows(item, message)
+            return lambda: self._pull(item, cell, rows, message)
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             received = self._received(item, message)
             if self.updater is None:
@@ -237,14 +241,24 @@ class Table:
         answer.number = cell.change(change_and_look, source, in_order)
         return answer
 
-    def _pull(self, cell: Cell, message: Message) -> Message | None:
+    def _rows(self, item: Item, message: Message) -> np.ndarray | None:
+        """Which rows of its part a pull wants; None: all."""
+        if message.number == 0:
+            return None
+        rows, (_, first, last) = message.payload, item.parts[message.part]
+        num_rows = (last - first) // item.width
+        if rows is None or rows.dtype != np.int64 or (rows.size and not 0 <= rows.min() <= rows.max() < num_rows):
+            raise MismatchError("pull", where=f"key {item.key!r}", expected=f"rows of {num_rows}", got=repr(rows)[:80])
+        return rows
+
+    def _pull(self, item: Item, cell: Cell, rows: np.ndarray | None, message: Message) -> Message | None:
         in_order = message.ticket >= 0
         if in_order and cell.turn != message.ticket:
             return None
         answer = Message(Kind.DONE)
 
         def take_copy(flat: np.ndarray) -> None:
-            answer.payload = flat.copy()
+            answer.payload = flat.copy() if rows is None else flat.reshape(-1, item.width)[rows]
 
         answer.number = cell.read(take_copy, in_order)
         return answer

@@ -60,7 +60,9 @@ def test_others_of_a_node_go_on_without_a_dead_worker(after_s):
     for line, rank in zip(said, (0, 2), strict=True):
         # Killed within an update it leaves half a value, which nobody may take for a whole one.
         whole = f"rank {rank} goes on True True 1"
-        half = rf"rank {rank} key-value store \[key 'w'\]: expected a whole value, got one that rank 1 has changed by half"
+        half = (
+            rf"rank {rank} key-value store \[key 'w'\]: expected a whole value, got one that rank 1 has changed by half"
+        )
         assert line == whole or re.match(half, line), line
 
 
