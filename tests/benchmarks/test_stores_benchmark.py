@@ -16,14 +16,14 @@ from hpcdp.train.config import TrainConfig
 def test_one_training(name: str) -> None:
     def each(world: Any) -> dict[str, Any]:
         config = TrainConfig(ranks=world.size, epochs=1, batch_size=128, **stores.STORES[name])
-        return stores.measure(world, name, config, 0.01, 5)
+        return stores.measure(world, name, config, 0.02, 10)
 
     found, other = threads.run(2, each, ranks_per_node=1)
     assert found == other
     assert len(found["seconds"]) == len(found["test_accuracy"]) == 1
     model_mb = 4 * 129_068 / 1e6
     if name == "dist_async":
-        assert found["slow_share"] < 0.4
+        assert found["slow_share"] < 0.45
         assert found["staleness_max"] >= found["staleness_mean"] > 0
         assert found["sent_mb"] > model_mb
     else:
