@@ -183,7 +183,8 @@ class AsyncStore(KVStore):
             failure: BaseException | None = None
             try:
                 value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
-                drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
+                with self._watching(f"push of {entry.variable.name}"):  # its lock may be that of a rank that has stopped
+                    drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
             except BaseException as error:
                 failure = error
                 raise
@@ -216,7 +217,7 @@ class AsyncStore(KVStore):
         is_near = not own.item.in_order and own.item.cells[0] is not None and entry.variable.failure is None
         if self._replay is not None or (is_near and self._engine.hold(entry.variable)):
             try:
-                with self._replayed():
+                with self._replayed(), self._watching(f"pull of {entry.variable.name}"):
                     drive(self._transfer.pull(own, place, rows, versions, None))
             finally:
                 if self._replay is None:
@@ -259,8 +260,11 @@ class AsyncStore(KVStore):
         self._world.comm.barrier()
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
-        with self._watchdog.watching(f"wait for {variable.name}", behind=list):
+        with self._watching(f"wait for {variable.name}"):
             self._of_group.wait(variable)
+
+    def _watching(self, operation: str) -> AbstractContextManager[None]:
+        return self._watchdog.watching(operation, behind=list)  # calls of ranks are not alike
 
     def _leave(self) -> None:
         """This worker's program has come to its end: nobody is to wait for it."""
