@@ -161,9 +161,13 @@ def first_failure(ends: Sequence[End], code: int) -> End | None:
         code: mpirun's exit status. MPICH's is often that of a rank that it killed.
     """
     first = next((end for end in ends if end.status != 0), None)
-    if first is None or first.status is None or not _killed(first.status):
+    if first is None or first.status is None or not os.WIFSIGNALED(first.status):
         return first
     sign = os.WTERMSIG(first.status)
+    if not _killed(first.status):
+        # A rank in MPI_Finalize may crash when another aborts the job, and be gone before it.
+        aborted = (end for end in ends if end.status and end.exit_status == code != 128 + sign)
+        return next((end for end in aborted if end.at_s - first.at_s < _BEFORE_S), first)
     of_themselves = [
         end
         for end in ends

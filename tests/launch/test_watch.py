@@ -149,6 +149,8 @@ def ends_of(*ends: tuple[int, int | None, float]) -> list[End]:
         ([(0, 9, 1.0), (2, 3 << 8, 1.002), (1, 9, 1.01)], 9, 2),
         ([(0, 9, 1.0), (2, 11, 1.002), (1, 9, 1.01)], 9, 2),
         ([(2, 11, 1.0), (1, 9, 1.01), (0, 9, 1.01)], 9, 2),
+        ([(2, 11, 1.0), (1, 1 << 8, 1.3), (0, 15, 1.3)], 1, 1),  # crashed in MPI_Finalize when rank 1 aborted the job
+        ([(2, 11, 1.0), (1, 1 << 8, 1.3), (0, 15, 1.3)], 139, 2),
         ([(1, 9, 1.0), (0, 143 << 8, 1.3)], 137, 1),  # took mpirun's SIGTERM and ended itself
         ([(2, None, 1.0), (1, 9, 1.0)], 9, 2),  # on a kernel that does not keep the status
         ([], 1, None),
