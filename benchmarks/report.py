@@ -157,6 +157,9 @@ def render(results: dict[str, Any]) -> str:
             "its time is a multiple of the kernel's.\n\n"
         )
         parts.append("## Kernels on one core\n\n" + about + _kernel_table(results))
+    if results.get("kvstore"):
+        about = "In place both overwrite the array that is summed; `dist_sync` keeps the sum, too.\n\n"
+        parts.append("## Key-value store\n\n" + about + _medians(results["kvstore"]))
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
     places = overlapped_places(results)
     if places:

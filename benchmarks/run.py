@@ -147,6 +147,7 @@ class Suite:
             for batch in (64, 256):
                 self.training(batch)
         self.job("kernels", "kernels", ["-i", "4" if self.brief else "40"], ranks=1)
+        self.job("kvstore", "kvstore", ["-i", "4" if self.brief else "100"], ranks=self.ranks)
         self.more_ranks()
         self.fabric()
         self.overlap()

@@ -101,7 +101,7 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1 to S7 and S11 from the results of the suite."""
+    """S1 to S7, S10 and S11 from the results of the suite."""
     collectives = [
         *_allreduce(results),
         *_updates(results),
@@ -109,7 +109,14 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
         *_overlaps(results),
         *_torch_models(results),
     ]
-    return [*collectives, *_lenet(results), *_scaling(results), *_kernels(results), *_startup(results)]
+    return [
+        *collectives,
+        *_lenet(results),
+        *_scaling(results),
+        *_kernels(results),
+        *_stores(results),
+        *_startup(results),
+    ]
 
 
 def allreduce_rounds(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -265,6 +272,14 @@ def _kernels(results: dict[str, Any]) -> list[Verdict]:
         share = median_by_size(rounds, of_kernel(name, "share"))
         found.append(_worst("S7", f"kernel, {name}: share of the copy rate", 0.85, share, "%"))
     return found or [_worst("S7", "kernels: share of the copy rate", 0.85, {}, "%")]
+
+
+def _stores(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for how in ("in place", "to another array"):
+        ratio = median_by_size(results.get("kvstore", []), lambda row, how=how: row["ratio"][how])  # type: ignore[misc]
+        found.append(_worst("S10", f"dist_sync, pushpull {how}: the time of an allreduce over its own", 0.9, ratio))
+    return found
 
 
 def _startup(results: dict[str, Any]) -> list[Verdict]:

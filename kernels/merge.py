@@ -22,11 +22,12 @@ NOT_YET, DONE, MIXED, SUMMED = 0, 1, 2, 3
 """What is returned: a peer was not there in time (the same call again goes on from there), done, some rank has pushed
 in another way, or this rank's part is summed and nobody told yet."""
 
-ME, SPINS, SLEEP_NS, PIECES, ROUND, FIRST, LAST, PIECE, PHASE = range(9)
-STATE_LENGTH = 9
+ME, SPINS, SLEEP_NS, PIECES, PHASES, ROUND, PIECE, PHASE = range(8)
+STATE_LENGTH = 8
 """What an exchange knows, int64. What never changes: this rank's number in the node, how often to look before sleeping,
-nanoseconds of sleep before giving up, pieces of a part. To be set before: the number of the round, of its first post
-and of its last one. Zero between calls: the phase; and the piece that comes next."""
+nanoseconds of sleep before giving up, pieces of a part, numbers that a round may post (more than pieces). To be set
+before: the number of the round; its first post is that times the numbers of a round, and one, the last one is that of
+the next round less one. Zero between calls: the phase; and the piece that comes next."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are compiled for."""
@@ -38,10 +39,10 @@ _ARRIVING, _MEETING, _WAITING = 0, 1, 2
 _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-def state_of(rank: int, patience: np.ndarray, pieces: int) -> np.ndarray:
+def state_of(rank: int, patience: np.ndarray, pieces: int, phases: int) -> np.ndarray:
     """The state of this rank before its first exchange; ``patience`` as `hpcdp.comm.shared.NodeMemory` has it."""
     state = np.zeros(STATE_LENGTH, np.int64)
-    state[ME], state[PIECES], state[[SPINS, SLEEP_NS]] = rank, pieces, patience
+    state[ME], state[PIECES], state[PHASES], state[[SPINS, SLEEP_NS]] = rank, pieces, phases, patience
     return state
 
 
@@ -123,15 +124,20 @@ def _arrived(counters, n, number, state):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _first(state):  # type: ignore[no-untyped-def]
+    return state[ROUND] * state[PHASES] + 1
+
+
+@njit(inline="always")
 def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     n, me = staging.shape[1], state[ME]
     if state[PHASE] == _ARRIVING:
         _stage(x, staging, ends, me, 0)
         counters[me * STRIDE + _ROUND_OF] = np.int32(state[ROUND])
-        post(counters, me, np.int32(state[FIRST]))
+        post(counters, me, np.int32(_first(state)))
         state[PIECE] = 0
         state[PHASE] = _MEETING
-    if not _arrived(counters, n, state[FIRST], state):
+    if not _arrived(counters, n, _first(state), state):
         return NOT_YET
     for rank in range(n):
         if counters[rank * STRIDE + _ROUND_OF] != np.int32(state[ROUND]):
@@ -156,14 +162,15 @@ def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ig
     Returns:
         `NOT_YET`, `DONE` or `MIXED`.
     """
-    n, me, pieces = staging.shape[1], state[ME], state[PIECES]
+    n, me, pieces, first = staging.shape[1], state[ME], state[PIECES], _first(state)
+    last = first + state[PHASES] - 1
     if state[PHASE] != _WAITING:
         met = _met(x, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
         piece = state[PIECE]
-        posted = state[LAST] if piece == pieces else state[FIRST] + piece
+        posted = last if piece == pieces else first + piece
         if not _arrived(counters, n, posted, state):
             return NOT_YET
         if piece > 0:
@@ -172,9 +179,9 @@ def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ig
             _sum(x, out, staging, ends, me, piece, flat, in_place)
             if piece + 1 < pieces:
                 _stage(x, staging, ends, me, piece + 1)
-                post(counters, me, np.int32(state[FIRST] + piece + 1))
+                post(counters, me, np.int32(first + piece + 1))
             else:
-                post(counters, me, np.int32(state[LAST]))
+                post(counters, me, np.int32(last))
             state[PIECE] = piece + 1
         if piece == pieces:
             state[PHASE] = _ARRIVING
@@ -189,21 +196,21 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
         `NOT_YET`, `SUMMED` or `MIXED`. When it is summed the number of the last post is still to be posted, which says
         that the value is new.
     """
-    n, me, pieces = staging.shape[1], state[ME], state[PIECES]
+    n, me, pieces, first = staging.shape[1], state[ME], state[PIECES], _first(state)
     if state[PHASE] != _WAITING:
         met = _met(x, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
         piece = state[PIECE]
-        if not _arrived(counters, n, state[FIRST] + piece, state):
+        if not _arrived(counters, n, first + piece, state):
             return NOT_YET
         _sum(x, x[:0], staging, ends, me, piece, total, False)
         if piece + 1 == pieces:
             state[PHASE] = _ARRIVING
             return SUMMED
         _stage(x, staging, ends, me, piece + 1)
-        post(counters, me, np.int32(state[FIRST] + piece + 1))
+        post(counters, me, np.int32(first + piece + 1))
         state[PIECE] = piece + 1
 
 

@@ -319,9 +319,3 @@ class AsyncStore(KVStore):
                     self._transfer.write_state(item, which, states[key, name], steps[key])
 
         self._by_first(read)
-
-    def _own_part(self, entry: Entry, whole: Array) -> Array:
-        raise UnsupportedError("dist_async", got="a part")
-
-    def _joined(self, entry: Entry, part: Array) -> Array:
-        raise UnsupportedError("dist_async", got="a part")

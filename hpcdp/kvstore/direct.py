@@ -16,7 +16,7 @@ from .. import kernels
 from ..arrays import Array
 from ..comm.shared import NodeMemory
 from .arguments import merged
-from .rows import COME, Rows
+from .rows import Rows
 
 CHUNK_NBYTES = 256 * 1024
 """So much of a rank's array is exchanged at once: it stays in a core's second-level cache."""
@@ -43,6 +43,7 @@ class Direct:
     def __init__(self, memory: NodeMemory) -> None:
         self._memory, self._merge = memory, kernels.load("merge")
         self._replace, self._gather = self._merge.replace, self._merge.gather
+        self._not_yet, self._round = self._merge.NOT_YET, self._merge.ROUND
         buffer = memory.alloc((2, memory.size, CHUNK_NBYTES), np.uint8)
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
         self._states: dict[Rows, np.ndarray] = {}
@@ -55,31 +56,29 @@ class Direct:
         """Whether there are kernels for it."""
         return dtype in self._staging
 
-    def _begin(self, rows: Rows) -> np.ndarray:
-        merge, state = self._merge, self._states.get(rows)
+    def _state(self, rows: Rows) -> np.ndarray:
+        state = self._states.get(rows)
         if state is None:
-            state = self._states[rows] = merge.state_of(self._memory.rank, self._memory.patience, rows.pieces)
-        before = rows.rounds * rows.phases
-        state[merge.ROUND], state[merge.FIRST], state[merge.LAST] = rows.rounds, before + COME, before + rows.phases
+            patience = self._memory.patience
+            state = self._merge.state_of(self._memory.rank, patience, rows.pieces, rows.phases)
+            self._states[rows] = state
+        state[self._round] = rows.rounds
         return state
 
     def replace(self, rows: Rows, x: np.ndarray, out: np.ndarray) -> bool:
         """The sum of all ranks' ``x`` becomes the value and ``out``; false if some rank has pushed in another way."""
-        merge, state = self._merge, self._begin(rows)
-        staging, in_place = self._staging[x.dtype], x is out
+        state, staging, in_place = self._state(rows), self._staging[x.dtype], x is out
         x, out = x.reshape(-1), out.reshape(-1)
-        while True:
-            met = self._replace(x, out, in_place, rows.flat, staging, rows.ends, rows.counters, state)
-            if met != merge.NOT_YET:
-                return bool(met == merge.DONE)
+        while (
+            met := self._replace(x, out, in_place, rows.flat, staging, rows.ends, rows.counters, state)
+        ) == self._not_yet:
             self._memory.check()
+        return bool(met == self._merge.DONE)
 
     def gather(self, rows: Rows, x: np.ndarray) -> bool:
         """Sum this rank's part of all ranks' ``x`` into its own row; false if some rank has pushed in another way."""
-        merge, state = self._merge, self._begin(rows)
-        x, staging = x.reshape(-1), self._staging[x.dtype]
-        while True:
-            met = self._gather(x, rows.bucket.mine, staging, rows.ends, rows.counters, state)
-            if met != merge.NOT_YET:
-                return bool(met == merge.SUMMED)
+        state, staging, total = self._state(rows), self._staging[x.dtype], rows.bucket.mine
+        x = x.reshape(-1)
+        while (met := self._gather(x, total, staging, rows.ends, rows.counters, state)) == self._not_yet:
             self._memory.check()
+        return bool(met == self._merge.SUMMED)

@@ -59,12 +59,6 @@ class LocalStore(KVStore):
 
         self._engine.push(update, [var], [var], self._lane, priority, f"push of {var.name}")
 
-    def _own_part(self, entry: Entry, whole: Array) -> Array:
-        return whole.reshape(-1)
-
-    def _joined(self, entry: Entry, part: Array) -> Array:
-        return part.reshape(entry.stored.shape)
-
 
 def _decoded(codes: Codes, value: np.ndarray) -> np.ndarray:
     """What arrives of a push that is encoded."""

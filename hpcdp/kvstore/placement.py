@@ -41,12 +41,13 @@ class Placement:
         self.nbytes = dict.fromkeys(servers, 0)
         """That each server keeps."""
 
-    def place(self, count: int, itemsize: int) -> list[Part]:
-        """The parts of the next key, in order; at least one."""
+    def place(self, count: int, itemsize: int, width: int = 1) -> list[Part]:
+        """The parts of the next key, in order; at least one. They are cut between rows of ``width`` elements."""
         pieces = -(-count * itemsize // MOST_NBYTES) or 1
         if self._splits and count * itemsize >= SPLIT_NBYTES:
             pieces = -(-pieces // len(self._servers)) * len(self._servers)
-        ends = bounds(count, min(pieces, max(count, 1)))
+        num_rows = count // width
+        ends = [width * end for end in bounds(num_rows, min(pieces, max(num_rows, 1)))]
         parts = []
         for first, last in itertools.pairwise(ends):
             server = min(self._servers, key=self.nbytes.__getitem__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..comm.shared import Milestones, NodeMemory
-from ..errors import HpcdpError
+from ..errors import HpcdpError, MismatchError
 from ..gradients.bucket import Bucket
 from ..gradients.buckets import plan
 from .arguments import Key
@@ -62,9 +62,13 @@ class Rows:
         self.updates_alone = updates_alone
         self.rounds = 0
         """Pushes of this rank; that of the same number of every rank makes a round."""
+        self.in_pieces = False
+        """Whether ranks that push and pull in one exchange it piece by piece."""
         self._memory = memory
         self._failed = memory.alloc((memory.size,), np.int64)
         """For every rank of the node the last round whose update failed there."""
+        self._rates = memory.alloc((memory.size,), np.float64)
+        """For every rank of the node the learning rate of the round, from its first post on."""
 
     @property
     def size(self) -> int:
@@ -83,6 +87,18 @@ class Rows:
         """Say that this rank has got so far, for others to wait for and for itself, too."""
         self.milestones.post(number * self.phases + phase)
         return self.reached(number, phase)
+
+    def say_rate(self, rate: float) -> None:
+        """Before the first post of a round: the learning rate that this rank has for it."""
+        self._rates[self._memory.rank] = rate
+
+    def check_rates(self, name: str, ranks: list[int]) -> None:
+        """When all have posted: raise `MismatchError` on all ranks of the node unless they have the same rate."""
+        rates = self._rates.tolist()
+        if any(rate != rates[0] for rate in rates):
+            at = next(at for at, rate in enumerate(rates) if rate != rates[0])
+            got = f"{rates[0]:g} on rank {ranks[0]}, {rates[at]:g} on rank {ranks[at]}"
+            raise MismatchError("push", where=name, expected="the same learning rate on all ranks", got=got)
 
     def fail(self, number: int) -> None:
         """Let the others know, when the value is new, that it is not."""

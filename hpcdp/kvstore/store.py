@@ -76,13 +76,13 @@ class KVStore(abc.ABC):
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         """Let a push take effect, and return at once; the ``arrays``, one a device, are the caller's: see `merged`."""
 
-    @abc.abstractmethod
     def _own_part(self, entry: Entry, whole: Array) -> Array:
         """Of an array of the key's shape what this worker updates, flat."""
+        return whole.reshape(-1)
 
-    @abc.abstractmethod
     def _joined(self, entry: Entry, part: Array) -> Array:
         """An array of the key's shape from every worker's part; every worker must call."""
+        return part.reshape(entry.stored.shape)
 
     def init(self, key: Any, value: Any) -> None:
         """Make one key or several, once each; every worker must call, in the same order. The first worker's value wins.

@@ -129,6 +129,7 @@ class SyncStore(KVStore):
         self._held_nbytes[alone] += value.nbytes
         width = self._direct.width(value.dtype)
         rows = Rows(self._memory, len(self._entries), key, value, self._world.num_rails, alone, width)
+        rows.in_pieces = self._world.num_nodes == 1 < self._memory.size and self._direct.takes(value.dtype)
         self._rows[key] = rows
         self._code(key)
         return Entry(key, rows.flat[: value.size].reshape(value.shape), self._engine.variable(f"key {key!r}"))
@@ -149,14 +150,15 @@ class SyncStore(KVStore):
         if self._compression is not None:
             self._coded[key] = Coded(self._compression, self._rows[key], self._memory, self._rail, self._members)
 
-    def _begin(self, entry: Entry, updater: Updater) -> _Push:
-        rows, coded = self._rows[entry.key], self._coded.get(entry.key)
+    def _begin(self, entry: Entry, rows: Rows, updater: Updater) -> _Push:
         rows.rounds += 1
+        coded = self._coded.get(entry.key)
         entry.count(None if coded is None else coded.codes.sent_nbytes)
         return _Push(entry, rows, updater, rows.rounds, coded)
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        push, value = self._begin(entry, self._updater.now()), np.ascontiguousarray(merged(arrays))
+        value = np.ascontiguousarray(merged(arrays))
+        push = self._begin(entry, self._rows[entry.key], self._updater.now())
         name = f"push of {entry.variable.name}"
         self._of_world.launch(lambda turn: self._round(push, value, turn), [entry.variable], priority, name)
 
@@ -166,13 +168,12 @@ class SyncStore(KVStore):
         if waits or (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             super()._pushpull(entry, arrays, targets, priority)
             return
-        watchdog, failure = self._watchdog, None
+        watchdog, rows, failure = self._watchdog, self._rows[entry.key], None
         around, watchdog.calls = watchdog.call, watchdog.calls + 1
-        rows = self._rows[entry.key]
         watchdog.call = rows.label, None, rows.behind
         try:
             x, out = in_one_piece(arrays, targets[0])
-            self._push_and_pull(self._begin(entry, self._updater), x, out)
+            self._push_and_pull(self._begin(entry, rows, self._updater), x, out)
             if out is not targets[0]:
                 targets[0][...] = out
         except BaseException as error:
@@ -185,9 +186,10 @@ class SyncStore(KVStore):
     def _push_and_pull(self, push: _Push, x: np.ndarray, out: np.ndarray) -> None:
         direct, rows, alone = self._direct, push.rows, self._memory.size == 1
         replaces = isinstance(push.updater, Replace)
-        if push.coded is None and self._rail is None and not alone and push.updater.by_parts and direct.takes(x.dtype):
+        if rows.in_pieces and push.coded is None and push.updater.by_parts:
             if replaces and direct.replace(rows, x, out):
                 return
+            rows.say_rate(push.updater.rate)
             if not replaces and direct.gather(rows, x):
                 drive(self._update(push, rows.bucket))
                 out[...] = push.entry.stored
@@ -207,6 +209,7 @@ class SyncStore(KVStore):
         """
         rows = push.rows
         bucket = rows.bucket
+        rows.say_rate(push.updater.rate)
         if push.coded is not None:
             yield from push.coded.sum(value, push.number, turn)
         else:
@@ -228,6 +231,7 @@ class SyncStore(KVStore):
         first, last = bucket.shard
         failure: Exception | None = None
         try:
+            rows.check_rates(entry.variable.name, self._neighbours)
             if updater.by_parts:
                 updater.update(entry.key, bucket.mine[first:last], rows.flat[first:last])
             else:

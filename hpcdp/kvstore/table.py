@@ -27,6 +27,8 @@ from .server import Attempt
 from .updaters import ByFunction, ByOptimizer, Updater
 from .wire import NO_STATE, Kind, Message
 
+MOST_STEPS = 1 << 53
+
 Described = tuple[Key, tuple[int, ...], str]
 """A key, its shape and dtype."""
 
@@ -39,6 +41,8 @@ class Item:
     key: Key
     shape: tuple[int, ...]
     dtype: np.dtype
+    width: int
+    """Elements of a row, of which every part holds whole ones."""
     parts: list[Part]
     cells: list[Cell | None]
     """Those of the parts that lie in this rank's node."""
@@ -88,9 +92,10 @@ class Table:
         """Make keys, with these values, of any shape."""
         for (key, shape, dtype), value in zip(described, values, strict=True):
             kind = np.dtype(dtype)
-            parts = self.placement.place(math.prod(shape), kind.itemsize)
+            width = max(1, math.prod(shape[1:]))
+            parts = self.placement.place(math.prod(shape), kind.itemsize, width)
             cells = [self._cell(key, part, kind) if self._is_near(part) else None for part in parts]
-            item = Item(len(self.by_number), key, tuple(shape), kind, parts, cells)
+            item = Item(len(self.by_number), key, tuple(shape), kind, width, parts, cells)
             for part, cell in zip(parts, cells, strict=True):
                 if cell is not None and self._memory.rank == 0:
                     cell.flat[:] = value.reshape(-1)[part.first : part.last]
@@ -148,6 +153,8 @@ class Table:
         kind = message.kind
         if kind is Kind.GONE:
             return lambda: Message(Kind.DONE, payload=np.array(self.gone(), np.int64))
+        if source >= self.num_workers:
+            raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
         if kind is Kind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
         item, cell = self._addressed(message)
@@ -158,7 +165,8 @@ class Table:
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
             return lambda: self._state(cell, message)
         if kind is Kind.PULL:
-            return lambda: self._pull(cell, message)
+            rows = self._rows(item, message)
+            return lambda: self._pull(item, cell, rows, message)
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             received = self._received(item, message)
             if self.updater is None:
@@ -171,6 +179,11 @@ class Table:
         if message.key < len(self.by_number):
             item = self.by_number[message.key]
             cell = item.cells[message.part] if message.part < len(item.parts) else None
+            needs_ticket = item.in_order and message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
+            draws = message.kind is Kind.TICKET
+            if (message.ticket >= 0) != needs_ticket or (draws and not item.in_order):
+                got = f"{message.kind.name} with ticket {message.ticket}"
+                raise MismatchError("key-value store message", where=f"key {item.key!r}", got=got)
             if cell is not None:
                 return item, cell
         got = f"key number {message.key}, part {message.part}"
@@ -228,14 +241,24 @@ class Table:
         answer.number = cell.change(change_and_look, source, in_order)
         return answer
 
-    def _pull(self, cell: Cell, message: Message) -> Message | None:
+    def _rows(self, item: Item, message: Message) -> np.ndarray | None:
+        """Which rows of its part a pull wants; None: all."""
+        if message.number == 0:
+            return None
+        rows, (_, first, last) = message.payload, item.parts[message.part]
+        num_rows = (last - first) // item.width
+        if rows is None or rows.dtype != np.int64 or (rows.size and not 0 <= rows.min() <= rows.max() < num_rows):
+            raise MismatchError("pull", where=f"key {item.key!r}", expected=f"rows of {num_rows}", got=repr(rows)[:80])
+        return rows
+
+    def _pull(self, item: Item, cell: Cell, rows: np.ndarray | None, message: Message) -> Message | None:
         in_order = message.ticket >= 0
         if in_order and cell.turn != message.ticket:
             return None
         answer = Message(Kind.DONE)
 
         def take_copy(flat: np.ndarray) -> None:
-            answer.payload = flat.copy()
+            answer.payload = flat.copy() if rows is None else flat.reshape(-1, item.width)[rows]
 
         answer.number = cell.read(take_copy, in_order)
         return answer
@@ -257,6 +280,8 @@ class Table:
         """Do as a message of kind WRITE_STATE says."""
         payload, flat = message.payload, cell.flat
         if message.which == NO_STATE:
+            if not 0 <= message.number < MOST_STEPS:
+                raise MismatchError("write a state", expected=f"0 to {MOST_STEPS} updates", got=message.number)
             cell.set_steps(message.number)
             return
         name = self._state_name(cell, message)
@@ -272,8 +297,8 @@ class Table:
                 cell.clocks[worker] = number
 
     def _set_clocks(self, source: int, number: int) -> Message:
-        if source >= self.num_workers or number not in (0, AWAY):
-            raise MismatchError("key-value store message", expected="a worker's clock", got=f"{number} of {source}")
+        if number not in (0, AWAY):
+            raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
         self.set_clocks(source, number)
         return Message(Kind.DONE)
 

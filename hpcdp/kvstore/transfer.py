@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,44 @@ class Own:
         return codes
 
 
+class _Place:
+    """Where what is pulled of one part goes.
+
+    Args:
+        rows: those of the key that are wanted, ascending; None: all.
+    """
+
+    def __init__(self, item: Item, number: int, rows: np.ndarray | None = None) -> None:
+        self._item, self._part = item, item.parts[number]
+        first, last = (end // item.width for end in self._part[1:])
+        self.rows = None if rows is None else rows[(rows >= first) & (rows < last)] - first
+        """Those in the part, counted from its first."""
+
+    def copy(self, flat: np.ndarray, value: np.ndarray) -> None:
+        """Copy from the part's value to the key's."""
+        place = flat[self._part.first : self._part.last]
+        if self.rows is None:
+            place[:] = value
+        else:
+            width = self._item.width
+            place.reshape(-1, width)[self.rows] = value.reshape(-1, width)[self.rows]
+
+    def take_answer(self, asked: Asked, flat: np.ndarray | None) -> int:
+        """The version that an answer names; what it brings goes to ``flat``, if there is one."""
+        answer, item = asked.answer(), self._item
+        if flat is not None:
+            payload, place = answer.payload, flat[self._part.first : self._part.last]
+            count = place.size if self.rows is None else self.rows.size * item.width
+            if payload is None or payload.dtype != item.dtype or payload.size != count:
+                got = "none" if payload is None else f"{payload.size} {payload.dtype}"
+                raise MismatchError("pull", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
+            if self.rows is None:
+                place[:] = payload
+            else:
+                place.reshape(-1, item.width)[self.rows] = payload.reshape(-1, item.width)
+        return answer.number
+
+
 class Transfer:
     """A worker's way to all parts of all keys of a store.
 
@@ -95,12 +134,12 @@ class Transfer:
             item.cells[0].tick(self._worker)
         kind = Kind.PUSH if out is None else Kind.PUSHPULL
         flat = None if out is None else _flat(out)
-        asked: list[tuple[int, Asked]] = []
+        asked: list[tuple[_Place, Asked]] = []
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(kind, item, number, ticket=ticket, rate=rate)
                 message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
-                asked.append((number, self._ask(part.server, message)))
+                asked.append((_Place(item, number), self._ask(part.server, message)))
         version = 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
@@ -114,9 +153,9 @@ class Transfer:
             if ticket >= 0:
                 yield [_turn_of(cell, ticket)]
             version = cell.change(change, table.group.rank, ticket >= 0)
-        for number, each in asked:
+        for place, each in asked:
             yield [each]
-            version = _take_answer(each, item, number, flat)
+            version = place.take_answer(each, flat)
         self._count(own, version, out is not None)
         if out is not None and flat is not None:
             _put_back(flat, out)
@@ -129,27 +168,28 @@ class Transfer:
         ticket = -1
         if item.in_order:
             ticket = yield from self._draw(item, pushes=False)
-        flat = _flat(out) if rows is None else np.empty(item.count, item.dtype)
-        asked: list[tuple[int, Asked]] = []
-        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
-            if cell is None:
-                asked.append((number, self._ask(part.server, self._message(Kind.PULL, item, number, ticket=ticket))))
+        flat = _flat(out)
+        if rows is not None:
+            flat[:] = 0
+        asked: list[tuple[_Place, Asked]] = []
         version = 0
-        for part, cell in zip(item.parts, item.cells, strict=True):
+        places = [_Place(item, number, rows) for number in range(len(item.parts))]
+        for number, (place, cell) in enumerate(zip(places, item.cells, strict=True)):
+            if cell is None:
+                message = self._message(Kind.PULL, item, number, ticket=ticket)
+                message.number, message.payload = int(rows is not None), place.rows
+                asked.append((place, self._ask(item.parts[number].server, message)))
+        for place, cell in zip(places, item.cells, strict=True):
             if cell is not None:
                 if ticket >= 0:
                     yield [_turn_of(cell, ticket)]
-                version = cell.read(_copy_to(flat[part.first : part.last]), ticket >= 0)
-        for number, each in asked:
+                version = cell.read(partial(place.copy, flat), ticket >= 0)
+        for place, each in asked:
             yield [each]
-            version = _take_answer(each, item, number, flat)
+            version = place.take_answer(each, flat)
         own.seen = version
         versions.append(version)
-        if rows is None:
-            _put_back(flat, out)
-        else:
-            out[...] = 0
-            out[rows] = flat.reshape(item.shape)[rows]
+        _put_back(flat, out)
 
     def _message(self, kind: Kind, item: Item, part: int, **fields: Any) -> Message:
         return Message(kind, self._number, item.number, part, **fields)
@@ -278,13 +318,6 @@ def _put_back(flat: np.ndarray, x: Array) -> None:
         x[...] = flat.reshape(x.shape)
 
 
-def _copy_to(place: np.ndarray) -> Change:
-    def copy(flat: np.ndarray) -> None:
-        place[:] = flat
-
-    return copy
-
-
 def _and_copy(change: Change, place: np.ndarray) -> Change:
     def both(flat: np.ndarray) -> None:
         change(flat)
@@ -295,15 +328,3 @@ def _and_copy(change: Change, place: np.ndarray) -> Change:
 
 def _turn_of(cell: Cell, ticket: int) -> Until:
     return Until(lambda: cell.turn == ticket)
-
-
-def _take_answer(asked: Asked, item: Item, number: int, flat: np.ndarray | None) -> int:
-    """The version that an answer names; its value goes to its part of ``flat``."""
-    answer, part = asked.answer(), item.parts[number]
-    if flat is not None:
-        payload, count = answer.payload, part.last - part.first
-        if payload is None or payload.dtype != item.dtype or payload.size != count:
-            got = "none" if payload is None else f"{payload.size} {payload.dtype}"
-            raise MismatchError("pull", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
-        flat[part.first : part.last] = payload
-    return answer.number

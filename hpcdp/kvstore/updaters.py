@@ -21,6 +21,11 @@ class Updater(Protocol):
     by_parts: bool
     """Whether it treats each element by itself, so that the ranks of a node can share a value among them."""
 
+    @property
+    def rate(self) -> float:
+        """What may be assigned between updates, alike on all ranks, for them to compare: a learning rate, or 0."""
+        ...
+
     def now(self) -> Updater:
         """This one with the settings of this moment: the update follows later."""
         ...
@@ -35,6 +40,7 @@ class Replace:
     """Without an updater the stored value becomes the sum."""
 
     by_parts = True
+    rate = 0.0
 
     def now(self) -> Updater:
         return self
@@ -49,6 +55,7 @@ class ByFunction:
 
     function: Function
     by_parts = False
+    rate = 0.0
 
     def now(self) -> Updater:
         return self
@@ -66,6 +73,11 @@ class ByOptimizer:
     """Of each key's part that this rank updates, flat, by name."""
     steps: dict[Key, int] = field(default_factory=dict)
     by_parts = True
+
+    @property
+    def rate(self) -> float:
+        lr = self.optimizer.lr
+        return lr if isinstance(lr, float) else 0.0  # a schedule was compared when the optimizer was set
 
     def now(self) -> Updater:
         return ByOptimizer(copy.copy(self.optimizer), self.states, self.steps)

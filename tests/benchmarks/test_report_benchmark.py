@@ -36,8 +36,14 @@ def _results(ours: dict[int, float]) -> dict[str, Any]:
         "updates": [{"rows": [update]}],
         "lenet": [lenet],
         "scaling": [{"batch": 64, "ranks": n, "samples_s": s, "unequal": u} for n, (s, u) in scaling.items()],
+        "kvstore": [{"rows": [_store(4096, 9.5), _store(1 << 20, 10.5)]}],
         "startup": [{"ranks": 2, "import_s": 0.1, "launch_s": 0.7}],
     }
+
+
+def _store(nbytes: int, apart: float) -> dict[str, Any]:
+    medians = {"pushpull in place": 10.0, "allreduce in place": 9.5}
+    return {"nbytes": nbytes, "median_us": medians, "ratio": {"in place": 0.95, "to another array": apart / 12}}
 
 
 def _met(results: dict[str, Any]) -> dict[str, bool]:
@@ -51,6 +57,8 @@ def test_targets_are_met_or_missed_by_what_was_measured() -> None:
     assert good["allreduce, any array: up to 64 KB, behind the MPI library"]
     assert good["reduce and update by owners: best peer's allreduce and update, from 1 MB"]
     assert good["LeNet, 1 to 2 ranks, batch 64 a rank"]
+    assert good["dist_sync, pushpull in place: the time of an allreduce over its own"]
+    assert not good["dist_sync, pushpull to another array: the time of an allreduce over its own"]
     assert good["import hpcdp"]
     assert not good["hpcdp launch -n 2 until the world is known"]
     assert not next(met for what, met in good.items() if what.startswith("LeNet on one core"))
@@ -88,6 +96,7 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     results |= {"allreduce": [], "updates": [], "failures": ["allreduce (compare): no"], "skipped": ["gloo"]}
     text = report.render(results)
     assert text.count("not measured | -") == 10
+    assert "| 4K | 10.0 | 9.5 |" in text
     assert "Failures: allreduce (compare): no." in text
     assert "Skipped: gloo." in text
 

@@ -173,6 +173,32 @@ def test_pushes_return_before_they_take_effect_and_keep_their_order():
     threads.run(1, order)
 
 
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, 1), (4, 2)])
+def test_rows_alone_travel(ranks, per_node, split):
+    values = np.arange(40 * 300, dtype="f4").reshape(40, 300)
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["rows", "few"], [values, values[:2]])
+        store.set_updater(added)
+        world.barrier()
+        before = store.statistics()["sent_nbytes"]
+        wanted = [39, world.rank, 7, 7, 20]
+        found = store.row_sparse_pull("rows", row_ids=wanted)
+        expected = np.zeros_like(values)
+        expected[wanted] = values[wanted]
+        assert (np.asarray(found) == expected).all() and found.version == 0
+        out = np.full((2, 300), 5, "f4")
+        store.row_sparse_pull("few", out=out, row_ids=[1])
+        assert (out[0] == 0).all() and (out[1] == values[1]).all()
+        store.row_sparse_pull("few", out=out, row_ids=[])
+        assert (out == 0).all()
+        store.barrier()
+        return store.statistics()["sent_nbytes"] - before
+
+    assert sum(threads.run(ranks, one, per_node)) < ranks * (7 * 1200 + 20 * 64)  # of 40 rows each
+
+
 def test_a_counter_gives_each_number_to_one_worker():
     def one(world):
         store = kvstore.create("dist_async", world)
@@ -184,7 +210,7 @@ def test_a_counter_gives_each_number_to_one_worker():
         return taken
 
     for ranks, per_node in ((1, None), (3, None), (3, 1), (4, 2)):
-        taken = sum(threads.run(ranks, one, per_node), [])
+        taken = [number for found in threads.run(ranks, one, per_node) for number in found]
         assert sorted(taken) == list(range(50 * ranks))
 
 

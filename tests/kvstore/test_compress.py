@@ -59,8 +59,10 @@ def gradient(rank, turn, size, dtype):
     return np.random.default_rng([rank, turn]).standard_normal(size).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "dtype"),
+    [*((*world, "f4") for world in WORLDS), (3, 2, "f2"), (3, 2, "f8"), (4, None, "f2"), (4, None, "f8")],
+)
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_rank_encodes_by_itself_and_all_codes_are_added_once(codec, ranks, per_node, dtype):
     size, turns = 1237, 4
@@ -215,7 +217,7 @@ def test_ranks_that_differ_are_told():
             store.push("w", np.zeros(3, "f4"))
         store.set_gradient_compression("2bit")
 
-    with pytest.raises(MismatchError, match="expected compression 1bit as on rank 0, got compression 2bit on rank"):
+    with pytest.raises(MismatchError, match=r"expected compression 1bit.* as on rank 0, got compression 2bit on rank"):
         threads.run(3, settings)
     with pytest.raises(
         MismatchError, match="expected 0 pushes of key 'w' as on rank 0, got 1 pushes of key 'w' on rank 1"

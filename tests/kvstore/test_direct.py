@@ -10,7 +10,7 @@ import pytest
 import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
-from hpcdp.errors import HpcdpError
+from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore import direct
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (5, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
@@ -196,14 +196,39 @@ def test_a_rank_that_has_not_pushed_is_known_to_those_that_wait():
         world.barrier()
         if world.rank == 2:
             deadline = time.monotonic() + 20
-            while (call := stores[0]._watchdog.call) is None or call[2]() != [2]:
+            while (call := stores[0]._watchdog.call or [""])[0] != "pushpull of key 'w'" or call[2]() != [2]:
                 assert time.monotonic() < deadline
                 time.sleep(1e-3)
-            seen = call[0]
         store.pushpull("w", np.ones(3, "f4"))
-        return seen if world.rank == 2 else None
+        return True
 
-    assert threads.run(3, one)[2] == "pushpull of key 'w'"
+    assert all(threads.run(3, one))
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+def test_a_learning_rate_that_ranks_set_differently_is_told_to_all(in_one):
+    def one(world):
+        store, rule, out = kvstore.create("dist_sync", world), optim.SGD(lr=0.1), np.empty(40, "f4")
+        store.init("w", np.zeros(40, "f4"))
+        store.set_optimizer(rule)
+        found = []
+        for rate in (0.5, 0.2 if world.rank < 2 else 0.3, 0.5):
+            rule.lr = rate
+            try:
+                if in_one:
+                    store.pushpull("w", np.zeros(40, "f4"), out)
+                else:
+                    store.push("w", np.zeros(40, "f4"))
+                    store.pull("w", out)
+                found.append("fine")
+            except MismatchError as error:
+                found.append(str(error).split("\n")[0])
+        return found
+
+    said = "push [key 'w']: expected the same learning rate on all ranks, got 0.2 on rank 0, 0.3 on rank 2"
+    for found in threads.run(3, one):
+        assert found[1].startswith(said)
+        assert found[::2] == ["fine"] * 2
 
 
 def test_arrays_that_overlap_are_read_before_they_are_written():

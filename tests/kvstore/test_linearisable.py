@@ -1,5 +1,6 @@
-"""Each key of an asynchronous store behaves as if pushes and pulls took effect one after another, at some moment between
-the call and its end (Herlihy and Wing, "Linearizability", 1990): searched for in the histories of random schedules."""
+"""Each key of an asynchronous store behaves as if pushes and pulls took effect one after another, at some moment
+between the call and its end (Herlihy and Wing, "Linearizability", 1990): searched for in the histories of random
+schedules."""
 
 import time
 

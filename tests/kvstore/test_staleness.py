@@ -136,7 +136,7 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
         store.init(["w", "v"], [np.ones(5, "f4"), np.ones(3, "f4")])
         store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
         rng, found = np.random.default_rng(world.rank), []
-        for epoch in range(2):
+        for _ in range(2):
             for _ in range(4 + world.rank):
                 weight = np.asarray(store.pull("w"))
                 found.append(weight.tobytes())

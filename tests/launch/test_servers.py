@@ -28,7 +28,7 @@ def serve(whole):
     for worker in range(whole.size - whole.num_servers):
         whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
 
-stub = sys.modules["hpcdp.kvstore.server"] = types.ModuleType("hpcdp.kvstore.server")
+stub = sys.modules["hpcdp.kvstore.together"] = types.ModuleType("hpcdp.kvstore.together")
 stub.serve = serve
 program.main()
 """

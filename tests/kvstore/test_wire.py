@@ -1,0 +1,148 @@
+"""Messages of asynchronous stores: what is sent arrives, and whatever else arrives is refused and breaks nothing."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from hpcdp import kvstore, optim
+from hpcdp.comm import threads
+from hpcdp.errors import HpcdpError, MismatchError
+from hpcdp.kvstore.cell import AWAY
+from hpcdp.kvstore.server import REQUESTS
+from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode
+
+
+@pytest.mark.parametrize("dtype", [str(dtype) for dtype in DTYPES])
+def test_what_is_sent_arrives(dtype):
+    payload = np.arange(7).astype(dtype)
+    sent = Message(
+        Kind.PUSH, store=3, key=70000, part=2, request=2**40, ticket=5, number=-1, rate=0.25, which=9, coded=True,
+        payload=payload,
+    )  # fmt: skip
+    got = decode(sent.encode())
+    assert got.payload.dtype == payload.dtype and (got.payload == payload).all()
+    got.payload = sent.payload = None
+    assert got == sent
+    assert decode(Message.of_text(Kind.FAILED, "naïve").encode()).text() == "naïve"
+    assert decode(Message(Kind.PULL).encode()).payload.size == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m: m[: HEADER_NBYTES - 1], "expected 64 bytes or more, got 63 bytes"),
+        (lambda m: m[:0], "got 0 bytes"),
+        (lambda m: _with(m, 0, 0), "version 1"),
+        (lambda m: _with(m, 4, 9), "version 9"),
+        (lambda m: _with(m, 5, 99), "kind 99"),
+        (lambda m: _with(m, 6, 200), "dtype 200"),
+        (lambda m: m[:-1], "expected whole elements of float32, got 11 bytes"),
+    ],
+)
+def test_what_is_no_message_is_refused(change, says):
+    with pytest.raises(MismatchError, match=says):
+        decode(change(Message(Kind.PUSH, payload=np.ones(3, "f4")).encode()))
+
+
+def _with(message, place, value):
+    message[place] = value
+    return message
+
+
+KEYS = [(4, np.dtype("f4")), (8, np.dtype("f8")), (1, np.dtype("i8"))]
+
+
+def random_messages(rng, count):
+    """Valid messages, some of them changed in a few bytes, cut or made longer; and noise."""
+    for _ in range(count):
+        key, part, ticket = rng.choices([0, 0, 0, 1, 2, 9], k=3)
+        size, dtype = KEYS[key % 3]
+        if rng.random() < 0.2:
+            size, dtype = rng.randrange(9), rng.choice(DTYPES)
+        message = Message(
+            Kind(rng.randrange(1, 13)),
+            store=rng.choice([0, 1, 1, 1, 2]),
+            key=key,
+            part=part,
+            request=rng.randrange(2**40),
+            ticket=ticket - 1,
+            number=rng.choice([0, 1, -5, AWAY]),
+            rate=rng.choice([0.1, math.nan, math.inf, -1.0]),
+            which=rng.choice([0, 1, 2**32 - 1]),
+            coded=rng.random() < 0.1,
+            payload=np.frombuffer(rng.randbytes(size * dtype.itemsize), dtype),
+        ).encode()
+        kind = rng.randrange(4)
+        if kind == 1:
+            for _ in range(3):
+                message[rng.randrange(message.size)] = rng.randrange(256)
+        elif kind == 2:
+            message = message[: rng.randrange(message.size + 1)].copy()
+        elif kind == 3:
+            message = np.frombuffer(rng.randbytes(rng.randrange(200)), np.uint8)
+        yield message
+
+
+@pytest.fixture
+def table():
+    """That of a store of floats of two kinds and a counter, with an optimizer that has a state."""
+    found = []
+
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=1)
+        store.init([0, 1, 2], [np.zeros(count, dtype) for count, dtype in KEYS])
+        store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
+        found.append(store._table)
+
+    threads.run(2, one)
+    return found[0]
+
+
+def test_a_hundred_thousand_random_messages(table):
+    """Each is refused by an error of ours, is not due yet, or is answered; and values are those of valid pushes."""
+    rng = random.Random(11)
+    refused = answered = waits = 0
+    for message in random_messages(rng, 100_000):
+        before = message.copy()
+        try:
+            answer = table.answer(rng.randrange(2), decode(message))()
+        except HpcdpError:
+            refused += 1
+            continue
+        finally:
+            assert (message == before).all()
+        waits += answer is None
+        answered += answer is not None
+        assert answer is None or answer.kind is Kind.DONE
+    assert refused > 30_000 and answered > 1_000 and waits > 100
+    for item in table.by_number:
+        cell = item.cells[0]
+        assert cell.flat.dtype == item.dtype and cell.flat.size == item.count
+        cell.read(lambda flat: None)  # is whole, and its lock is free
+
+
+def test_a_server_survives_what_strangers_send():
+    """Between noise from a worker, the pushes of another are served."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        owner = store._table.items["w"].parts[0].server
+        if world.rank != owner:
+            rng = random.Random(world.rank)
+            for message in random_messages(rng, 500):
+                try:
+                    kind = decode(message).kind
+                except MismatchError:
+                    kind = None
+                if kind not in (Kind.PUSH, Kind.PUSHPULL, Kind.WRITE_STATE, Kind.COMMAND):  # those may be valid
+                    store._server.comm.isend(message, owner, REQUESTS).wait()
+            for _ in range(10):
+                store.push("w", np.full(4, -1.0))
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    assert threads.run(3, one, 1) == [[20.0] * 4] * 3
