@@ -22,8 +22,8 @@ _TRIES = 50
 """Of who finds a lock taken, before it sleeps: waking up takes as long as some updates."""
 
 
-def _request(kind: int, number: int) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, number, 1, 0)
+def _request(kind: int, byte: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)
 
 
 class NodeLocks:
@@ -45,15 +45,22 @@ class NodeLocks:
 
     @contextlib.contextmanager
     def hold(self, number: int, shared: bool = False) -> Iterator[None]:
-        """Hold lock ``number`` alone, or ``shared`` with all others who ask for it so."""
-        byte = self.size + number
-        kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+        """Hold lock ``number`` alone, or ``shared`` with all others who ask for it so.
+
+        Who waits to be alone keeps a gate shut meanwhile: without it there could always be somebody who shares.
+        """
+        gate = self.size + 2 * number
+        byte, kind = gate + 1, fcntl.F_RDLCK if shared else fcntl.F_WRLCK
         with self._own_lock(byte):
-            self._take(_request(kind, byte))
+            self._take(gate, fcntl.F_WRLCK)
+            try:
+                self._take(byte, kind)
+            finally:
+                self._release(gate)
             try:
                 yield
             finally:
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+                self._release(byte)
 
     def _own_lock(self, byte: int) -> threading.Lock:
         lock = self._own.get(byte)
@@ -62,7 +69,11 @@ class NodeLocks:
                 lock = self._own.setdefault(byte, threading.Lock())
         return lock
 
-    def _take(self, request: bytes) -> None:
+    def _release(self, byte: int) -> None:
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+
+    def _take(self, byte: int, kind: int) -> None:
+        request = _request(kind, byte)
         for _ in range(_TRIES):
             try:
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, request)

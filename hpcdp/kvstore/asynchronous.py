@@ -183,7 +183,7 @@ class AsyncStore(KVStore):
             failure: BaseException | None = None
             try:
                 value = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else merged(arrays)
-                with self._watching(f"push of {entry.variable.name}"):  # its lock may be that of a rank that has stopped
+                with self._watching(f"push of {entry.variable.name}"):  # a rank that has stopped may have its lock
                     drive(self._transfer.push(own, value.reshape(-1), rate, out, None))
             except BaseException as error:
                 failure = error

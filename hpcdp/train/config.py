@@ -22,6 +22,9 @@ RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
 
+LEARNING_RATE, LATE_LEARNING_RATE = 0.05, 0.03
+"""Defaults. Late gradients push on when they should turn back, and so bear less."""
+
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -51,7 +54,12 @@ class TrainConfig:
     epochs: int = _setting(20, "passes over the training set", least=1)
     batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
     optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw"))
-    lr: float = _setting(0.05, "learning rate at the global batch", least=0.0, above=True)
+    lr: float | None = _setting(
+        None,
+        f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE})",
+        least=0.0,
+        above=True,
+    )
     momentum: float = _setting(0.9, "momentum of sgd; adam and adamw do not use it", least=0.0)
     weight_decay: float = _setting(0.001, "weight decay per step, times the learning rate", least=0.0)
     schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
@@ -116,6 +124,8 @@ class TrainConfig:
 
     def _check_kv_store(self) -> None:
         kind = self.kv_store
+        if self.lr is None:
+            object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else LEARNING_RATE)
         if kind != "dist_async" and self.staleness is not None:
             raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
         if kind in (None, "dist_async") and not self.update_on_kvstore:

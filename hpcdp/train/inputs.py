@@ -34,7 +34,7 @@ def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimi
         updates: into how many the update of a global batch falls, each by the gradient of its samples over the count of
             all. Together they decay weights as one does, and go as far where the rule does not see a gradient's length.
     """
-    base, decay = config.lr, config.weight_decay
+    base, decay = float(config.lr or 0), config.weight_decay
     if config.optimizer != "sgd":
         base /= updates
     if config.optimizer != "adamw":  # whose decay is times the rate
