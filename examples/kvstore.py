@@ -55,7 +55,7 @@ if __name__ == "__main__":
     parser.add_argument("--staleness", type=int, help="with dist_async: pushes by which a rank may lead the slowest")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all ranks together")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.02, help="late gradients bear less")
     parser.add_argument("--slow", type=float, default=1.0, help="how many times as long the last rank sleeps in a step")
     args = parser.parse_args()
     world = hpcdp.init()

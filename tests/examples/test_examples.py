@@ -67,11 +67,12 @@ def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_af
 def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     found = {}
     for store in ("dist_sync", "dist_async"):
-        lines = run_example("kvstore.py", 3, "--store", store, "--epochs", "3", "--slow", "4").splitlines()
-        assert len(lines) == 3
+        lines = run_example("kvstore.py", 3, "--store", store, "--epochs", "4", "--slow", "4").splitlines()
+        assert len(lines) == 4
         told = [re.search(r"accuracy (\d\.\d+), (\d+\.\d) s, steps \[(.*)\]", line) for line in lines]
         found[store] = float(told[-1][1]), [int(steps) for steps in told[-1][3].split(",")]
-    assert min(accuracy for accuracy, _ in found.values()) > 0.8
+    assert found["dist_sync"][0] > 0.85
+    assert found["dist_async"][0] > 0.5  # which varies from run to run
     assert found["dist_sync"][1] == [23] * 3
     first, second, slow = found["dist_async"][1]
     assert first + second + slow == -(-1438 // 21) and slow < min(first, second)
