@@ -56,11 +56,13 @@ def test_those_who_share_meet_and_do_not_keep_others_out_for_ever():
         if world.rank < 2:
             with locks.hold(0, shared=True):
                 inside.wait()  # both at once
+            world.barrier()
             deadline = time.monotonic() + 20
             while not together and time.monotonic() < deadline:
                 with locks.hold(0, shared=True):
                     time.sleep(1e-3)
         else:
+            world.barrier()
             with locks.hold(0):
                 together.append(time.monotonic())
 
@@ -77,7 +79,13 @@ def test_an_exception_frees_it():
 
 
 def test_nobody_is_gone_while_all_live():
-    assert threads.run(3, lambda world: NodeLocks(world.node_comm).gone()) == [[]] * 3
+    def one(world):
+        locks = NodeLocks(world.node_comm)
+        gone = locks.gone()
+        world.barrier()
+        return gone
+
+    assert threads.run(3, one) == [[]] * 3
 
 
 def test_the_dead_hold_nothing():
