@@ -44,7 +44,7 @@ from .measure import bus_factor
 from .options import Parser, at_least
 
 _ASYNC = {"kv_store": "dist_async", "lr": 0.03}
-"""At the 0.05 of the others one run in three has diverged: late gradients bear less."""
+"""At the 0.05 of the others a run has diverged: late gradients bear less."""
 STORES: dict[str, dict[str, Any]] = {
     "buckets": {},
     "dist_sync": {"kv_store": "dist_sync"},
