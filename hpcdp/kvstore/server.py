@@ -27,8 +27,8 @@ from .wire import Kind, Message, decode, following_nbytes, pieces
 
 REQUESTS, ANSWERS = 1, 2
 """Tags."""
-_FOLLOWING = 2
-"""What is added to them for what follows a message."""
+_FOLLOWING = 4
+"""What is added to them for what follows a message; `ENDED` is another tag of the same communicator."""
 
 _LANE = "server"
 _LINGER_S, _NAP_S, _LONG_NAP_S = 1e-3, 50e-6, 2e-3
