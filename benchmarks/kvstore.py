@@ -6,6 +6,9 @@ all ranks at once. In place both overwrite the array; to another array both leav
 program does that computes in between. Data are written just before each call, and sums are checked. Times are medians
 in microseconds of the slowest rank; a ratio is allreduce's time over pushpull's, the median of those within turns.
 
+In a node ``dist_async`` follows: rounds over eight keys (fewer long ones), which all ranks push and pull in the same
+order, beside copies of as many bytes by all ranks at once. What the keys are in the end is the sum of all pushes.
+
 ``HPCDP_RANKS_PER_NODE=1`` makes a node of each rank: sums then go from node to node, which allreduce may leave to the
 MPI library, whose ranks share memory all the same; so there allreduce's ring, which is the way of a store, stands
 beside it.
@@ -14,13 +17,14 @@ beside it.
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .. import collectives, comm, kvstore
+from .. import collectives, comm, kvstore, optim
 from . import program
 from .collective import ours
 from .files import check_writable, write_json
@@ -31,6 +35,7 @@ from .measure import (
     FreshData,
     Schedule,
     alternate,
+    count_wrong,
     format_size,
     gather,
     median_ratio,
@@ -42,6 +47,8 @@ from .measure import (
 
 IN_PLACE, APART = "in place", "to another array"
 RING = "allreduce, ring"
+PUSH_THEN_PULL = "push, then pull"
+_KEYS, _MOST_NBYTES = 8, 16 << 20
 
 
 def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iterations: int, warmup: int) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
         ours(f"allreduce {IN_PLACE}", data, x, world, {}),
         call(f"pushpull {APART}", out, lambda: store.pushpull(count, x, out)),
         call(f"allreduce {APART}", out, lambda: collectives.allreduce(x, world=world, out=out)),
-        call("push, then pull", out, push_then_pull),
+        call(PUSH_THEN_PULL, out, push_then_pull),
         call("MPI in place", x, lambda: world.comm.native_allreduce(x, "sum")),
         Exchange("copy", data, x, out, partial(np.copyto, out, x), lambda result, _: int((result != x).sum())),
     ]
@@ -86,6 +93,91 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
         "copy_share": median_ratio(taken["copy"], own),
         "wrong": {name: wrong(ranks) for name, ranks in found.items()},
     }
+
+
+class Rounds:
+    """Calls for some keys of an asynchronous store, one after another; adds up what is pushed.
+
+    Args:
+        name: as printed.
+        data: the inputs.
+        x: what is pushed, shape ``(keys, count)``.
+        call: does it for one key.
+        total: what all ranks have pushed so far, a block that the keys repeat; changed in place. None: nothing is.
+    """
+
+    def __init__(
+        self, name: str, data: FreshData, x: np.ndarray, call: Callable[[int], object], total: np.ndarray | None
+    ) -> None:
+        self.name, self._data, self._x, self._call, self._total = name, data, x, call, total
+
+    def refresh(self, iteration: int) -> None:
+        self._data.write(self._x.reshape(-1), iteration)
+        if self._total is not None:
+            self._total += self._data.reduced(iteration)
+
+    def timed(self) -> int:
+        begin = time.perf_counter_ns()
+        for number in range(len(self._x)):
+            self._call(number)
+        return time.perf_counter_ns() - begin
+
+    def wrong(self, iteration: int) -> int:
+        return 0  # the sum is looked at in the end: meanwhile others push
+
+
+def compare_asynchronous(world: comm.World, nbytes: int, *, iterations: int, warmup: int) -> dict[str, Any]:
+    """``dist_async`` with keys of one size, in a store of their own; every rank must call.
+
+    Returns ``nbytes`` and ``keys``, ``median_us`` of one key by name, ``copy_share``, the time of a copy of as many
+    bytes over that of what has the name, and ``wrong``, the elements that are not the sum of all pushes.
+    """
+    count = max(1, nbytes // 4)
+    keys = range(max(1, min(_KEYS, _MOST_NBYTES // nbytes)))
+    data = FreshData(world.rank, world.size)
+    total = np.zeros_like(data.reduced(0))
+    x, out = (np.zeros((len(keys), count), np.float32) for _ in range(2))
+    store = kvstore.create("dist_async", world)
+    store.init(list(keys), list(out))
+    store.set_optimizer(optim.SGD(lr=1.0))
+
+    def push_then_pull(key: int) -> None:
+        store.push(key, x[key])
+        store.pull(key, out[key])
+
+    candidates = [
+        Rounds("copy", data, x, lambda key: np.copyto(out[key], x[key]), None),
+        Rounds("push", data, x, lambda key: store.push(key, x[key]), total),
+        Rounds("pull", data, x, lambda key: store.pull(key, out[key]), None),
+        Rounds(PUSH_THEN_PULL, data, x, push_then_pull, total),
+        Rounds("pushpull", data, x, lambda key: store.pushpull(key, x[key], out[key]), total),
+    ]
+    found = gather(world, alternate(candidates, world.comm.barrier, Schedule(iterations, 1, warmup), validate=False))
+    store.barrier()
+    for key in keys:
+        store.pull(key, out[key])
+    taken = {name: turn_medians(ranks) / len(keys) for name, ranks in found.items()}
+    return {
+        "nbytes": count * 4,
+        "keys": len(keys),
+        "median_us": {name: float(np.median(us)) for name, us in taken.items()},
+        "copy_share": {name: median_ratio(taken["copy"], us) for name, us in taken.items() if name != "copy"},
+        "wrong": sum(world.comm.allgather_json(count_wrong(out.reshape(-1), -total, 0.0))),
+    }
+
+
+def print_asynchronous(row: dict[str, Any], *, heading: bool) -> None:
+    """One size of ``dist_async``, a line a candidate."""
+    if heading:
+        print("# dist_async, SGD; median us of one key, of the slowest rank; share: of the copy rate")
+        print(f"{'# Size':<8}{'candidate':<30}{'median us':>12}{'share':>13}")
+    first = format_size(row["nbytes"])
+    for name, us in row["median_us"].items():
+        share = f"{row['copy_share'][name]:.2f}" if name in row["copy_share"] else ""
+        print(f"{first:<8}{name:<30}{us:>12.2f}{share:>13}".rstrip(), flush=True)
+        first = ""
+    if row["wrong"]:
+        print(f"# {row['wrong']} WRONG", flush=True)
 
 
 def print_row(row: dict[str, Any], *, heading: bool) -> None:
@@ -119,13 +211,20 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(compare(world, store, nbytes, iterations=args.iterations, warmup=args.warmup))
         if world.rank == 0:
             print_row(rows[-1], heading=len(rows) == 1)
+    asynchronous = []
+    for nbytes in sizes if world.num_nodes == 1 else ():
+        found = compare_asynchronous(world, nbytes, iterations=args.iterations, warmup=args.warmup)
+        asynchronous.append(found)
+        if world.rank == 0:
+            print_asynchronous(found, heading=len(asynchronous) == 1)
     limits = copy_rates(Floor(world, max(sizes))) if world.num_nodes == 1 else {}
     if world.rank == 0 and limits:
         facts = ", ".join(f"{name} {value:.2f}" for name, value in limits.items())
         print(textwrap.fill(facts, 80, initial_indent="# ", subsequent_indent="# "))
     report = {"benchmark": "kvstore", "machine": describe(world), "library": world.library, "limits": limits}
-    write_json(args.json, world, {**report, "rows": rows})
-    return 1 if any(count for row in rows for count in row["wrong"].values()) else 0
+    write_json(args.json, world, {**report, "rows": rows, "asynchronous": asynchronous})
+    faulty = any(any(row["wrong"].values()) for row in rows) or any(row["wrong"] for row in asynchronous)
+    return 1 if faulty else 0
 
 
 if __name__ == "__main__":

@@ -19,14 +19,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..collectives.progress import wait_for
-from ..comm import Request, World
+from ..comm import Communicator, Request, World
 from ..comm.roles import ENDED
 from ..errors import HpcdpError
 from ..gradients.lane import Lane
-from .wire import Kind, Message, decode
+from .wire import Kind, Message, decode, following_nbytes, pieces
 
 REQUESTS, ANSWERS = 1, 2
 """Tags."""
+_FOLLOWING = 4
+"""What is added to them for what follows a message; `ENDED` is another tag of the same communicator."""
 
 _LANE = "server"
 _LINGER_S, _NAP_S, _LONG_NAP_S = 1e-3, 50e-6, 2e-3
@@ -77,6 +79,32 @@ class Asked:
         return self._answer
 
 
+class _Arriving:
+    """A message on its way, with what follows it."""
+
+    def __init__(self, comm: Communicator, tag: int, source: int, message: np.ndarray, request: Request) -> None:
+        self.source, self._message = source, message
+        self._rest: np.ndarray | None = None
+        self._comm, self._tag, self._begun = comm, tag + _FOLLOWING, False
+        self._requests = deque([request])
+
+    def test(self) -> bool:
+        """Whether all of it is here; to be asked when all of its sender's earlier ones are."""
+        while True:
+            while self._requests and self._requests[0].test():
+                self._requests.popleft()
+            if self._requests or self._begun:
+                return not self._requests
+            self._begun = True
+            if nbytes := following_nbytes(self._message):
+                self._rest = np.empty(nbytes, np.uint8)
+                self._requests.extend(self._comm.irecv(piece, self.source, self._tag) for piece in pieces(self._rest))
+
+    def decoded(self) -> Message:
+        """See `decode`."""
+        return decode(self._message, self._rest)
+
+
 class Server:
     """A rank's end of the exchange with ranks of other nodes. All ranks make it together; use `of`.
 
@@ -92,8 +120,8 @@ class Server:
         """What the first worker has told this server to do together with all others."""
         self.sent_nbytes = 0
         """By this rank, to others."""
-        self._arriving: deque[tuple[int, np.ndarray, Request]] = deque()
-        self._answering: deque[tuple[np.ndarray, Request]] = deque()
+        self._arriving: list[_Arriving] = []
+        self._answering: list[_Arriving] = []
         self._waiting: list[tuple[int, int, Attempt]] = []
         self._answers: dict[int, Message] = {}
         self._sending: list[Request] = []
@@ -127,11 +155,12 @@ class Server:
         return self._answers.pop(number, None)
 
     def _send(self, dest: int, message: Message, tag: int) -> None:
-        encoded = message.encode()
-        with self._counting:
-            self.sent_nbytes += encoded.nbytes
+        first, following = message.encode()
+        with self._counting:  # what follows one message comes before what follows the next
+            self.sent_nbytes += first.nbytes + sum(piece.nbytes for piece in following)
             self._sending = [each for each in self._sending if not each.test()]
-            self._sending.append(self.comm.isend(encoded, dest, tag))
+            self._sending.append(self.comm.isend(first, dest, tag))
+            self._sending.extend(self.comm.isend(piece, dest, tag + _FOLLOWING) for piece in following)
 
     def _poll(self) -> bool:
         if self._look():
@@ -149,11 +178,10 @@ class Server:
             found = self.comm.irecv_any(REQUESTS)
             if found is None:
                 break
-            self._arriving.append(found)
+            self._arriving.append(_Arriving(self.comm, REQUESTS, *found))
         busy = bool(self._arriving)
-        while self._arriving and self._arriving[0][2].test():
-            source, encoded, _ = self._arriving.popleft()
-            self._receive(source, encoded)
+        for each in _take_complete(self._arriving):
+            self._receive(each)
         for waiting in tuple(self._waiting):
             if self._try(*waiting):
                 self._waiting.remove(waiting)
@@ -167,14 +195,15 @@ class Server:
 
     def _collect_answers(self) -> None:
         while (found := self.comm.irecv_any(ANSWERS)) is not None:
-            self._answering.append(found[1:])
-        while self._answering and self._answering[0][1].test():
-            message = decode(self._answering.popleft()[0])
+            self._answering.append(_Arriving(self.comm, ANSWERS, *found))
+        for each in _take_complete(self._answering):
+            message = each.decoded()
             self._answers[message.request] = message
 
-    def _receive(self, source: int, encoded: np.ndarray) -> None:
+    def _receive(self, arrived: _Arriving) -> None:
+        source = arrived.source
         try:
-            message = decode(encoded)
+            message = arrived.decoded()
         except HpcdpError as error:  # nobody can be told: who knows which request it was
             self._complain(source, error)
             return
@@ -221,6 +250,19 @@ class Server:
                 ended += 1
             else:
                 time.sleep(_LONG_NAP_S)
+
+
+def _take_complete(arriving: list[_Arriving]) -> list[_Arriving]:
+    """Those that are here, in their order; none before an earlier one of its sender. They leave the list."""
+    complete, left, behind = [], [], set[int]()
+    for each in arriving:
+        if each.source not in behind and each.test():
+            complete.append(each)
+        else:
+            behind.add(each.source)
+            left.append(each)
+    arriving[:] = left
+    return complete
 
 
 def _command(source: int, text: str) -> dict[str, Any]:

@@ -267,7 +267,7 @@ class Table:
         if message.kind is Kind.WRITE_STATE:
             self.write_state(cell, message)
             return Message(Kind.DONE)
-        payload = None if message.which == NO_STATE else cell.states[self._state_name(cell, message)]
+        payload = None if message.which == NO_STATE else cell.states[self._state_name(cell, message)].copy()
         return Message(Kind.DONE, number=cell.steps, payload=payload)
 
     def _state_name(self, cell: Cell, message: Message) -> str:

@@ -1,6 +1,8 @@
 """What workers and servers send each other: a header of fixed length, then the array, codes, or text, byte for byte.
 
-Whatever arrives is checked before it is used; nothing is unpickled. Numbers are little-endian.
+Whatever arrives is checked before it is used; nothing is unpickled. Numbers are little-endian. What a message of an MPI
+library cannot carry at once over TCP follows its header in pieces: of long messages both ways on one link, each side's
+permission to go on would queue behind the other's data.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from enum import IntEnum
 
 import numpy as np
 
+from ..collectives.progress import MESSAGE_NBYTES, segments
 from ..errors import MismatchError
+from .placement import MOST_NBYTES
 
 VERSION = 1
-_HEADER = struct.Struct("<4sBBBBHHIQqqdI12x")
+_HEADER = struct.Struct("<4sBBBBHHIQqqdIQ4x")
 HEADER_NBYTES = _HEADER.size
 _MAGIC = b"hkvs"
 DTYPES = tuple(np.dtype(name) for name in ("u1", "i1", "i4", "i8", "u4", "u8", "f2", "f4", "f8"))
@@ -68,16 +72,20 @@ class Message:
     payload: np.ndarray | None = None
     """Contiguous, one of `DTYPES`."""
 
-    def encode(self) -> np.ndarray:
-        """As bytes, dtype uint8; copies the payload."""
+    def encode(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """As bytes, dtype uint8: a message, and the pieces that follow it, which are views of a long payload."""
         body = np.empty(0, np.uint8) if self.payload is None else self.payload
-        message = np.empty(HEADER_NBYTES + body.nbytes, np.uint8)
+        data = body.reshape(-1).view(np.uint8)
+        follows = HEADER_NBYTES + data.size > MESSAGE_NBYTES
+        message = np.empty(HEADER_NBYTES + (0 if follows else data.size), np.uint8)
         _HEADER.pack_into(
             message.data, 0, _MAGIC, VERSION, self.kind, DTYPES.index(body.dtype), self.coded, self.store, self.part,
-            self.key, self.request, self.ticket, self.number, self.rate, self.which,
+            self.key, self.request, self.ticket, self.number, self.rate, self.which, data.size if follows else 0,
         )  # fmt: skip
-        message[HEADER_NBYTES:].view(body.dtype)[...] = body.reshape(-1)
-        return message
+        if follows:
+            return message, pieces(data)
+        message[HEADER_NBYTES:] = data
+        return message, []
 
     def text(self) -> str:
         """The payload of a message of text."""
@@ -89,8 +97,21 @@ class Message:
         return cls(kind, payload=np.frombuffer(text.encode(), np.uint8), **fields)  # type: ignore[arg-type]
 
 
-def decode(message: np.ndarray) -> Message:
-    """A message from its bytes, dtype uint8; the payload is a view of them.
+def pieces(data: np.ndarray) -> list[np.ndarray]:
+    """Views of a long payload's bytes, in the order in which they are sent."""
+    return segments(data, MESSAGE_NBYTES)
+
+
+def following_nbytes(message: np.ndarray) -> int:
+    """How many bytes follow a message in `pieces`; 0 where they are in it, or it is none."""
+    if message.size != HEADER_NBYTES or bytes(message[:4]) != _MAGIC:
+        return 0
+    nbytes: int = _HEADER.unpack_from(message.data)[-1]
+    return nbytes if MESSAGE_NBYTES - HEADER_NBYTES < nbytes <= MOST_NBYTES else 0
+
+
+def decode(message: np.ndarray, rest: np.ndarray | None = None) -> Message:
+    """A message from its bytes, dtype uint8, and what has followed; the payload is a view of them.
 
     Raises:
         MismatchError: these are not what `Message.encode` makes, in this version.
@@ -99,14 +120,16 @@ def decode(message: np.ndarray) -> Message:
         raise MismatchError(
             "key-value store message", expected=f"{HEADER_NBYTES} bytes or more", got=f"{message.size} bytes"
         )
-    magic, version, kind, dtype, coded, store, part, *fields = _HEADER.unpack_from(message.data)
+    magic, version, kind, dtype, coded, store, part, *fields, follow = _HEADER.unpack_from(message.data)
     if magic != _MAGIC or version != VERSION:
         got = f"{bytes(magic)!r}, version {version}"
         raise MismatchError("key-value store message", expected=f"{_MAGIC!r}, version {VERSION}", got=got)
     if kind not in set(Kind) or dtype >= len(DTYPES) or coded > 1:
         got = f"kind {kind}, dtype {dtype}, coded {coded}"
         raise MismatchError("key-value store message", expected="a known kind and dtype", got=got)
-    body = message[HEADER_NBYTES:]
+    body = message[HEADER_NBYTES:] if rest is None else rest
+    if follow != (0 if rest is None else rest.size):
+        raise MismatchError("key-value store message", expected="bytes that follow", got=f"a length of {follow}")
     if body.size % DTYPES[dtype].itemsize:
         got = f"{body.size} bytes"
         raise MismatchError("key-value store message", expected=f"whole elements of {DTYPES[dtype]}", got=got)

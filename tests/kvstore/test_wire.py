@@ -11,7 +11,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore.cell import AWAY
 from hpcdp.kvstore.server import REQUESTS
-from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode
+from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
 
 
 @pytest.mark.parametrize("dtype", [str(dtype) for dtype in DTYPES])
@@ -21,12 +21,12 @@ def test_what_is_sent_arrives(dtype):
         Kind.PUSH, store=3, key=70000, part=2, request=2**40, ticket=5, number=-1, rate=0.25, which=9, coded=True,
         payload=payload,
     )  # fmt: skip
-    got = decode(sent.encode())
+    got = decode(*_whole(sent))
     assert got.payload.dtype == payload.dtype and (got.payload == payload).all()
     got.payload = sent.payload = None
     assert got == sent
-    assert decode(Message.of_text(Kind.FAILED, "naïve").encode()).text() == "naïve"
-    assert decode(Message(Kind.PULL).encode()).payload.size == 0
+    assert decode(*_whole(Message.of_text(Kind.FAILED, "naïve"))).text() == "naïve"
+    assert decode(*_whole(Message(Kind.PULL))).payload.size == 0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,28 @@ def test_what_is_sent_arrives(dtype):
 )
 def test_what_is_no_message_is_refused(change, says):
     with pytest.raises(MismatchError, match=says):
-        decode(change(Message(Kind.PUSH, payload=np.ones(3, "f4")).encode()))
+        decode(change(Message(Kind.PUSH, payload=np.ones(3, "f4")).encode()[0]))
+
+
+@pytest.mark.parametrize("count", [15_343, 15_344, 15_345, 100_003])
+def test_a_long_payload_follows_in_pieces(count):
+    payload = np.arange(count, dtype="f4")
+    first, following = Message(Kind.PUSH, payload=payload).encode()
+    assert bool(following) == (count > 15_344)  # 60 KB less a header
+    assert following_nbytes(first) == sum(piece.nbytes for piece in following) == payload.nbytes * bool(following)
+    assert all(piece.nbytes <= 60 << 10 and np.shares_memory(piece, payload) for piece in following)
+    rest = np.concatenate(following) if following else None
+    assert (decode(first, rest).payload == payload).all()
+    if rest is not None:
+        for wrong in (None, rest[:-4]):
+            with pytest.raises(MismatchError, match=f"a length of {payload.nbytes}"):
+                decode(first, wrong)
+        assert following_nbytes(_with(first, 58, 0xFF)) == 0  # too much
+
+
+def _whole(message):
+    first, following = message.encode()
+    return first, np.concatenate(following) if following else None
 
 
 def _with(message, place, value):
@@ -73,7 +94,7 @@ def random_messages(rng, count):
             which=rng.choice([0, 1, 2**32 - 1]),
             coded=rng.random() < 0.1,
             payload=np.frombuffer(rng.randbytes(size * dtype.itemsize), dtype),
-        ).encode()
+        ).encode()[0]
         kind = rng.randrange(4)
         if kind == 1:
             for _ in range(3):
@@ -138,7 +159,8 @@ def test_a_server_survives_what_strangers_send():
                     kind = decode(message).kind
                 except MismatchError:
                     kind = None
-                if kind not in (Kind.PUSH, Kind.PUSHPULL, Kind.WRITE_STATE, Kind.COMMAND):  # those may be valid
+                may_be_valid = kind in (Kind.PUSH, Kind.PUSHPULL, Kind.WRITE_STATE, Kind.COMMAND)
+                if not may_be_valid and not following_nbytes(message):  # who announces more must send it
                     store._server.comm.isend(message, owner, REQUESTS).wait()
             for _ in range(10):
                 store.push("w", np.full(4, -1.0))
