@@ -8,9 +8,12 @@ import pytest
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
+from hpcdp.comm.roles import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
+from hpcdp.kvstore import server
 from hpcdp.kvstore.cell import AWAY
 from hpcdp.kvstore.server import REQUESTS
+from hpcdp.kvstore.together import serve
 from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
 
 
@@ -168,3 +171,31 @@ def test_a_server_survives_what_strangers_send():
         return store.pull("w").wait().tolist()
 
     assert threads.run(3, one, 1) == [[20.0] * 4] * 3
+
+
+def test_tags_are_all_different():
+    """Servers of their own share a communicator with the message by which workers end."""
+    following = [tag + server._FOLLOWING for tag in (server.REQUESTS, server.ANSWERS)]
+    assert len({server.REQUESTS, server.ANSWERS, ENDED, *following}) == 5
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, None])
+def test_long_values_reach_servers_of_their_own(ranks_per_node):
+    """In pieces, many under way at once."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        keys = list(range(4))
+        store.init(keys, [np.zeros(100_000, "f4") for _ in keys])
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for turn in range(3):
+            for key in keys:
+                store.push(key, np.full(100_000, -(key + 1.0), "f4"))
+            found = [np.asarray(each) for each in store.pull(keys)]
+            for key, value in zip(keys, found, strict=True):
+                assert (value == value[0]).all() and value[0] >= (turn + 1) * (key + 1)
+        store.barrier()
+        return [float(each[0]) for each in store.pull(keys)]
+
+    found = threads.run(3, one, ranks_per_node, num_servers=2, serve=serve)
+    assert found == [[9.0 * (key + 1) for key in range(4)]] * 3
