@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ def listed_keys(operation: str, key: object) -> list[Key]:
         ConfigError: something among them is no key.
     """
     keys: list[Any] = list(key) if isinstance(key, list | tuple) else [key]
+    keys = [int(each) if isinstance(each, np.integer) else each for each in keys]
     for each in keys:
         if not isinstance(each, int | str) or isinstance(each, bool):
             raise ConfigError(operation, where="key", expected="an int, a str or a list of them", got=repr(each))
@@ -81,6 +82,19 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
         expected = f"integers from 0 to {num_rows - 1}"
         raise ConfigError(operation, where="row_ids", expected=expected, got=repr(row_ids)[:80])
     return np.unique(rows).astype(np.int64)
+
+
+STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"))
+"""What ranks can merge and send each other."""
+
+
+def check_storable(values: Mapping[Key, Array]) -> None:
+    """Raises `UnsupportedError` unless ranks can share all ``values``."""
+    for key, value in values.items():
+        if not is_host(value) or value.dtype not in STORABLE or not value.dtype.isnative:
+            got = value.dtype.str if is_host(value) else "one on a device"
+            expected = f"a NumPy array of {', '.join(map(str, STORABLE))}"
+            raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=got)
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

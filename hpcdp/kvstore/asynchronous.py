@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,17 +23,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, is_host
+from ..arrays import Array
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..compression import Compression
 from ..engine import Variable
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
+from ..gradients.reducer import weakly
 from ..optim import Optimizer
 from . import together
-from .arguments import Key, merged
+from .arguments import Key, check_storable, merged
 from .cell import AWAY
 from .compress import check_codable
 from .pulled import Pulled, can_wait
@@ -42,7 +44,7 @@ from .states import States, read_states, write_states
 from .store import Entry, KVStore
 from .table import Table, no_updater
 from .transfer import Own, Transfer
-from .updaters import ByOptimizer, Function
+from .updaters import ByOptimizer, Function, name_of
 from .wire import NO_STATE, Kind, Message
 
 T = TypeVar("T")
@@ -87,7 +89,9 @@ class AsyncStore(KVStore):
         self._compression: Compression | None = None
         self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
-        world.endings.append(self._leave)  # however soon the program lets go of it: others must know
+        self._let_go = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
+        self._let_go.atexit = False
+        world.endings.append(weakly(self._leave))
 
     @property
     def rank(self) -> int:
@@ -113,9 +117,7 @@ class AsyncStore(KVStore):
     def _make(self, values: dict[Key, Array]) -> None:
         items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
         require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
-        for key, value in values.items():
-            if not is_host(value):
-                raise UnsupportedError("init", where=f"key {key!r}", expected="a NumPy array", got="one on a device")
+        self._agreed(lambda: check_storable(values))
         if self._compression is not None:
             check_codable("init", values.items())
         described = [(key, tuple(value.shape), value.dtype.str) for key, value in values.items()]
@@ -129,7 +131,7 @@ class AsyncStore(KVStore):
             self._own[key].compress(self._compression)
 
     def set_updater(self, updater: Function) -> None:
-        named = f"{getattr(updater, '__module__', '')}:{getattr(updater, '__qualname__', updater)}"
+        named = name_of(updater)
         require_same(self._world.comm, "set_updater", [named], "pass the same function on all ranks")
         super().set_updater(updater)
         self._install({"function": named})
@@ -270,9 +272,7 @@ class AsyncStore(KVStore):
         """This worker's program has come to its end: nobody is to wait for it."""
         self._settle()
         self._transfer.set_clocks(AWAY)
-        self._table.leave()
-        if self._replay is not None:
-            self._replay.end(self.rank)
+        self._let_go()
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
         """How many workers and servers have died, or have not answered for ``timeout_s`` seconds."""
@@ -323,3 +323,10 @@ class AsyncStore(KVStore):
                     self._transfer.write_state(item, which, states[key, name], steps[key])
 
         self._by_first(read)
+
+
+def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:
+    """Of a store that its program has dropped, or that ends with it: its worker holds nobody back, and is not dead."""
+    transfer.leave()
+    if replay is not None:
+        replay.end(worker)

@@ -14,6 +14,7 @@ from ..comm.locks import NodeLocks
 from ..comm.shared import NodeMemory
 from ..errors import HpcdpError
 from ..optim import Optimizer
+from .updaters import apply_rule, new_state
 
 _COUNT, _HOLDER, _STEPS, _TICKETS, _TURN, _NUMBERS = 0, 1, 2, 3, 4, 8
 AWAY = np.iinfo(np.int64).max
@@ -110,7 +111,7 @@ class Cell:
         """Within `change`: apply a rule."""
         self._numbers[_STEPS] += 1
         try:
-            rule.update(flat, received, self.states, step=int(self._numbers[_STEPS]))
+            apply_rule(rule, flat, received, self.states, int(self._numbers[_STEPS]))
         except BaseException:
             self._numbers[_STEPS] -= 1
             raise
@@ -142,7 +143,8 @@ class Cell:
     def keep_states_of(self, rule: Optimizer) -> None:
         """Make room for a rule's state, zero as it begins; every rank of the node must call."""
         self._numbers[_STEPS] = 0
-        self.states = {name: self._memory.alloc((self.flat.size,), self.flat.dtype) for name in rule.state_names()}
+        like = new_state(rule, self.flat[:0])
+        self.states = {name: self._memory.alloc((self.flat.size,), like[name].dtype) for name in rule.state_names()}
 
     def _check(self) -> None:
         if self._numbers[_COUNT] % 2:

@@ -8,6 +8,7 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -31,8 +32,10 @@ _FOLLOWING = 4
 """What is added to them for what follows a message; `ENDED` is another tag of the same communicator."""
 
 _LANE = "server"
-_LINGER_S, _NAP_S, _LONG_NAP_S = 1e-3, 50e-6, 2e-3
+_LINGER_S, _NAP_S = 1e-3, 50e-6
 """After a message the next one is looked for so long, after naps."""
+_AWAKE_S, _LONG_NAP_S = 0.5, 5e-3
+"""When nothing has come for so long, naps are as long as this."""
 _AT_ONCE = 64
 """So many messages are received before any is answered."""
 
@@ -58,7 +61,15 @@ class Asked:
     def test(self) -> bool:
         """Whether the answer has come."""
         if self._answer is None:
-            self._answer = self._server.answer_to(self._number)
+            try:
+                self._answer = self._server.answer_to(self._number)
+            except Exception as error:  # the MPI library's, where it tells of processes that have died
+                raise HpcdpError(
+                    "key-value store",
+                    where=f"on rank {self.dest}",
+                    expected="an answer",
+                    got=f"it may have died: {error}",
+                ) from error
         return self._answer is not None
 
     def wait(self) -> None:
@@ -128,9 +139,12 @@ class Server:
         self._requests = 0
         self._looking, self._counting = threading.Lock(), threading.Lock()
         self._complained = False
+        self._idle_since = time.monotonic()
         engine = Lane.of(group).engine
         engine.add_lane(_LANE, idle=self._poll)
         engine.push(lambda: None, lane=_LANE, name="start of the server")
+        if not has_servers:
+            group.endings.append(self.end)  # called after those of the stores, which were made later
 
     @classmethod
     def of(cls, group: World, has_servers: bool) -> Server:
@@ -170,6 +184,9 @@ class Server:
                     until = time.monotonic() + _LINGER_S
                 else:
                     time.sleep(_NAP_S)
+            self._idle_since = until
+        elif time.monotonic() - self._idle_since > _AWAKE_S:
+            time.sleep(_LONG_NAP_S)
         return True
 
     def _look(self) -> bool:
@@ -239,6 +256,13 @@ class Server:
         if not self._complained:
             self._complained = True
             print(f"rank {self.comm.rank}: from rank {source}: {error}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Go on answering until all workers have ended, those whose keys lie elsewhere, too; every worker must call."""
+        with contextlib.suppress(Exception):  # the MPI library's, where some have died
+            ended = self.comm.native_iallreduce(np.ones(1), "sum")
+            while not ended.test():
+                time.sleep(_LONG_NAP_S)
 
     def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
         """The commands to a server, one after another, until all workers have ended."""

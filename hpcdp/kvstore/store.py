@@ -25,7 +25,7 @@ from .compress import Settings, compression_of
 from .entry import Entry
 from .pulled import Pulled, can_wait, hook_of
 from .states import read_states, write_states
-from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater
+from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater, new_state
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class KVStore(abc.ABC):
             UnsupportedError: an array of another shape or dtype than the key's; no key is pushed then.
         """
         priority = _checked_priority("push", priority)
-        for entry, arrays in self._named("push", key, value):
+        for entry, arrays in self._pushable(key, value):
             self._push(entry, arrays, priority)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0) -> Any:
@@ -131,7 +131,7 @@ class KVStore(abc.ABC):
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
         priority = _checked_priority("push", priority)
-        pushed = self._named("push", key, value)
+        pushed = self._pushable(key, value)
         places = pushed if out is None else self._named("pull", key, out)
         if len(pushed) == 1 == len(places) and pushed[0][0] is places[0][0]:
             self._pushpull(*pushed[0], places[0][1], priority)
@@ -262,7 +262,7 @@ class KVStore(abc.ABC):
         rule.states = {}
         for key in rule.steps:
             entry = self._entries[key]
-            rule.states[key] = rule.optimizer.init_state(self._own_part(entry, entry.stored))
+            rule.states[key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
             for name, place in rule.states[key].items():
                 place[...] = self._own_part(entry, states[key, name])
 
@@ -301,6 +301,16 @@ class KVStore(abc.ABC):
             for array in arrays:
                 check_array(operation, entry.key, array, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
         return named
+
+    def _pushable(self, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
+        """The keys of a push and their arrays, which the updater can take."""
+        pushed = self._named("push", key, value)
+        if isinstance(self._updater, ByOptimizer):
+            for entry, _ in pushed:
+                if entry.stored.dtype.kind != "f":
+                    got, expected = entry.stored.dtype, "floating-point numbers in a store with an optimizer"
+                    raise UnsupportedError("push", where=f"key {entry.key!r}", expected=expected, got=got)
+        return pushed
 
     def _entry(self, operation: str, key: object) -> Entry:
         if isinstance(key, int | str) and key in self._entries:

@@ -19,20 +19,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, is_host
+from ..arrays import Array
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..comm.communicator import join_parts
 from ..compression import Compression
 from ..engine import Variable
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError
 from ..gradients.bucket import Bucket
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
-from .arguments import Key, merged
+from .arguments import Key, check_storable, merged
 from .coded import Coded
 from .compress import check_codable
 from .direct import Direct, in_one_piece
@@ -40,7 +40,7 @@ from .entry import Entry
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .store import KVStore
-from .updaters import Function, Replace, Updater
+from .updaters import Function, Replace, Updater, name_of
 
 T = TypeVar("T")
 
@@ -99,8 +99,7 @@ class SyncStore(KVStore):
         self._world.barrier()
 
     def set_updater(self, updater: Function) -> None:
-        named = f"{getattr(updater, '__module__', '')}.{getattr(updater, '__qualname__', updater)}"
-        require_same(self._world.comm, "set_updater", [named], "pass the same function on all ranks")
+        require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")
         super().set_updater(updater)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
@@ -114,11 +113,10 @@ class SyncStore(KVStore):
     def _make(self, values: dict[Key, Array]) -> None:
         items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
         require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
+        self._agreed(lambda: check_storable(values))
         if self._compression is not None:
             check_codable("init", values.items())
         for key, value in values.items():
-            if not is_host(value):
-                raise UnsupportedError("init", where=f"key {key!r}", expected="a NumPy array", got="one on a device")
             first = np.array(value, order="C")
             self._world.comm.native_broadcast(first, 0)
             self._entries[key] = self._new(key, first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from .updaters import ByFunction, ByOptimizer, Updater
 from .wire import NO_STATE, Kind, Message
 
 MOST_STEPS = 1 << 53
+_LOOK_S = 0.5
+"""Between looks who has died, of those who are held back."""
 
 Described = tuple[Key, tuple[int, ...], str]
 """A key, its shape and dtype."""
@@ -86,6 +89,7 @@ class Table:
         self._locks = NodeLocks(group.node_comm if shares else None)
         self._num_locks = 0
         self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
+        self._looked = 0.0
         self._left = memory.alloc((memory.size,), np.int64)
 
     def make(self, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
@@ -114,6 +118,9 @@ class Table:
     def set_updater(self, updater: Updater) -> None:
         """Let pushes be applied by this; states begin anew."""
         self.updater = updater
+        if isinstance(updater, ByOptimizer):  # compiled now, not in the first push, under a key's lock
+            flat, rule = np.zeros(1, np.float32), updater.optimizer
+            rule.update(flat, np.zeros_like(flat), rule.init_state(flat), step=1)
         for item in self.by_number:
             self._keep_states(item)
 
@@ -134,7 +141,16 @@ class Table:
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
         shape = (-1,) if item.in_order else item.shape
-        return lambda flat: updater.function(item.key, received.reshape(shape), flat.reshape(shape))
+
+        def apply(flat: np.ndarray) -> None:
+            before = flat.copy()
+            try:
+                updater.function(item.key, received.reshape(shape), flat.reshape(shape))
+            except BaseException:
+                flat[:] = before  # a push takes effect whole or not at all
+                raise
+
+        return apply
 
     def decoded(self, item: Item, part: int, codes: np.ndarray) -> np.ndarray:
         """What a codec made, as an array again."""
@@ -208,7 +224,19 @@ class Table:
 
     def may_go_on(self, cell: Cell, worker: int) -> bool:
         """Whether the bound of staleness lets a worker push."""
-        return self.staleness is None or cell.may_push(worker, self.staleness)
+        if self.staleness is None or cell.may_push(worker, self.staleness):
+            return True
+        self._pass_over_the_dead()
+        return cell.may_push(worker, self.staleness)
+
+    def _pass_over_the_dead(self) -> None:
+        """Let workers of this node that have died hold nobody back; looks now and then."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            for rank in self.gone():
+                if rank < self.num_workers:
+                    self.set_clocks(rank, AWAY)
 
     def draw(self, cell: Cell, worker: int, pushes: bool) -> int:
         """A ticket, when `may_go_on`; counts a push."""
@@ -285,8 +313,9 @@ class Table:
             cell.set_steps(message.number)
             return
         name = self._state_name(cell, message)
-        if payload is None or payload.dtype != flat.dtype or payload.size != flat.size:
-            raise MismatchError("write a state", expected=f"{flat.size} {flat.dtype}", got=repr(payload)[:80])
+        dtype = cell.states[name].dtype
+        if payload is None or payload.dtype != dtype or payload.size != flat.size:
+            raise MismatchError("write a state", expected=f"{flat.size} {dtype}", got=repr(payload)[:80])
         cell.write_state(name, payload)
 
     def set_clocks(self, worker: int, number: int) -> None:

@@ -17,7 +17,7 @@ from ..comm import Request
 from ..compression import Compression, ErrorFeedback
 from ..errors import MismatchError
 from ..gradients.lane import Turn
-from .cell import Cell, Change
+from .cell import AWAY, Cell, Change
 from .server import Asked, Server
 from .table import Item, Table, take
 from .wire import NO_STATE, Kind, Message
@@ -262,6 +262,11 @@ class Transfer:
             each.wait()
             each.answer()
 
+    def leave(self) -> None:
+        """Hold nobody back where that can be seen from here, and count as ended, not as dead; waits for nobody."""
+        self._table.set_clocks(self._worker, AWAY)
+        self._table.leave()
+
     def num_dead(self, timeout_s: float) -> int:
         """How many processes have died, or are of homes that have not answered in time."""
         homes = self._table.homes
@@ -284,7 +289,7 @@ class Transfer:
 
     def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
         """One of the optimizer's states of a key, in its shape, and how often the key was updated."""
-        whole, steps = np.zeros(item.count, item.dtype), 0
+        whole, steps = np.zeros(item.count, np.float32 if item.dtype == np.float16 else item.dtype), 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(Kind.READ_STATE, item, number, which=which)
@@ -298,7 +303,7 @@ class Transfer:
 
     def write_state(self, item: Item, which: int, value: np.ndarray, steps: int) -> None:
         """Set one of them, and how often the key was updated."""
-        flat = np.ascontiguousarray(value, item.dtype).reshape(-1)
+        flat = np.ascontiguousarray(value, np.float32 if item.dtype == np.float16 else item.dtype).reshape(-1)
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             message = self._message(Kind.WRITE_STATE, item, number, number=steps, which=which)
             message.payload = flat[part.first : part.last] if which != NO_STATE else None

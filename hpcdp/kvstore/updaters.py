@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
 
 from ..arrays import Array
 from ..optim import Optimizer
@@ -85,6 +88,29 @@ class ByOptimizer:
     def update(self, key: Key, received: Array, stored: Array) -> None:
         flat = stored.reshape(-1)
         if key not in self.states:
-            self.states[key] = self.optimizer.init_state(flat)
+            self.states[key] = new_state(self.optimizer, flat)
         self.steps[key] = self.steps.get(key, 0) + 1
-        self.optimizer.update(flat, received.reshape(-1), self.states[key], step=self.steps[key])
+        apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], self.steps[key])
+
+
+def new_state(rule: Optimizer, flat: Array) -> dict[str, Array]:
+    """The state of a rule for a flat value; of float16 in float32, in which it is updated."""
+    return rule.init_state(flat.astype(np.float32) if flat.dtype == np.float16 else flat)
+
+
+def apply_rule(rule: Optimizer, flat: Array, received: Array, state: dict[str, Array], step: int) -> None:
+    """One update of a flat value, in place; float16 is rounded once."""
+    if flat.dtype != np.float16:
+        rule.update(flat, received, state, step=step)
+        return
+    wide = flat.astype(np.float32)
+    rule.update(wide, received.astype(np.float32), state, step=step)
+    flat[...] = wide
+
+
+def name_of(function: Any) -> str:
+    """By what ranks know a function that each of them has: ``module:name``, and what a partial one is given."""
+    if isinstance(function, functools.partial):
+        return f"{name_of(function.func)} with {function.args} {function.keywords}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', '')}:{named.__qualname__}"

@@ -15,13 +15,14 @@ import numpy as np
 
 from ..collectives.progress import MESSAGE_NBYTES, segments
 from ..errors import MismatchError
+from .arguments import STORABLE
 from .placement import MOST_NBYTES
 
 VERSION = 1
 _HEADER = struct.Struct("<4sBBBBHHIQqqdIQ4x")
 HEADER_NBYTES = _HEADER.size
 _MAGIC = b"hkvs"
-DTYPES = tuple(np.dtype(name) for name in ("u1", "i1", "i4", "i8", "u4", "u8", "f2", "f4", "f8"))
+DTYPES = STORABLE
 """What a message can carry; of other dtypes its bytes are text or codes."""
 
 

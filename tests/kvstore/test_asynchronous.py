@@ -1,5 +1,6 @@
 """dist_async: each push by itself, in order of arrival, wherever a key lies; and what it refuses."""
 
+import os
 import threading
 import time
 from functools import partial
@@ -29,6 +30,11 @@ def added(key, received, stored):
 def mixed(key, received, stored):
     """Pushes in another order give another value."""
     stored[...] = (stored * 31 + received) % PRIME
+
+
+def half(key, received, stored):
+    stored[0] = 77
+    raise ZeroDivisionError("by nothing")
 
 
 def fails(key, received, stored):
@@ -314,6 +320,99 @@ def test_no_updater_is_an_error_with_the_remedy():
             store.push("w", full(1))
 
     threads.run(2, one)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_half_precision_is_updated_in_single(kind, per_node):
+    rule = optim.SGD(lr=0.25, momentum=0.5)
+    wanted, state = np.ones(70, "f4"), rule.init_state(np.ones(70, "f4"))
+    for step in range(1, 5):
+        rule.update(wanted, np.linspace(0, 1, 70).astype("f2").astype("f4"), state, step=step)
+        wanted = wanted.astype("f2").astype("f4")
+
+    def one(world):
+        store = kvstore.create(kind, world)
+        store.init("w", full(1, (70,), "f2"))
+        store.set_optimizer(optim.SGD(lr=0.25, momentum=0.5))
+        for _ in range(4):
+            if kind == "dist_sync" or world.rank == 0:
+                mine = world.rank == 0  # the others push nothing, or zeros
+                store.push("w", np.linspace(0, 1, 70).astype("f2") * np.float16(mine))
+        store.barrier()
+        return np.asarray(store.pull("w"))
+
+    for found in threads.run(2, one, per_node):
+        assert found.dtype == np.float16
+        np.testing.assert_array_equal(found, wanted.astype("f2"))
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_all_numbers_travel_and_the_rest_is_refused_by_name(per_node):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        names = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]
+        store.init(names, [full(1, dtype=name) for name in names])
+        store.set_updater(partial(added))
+        store.push(names, [full(1 + world.rank, dtype=name) for name in names])
+        store.barrier()
+        for name in names:
+            assert (store.pull(name)[...] == 1 + 2 * 3).all()
+        for wrong in ("bool", "c8", ">f4", "M8[s]"):
+            with pytest.raises(UnsupportedError, match=r"init \[key 'x'\]: expected a NumPy array of uint8, "):
+                store.init("x", np.zeros(3, wrong))
+        store.barrier()
+        store.set_optimizer(optim.SGD(lr=0.1))
+        with pytest.raises(UnsupportedError, match=r"push \[key 'i4'\]: expected floating-point numbers"):
+            store.push("i4", full(1, dtype="i4"))
+
+    threads.run(2, one, per_node)
+
+
+def test_numpy_integers_are_keys():
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(np.int64(3), full(1))
+        return float(store.pull(3)[0, 0]), float(store.pull([np.int32(3)])[0][0, 0])
+
+    assert threads.run(1, one) == [(1.0, 1.0)]
+
+
+def test_a_store_that_is_dropped_leaves_nothing_behind():
+    def one(world):
+        counts = []
+        for turn in range(12):
+            store = kvstore.create("dist_async", world, staleness=1)
+            store.init("w", full(1, (1000,)))
+            store.set_optimizer(optim.SGD(lr=0.1, momentum=0.9))
+            store.pushpull("w", full(1, (1000,)), full(0, (1000,)))
+            del store
+            world.barrier()
+            if turn in (1, 11):
+                counts.append(len(os.listdir("/proc/self/fd")))
+            world.barrier()
+        return counts
+
+    for early, late in threads.run(2, one):
+        assert late <= early
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_an_updater_that_fails_half_way_has_changed_nothing(per_node):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_updater(half)
+        if world.rank:
+            store.push("w", full(1))
+            with pytest.raises((ZeroDivisionError, HpcdpError), match="by nothing"):
+                store.pull("w").wait()
+        world.barrier()
+        if world.rank == 0:
+            assert (store.pull("w")[...] == 1).all() and store.pull("w").version == 0
+        world.barrier()
+
+    threads.run(2, one, per_node)
 
 
 @pytest.mark.parametrize("per_node", [None, 1])

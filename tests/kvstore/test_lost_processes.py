@@ -43,12 +43,47 @@ except HpcdpError as error:
 """
 
 
-def launch(ranks, servers, after_s, mpi_args="", **environ):
+def launch(ranks, servers, after_s, mpi_args="", program=PROGRAM, **environ):
     mine = ("OMPI_", "PMIX_", "PMI_", "HPCDP_RANKS", "HPCDP_TEST_REPORT")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "-s", str(servers)]
-    command += ["--mpi-args", mpi_args, "--", sys.executable, "-c", PROGRAM, str(after_s)]
+    command += ["--mpi-args", mpi_args, "--", sys.executable, "-c", program, str(after_s)]
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=100)
+
+
+LATE = """
+import time
+import numpy as np
+import hpcdp
+from hpcdp import kvstore, optim
+
+world = hpcdp.init()
+store = kvstore.create("dist_async", world, staleness=2)
+keys = [1, 2, 3, 4]
+store.init(keys, [np.zeros(2000, "f4") for _ in keys])
+store.set_optimizer(optim.SGD(lr=1.0))
+world.barrier()
+for turn in range(3 if world.rank != 1 else 20):
+    store.push(keys, [np.full(2000, -1.0, "f4") for _ in keys])
+if world.rank == 1:
+    time.sleep(0.5)
+    print("late", *(float(each[0]) for each in store.pull(keys)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_who_ends_early_still_answers(servers):
+    """Without a barrier at the end: the keys of a worker whose program has ended are there for the others."""
+    done = launch(3, servers, 0, program=LATE, HPCDP_RANKS_PER_NODE="1", HPCDP_TIMEOUT_S="20")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["late", *["26.0"] * 4]
+
+
+@pytest.mark.skipif(mpi.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
+def test_the_dead_hold_nobody_back():
+    program = PROGRAM.replace('"dist_async", world', '"dist_async", world, staleness=2')
+    done = launch(3, 0, 0.0, "--with-ft ulfm", program=program)
+    assert done.stdout.count(" goes on True True 1") + done.stdout.count("has changed by half") == 2, done.stderr
 
 
 @pytest.mark.skipif(mpi.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
