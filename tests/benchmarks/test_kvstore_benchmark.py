@@ -47,10 +47,10 @@ def test_asynchronous_stores_beside_copies(n: int, nbytes: int) -> None:
 
 def test_a_lost_push_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def each(world: World) -> dict:
-        found = []
+        found, made = [], stores.create
 
         def create(kind: str, world: World) -> stores.KVStore:
-            store = stores.create(kind, world)
+            store = made(kind, world)
             push = store.push
             monkeypatch.setattr(store, "push", lambda key, value: found.append(key) if not found else push(key, value))
             return store
