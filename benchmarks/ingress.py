@@ -17,6 +17,8 @@ import re
 import sys
 from typing import Any
 
+import numpy as np
+
 from .. import comm
 from ..errors import ConfigError
 from ..kvstore import serve
@@ -65,18 +67,15 @@ def draw(report: dict[str, Any], path: str) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     counts = [row["servers"] for row in rows]
-    left.plot(
-        counts, [row["expected_mb"] for row in rows], color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), marker="_",
-        label="m S / n",
-    )  # fmt: skip
+    line = np.linspace(min(counts), max(counts))
+    limit = {"color": _LIMIT, "linewidth": 1.2, "linestyle": (0, (5, 3))}
+    left.plot(line, workers * report["nbytes"] / 1e6 / line, label="m S / n", **limit)
     points = [(row["servers"], mb) for row in rows for mb in row["received_mb"]]
     left.plot(*zip(*points, strict=True), color=_OURS, linestyle="", marker="o", markersize=4.5, label="each server")
     left.set_ylabel("MB in a round, as the link counts them")
     left.set_title("what comes in at a server", fontsize=10, loc="left")
-    right.plot(
-        counts, [row["bound_ms"] for row in rows], color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)), marker="_",
-        label="what the slowest link needs",
-    )  # fmt: skip
+    bounds = [row["bound_ms"] for row in rows]
+    right.plot(counts, bounds, marker="_", label="what the slowest link needs", **limit)
     times = [row["round_ms"] for row in rows]
     right.plot(counts, times, color=_OURS, linewidth=1.8, marker="o", markersize=4.5, label="measured, median")
     right.set_ylabel("ms a round")

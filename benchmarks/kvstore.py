@@ -169,7 +169,7 @@ def compare_asynchronous(world: comm.World, nbytes: int, *, iterations: int, war
 def print_asynchronous(row: dict[str, Any], *, heading: bool) -> None:
     """One size of ``dist_async``, a line a candidate."""
     if heading:
-        print("# dist_async, SGD; median us of one key, of the slowest rank; share: of the copy rate")
+        print("# dist_async; median us of a key, of the slowest rank; share: of the copy rate")
         print(f"{'# Size':<8}{'candidate':<30}{'median us':>12}{'share':>13}")
     first = format_size(row["nbytes"])
     for name, us in row["median_us"].items():

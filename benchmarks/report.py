@@ -42,6 +42,28 @@ def _fabric_table(fabric: dict[str, Any]) -> str:
     return text + _table(["size", "bound", *names], rows)
 
 
+def _ingress_table(report: dict[str, Any]) -> str:
+    """What asynchronous stores make of links, and what comes in at each of n servers."""
+    link = report["link"]
+    text = f"## Asynchronous store over hosts, links of {report['rate']}\n\n"
+    text += f"Two hosts, {link['keys']} keys of 1 MB under way at once; payload in each direction. The link carried "
+    text += f"{link['link_mb_s']['one_way']:.1f} MB/s, {link['link_mb_s']['both_ways']:.1f} each way at once.\n\n"
+    rows = [[name, f"{mb_s:.1f}", f"{100 * link['share'][name]:.0f}%"] for name, mb_s in link["mb_s"].items()]
+    text += _table(["", "MB/s", "of the link"], rows)
+    text += f"\n{report['workers']} workers push {format_size(report['nbytes'])} each a round.\n\n"
+    rows = [
+        [
+            str(row["servers"]),
+            ", ".join(f"{mb:.1f}" for mb in row["received_mb"]),
+            f"{row['expected_mb']:.1f}",
+            f"{row['round_ms']:.0f}",
+            f"{row['bound_ms']:.0f}",
+        ]
+        for row in report["rows"]
+    ]
+    return text + _table(["servers", "MB in at each", "m S / n", "ms a round", "the slowest link needs"], rows)
+
+
 def _overlap_table(places: list[dict[str, Any]]) -> str:
     """Every place and model: the step in each manner, computation alone, the critical path."""
     text = "## Overlap\n\nMilliseconds a step; in brackets the communication that was exposed. Reductions are those of "
@@ -160,6 +182,9 @@ def render(results: dict[str, Any]) -> str:
     if results.get("kvstore"):
         about = "In place both overwrite the array that is summed; `dist_sync` keeps the sum, too.\n\n"
         parts.append("## Key-value store\n\n" + about + _medians(results["kvstore"]))
+        about = "`dist_async`, one key, beside a copy of as many bytes by all ranks at once.\n\n"
+        parts.append(about + _medians([{"rows": each["asynchronous"]} for each in results["kvstore"]]))
+    parts += [_ingress_table(each) for each in results.get("ingress", [])]
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
     places = overlapped_places(results)
     if places:

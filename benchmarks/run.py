@@ -30,6 +30,7 @@ from .report import render
 
 _HERE = Path(__file__).resolve().parent
 _JOB_TIMEOUT_S = 600
+_STARTS_JOBS = ("startup", "fabric", "ingress", "overlap", "torch_ddp")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Suite:
             report = Path(folder, "report.json")
             module = ["hpcdp.cli", "bench"] if benchmark == "bench" else [f"hpcdp.benchmarks.{benchmark}"]
             command = [python, "-m", *module, *arguments, "--json", str(report)]
-            if benchmark not in ("startup", "fabric", "overlap", "torch_ddp"):  # which start jobs of their own
+            if benchmark not in _STARTS_JOBS:
                 command = [python, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", *command]
             print(f"# {kind}: {benchmark} {' '.join(arguments)}", flush=True)
             begin = time.monotonic()
@@ -98,13 +99,15 @@ class Suite:
             self.job(f"allreduce {ranks}", "compare", ["-m", "4:16M", "--factor", "16", *iterations], ranks=ranks)
 
     def fabric(self) -> None:
-        """Allreduce over 2 and 4 hosts with slow links, where hosts can be made on this machine."""
+        """Allreduce, and asynchronous stores, over hosts with slow links, where hosts can be made on this machine."""
         reason = obstacle()
         if reason is not None:
             self.results["skipped"].append(f"hosts on slow links: {reason}")
             return
         arguments = ["--algorithms", "auto", "--sizes", "4,64K,1M,4M,16M", "-i", "2" if self.brief else "10"]
         self.job("fabric", "fabric", arguments + (["--mpich", self.mpich] if self.mpich else []), ranks=2)
+        few = ["--turns", "1", "--servers", "1,2", "--workers", "1"] if self.brief else ["--turns", "5"]
+        self.job("ingress", "ingress", few, ranks=2)
 
     def overlap(self) -> None:
         """Steps with communication beside them, on this machine and where possible over two hosts with slow links.

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import comm, kvstore, optim
+from ..kvstore.arguments import Key
 from .fabric import link_rates
 from .measure import FreshData, count_wrong, median_ratio
 
@@ -22,7 +23,7 @@ _RECEIVED = Path("/sys/class/net/eth0/statistics/rx_bytes")  # of the only link 
 _FLOAT = np.dtype(np.float32)
 
 
-def add(key: int, received: np.ndarray, stored: np.ndarray) -> None:
+def add(key: Key, received: np.ndarray, stored: np.ndarray) -> None:
     """The updater: a sum; an integer under a key becomes the bytes that have come to the host of its server so far."""
     if stored.dtype == _FLOAT:
         stored += received

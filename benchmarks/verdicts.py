@@ -279,6 +279,13 @@ def _stores(results: dict[str, Any]) -> list[Verdict]:
     for how in ("in place", "to another array"):
         ratio = median_by_size(results.get("kvstore", []), lambda row, how=how: row["ratio"][how])  # type: ignore[misc]
         found.append(_worst("S10", f"dist_sync, pushpull {how}: the time of an allreduce over its own", 0.9, ratio))
+    asynchronous = [{"rows": report["asynchronous"]} for report in results.get("kvstore", [])]
+    share = median_by_size(asynchronous, lambda row: row["copy_share"]["push, then pull"])
+    what = "dist_async, push and pull of 1 MB keys in a node: share of the copy rate"
+    found.append(_worst("S10", what, 0.25, _between(share, _MB, _MB), "%"))
+    for report in results.get("ingress", []):
+        what = f"dist_async, push and pull of 1 MB keys over 2 hosts, {report['rate']}: share of the link's rate"
+        found.append(_worst("S10", what, 0.9, {_MB: report["link"]["share"]["push all, then pull all"]}, "%"))
     return found
 
 

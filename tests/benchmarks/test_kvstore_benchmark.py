@@ -36,6 +36,31 @@ def test_a_wrong_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(found.values()) == found["push, then pull"]
 
 
+@pytest.mark.parametrize(("n", "nbytes"), [(1, 4), (2, 1 << 12), (3, 4 << 20)])
+def test_asynchronous_stores_beside_copies(n: int, nbytes: int) -> None:
+    rows = threads.run(n, lambda world: kvstore.compare_asynchronous(world, nbytes, iterations=3, warmup=1))
+    assert rows[0]["keys"] == (4 if nbytes == 4 << 20 else 8)
+    assert [row["wrong"] for row in rows] == [0] * n
+    assert set(rows[0]["copy_share"]) == {"push", "pull", "push, then pull", "pushpull"}
+    assert min(*rows[0]["copy_share"].values(), *rows[0]["median_us"].values()) > 0
+
+
+def test_a_lost_push_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def each(world: World) -> dict:
+        found, made = [], stores.create
+
+        def create(kind: str, world: World) -> stores.KVStore:
+            store = made(kind, world)
+            push = store.push
+            monkeypatch.setattr(store, "push", lambda key, value: found.append(key) if not found else push(key, value))
+            return store
+
+        monkeypatch.setattr(kvstore.kvstore, "create", create)
+        return kvstore.compare_asynchronous(world, 64, iterations=2, warmup=0)
+
+    assert threads.run(1, each)[0]["wrong"] == 16
+
+
 def test_under_mpirun(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "hpcdp.benchmarks.kvstore", "-m", "4:4K", "--factor", "32", "-i", "3", "-x", "1"]
@@ -47,5 +72,6 @@ def test_under_mpirun(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["benchmark"] == "kvstore"
     assert [row["nbytes"] for row in found["rows"]] == [4, 128, 4096]
+    assert [row["nbytes"] for row in found["asynchronous"]] == [4, 128, 4096]
     assert found["limits"]["all_cores_gb_s"] > 0
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -36,7 +36,8 @@ def _results(ours: dict[int, float]) -> dict[str, Any]:
         "updates": [{"rows": [update]}],
         "lenet": [lenet],
         "scaling": [{"batch": 64, "ranks": n, "samples_s": s, "unequal": u} for n, (s, u) in scaling.items()],
-        "kvstore": [{"rows": [_store(4096, 9.5), _store(1 << 20, 10.5)]}],
+        "kvstore": [{"rows": [_store(4096, 9.5), _store(1 << 20, 10.5)], "asynchronous": [_share(1 << 20, 0.3)]}],
+        "ingress": [_ingress(0.88)],
         "startup": [{"ranks": 2, "import_s": 0.1, "launch_s": 0.7}],
     }
 
@@ -44,6 +45,20 @@ def _results(ours: dict[int, float]) -> dict[str, Any]:
 def _store(nbytes: int, apart: float) -> dict[str, Any]:
     medians = {"pushpull in place": 10.0, "allreduce in place": 9.5}
     return {"nbytes": nbytes, "median_us": medians, "ratio": {"in place": 0.95, "to another array": apart / 12}}
+
+
+def _share(nbytes: int, share: float) -> dict[str, Any]:
+    return {"nbytes": nbytes, "median_us": {"copy": 30.0}, "copy_share": {"push, then pull": share}}
+
+
+def _ingress(share: float) -> dict[str, Any]:
+    link = {"keys": 16, "link_mb_s": {"one_way": 119.0, "both_ways": 118.0}}
+    both = "push all, then pull all"
+    row = {"servers": 2, "received_mb": [48.1, 48.2], "expected_mb": 48.0, "round_ms": 420.0, "bound_ms": 403.0}
+    return {
+        "rate": "1gbit", "workers": 3, "nbytes": 32 << 20, "keys": 4, "rows": [row | {"wrong": 0}],
+        "library": "A library", "link": link | {"mb_s": {both: 105.0}, "share": {both: share}, "wrong": 0},
+    }  # fmt: skip
 
 
 def _met(results: dict[str, Any]) -> dict[str, bool]:
@@ -59,6 +74,8 @@ def test_targets_are_met_or_missed_by_what_was_measured() -> None:
     assert good["LeNet, 1 to 2 ranks, batch 64 a rank"]
     assert good["dist_sync, pushpull in place: the time of an allreduce over its own"]
     assert not good["dist_sync, pushpull to another array: the time of an allreduce over its own"]
+    assert good["dist_async, push and pull of 1 MB keys in a node: share of the copy rate"]
+    assert not good["dist_async, push and pull of 1 MB keys over 2 hosts, 1gbit: share of the link's rate"]
     assert good["import hpcdp"]
     assert not good["hpcdp launch -n 2 until the world is known"]
     assert not next(met for what, met in good.items() if what.startswith("LeNet on one core"))
@@ -97,6 +114,7 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     text = report.render(results)
     assert text.count("not measured | -") == 10
     assert "| 4K | 10.0 | 9.5 |" in text
+    assert "| 2 | 48.1, 48.2 | 48.0 | 420 | 403 |" in text
     assert "Failures: allreduce (compare): no." in text
     assert "Skipped: gloo." in text
 
