@@ -271,7 +271,6 @@ class AsyncStore(KVStore):
     def _leave(self) -> None:
         """This worker's program has come to its end: nobody is to wait for it."""
         self._settle()
-        self._transfer.set_clocks(AWAY)
         self._let_go()
 
     def num_dead_node(self, timeout_s: float = 60) -> int:

@@ -137,7 +137,8 @@ class Server:
         self._answers: dict[int, Message] = {}
         self._sending: list[Request] = []
         self._requests = 0
-        self._looking, self._counting = threading.Lock(), threading.Lock()
+        self._looking = threading.Lock()
+        self._counting = threading.RLock()  # a store that is dropped meanwhile tells so within
         self._complained = False
         self._idle_since = time.monotonic()
         engine = Lane.of(group).engine
@@ -158,6 +159,10 @@ class Server:
             message.request = number = self._requests
         self._send(dest, message, REQUESTS)
         return Asked(self, number, dest)
+
+    def tell(self, dest: int, message: Message) -> None:
+        """Send a request to another rank, and drop its answer."""
+        self._send(dest, message, REQUESTS)
 
     def answer_to(self, number: int) -> Message | None:
         """The answer to a request, given out once; None: it has not come."""
@@ -215,7 +220,8 @@ class Server:
             self._answering.append(_Arriving(self.comm, ANSWERS, *found))
         for each in _take_complete(self._answering):
             message = each.decoded()
-            self._answers[message.request] = message
+            if message.request:
+                self._answers[message.request] = message
 
     def _receive(self, arrived: _Arriving) -> None:
         source = arrived.source

@@ -263,8 +263,11 @@ class Transfer:
             each.answer()
 
     def leave(self) -> None:
-        """Hold nobody back where that can be seen from here, and count as ended, not as dead; waits for nobody."""
+        """Hold nobody back from now on, and count as ended, not as dead; waits for nobody."""
         self._table.set_clocks(self._worker, AWAY)
+        if self._server is not None and self._table.staleness is not None:
+            for dest in self._one_a_home():
+                self._server.tell(dest, Message(Kind.CLOCK, self._number, number=AWAY))
         self._table.leave()
 
     def num_dead(self, timeout_s: float) -> int:
