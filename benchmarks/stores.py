@@ -145,9 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.stores", description=__doc__)
     parser.add_argument("--ranks", type=at_least(2), default=4, help="each a node of its own (4)")
     parser.add_argument("--slow", type=float, default=3.0, metavar="X", help="how long the slow rank's steps take (3)")
-    parser.add_argument(
-        "--pace-ms", type=float, default=20.0, metavar="MS", help="how long those of others take (20)"
-    )
+    parser.add_argument("--pace-ms", type=float, default=20.0, metavar="MS", help="how long those of others take (20)")
     parser.add_argument("--epochs", type=at_least(1), default=15)
     parser.add_argument("--accuracy", type=float, default=0.97, help="on the test images (0.97)")
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0], metavar="N", help="a run with each (0)")

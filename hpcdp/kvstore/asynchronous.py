@@ -39,6 +39,7 @@ from .cell import AWAY
 from .compress import check_codable
 from .pulled import Pulled, can_wait
 from .replay import Replay
+from .requests import Requests
 from .server import Server
 from .states import States, read_states, write_states
 from .store import Entry, KVStore
@@ -81,7 +82,7 @@ class AsyncStore(KVStore):
         if len(set(self._table.homes)) > 1:
             self._server = Server.of(group, has_servers)
         if self._server is not None:
-            self._server.stores[number] = self._table
+            self._server.stores[number] = Requests(self._table)
         if self._replay is not None:
             self._replay.share(world, self._table)
         self._transfer = Transfer(self._table, number, self._server, world.rank)

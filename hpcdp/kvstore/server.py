@@ -239,7 +239,7 @@ class Server:
                 expected = f"one of the stores {sorted(self.stores)}"
                 raise HpcdpError("key-value store message", expected=expected, got=f"store {message.store}")
             attempt = self.stores[message.store].answer(source, message)
-        except HpcdpError as error:
+        except Exception as error:  # whatever it is, the loop goes on
             self._answer(source, message.request, Message.of_text(Kind.FAILED, str(error)))
             return
         if not self._try(source, message.request, attempt):

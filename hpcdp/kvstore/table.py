@@ -1,4 +1,4 @@
-"""The keys of an asynchronous store as all its processes know them, and how requests for those of this node are met.
+"""The keys of an asynchronous store as all its processes know them.
 
 Workers and servers hold the same table. What lies in memory that a rank shares it reads and changes itself; for the
 rest it asks the server that keeps the part.
@@ -24,9 +24,8 @@ from ..optim import from_config
 from .arguments import Key
 from .cell import AWAY, Cell
 from .placement import Part, Placement
-from .server import Attempt
 from .updaters import ByFunction, ByOptimizer, Updater
-from .wire import NO_STATE, Kind, Message
+from .wire import NO_STATE, Message
 
 MOST_STEPS = 1 << 53
 _LOOK_S = 0.5
@@ -160,68 +159,6 @@ class Table:
         self.compression.codec.decode(codes, out)
         return out
 
-    def answer(self, source: int, message: Message) -> Attempt:
-        """How to answer a request of another rank.
-
-        Raises:
-            HpcdpError: there is nothing of the kind here, or what has come does not fit.
-        """
-        kind = message.kind
-        if kind is Kind.GONE:
-            return lambda: Message(Kind.DONE, payload=np.array(self.gone(), np.int64))
-        if source >= self.num_workers:
-            raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
-        if kind is Kind.CLOCK:
-            return lambda: self._set_clocks(source, message.number)
-        item, cell = self._addressed(message)
-        if kind is Kind.TICKET:
-            return lambda: self._ticket(cell, source, bool(message.number))
-        if kind is Kind.TAKE:
-            return lambda: Message(Kind.DONE, number=take(item, cell, self.group.rank))
-        if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
-            return lambda: self._state(cell, message)
-        if kind is Kind.PULL:
-            rows = self._rows(item, message)
-            return lambda: self._pull(item, cell, rows, message)
-        if kind in (Kind.PUSH, Kind.PUSHPULL):
-            received = self._received(item, message)
-            if self.updater is None:
-                raise no_updater("push")
-            change = self.change(item, message.part, received, message.rate)
-            return lambda: self._push(item, cell, source, change, message)
-        raise MismatchError("key-value store message", expected="a request", got=kind.name)
-
-    def _addressed(self, message: Message) -> tuple[Item, Cell]:
-        if message.key < len(self.by_number):
-            item = self.by_number[message.key]
-            cell = item.cells[message.part] if message.part < len(item.parts) else None
-            needs_ticket = item.in_order and message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL)
-            draws = message.kind is Kind.TICKET
-            if (message.ticket >= 0) != needs_ticket or (draws and not item.in_order):
-                got = f"{message.kind.name} with ticket {message.ticket}"
-                raise MismatchError("key-value store message", where=f"key {item.key!r}", got=got)
-            if cell is not None:
-                return item, cell
-        got = f"key number {message.key}, part {message.part}"
-        raise MismatchError("key-value store message", expected="a part of a key that this server keeps", got=got)
-
-    def _received(self, item: Item, message: Message) -> np.ndarray:
-        payload, (_, first, last) = message.payload, item.parts[message.part]
-        assert payload is not None
-        count = last - first
-        if message.coded:
-            wanted = -1 if self.compression is None else self.compression.codec.nbytes(count, item.dtype)
-            if payload.nbytes != wanted:
-                expected = "no codes" if wanted < 0 else f"{wanted} bytes of codes"
-                raise MismatchError(
-                    "push", where=f"key {item.key!r}", expected=expected, got=f"{payload.nbytes} bytes of codes"
-                )
-            return self.decoded(item, message.part, payload)
-        if payload.dtype != item.dtype or payload.size != count:
-            got = f"{payload.size} {payload.dtype}"
-            raise MismatchError("push", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
-        return payload
-
     def may_go_on(self, cell: Cell, worker: int) -> bool:
         """Whether the bound of staleness lets a worker push."""
         if self.staleness is None or cell.may_push(worker, self.staleness):
@@ -244,61 +181,8 @@ class Table:
             cell.tick(worker)
         return cell.ticket()
 
-    def _ticket(self, cell: Cell, source: int, pushes: bool) -> Message | None:
-        if pushes and not self.may_go_on(cell, source):
-            return None
-        return Message(Kind.DONE, ticket=self.draw(cell, source, pushes))
-
-    def _push(
-        self, item: Item, cell: Cell, source: int, change: Callable[[np.ndarray], object], message: Message
-    ) -> Message | None:
-        in_order = item.in_order
-        if in_order and cell.turn != message.ticket:
-            return None
-        if not in_order and self.staleness is not None:
-            if not cell.may_push(source, self.staleness):
-                return None
-            cell.tick(source)
-        answer = Message(Kind.DONE)
-
-        def change_and_look(flat: np.ndarray) -> None:
-            change(flat)
-            if message.kind is Kind.PUSHPULL:
-                answer.payload = flat.copy()
-
-        answer.number = cell.change(change_and_look, source, in_order)
-        return answer
-
-    def _rows(self, item: Item, message: Message) -> np.ndarray | None:
-        """Which rows of its part a pull wants; None: all."""
-        if message.number == 0:
-            return None
-        rows, (_, first, last) = message.payload, item.parts[message.part]
-        num_rows = (last - first) // item.width
-        if rows is None or rows.dtype != np.int64 or (rows.size and not 0 <= rows.min() <= rows.max() < num_rows):
-            raise MismatchError("pull", where=f"key {item.key!r}", expected=f"rows of {num_rows}", got=repr(rows)[:80])
-        return rows
-
-    def _pull(self, item: Item, cell: Cell, rows: np.ndarray | None, message: Message) -> Message | None:
-        in_order = message.ticket >= 0
-        if in_order and cell.turn != message.ticket:
-            return None
-        answer = Message(Kind.DONE)
-
-        def take_copy(flat: np.ndarray) -> None:
-            answer.payload = flat.copy() if rows is None else flat.reshape(-1, item.width)[rows]
-
-        answer.number = cell.read(take_copy, in_order)
-        return answer
-
-    def _state(self, cell: Cell, message: Message) -> Message:
-        if message.kind is Kind.WRITE_STATE:
-            self.write_state(cell, message)
-            return Message(Kind.DONE)
-        payload = None if message.which == NO_STATE else cell.states[self._state_name(cell, message)].copy()
-        return Message(Kind.DONE, number=cell.steps, payload=payload)
-
-    def _state_name(self, cell: Cell, message: Message) -> str:
+    def state_name(self, cell: Cell, message: Message) -> str:
+        """Which of the optimizer's states a message is about."""
         if message.which >= len(cell.states):
             got = f"number {message.which}"
             raise MismatchError("key-value store message", expected=f"one of {len(cell.states)} states", got=got)
@@ -312,7 +196,7 @@ class Table:
                 raise MismatchError("write a state", expected=f"0 to {MOST_STEPS} updates", got=message.number)
             cell.set_steps(message.number)
             return
-        name = self._state_name(cell, message)
+        name = self.state_name(cell, message)
         dtype = cell.states[name].dtype
         if payload is None or payload.dtype != dtype or payload.size != flat.size:
             raise MismatchError("write a state", expected=f"{flat.size} {dtype}", got=repr(payload)[:80])
@@ -324,12 +208,6 @@ class Table:
             cell = item.cells[0]
             if cell is not None:
                 cell.clocks[worker] = number
-
-    def _set_clocks(self, source: int, number: int) -> Message:
-        if number not in (0, AWAY):
-            raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
-        self.set_clocks(source, number)
-        return Message(Kind.DONE)
 
     def leave(self) -> None:
         """This process ends as it should."""

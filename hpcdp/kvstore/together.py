@@ -12,6 +12,7 @@ from ..comm import World
 from ..comm.agreement import on_every_rank
 from ..compression import Compression
 from ..errors import ConfigError
+from .requests import Requests
 from .server import Server
 from .table import Described, Table, updater_of
 from .updaters import Updater
@@ -54,11 +55,12 @@ def serve(whole: World) -> None:
     for command in server.next_commands(whole.size - whole.num_servers):
         number = command["store"]
         if command["do"] == "store":
-            server.stores[number] = Table(whole, command["workers"], command["staleness"])
+            server.stores[number] = Requests(Table(whole, command["workers"], command["staleness"]))
             whole.comm.barrier()
             continue
-        table = server.stores[number]
-        assert isinstance(table, Table)
+        requests = server.stores[number]
+        assert isinstance(requests, Requests)
+        table = requests.table
         if command["do"] == "make":
             described = [(key, tuple(shape), dtype) for key, shape, dtype in command["described"]]
             make(table, described, [np.empty(shape, dtype) for _, shape, dtype in described])

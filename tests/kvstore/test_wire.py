@@ -12,6 +12,7 @@ from hpcdp.comm.roles import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore import server
 from hpcdp.kvstore.cell import AWAY
+from hpcdp.kvstore.requests import Requests
 from hpcdp.kvstore.server import REQUESTS
 from hpcdp.kvstore.together import serve
 from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
@@ -126,12 +127,12 @@ def table():
 
 def test_a_hundred_thousand_random_messages(table):
     """Each is refused by an error of ours, is not due yet, or is answered; and values are those of valid pushes."""
-    rng = random.Random(11)
+    rng, requests = random.Random(11), Requests(table)
     refused = answered = waits = 0
     for message in random_messages(rng, 100_000):
         before = message.copy()
         try:
-            answer = table.answer(rng.randrange(2), decode(message))()
+            answer = requests.answer(rng.randrange(2), decode(message))()
         except HpcdpError:
             refused += 1
             continue
