@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ import numpy as np
 from ..arrays import Array
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
-from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..comm.agreement import require_same
 from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
@@ -34,7 +33,7 @@ from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
 from . import together
-from .arguments import Key, check_storable, merged
+from .arguments import Key, merged
 from .cell import AWAY
 from .compress import check_codable
 from .pulled import Pulled, can_wait
@@ -42,16 +41,17 @@ from .replay import Replay
 from .requests import Requests
 from .server import Server
 from .states import States, read_states, write_states
-from .store import Entry, KVStore
+from .store import Entry
 from .table import Table, no_updater
 from .transfer import Own, Transfer
 from .updaters import ByOptimizer, Function, name_of
 from .wire import NO_STATE, Kind, Message
+from .world_store import WorldStore
 
 T = TypeVar("T")
 
 
-class AsyncStore(KVStore):
+class AsyncStore(WorldStore):
     """See `KVStore`; every worker must make it, and its keys, and then push and pull as it likes.
 
     Args:
@@ -72,8 +72,8 @@ class AsyncStore(KVStore):
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
         self._replay = None if replay is None else Replay.of(world, replay)
         self._of_group = Lane.of(group)
-        super().__init__(kind, self._of_group.engine, COMMUNICATION)
-        self._world, self._own_servers = world, range(world.size, group.size)
+        super().__init__(kind, world, self._of_group.engine, COMMUNICATION)
+        self._own_servers = range(world.size, group.size)
         number = group.kept["async stores"] = group.kept.get("async stores", 0) + 1
         self._number = number
         self._server = Server.of(group, has_servers) if has_servers else None
@@ -87,26 +87,11 @@ class AsyncStore(KVStore):
             self._replay.share(world, self._table)
         self._transfer = Transfer(self._table, number, self._server, world.rank)
         self._own: dict[Key, Own] = {}
-        self._compression: Compression | None = None
         self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
-        self._let_go = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
-        self._let_go.atexit = False
+        self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
+        self._dropped.atexit = False
         world.endings.append(weakly(self._leave))
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def num_workers(self) -> int:
-        return self._world.size
-
-    def _agreed(self, check: Callable[[], T]) -> T:
-        return on_every_rank(self._world.comm, check)
-
-    def _by_first(self, write: Callable[[], None]) -> None:
-        on_rank_0(self._world.comm, write)
 
     def _command(self, do: str, **arguments: Any) -> None:
         """Have the servers do what all workers do now."""
@@ -116,11 +101,7 @@ class AsyncStore(KVStore):
                 self._server.ask(dest, Message.of_text(Kind.COMMAND, text)).wait()
 
     def _make(self, values: dict[Key, Array]) -> None:
-        items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
-        require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
-        self._agreed(lambda: check_storable(values))
-        if self._compression is not None:
-            check_codable("init", values.items())
+        self._check_new(values)
         described = [(key, tuple(value.shape), value.dtype.str) for key, value in values.items()]
         self._command("make", described=described)
         together.make(self._table, described, [np.array(value, order="C") for value in values.values()])
@@ -132,16 +113,12 @@ class AsyncStore(KVStore):
             self._own[key].compress(self._compression)
 
     def set_updater(self, updater: Function) -> None:
-        named = name_of(updater)
-        require_same(self._world.comm, "set_updater", [named], "pass the same function on all ranks")
         super().set_updater(updater)
-        self._install({"function": named})
+        self._install({"function": name_of(updater)})
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        config = optimizer.config() if isinstance(optimizer, Optimizer) else repr(optimizer)
-        require_same(self._world.comm, "set_optimizer", [f"optimizer {config}"], "pass the same on all ranks")
         super().set_optimizer(optimizer)
-        self._install({"optimizer": config})
+        self._install({"optimizer": optimizer.config()})
 
     def _install(self, described: dict[str, Any]) -> None:
         self._settle()
@@ -272,7 +249,8 @@ class AsyncStore(KVStore):
     def _leave(self) -> None:
         """This worker's program has come to its end: nobody is to wait for it."""
         self._settle()
-        self._let_go()
+        self._dropped.detach()  # when Python ends it would do nothing any more
+        _let_go(self._transfer, self._replay, self.rank)
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
         """How many workers and servers have died, or have not answered for ``timeout_s`` seconds."""

@@ -12,7 +12,6 @@ Rajbhandari et al., "ZeRO", 2020, for the owners.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from .. import kernels
 from ..arrays import Array
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
-from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..comm.agreement import require_same
 from ..comm.communicator import join_parts
 from ..compression import Compression
 from ..engine import Variable
@@ -31,16 +30,15 @@ from ..gradients.bucket import Bucket
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
-from ..optim import Optimizer
-from .arguments import Key, check_storable, merged
+from .arguments import Key, merged
 from .coded import Coded
 from .compress import check_codable
 from .direct import Direct, in_one_piece
 from .entry import Entry
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
-from .store import KVStore
-from .updaters import Function, Replace, Updater, name_of
+from .updaters import Replace, Updater
+from .world_store import WorldStore
 
 T = TypeVar("T")
 
@@ -58,7 +56,7 @@ class _Push:
     """What encodes it, if it is."""
 
 
-class SyncStore(KVStore):
+class SyncStore(WorldStore):
     """See `KVStore`; every rank of ``world`` must make it, and its keys, and as many pushes of each key.
 
     Raises:
@@ -69,8 +67,8 @@ class SyncStore(KVStore):
         if world.num_nodes > 1 and not world.concurrent:
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
         self._of_world = Lane.of(world)
-        super().__init__(kind, self._of_world.engine, UPDATE)
-        self._world, self._memory = world, world.node_memory
+        super().__init__(kind, world, self._of_world.engine, UPDATE)
+        self._memory = world.node_memory
         self._watchdog = Progress.of(world).watchdog
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of stores"] = world.kept.get("number of stores", 0) + 1
@@ -79,43 +77,18 @@ class SyncStore(KVStore):
             self._rail = Rail(world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None)
         self._rows: dict[Key, Rows] = {}
         self._direct = Direct(self._memory)
-        self._compression: Compression | None = None
         self._coded: dict[Key, Coded] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
         world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
 
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def num_workers(self) -> int:
-        return self._world.size
-
     def barrier(self) -> None:
         self.wait()
         self._world.barrier()
 
-    def set_updater(self, updater: Function) -> None:
-        require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")
-        super().set_updater(updater)
-
-    def set_optimizer(self, optimizer: Optimizer) -> None:
-        config = optimizer.config() if isinstance(optimizer, Optimizer) else repr(optimizer)
-        require_same(self._world.comm, "set_optimizer", [f"optimizer {config}"], "pass the same on all ranks")
-        super().set_optimizer(optimizer)
-
-    def _agreed(self, check: Callable[[], T]) -> T:
-        return on_every_rank(self._world.comm, check)
-
     def _make(self, values: dict[Key, Array]) -> None:
-        items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
-        require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
-        self._agreed(lambda: check_storable(values))
-        if self._compression is not None:
-            check_codable("init", values.items())
+        self._check_new(values)
         for key, value in values.items():
             first = np.array(value, order="C")
             self._world.comm.native_broadcast(first, 0)
@@ -276,6 +249,3 @@ class SyncStore(KVStore):
             padded[slice(*rows.bucket.shard)] = part
         join_parts(padded, self._world.comm)
         return padded[: entry.stored.size].reshape(entry.stored.shape)
-
-    def _by_first(self, write: Callable[[], None]) -> None:
-        on_rank_0(self._world.comm, write)

@@ -39,14 +39,14 @@ def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
         store.set_updater(notes if num_servers == 0 else added)
         for _ in range(12):
             if world.rank == ranks - 1:
-                time.sleep(3e-3)
+                time.sleep(0.015)
             store.push("w", np.array([world.rank, -1, -1, -1]))
         store.barrier()
         return store.statistics()["waited_s"]
 
     waited = threads.run(ranks, one, per_node, num_servers, serve)
     if num_servers == 0:
-        assert 1 <= max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
+        assert max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
     if per_node is None:
         assert max(waited[:-1]) > waited[-1]
 

@@ -1,0 +1,59 @@
+"""What stores over the ranks of a world have in common: what ranks must agree on, and who speaks for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..arrays import Array
+from ..comm import World
+from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..compression import Compression
+from ..engine import Engine
+from ..optim import Optimizer
+from .arguments import Key, check_storable
+from .compress import check_codable
+from .store import KVStore
+from .updaters import Function, name_of
+
+T = TypeVar("T")
+
+
+class WorldStore(KVStore):
+    """See `KVStore`; every rank of ``world`` must make it, and its keys."""
+
+    def __init__(self, kind: str, world: World, engine: Engine, lane: str) -> None:
+        super().__init__(kind, engine, lane)
+        self._world = world
+        self._compression: Compression | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._world.size
+
+    def set_updater(self, updater: Function) -> None:
+        require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")
+        super().set_updater(updater)
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        config = optimizer.config() if isinstance(optimizer, Optimizer) else repr(optimizer)
+        require_same(self._world.comm, "set_optimizer", [f"optimizer {config}"], "pass the same on all ranks")
+        super().set_optimizer(optimizer)
+
+    def _check_new(self, values: dict[Key, Array]) -> None:
+        """Refuse keys that ranks do not make alike, or cannot share; on all of them."""
+        items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
+        require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
+        check_storable(values)
+        if self._compression is not None:
+            check_codable("init", values.items())
+
+    def _agreed(self, check: Callable[[], T]) -> T:
+        return on_every_rank(self._world.comm, check)
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        on_rank_0(self._world.comm, write)
