@@ -454,7 +454,7 @@ def test_arrays_on_a_device():
     out = standin.asarray(full(0))
     store.pull(1, out=out)
     assert (out.to_host() == 5).all()
-    with pytest.raises(UnsupportedError, match="expected a NumPy array of uint8, .*, got one on a device"):
+    with pytest.raises(UnsupportedError, match=r"expected a NumPy array of uint8, .*, got one on a device"):
         threads.run(2, lambda world: kvstore.create("dist_sync", world).init(1, standin.asarray(full(1))))
 
 
