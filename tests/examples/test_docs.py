@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PLAN = {"Stores", "Checkpoints", "Cluster", "Breadth", "GPU"}
+PLAN = {"Checkpoints", "Cluster", "Breadth", "GPU"}
 
 
 def commands() -> list:
@@ -71,6 +71,14 @@ def test_examples_with_pytorch_run(tmp_path):
         assert "hpcdp.torch" in code
         (tmp_path / "page.py").write_text(code)
         run(f"hpcdp launch -n {2 + number} -- python page.py", tmp_path)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_examples_of_stores_run(n, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "kvstore.md").read_text(), re.M | re.S)
+    assert len(blocks) == 3
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    run(f"hpcdp launch -n {n} -- python page.py", tmp_path)
 
 
 def test_the_example_of_compression_runs(tmp_path):
