@@ -18,7 +18,7 @@ import math
 import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +47,6 @@ from .transfer import Own, Transfer
 from .updaters import ByOptimizer, Function, name_of
 from .wire import NO_STATE, Kind, Message
 from .world_store import WorldStore
-
-T = TypeVar("T")
 
 
 class AsyncStore(WorldStore):

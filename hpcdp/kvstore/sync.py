@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +39,6 @@ from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
 from .world_store import WorldStore
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from ..gradients.lane import Turn
 from .cell import AWAY, Cell, Change
 from .server import Asked, Server
 from .table import Item, Table, take
+from .updaters import state_dtype
 from .wire import NO_STATE, Kind, Message
 
 _REPORTED_S = 5.0
@@ -292,7 +293,7 @@ class Transfer:
 
     def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
         """One of the optimizer's states of a key, in its shape, and how often the key was updated."""
-        whole, steps = np.zeros(item.count, np.float32 if item.dtype == np.float16 else item.dtype), 0
+        whole, steps = np.zeros(item.count, state_dtype(item.dtype)), 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
                 message = self._message(Kind.READ_STATE, item, number, which=which)
@@ -306,7 +307,7 @@ class Transfer:
 
     def write_state(self, item: Item, which: int, value: np.ndarray, steps: int) -> None:
         """Set one of them, and how often the key was updated."""
-        flat = np.ascontiguousarray(value, np.float32 if item.dtype == np.float16 else item.dtype).reshape(-1)
+        flat = np.ascontiguousarray(value, state_dtype(item.dtype)).reshape(-1)
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             message = self._message(Kind.WRITE_STATE, item, number, number=steps, which=which)
             message.payload = flat[part.first : part.last] if which != NO_STATE else None

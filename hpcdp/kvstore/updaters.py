@@ -93,9 +93,14 @@ class ByOptimizer:
         apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], self.steps[key])
 
 
+def state_dtype(dtype: np.dtype) -> np.dtype:
+    """Of the optimizer's state of a key of ``dtype``."""
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
 def new_state(rule: Optimizer, flat: Array) -> dict[str, Array]:
     """The state of a rule for a flat value; of float16 in float32, in which it is updated."""
-    return rule.init_state(flat.astype(np.float32) if flat.dtype == np.float16 else flat)
+    return rule.init_state(flat.astype(state_dtype(flat.dtype), copy=False))
 
 
 def apply_rule(rule: Optimizer, flat: Array, received: Array, state: dict[str, Array], step: int) -> None:

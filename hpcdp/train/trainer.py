@@ -129,6 +129,9 @@ class Trainer:
 
         return super().__new__(BucketTrainer if kvstore is None else StoreTrainer)
 
+    # [Note: no abstract methods] Both kinds define what raises below. As abstract methods they would make type checkers
+    # refuse `Trainer(...)`, which is how a program makes either.
+
     @property
     def own_virtual_shards(self) -> range:
         """The virtual shards of every global batch that this rank computes, in order: one for each call of `step`.
