@@ -1,0 +1,76 @@
+"""Floor 1: what the state of a run is made of, for whoever has some to save. Imports: arrays, errors.
+
+A **state** is what `Stateful.state_dict` gives: dicts (keys are str or int), lists and tuples of arrays, numbers, texts,
+None, and further objects with a state. An array is taken to be alike on all ranks, unless it stands in a `Sharded`, of
+which ranks hold parts, or in a `PerRank`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from .arrays import Array
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved, and restored in place."""
+
+    def state_dict(self) -> Any:
+        """A state, of which arrays may be the object's own, not copies."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over such a state; where arrays are the object's own, they have been filled already."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of a tensor's elements, in C order."""
+
+    first: int
+    """The number of its first element in the whole tensor."""
+    values: Array
+    """Shape ``(count,)``, contiguous; read when a state is saved, and filled when it is restored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """A tensor of which this rank holds some parts.
+
+    All ranks together hold all of it. Where several hold the same parts, those are alike, and each of them says so by
+    the same ``copies`` and another ``copy``.
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: np.dtype
+    parts: Sequence[Part]
+    copies: int = 1
+    """So many ranks hold these parts."""
+    copy: int = 0
+    """Which of them this rank is, from 0."""
+    shares: bool = False
+    """Rows (the first axis) are shares of one sum: where a state was saved with another number of rows, each row gets
+    the same share of what they had together."""
+
+    @property
+    def count(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class PerRank:
+    """A state that each rank has for itself, such as that of a random generator.
+
+    It is restored where there are as many ranks as when it was saved, and else left as it is.
+    """
+
+    value: Any
