@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, commands, errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -45,6 +45,7 @@ examples:
 _FORWARDING = {
     "bench": "measure messages and collectives",
     "tune": "measure this machine and save which algorithms suit it",
+    "checkpoint": "look at checkpoints, check, compare, export, remove them",
 }
 """Commands whose rooms parse the rest of the line themselves."""
 _INFO_EXAMPLES = """\
@@ -268,6 +269,10 @@ def _forward(arguments: argparse.Namespace) -> int:
             from hpcdp.benchmarks import command
 
             return command.main(arguments.rest)
+        if arguments.name == "checkpoint":
+            from hpcdp.commands import checkpoint
+
+            return checkpoint.main(arguments.rest)
         from hpcdp.benchmarks import tune
 
         return tune.main(arguments.rest)

@@ -6,6 +6,8 @@
 - `plan`: which rank writes what.
 - `shard`: an HDF5 file of one rank. `index`: one that shows all of them. `manifest`: what says where everything is.
 - `folder`: names, what is complete, what is left over. `lock`: one writer a folder.
+- `overview`, `verify`, `difference`, `statistics`, `export`, `pruning`: what `hpcdp checkpoint` does, by one process.
+  `reading`: whole tensors, piece by piece.
 
 docs/checkpoint-format.md describes the files.
 """

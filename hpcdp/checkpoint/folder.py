@@ -65,11 +65,31 @@ def _wants_commit_file(path: Path) -> bool:
 
 
 def left_over(folder: Path) -> list[Path]:
-    """What writers that died have left behind."""
+    """What writers that died have left behind, of which one may have its name already, but no file `COMMITTED`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         complete = set(find(folder).values())
-        return sorted(each for each in folder.iterdir() if _LEFT_OVER.fullmatch(each.name) and each not in complete)
+        return sorted(each for each in folder.iterdir() if each not in complete and _is_left_over(each))
     return []
+
+
+def _is_left_over(path: Path) -> bool:
+    return bool(_LEFT_OVER.fullmatch(path.name) or (_NAME.fullmatch(path.name) and _wants_commit_file(path)))
+
+
+def step_of(path: Path) -> int:
+    """The step that a name says, which `is_named`."""
+    return int(path.name.split("-")[1].partition(".")[0])
+
+
+def is_final(path: Path) -> bool:
+    """Whether a folder has the name of a complete checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return match is not None and match[2] is None
+
+
+def is_named(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, complete or not."""
+    return bool(_NAME.fullmatch(path.name) or _LEFT_OVER.fullmatch(path.name))
 
 
 def clean(folder: Path) -> list[Path]:
@@ -137,6 +157,22 @@ def dropped(
     if values:
         stay.add(max(sorted(values), key=lambda step: (values[step], step)))
     return [step for step in ordered if step not in stay]
+
+
+def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
+    """What decides which checkpoint is the best, by step, the greater the better; see `dropped`.
+
+    Args:
+        best: ``"metric"``, or ``"-metric"`` where the smallest is the best.
+    """
+    if best is None:
+        return {}
+    name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
+    values = {}
+    for step, path in found.items():
+        with contextlib.suppress(DataError, KeyError):  # damaged, or saved without: never the best
+            values[step] = sign * manifest.read(path).metrics[name]
+    return values
 
 
 def wait_for(path: Path, names: Collection[str] = (), timeout_s: float = 10.0) -> None:

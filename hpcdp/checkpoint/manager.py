@@ -250,23 +250,10 @@ class Manager:
         """On rank 0: all files are on disk."""
         path = folder.commit(self.path, step, self._atomic_rename)
         found = folder.find(self.path)
-        for each in folder.dropped(found, self.keep, self.keep_every, self._values(found)):
+        for each in folder.dropped(found, self.keep, self.keep_every, folder.worth(found, self.best)):
             if each != step:
                 folder.remove(self.path, each)
         return path
-
-    def _values(self, found: Mapping[int, Path]) -> dict[int, float]:
-        """What decides which checkpoint is the best, by step, the greater the better."""
-        if self.best is None:
-            return {}
-        name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
-        values = {}
-        for step, path in found.items():
-            try:
-                values[step] = sign * manifest.read(path).metrics[name]
-            except (DataError, KeyError):  # damaged, or saved without: never the best
-                continue
-        return values
 
     def steps(self) -> list[int]:
         """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""

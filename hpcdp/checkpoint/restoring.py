@@ -17,6 +17,7 @@ from ..state import Part, PerRank, Sharded
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
+from .reading import read_elements
 from .shard import ShardReader
 
 Value = Callable[[], Any]
@@ -94,7 +95,7 @@ class Filling:
         with ShardReader(path) as reader:
             for each in self._reads:
                 if each.rows is None:
-                    _read(reader, each.tensor, each.first, each.out)
+                    read_elements(reader, each.tensor, each.first, each.out)
                 else:
                     _read_shares(reader, each)
                 if each.place is not None:
@@ -243,20 +244,12 @@ def _as_is(template: Any) -> Value:
     return lambda: value
 
 
-def _read(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarray) -> None:
-    last = first + out.size
-    for part in tensor.parts:
-        begin, end = max(first, part.first), min(last, part.first + part.count)
-        if begin < end:
-            reader.read(part, begin - part.first, out[begin - first : end - first])
-
-
 def _read_shares(reader: ShardReader, read: _Read) -> None:
     """What all rows of a tensor have together at some columns, divided."""
     columns = math.prod(read.tensor.shape[1:])
     row = np.empty_like(read.out)
     read.out[...] = 0
     for number in range(read.tensor.shape[0]):
-        _read(reader, read.tensor, number * columns + read.first % columns, row)
+        read_elements(reader, read.tensor, number * columns + read.first % columns, row)
         read.out[...] += row
     read.out[...] /= read.rows

@@ -185,6 +185,65 @@ def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
     yield name, form
 
 
+def entries(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
+    """As `leaves`, and what is per rank stands under the name that each rank's has."""
+    for inner, node in leaves(form, name):
+        if isinstance(node, dict) and "ranks" in node:
+            for rank, each in enumerate(node["ranks"]):
+                yield from entries(each, joined(inner, f"rank-{rank}"))
+        else:
+            yield inner, node
+
+
+def below(form: Form, name: str) -> Form:
+    """The node of that name, None where there is none."""
+    for key in name.split("/"):
+        tag, content = _opened(form)
+        if tag == "dict":
+            form = next((node for each, node in content if quoted(each) == key), None)
+        elif tag in ("list", "tuple") and key.isdecimal() and int(key) < len(content):
+            form = content[int(key)]
+        else:
+            return None
+    return form
+
+
+def without_ranks(form: Form) -> Form:
+    """A form without what is per rank: left out of dicts, None elsewhere."""
+    tag, content = _opened(form)
+    if tag == "ranks":
+        return None
+    if tag == "dict":
+        kept = [[key, node] for key, node in content if not (isinstance(node, dict) and "ranks" in node)]
+        return {"dict": [[key, without_ranks(node)] for key, node in kept]}
+    if tag in ("list", "tuple"):
+        return {tag: [without_ranks(node) for node in content]}
+    return form
+
+
+def built(form: Form, tensor: Callable[[str], Any]) -> Any:
+    """The nested state of a form without what is per rank.
+
+    Args:
+        tensor: makes what stands in the place of a tensor, from its name.
+    """
+    tag, content = _opened(form)
+    if tag == "dict":
+        return {key: built(node, tensor) for key, node in content}
+    if tag in ("list", "tuple"):
+        return (list if tag == "list" else tuple)(built(node, tensor) for node in content)
+    return tensor(content) if tag == "tensor" else value_of(form)
+
+
+def _opened(form: Form) -> tuple[str, Any]:
+    return next(iter(form.items())) if isinstance(form, dict) else ("", form)
+
+
+def value_of(node: Form) -> Any:
+    """The value of a leaf that is no tensor."""
+    return float(node["float"]) if isinstance(node, dict) else node
+
+
 def renamed(form: Form, rename: Mapping[str, str] | Callable[[str], str]) -> Form:
     """A form whose names are others.
 

@@ -1,5 +1,5 @@
-"""Floor 7: torch, PyTorch models on the same reducer. Imports: gradients, optim, collectives, compression,
-comm, kernels, errors.
+"""Floor 7: torch, PyTorch models on the same reducer. Imports: gradients, optim, checkpoint, collectives,
+compression, comm, kernels, errors.
 
 - `distributed`: the wrapper of a module whose gradients are averaged over all ranks.
 - `sharded_optimizer`: every rank updates its part of parameters that a node holds once.
@@ -7,6 +7,7 @@ comm, kernels, errors.
 - `grad_scaler`: losses scaled up, with an optimizer by shards.
 - `optimizer_state`: the state of a whole optimizer, from one rank to all.
 - `sampler`: every rank gets its own samples.
+- `export`: a checkpoint as a file for `torch.load`.
 
 Inside them:
 
