@@ -110,7 +110,7 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
         with contextlib.suppress(OSError):
             torn.unlink(missing_ok=True)
         if isinstance(error, OSError | RuntimeError | ValueError) and not isinstance(error, HpcdpError):
-            got = error.strerror if isinstance(error, OSError) and error.strerror else error
+            got: object = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise DataError("export", where=path, expected="a file that can be written", got=got) from error
         raise
     return path.stat().st_size

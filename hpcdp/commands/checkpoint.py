@@ -24,7 +24,7 @@ or a run folder with checkpoints/ in it; of several the newest is taken.
 examples:
   hpcdp checkpoint ls runs/lenet-digits-001
   hpcdp checkpoint verify runs/lenet-digits-001
-  hpcdp checkpoint show runs/lenet-digits-001 net/conv1.weight
+  hpcdp checkpoint show runs/lenet-digits-001 net/0.weight
   hpcdp checkpoint diff runs/a runs/b --rtol 1e-5
   hpcdp checkpoint export runs/a net.pt --name net
   hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
@@ -44,7 +44,7 @@ def parser() -> Parser:
         epilog=_EPILOG,
     )
     made.set_defaults(run=None)
-    commands = made.add_subparsers(title="commands", metavar="COMMAND")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp checkpoint")
 
     ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
     ls.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
@@ -137,7 +137,7 @@ def _show(given: argparse.Namespace) -> int:
     name = given.name.strip("/")
     tensor = showing.tensor_called(found, name) if name else None
     if tensor is None:
-        print("\n".join(showing.part(found, name) if name else showing.whole(found, path)))
+        print("\n".join(showing.part(found, name) if name else showing.whole(found, path)).lstrip("\n"))
         return 0
     with BytesBar(name, tensor.nbytes) as bar:
         of = statistics.statistics(path, tensor, bar.tell)
@@ -184,13 +184,14 @@ def _diff(given: argparse.Namespace) -> int:
     from .bytes_bar import BytesBar
 
     a, b = chosen(given.a), chosen(given.b)
-    total = manifest.read(a).nbytes
+    of = manifest.read(a)
     print(f"A  {a}\nB  {b}", flush=True)
-    with BytesBar("compared", total) as bar:
+    with BytesBar("compared", of.nbytes) as bar:
         found = list(difference.differences(a, b, given.rtol, given.atol, bar.tell))
     for each in found:
         print(f"{each.name}: {each.what}")
-    print(texts.counted(len(found), "difference") if found else "no difference")
+    same = f"no difference in {texts.counted(len(of.tensors), 'tensor')} and all values"
+    print(texts.counted(len(found), "difference") if found else same)
     return 1 if found else 0
 
 
