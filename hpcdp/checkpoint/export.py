@@ -110,8 +110,8 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
         with contextlib.suppress(OSError):
             torn.unlink(missing_ok=True)
         if isinstance(error, OSError | RuntimeError | ValueError) and not isinstance(error, HpcdpError):
-            got: object = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise DataError("export", where=path, expected="a file that can be written", got=got) from error
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise DataError("export", where=path, expected="a file that can be written", got=why) from error
         raise
     return path.stat().st_size
 

@@ -120,13 +120,13 @@ def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
     return final
 
 
-def remove(folder: Path, step: int) -> None:
-    """Remove a checkpoint; at every moment it is either complete or a left-over."""
+def retire(folder: Path, step: int) -> Path:
+    """Make a left-over of a complete checkpoint, which is to be removed; where it is then."""
     partial = partial_path(folder, step)
     if partial.exists():
         shutil.rmtree(partial)
     path_of(folder, step).rename(partial)
-    shutil.rmtree(partial)
+    return partial
 
 
 def sync_folder(folder: Path) -> None:

@@ -26,7 +26,9 @@ from .restoring import Filling, Restored
 from .saving import Saving
 from .shard import COMPRESSIONS, failing
 
-_LANE = "checkpoint"
+_SAVES, _REMOVALS = "save", "remove"
+_PATIENCE_S = 8.0
+"""After an exception: so long what is under way may take to end."""
 
 
 class Manager:
@@ -78,7 +80,7 @@ class Manager:
         require_same(self.world.comm, "Manager", [settings], "make it alike on all ranks")
         self._comm = self.world.comm.duplicate()
         self._lock: WriterLock | None = None
-        self._engine: Engine | None = None
+        self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
@@ -93,7 +95,7 @@ class Manager:
         if error is None:
             self.close()
         else:
-            self._release()  # others may be elsewhere: no collective
+            self._release(_PATIENCE_S)
 
     def close(self) -> None:
         """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does."""
@@ -102,10 +104,10 @@ class Manager:
         finally:
             self._release()
 
-    def _release(self) -> None:
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+    def _release(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            self._engine.waitall()
+        self._engine.shutdown(timeout_s)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -189,9 +191,7 @@ class Manager:
                         self._compression, lambda: self._commit(header["step"]))  # fmt: skip
         self._saving = saving
         if behind:
-            if self._engine is None:
-                self._engine = Engine(lanes=(_LANE,))
-            self._engine.push(saving.run, lane=_LANE, name="save")
+            self._engine.push(saving.run, lane=_SAVES, name="save")
         else:
             saving.run()
         if wait:
@@ -229,8 +229,9 @@ class Manager:
                 self._lock = WriterLock(self.path)
                 for path in folder.clean(self.path):
                     warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
-            if partial.exists():
-                shutil.rmtree(partial)
+            if partial.exists():  # to be removed, or of a save that has failed
+                self._engine.waitall()
+                shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
 
     def _copied(self, pieces: list[Piece]) -> list[Piece]:
@@ -252,8 +253,12 @@ class Manager:
         found = folder.find(self.path)
         for each in folder.dropped(found, self.keep, self.keep_every, folder.worth(found, self.best)):
             if each != step:
-                folder.remove(self.path, each)
+                self._remove_behind(folder.retire(self.path, each))
         return path
+
+    def _remove_behind(self, path: Path) -> None:
+        """It may take as long as a save, and nobody needs to wait for it."""
+        self._engine.push(lambda: shutil.rmtree(path, ignore_errors=True), lane=_REMOVALS, name="remove")
 
     def steps(self) -> list[int]:
         """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,5 +80,5 @@ def _remove(
     if not dry_run:
         folder.clean(path)
         for step in dropped:
-            folder.remove(path, step)
+            shutil.rmtree(folder.retire(path, step))
     return pruning

@@ -17,7 +17,7 @@ def read_elements(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarr
     """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
 
     Raises:
-        DataError: a file is missing or damaged; names file and data set.
+        DataError: a file is missing or too short; names file and data set. What else is wrong, the reader says later.
     """
     last = first + out.size
     for part in tensor.parts:
@@ -36,12 +36,14 @@ def read_whole(reader: ShardReader, tensor: Tensor) -> np.ndarray:
 def pieces(reader: ShardReader, tensor: Tensor) -> Iterator[np.ndarray]:
     """All elements in C order, at most `PIECE_NBYTES` at once, in memory that the next piece takes, too.
 
-    Raises what `read_elements` does.
+    Raises:
+        DataError: a file is missing or damaged, or elements are not those that were written.
     """
     buffer = np.empty(min(tensor.count, PIECE_NBYTES // tensor.stored_dtype.itemsize), tensor.stored_dtype)
     for first in range(0, tensor.count, max(1, buffer.size)):
         piece = buffer[: min(buffer.size, tensor.count - first)]
         read_elements(reader, tensor, first, piece)
+        reader.checked()
         yield piece
 
 

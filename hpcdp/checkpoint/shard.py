@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32
 
+from ..engine import Engine
 from ..errors import DataError
 from .leaves import BFLOAT16
 from .plan import Piece
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 BLOCK_NBYTES = 1 << 20
 """Elements have a checksum for so many bytes: a rank that reads a part of them checks what it reads."""
 COMPRESSIONS = ("gzip", "lzf")
+_READ_NBYTES = 4 * BLOCK_NBYTES
+_CHECKED_BEHIND = 4
 _ALIGN_FROM, _ALIGNMENT = 64 << 10, 4096
 
 
@@ -179,69 +182,95 @@ def crc32_beside(file: int, covered: Sequence[tuple[int, int]]) -> int:
 
 
 class ShardReader:
-    """Reads runs of elements from the files of one checkpoint, and checks them.
+    """Reads runs of elements from the files of one checkpoint; a thread checks them meanwhile. A context.
 
     Args:
         folder: of the checkpoint.
+
+    Raises:
+        DataError: when it ends: elements are not those that were written; names file and data set.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, int] = {}
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
+        # A few reads ahead of the checks: what is checked should still lie in a cache.
+        self._checks = Engine(lanes=("check",), max_inflight=_CHECKED_BEHIND)
 
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with contextlib.suppress(*() if kind is None else (DataError,)):  # what has failed first is on its way
+                self.checked()
+        finally:
+            self._checks.shutdown()
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()
 
     def read(self, stored: Stored, first: int, out: np.ndarray) -> None:
         """Fill ``out``, shape ``(count,)``, with elements from number ``first`` of a run on.
 
         Raises:
-            DataError: the file is missing, too short, or not what was written; names file and data set.
+            DataError: the file is missing or too short; names file and data set.
         """
-        path = self._folder / stored.file
-        with failing("restore", lambda: f"{path}, {stored.dataset}"):
+        with failing("restore", lambda: self._where(stored)):
             if stored.offset is None:
                 self._read_compressed(stored, first, out)
                 return
-            file = self._open(stored.file)
-            total, flat = stored.count * out.itemsize, out.view(np.uint8)
-            begin = first * out.itemsize
-            end = begin + flat.size
-            for number in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+            flat, begin = out.view(np.uint8), first * out.itemsize
+            end, total = begin + flat.size, stored.count * out.itemsize
+            at = begin
+            while at < end:
+                number = at // BLOCK_NBYTES
                 low, high = number * BLOCK_NBYTES, min((number + 1) * BLOCK_NBYTES, total)
-                whole = begin <= low and high <= end
-                block = flat[low - begin : high - begin] if whole else self._scratch[: high - low]
-                self._fill(file, stored, number, block)
-                if not whole:
-                    wanted = max(low, begin), min(high, end)
-                    flat[wanted[0] - begin : wanted[1] - begin] = block[wanted[0] - low : wanted[1] - low]
+                if at == low and high <= end:
+                    at = high if end - at < _READ_NBYTES else at + _READ_NBYTES
+                    blocks = flat[low - begin : at - begin]
+                    self._fill(stored, low, blocks)
+                    self._checks.push(lambda n=number, x=blocks: self._check(stored, n, x), lane="check")  # type: ignore[misc]
+                else:  # a part of a block, which can only be checked as a whole
+                    block, last = self._scratch[: high - low], min(high, end)
+                    self._fill(stored, low, block)
+                    self._check(stored, number, block)
+                    flat[at - begin : last - begin] = block[at - low : last - low]
+                    at = last
 
-    def _fill(self, file: int, stored: Stored, number: int, block: np.ndarray) -> None:
+    def checked(self) -> None:
+        """Wait until all that was read has been checked, so that it may be changed.
+
+        Raises:
+            DataError: elements are not those that were written; names file and data set.
+        """
+        self._checks.waitall()
+
+    def _where(self, stored: Stored) -> str:
+        return f"{self._folder / stored.file}, {stored.dataset}"
+
+    def _fill(self, stored: Stored, first: int, out: np.ndarray) -> None:
+        """Read bytes of a run from number ``first`` on."""
         assert stored.offset is not None
-        offset, got = stored.offset + number * BLOCK_NBYTES, 0
-        while got < block.size:
-            count = os.preadv(file, [block[got:].data], offset + got)
+        file, got = self._open(stored.file), 0
+        while got < out.size:
+            count = os.preadv(file, [out[got:].data], stored.offset + first + got)
             if count == 0:
-                raise DataError(
-                    "restore", where=f"{self._folder / stored.file}, {stored.dataset}",
-                    expected=f"{offset + block.size} bytes", got=f"a file of {os.fstat(file).st_size}",
-                )  # fmt: skip
+                expected = f"at least {stored.offset + first + out.size} bytes"
+                size = os.fstat(file).st_size
+                raise DataError("restore", where=self._where(stored), expected=expected, got=f"a file of {size}")
             got += count
-        self._check(stored, number, block)
 
-    def _check(self, stored: Stored, number: int, block: np.ndarray) -> None:
-        found = crc32(block)
-        if found != stored.crc32[number]:
-            raise DataError(
-                "restore", where=f"{self._folder / stored.file}, {stored.dataset}",
-                expected=f"checksum {stored.crc32[number]:08x} of MiB {number}", got=f"{found:08x}",
-            )  # fmt: skip
+    def _check(self, stored: Stored, number: int, blocks: np.ndarray) -> None:
+        """Compare the checksums of bytes that begin with block ``number`` of a run."""
+        for at in range(0, blocks.size, BLOCK_NBYTES):
+            found, expected = crc32(blocks[at : at + BLOCK_NBYTES]), stored.crc32[number + at // BLOCK_NBYTES]
+            if found != expected:
+                raise DataError(
+                    "restore", where=self._where(stored), got=f"{found:08x}",
+                    expected=f"checksum {expected:08x} of MiB {number + at // BLOCK_NBYTES}",
+                )  # fmt: skip
 
     def _read_compressed(self, stored: Stored, first: int, out: np.ndarray) -> None:
         import h5py
