@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,9 +94,12 @@ def _read(reader: ShardReader, part: Stored, dtype: np.dtype, tell: Tell) -> Non
         for first in range(0, part.count, max(1, buffer.size)):
             piece = buffer[: min(buffer.size, part.count - first)]
             reader.read(part, first, piece)
+            reader.checked()
             tell(piece.nbytes)
             told += piece.nbytes
     except DataError:
+        with contextlib.suppress(DataError):  # one fault of a data set is enough, and none is another's
+            reader.checked()
         tell(part.count * dtype.itemsize - told)
         raise
 
@@ -154,9 +158,12 @@ def _view_faults(path: Path, dataset: Any, tensor: manifest.Tensor) -> Iterator[
     for name in sorted({source.file_name for source in sources}):
         if not (path / name).is_file():
             yield f"shows elements of {name}, which is not there: they read as zeros"
-    pointed = {(source.file_name, source.dset_name.lstrip("/")) for source in sources}
+    pointed = {(source.file_name, source.dset_name) for source in sources}
     count = sum(source.vspace.get_select_npoints() for source in sources)
-    if pointed != {(part.file, part.dataset) for part in tensor.parts if part.count} or count != tensor.count:
+    if (
+        pointed != {(part.file, index.as_pattern(part.dataset)) for part in tensor.parts if part.count}
+        or count != tensor.count
+    ):
         yield f"expected {tensor.count} elements of the manifest's files, got {count} of {len(pointed)} data sets"
 
 
