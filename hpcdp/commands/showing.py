@@ -28,7 +28,7 @@ def whole(found: Manifest, path: Path) -> Iterator[str]:
     yield texts.fact("versions", ", ".join(f"{name} {' '.join(what.split())}" for name, what in found.versions.items()))
     if found.metrics:
         yield texts.fact("metrics", texts.numbers(found.metrics))
-    yield from _section("config", texts.tree(found.config))
+    yield from _section("config", texts.tree(found.config, 2))
     yield from part(found, "")
 
 
@@ -44,13 +44,13 @@ def part(found: Manifest, name: str) -> Iterator[str]:
         yield from texts.table(("tensor", "shape", "dtype", "bytes", "parts"), rows, (3, 4))
     values = _values(form)
     if isinstance(values, dict):
-        yield from _section("values", texts.tree(values))
+        yield from _section("values", texts.tree(values, 2))
     elif values is not _NO_VALUE:
-        yield from _section("values", texts.tree({name.rpartition("/")[2] or "state": values}))
+        yield from _section("values", texts.tree({name.rpartition("/")[2] or "state": values}, 2))
 
 
 def _section(title: str, lines: Iterator[str]) -> Iterator[str]:
-    made = [f"  {line}" for line in lines]
+    made = list(lines)
     if made:
         yield from ["", title, *made]
 

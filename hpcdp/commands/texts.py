@@ -74,8 +74,8 @@ def shape(sizes: Sequence[int]) -> str:
     return str(tuple(sizes))
 
 
-def tree(value: Any, indent: int = 0) -> Iterator[str]:
-    """Lines of nested dicts and lists; what fits is on one line."""
+def tree(value: Any, indent: int) -> Iterator[str]:
+    """Lines of nested dicts and lists, indented; what fits is on one line."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, each in pairs:
         start = f"{' ' * indent}{key}  "
