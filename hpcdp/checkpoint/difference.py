@@ -39,7 +39,7 @@ def differences(
     """
     one, other = manifest.read(first), manifest.read(second)
     nodes = [dict(tree.entries(each.state)) for each in (one, other)]
-    with ShardReader(first) as a, ShardReader(second) as b:
+    with ShardReader(first, "diff") as a, ShardReader(second, "diff") as b:
         for name in dict.fromkeys([*nodes[0], *nodes[1]]):
             if name not in nodes[1] or name not in nodes[0]:
                 place = 0 if name in nodes[0] else 1

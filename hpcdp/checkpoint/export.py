@@ -118,7 +118,7 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
 
 def write_npz(chosen: Chosen, path: Path, tell: Tell) -> None:
     """As NumPy's `savez`, by pieces. bfloat16, which NumPy does not have, becomes float32."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, ShardReader(chosen.folder) as reader:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, ShardReader(chosen.folder, "export") as reader:
         for name, tensor in chosen.tensors.items():
             dtype = widened(np.empty(0, tensor.stored_dtype), tensor.dtype).dtype
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
@@ -167,7 +167,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], tell: Tell) -> Iterator[tu
     Raises:
         DataError: a file is missing or damaged.
     """
-    with ShardReader(folder) as reader:
+    with ShardReader(folder, "export") as reader:
         for name, tensor in tensors.items():
             yield name, read_whole(reader, tensor)
             tell(tensor.nbytes)

@@ -186,13 +186,14 @@ class ShardReader:
 
     Args:
         folder: of the checkpoint.
+        operation: what errors say was attempted.
 
     Raises:
         DataError: when it ends: elements are not those that were written; names file and data set.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, operation: str = "restore") -> None:
+        self._folder, self._operation = folder, operation
         self._files: dict[str, int] = {}
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
         # A few reads ahead of the checks: what is checked should still lie in a cache.
@@ -217,7 +218,7 @@ class ShardReader:
         Raises:
             DataError: the file is missing or too short; names file and data set.
         """
-        with failing("restore", lambda: self._where(stored)):
+        with failing(self._operation, lambda: self._where(stored)):
             if stored.offset is None:
                 self._read_compressed(stored, first, out)
                 return
@@ -259,7 +260,7 @@ class ShardReader:
             if count == 0:
                 expected = f"at least {stored.offset + first + out.size} bytes"
                 size = os.fstat(file).st_size
-                raise DataError("restore", where=self._where(stored), expected=expected, got=f"a file of {size}")
+                raise DataError(self._operation, where=self._where(stored), expected=expected, got=f"a file of {size}")
             got += count
 
     def _check(self, stored: Stored, number: int, blocks: np.ndarray) -> None:
@@ -268,7 +269,7 @@ class ShardReader:
             found, expected = crc32(blocks[at : at + BLOCK_NBYTES]), stored.crc32[number + at // BLOCK_NBYTES]
             if found != expected:
                 raise DataError(
-                    "restore", where=self._where(stored), got=f"{found:08x}",
+                    self._operation, where=self._where(stored), got=f"{found:08x}",
                     expected=f"checksum {expected:08x} of MiB {number + at // BLOCK_NBYTES}",
                 )  # fmt: skip
 

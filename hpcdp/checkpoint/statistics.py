@@ -37,7 +37,7 @@ def statistics(folder: Path, tensor: Tensor, tell: Callable[[int], object] = lam
     """
     of = Statistics()
     spread = 0.0
-    with ShardReader(folder) as reader:
+    with ShardReader(folder, "show") as reader:
         for piece in pieces(reader, tensor):
             tell(piece.nbytes)
             values = widened(piece, tensor.dtype)
