@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError
 from .datasets import Batch, Dataset
+from .resumable import Resumable
 from .samplers import BatchIndices
 
 Transform = Callable[..., Batch]
@@ -56,6 +60,18 @@ class _Read:
             self.done.wait()
 
 
+@dataclass
+class _Loop:
+    """Where one iteration is."""
+
+    before: int = 0
+    """Global batches of its epoch that were done when it began, or went on."""
+    used: int = 0
+    """Batches that the loop has had since."""
+    begun: bool = False
+    ended: bool = False
+
+
 class DataLoader:
     """Iterates over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
 
@@ -88,26 +104,90 @@ class DataLoader:
             raise ConfigError("DataLoader", where="prefetch", expected="an integer >= 0", got=repr(prefetch))
         self.dataset, self.sampler, self.prefetch, self.transform = dataset, sampler, prefetch, transform
         self._engine = engine
+        self.epoch = 0
+        """That of `set_epoch`."""
+        self._loop = _Loop()
+        self._goes_on: int | None = None
+        """After how many global batches the next iteration goes on, if it does."""
 
     def __len__(self) -> int:
         """The number of batches an epoch."""
         return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the sampler, for the next iteration."""
+        """Passed on to the sampler, for the next iteration: a whole one, except of the epoch that was restored."""
         self.sampler.set_epoch(epoch)
+        if self._loop.begun or epoch != self.epoch:
+            self._loop, self._goes_on = _Loop(), None
+        elif self._loop.before:
+            self._goes_on = self._loop.before
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is; alike on all ranks, all of which must call it after as many batches.
+
+        Returns:
+            ``epoch``; ``done``, how many global batches of it the loop has had (those that are read ahead do not
+            count); ``begun`` and ``ended``: whether an iteration has begun, and whether it has come to its end;
+            ``sampler``, that of the sampler.
+
+        Raises:
+            ConfigError: the loop is between virtual shards of a global batch.
+        """
+        loop, sampler = self._loop, self.sampler
+        done = loop.before + loop.used
+        if loop.begun and isinstance(sampler, Resumable):
+            done = sampler.done(loop.before, loop.used)
+        return {
+            "epoch": self.epoch,
+            "done": done,
+            "begun": loop.begun or loop.ended or self._goes_on is not None,
+            "ended": loop.ended,
+            "sampler": sampler.state_dict() if isinstance(sampler, Resumable) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a `state_dict` says, on any number of ranks: the next iteration yields what is left of its epoch.
+
+        Those after it are whole, and so is the next one after `set_epoch` of another epoch. Of an epoch whose iteration
+        had ended nothing is left if it is named by `set_epoch`; without that a whole iteration follows.
+
+        Raises:
+            ConfigError: the sampler's order is another one; says which argument differs. Nothing is changed.
+        """
+        if isinstance(self.sampler, Resumable):
+            self.sampler.load_state_dict(state["sampler"])
+        else:
+            self.sampler.set_epoch(state["epoch"])
+        self.epoch = state["epoch"]
+        self._loop = _Loop(before=state["done"], ended=state["ended"])
+        self._goes_on = state["done"] if state["begun"] and not state["ended"] else None
 
     def _read(self, indices: object) -> Batch:
         x, y = self.dataset[indices]  # type: ignore[index]
         return (x, y) if self.transform is None else self.transform(x, y)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.prefetch == 0:
-            for indices in self.sampler:
-                yield self._read(indices)
-            return
+        loop = self._loop = _Loop(self._goes_on or 0, begun=True)
+        batches, self._goes_on = self._indices(self._goes_on), None
+        reads = self._read_now(batches) if self.prefetch == 0 else self._read_ahead(batches)
+        with contextlib.closing(reads):
+            for batch in reads:
+                loop.used += 1
+                yield batch
+        loop.ended = True
+
+    def _indices(self, done: int | None) -> Iterator[Any]:
+        if isinstance(self.sampler, Resumable):
+            return self.sampler.batches(done)
+        return islice(self.sampler, done, None)
+
+    def _read_now(self, batches: Iterator[Any]) -> Generator[Batch]:
+        for indices in batches:
+            yield self._read(indices)
+
+    def _read_ahead(self, batches: Iterator[Any]) -> Generator[Batch]:
         engine = default_engine() if self._engine is None else self._engine
-        batches = iter(self.sampler)
         ahead: deque[_Read] = deque()
         try:
             while True:

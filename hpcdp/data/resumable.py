@@ -1,0 +1,73 @@
+"""Floor 3: data, batches of which an iteration can be gone on with. Imports: errors.
+
+An order depends on arguments and the epoch alone, so a position is a number: how many global batches were used.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import ConfigError
+
+
+class Ordered:
+    """What has an order that some of its arguments and the epoch decide."""
+
+    decides: ClassVar[tuple[str, ...]] = ()
+    """The names of those arguments, which are attributes."""
+    epoch: int = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order, from the next iteration on; every part must call it with the same number."""
+        if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
+            raise ConfigError("sampler", where="epoch", expected="an integer >= 0", got=repr(epoch))
+        self.epoch = int(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arguments that decide the order, and the epoch; where a loop is in it says the `DataLoader`."""
+        return {name: getattr(self, name) for name in self.decides} | {"epoch": self.epoch}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for a `state_dict` of another order; says which argument differs."""
+        for name, own in self.state_dict().items():
+            if name not in state or (name in self.decides and state[name] != own):
+                raise ConfigError(
+                    "load_state_dict", where=f"{type(self).__name__} {name}", expected=own,
+                    got=state.get(name, "nothing"), remedy="make the sampler with the arguments that it had then",
+                )  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the epoch of a `state_dict`.
+
+        Raises:
+            ConfigError: as `check_state`; nothing is changed.
+        """
+        self.check_state(state)
+        self.set_epoch(state["epoch"])
+
+
+class Resumable(Ordered, abc.ABC):
+    """Batches of sample numbers; see `samplers.BatchIndices`."""
+
+    @abc.abstractmethod
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
+        """The batches of an iteration.
+
+        Args:
+            done: go on with the iteration that has begun last, after so many of its global batches; None: a new one.
+        """
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self.batches()
+
+    def done(self, before: int, used: int) -> int:
+        """How many global batches of an iteration are done, when it went on after ``before`` of them, and a loop has
+        had ``used`` batches since; every part must call."""
+        return before + used
