@@ -135,14 +135,14 @@ class DataLoader:
             ConfigError: the loop is between virtual shards of a global batch.
         """
         loop, sampler = self._loop, self.sampler
-        done = loop.before + loop.used
+        done, ended = loop.before + loop.used, loop.ended
         if loop.begun and isinstance(sampler, Resumable):
-            done = sampler.done(loop.before, loop.used)
+            done, ended = sampler.place(loop.before, loop.used, ended)
         return {
             "epoch": self.epoch,
             "done": done,
-            "begun": loop.begun or loop.ended or self._goes_on is not None,
-            "ended": loop.ended,
+            "begun": loop.begun or ended or self._goes_on is not None,
+            "ended": ended,
             "sampler": sampler.state_dict() if isinstance(sampler, Resumable) else None,
         }
 

@@ -67,7 +67,15 @@ class Resumable(Ordered, abc.ABC):
     def __iter__(self) -> Iterator[np.ndarray]:
         return self.batches()
 
-    def done(self, before: int, used: int) -> int:
-        """How many global batches of an iteration are done, when it went on after ``before`` of them, and a loop has
-        had ``used`` batches since; every part must call."""
-        return before + used
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """Where a loop is; every part must call, and learns the same.
+
+        Args:
+            before: how many global batches of the iteration were done when it began, or went on.
+            used: how many batches the loop has had since.
+            ended: whether it has come to its end.
+
+        Returns:
+            How many global batches are done, and whether the iteration has ended.
+        """
+        return before + used, ended

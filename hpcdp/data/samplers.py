@@ -271,8 +271,8 @@ class VirtualShardSampler(Resumable):
         for pieces in zip(*(shard.batches(done) for shard in self.shards), strict=True):
             yield from pieces
 
-    def done(self, before: int, used: int) -> int:
-        """See `Resumable.done`.
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """See `Resumable.place`.
 
         Raises:
             ConfigError: the loop is in the middle of a global batch.
@@ -283,7 +283,7 @@ class VirtualShardSampler(Resumable):
                 "state_dict", where="VirtualShardSampler", expected="a loop that has all shards of a global batch",
                 got=f"{rest} of {len(self.numbers)}", remedy="call it after the step of the last of them",
             )  # fmt: skip
-        return before + whole
+        return before + whole, ended
 
     def __len__(self) -> int:
         """The number of virtual shards of this part in an epoch."""
@@ -341,10 +341,11 @@ class SharedSampler(Resumable):
             self.taken = first + number + 1
             yield order[(self.taken - 1) * self.batch_size : self.taken * self.batch_size]
 
-    def done(self, before: int, used: int) -> int:
-        """See `Resumable.done`; what any part has taken counts, also where it has not come to use it."""
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """See `Resumable.place`; what any part has taken counts, also where it has not come to use it."""
         given = getattr(self.numbers, "given", None)
-        return self.taken if given is None else min(before + given(), len(self))
+        done = self.taken if given is None else min(before + given(), len(self))
+        return done, done == len(self)
 
     def __len__(self) -> int:
         """The number of batches an epoch, all parts together."""
