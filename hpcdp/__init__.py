@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcdp import (
         autograd,
+        checkpoint,
         collectives,
         comm,
         compression,
@@ -41,6 +42,7 @@ __all__ = [
     "allreduce",
     "autograd",
     "broadcast",
+    "checkpoint",
     "collectives",
     "comm",
     "compression",

@@ -1,8 +1,8 @@
 """Floor 1: what the state of a run is made of, for whoever has some to save. Imports: arrays, errors.
 
-A **state** is what `Stateful.state_dict` gives: dicts (keys are str or int), lists and tuples of arrays, numbers,
-texts, None, and further objects with a state. An array is taken to be alike on all ranks, unless it stands in a
-`Sharded`, of which ranks hold parts, or in a `PerRank`.
+A **state** is what `Stateful.state_dict` gives: dicts (of str or int), lists and tuples of arrays, numbers, texts,
+None, and further objects with a state. An array is taken to be alike on all ranks, unless it stands in a `Sharded`, of
+which ranks hold parts, or in a `PerRank`.
 """
 
 from __future__ import annotations

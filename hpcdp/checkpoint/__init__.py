@@ -1,0 +1,17 @@
+"""Floor 5: checkpoint, the state of a run on disk. Imports: arrays, collectives, comm, engine, errors, nn, state.
+
+- `manager`: what programs call: save, restore, how many are kept.
+- `saving`: one save, by all ranks. `restoring`: back into arrays and objects.
+- `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it.
+- `plan`: which rank writes what.
+- `shard`: an HDF5 file of one rank. `index`: one that shows all of them. `manifest`: what says where everything is.
+- `folder`: names, what is complete, what is left over. `lock`: one writer a folder.
+
+docs/checkpoint-format.md describes the files.
+"""
+
+from ..state import Part, PerRank, Sharded
+from .manager import Manager
+from .restoring import Restored
+
+__all__ = ["Manager", "Part", "PerRank", "Restored", "Sharded"]

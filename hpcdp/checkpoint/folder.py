@@ -1,0 +1,146 @@
+"""The folder of a run's checkpoints: a folder for each, which gets its name when it is complete, and what is left over.
+
+``step-0000000100`` is complete, ``step-0000000100.tmp`` is being written or removed, or was when its writer died, and
+``step-0000000100.old.tmp`` is about to be replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from ..errors import DataError
+from . import manifest
+
+COMMITTED = "committed"
+"""A file that makes a checkpoint complete where renaming a folder is not one step of the file system."""
+_NAME = re.compile(r"step-([0-9]{10,18})(\.old\.tmp)?")
+_LEFT_OVER = re.compile(r"step-[0-9]{10,18}(\.old)?\.tmp")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the complete checkpoint of a step is."""
+    return folder / f"step-{step:010d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where it is while it is being written."""
+    return folder / f"step-{step:010d}.tmp"
+
+
+def _old_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:010d}.old.tmp"
+
+
+def find(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder that are complete, by step, oldest first; none where there is no folder.
+
+    One that was being replaced when its writer died counts.
+    """
+    found: dict[int, Path] = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(folder.iterdir()):  # the new one before the old one of a step
+            match = _NAME.fullmatch(path.name)
+            if match is not None and int(match[1]) not in found and is_complete(path):
+                found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether its writer has come to the end; see `manifest.read` for whether it is undamaged."""
+    if not (path / manifest.NAME).is_file():
+        return False
+    return (path / COMMITTED).is_file() or not _wants_commit_file(path)
+
+
+def _wants_commit_file(path: Path) -> bool:
+    with contextlib.suppress(OSError, DataError):
+        return manifest.read(path).commit_file
+    return False  # damaged, which is said where it is read
+
+
+def left_over(folder: Path) -> list[Path]:
+    """What writers that died have left behind."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        complete = set(find(folder).values())
+        return sorted(each for each in folder.iterdir() if _LEFT_OVER.fullmatch(each.name) and each not in complete)
+    return []
+
+
+def clean(folder: Path) -> list[Path]:
+    """Remove what is left over; returns what that was. An old checkpoint that was never replaced gets its name back."""
+    for step, path in find(folder).items():
+        if path != path_of(folder, step):
+            path.rename(path_of(folder, step))
+    removed = left_over(folder)
+    for path in removed:
+        shutil.rmtree(path)
+    return removed
+
+
+def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
+    """Give a checkpoint whose files are all on disk its name; where it is then."""
+    partial, final = partial_path(folder, step), path_of(folder, step)
+    sync_folder(partial)
+    if final.exists():
+        final.rename(_old_path(folder, step))
+    partial.rename(final)
+    if not atomic_rename:
+        with open(final / COMMITTED, "xb") as file:
+            os.fsync(file.fileno())
+        sync_folder(final)
+    sync_folder(folder)
+    if _old_path(folder, step).exists():
+        shutil.rmtree(_old_path(folder, step))
+    return final
+
+
+def retire(folder: Path, step: int) -> Path:
+    """Make a left-over of a complete checkpoint, which is to be removed; where it is then."""
+    partial = partial_path(folder, step)
+    if partial.exists():
+        shutil.rmtree(partial)
+    path_of(folder, step).rename(partial)
+    return partial
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder written to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def dropped(
+    steps: Iterable[int], keep: int | None, keep_every: int | None, values: Mapping[int, float] | None = None
+) -> list[int]:
+    """Which of ``steps`` need not be kept any longer.
+
+    Args:
+        keep: the newest so many stay; None: all.
+        keep_every: those stay whose number this divides.
+        values: of a metric, by step; the one with the greatest stays.
+    """
+    ordered = sorted(steps)
+    if keep is None or len(ordered) <= keep:
+        return []
+    stay: set[int] = set(ordered[-keep:])
+    if keep_every is not None:
+        stay |= {step for step in ordered if step % keep_every == 0}
+    if values:
+        stay.add(max(sorted(values), key=lambda step: (values[step], step)))
+    return [step for step in ordered if step not in stay]
+
+
+def wait_for(path: Path, names: Collection[str] = (), timeout_s: float = 10.0) -> None:
+    """Wait until a folder that another host has made is seen here: file systems of clusters take a moment."""
+    deadline = time.monotonic() + timeout_s
+    while not all((path / name).exists() for name in names or (".",)) and time.monotonic() < deadline:
+        time.sleep(0.01)

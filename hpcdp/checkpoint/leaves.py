@@ -1,0 +1,149 @@
+"""What may stand in a state, and how it is seen: arrays of any library as NumPy arrays, objects as states.
+
+Rooms of higher floors add kinds of their own: `as_array` and `as_stateful` by ``register``, `MAKERS` by an entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import nn
+from ..arrays import from_host, to_host
+from ..collectives import allreduce
+from ..comm import World
+from ..state import PerRank, Stateful
+
+BFLOAT16 = "bfloat16"
+"""Has no NumPy dtype: its bits are kept as uint16."""
+
+
+class HostView(NamedTuple):
+    """An array as NumPy sees it."""
+
+    array: np.ndarray
+    """Shares memory with what it is a view of, where that is contiguous host memory."""
+    dtype: str
+    """The name of the dtype that the elements have; `array` has another only where it is `BFLOAT16`."""
+    kind: str = ""
+    """The key of `MAKERS` by which such an array is made again; "" for NumPy's."""
+    write_back: Callable[[np.ndarray], object] | None = None
+    """Copies values back where `array` is a copy; None where it shares memory."""
+
+
+@functools.singledispatch
+def as_array(value: Any) -> HostView | None:
+    """``value`` as a NumPy array, None where it is no array."""
+    if hasattr(value, "__array_namespace__"):
+        return HostView(to_host(value), str(value.dtype), "", lambda x: value.__setitem__(..., from_host(x, value)))
+    return None
+
+
+@as_array.register
+def _(value: np.ndarray) -> HostView:
+    if value.flags.carray and value.dtype.isnative:
+        return HostView(value, value.dtype.name)
+    native = np.array(value, value.dtype.newbyteorder("="), order="C")
+    return HostView(native, native.dtype.name, "", lambda x: np.copyto(value, x))
+
+
+@as_array.register
+def _(value: np.generic) -> HostView:
+    return HostView(np.array(value), value.dtype.name)
+
+
+MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": lambda array, _: array}
+"""By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
+
+
+class Adapter:
+    """An object's state for checkpoints, where it has none of its own, or another is wanted."""
+
+    takes_more = False
+    """Whether `load_state_dict` is given what was saved under names that `state_dict` does not have now, too."""
+
+    def state_dict(self) -> Any:
+        """See `Stateful`; every rank calls."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `Stateful`; every rank calls."""
+        raise NotImplementedError
+
+
+@functools.singledispatch
+def as_stateful(value: Any, world: World) -> Stateful | None:
+    """What gives and takes the state of ``value``, None where it has none."""
+    return value if isinstance(value, Stateful) and not isinstance(value, type) else None
+
+
+class _Network(Adapter):
+    """Parameters, and buffers (running statistics) averaged over ranks; random generators of each rank."""
+
+    _GENERATORS = "random generators"  # with a space: no attribute of a module has such a name
+
+    def __init__(self, net: nn.Module, world: World) -> None:
+        self._net, self._world = net, world
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._net.state_dict()
+        for name, buffer in self._net.named_buffers():
+            state[name] = averaged(buffer.data, self._world)
+        generators = dict(getattr(self._net, "named_generators", dict)())
+        return state | ({self._GENERATORS: PerRank(generators)} if generators else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, buffer in self._net.named_buffers():
+            buffer.data[...] = state[name]
+
+
+@as_stateful.register
+def _(value: nn.Module, world: World) -> Stateful:
+    return _Network(value, world)
+
+
+def averaged(x: Any, world: World) -> Any:
+    """A copy of ``x`` averaged over all ranks, or rank 0's where it is no floating array; every rank must call."""
+    host = np.array(to_host(x))
+    if host.dtype.kind == "f":
+        if world.size > 1:
+            allreduce(host, "mean", world)
+    else:
+        world.comm.native_broadcast(host, 0)
+    return from_host(host, x)
+
+
+class _Generator(Adapter):
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        return self._generator.bit_generator.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self._generator.bit_generator.state = state
+
+
+@as_stateful.register
+def _(value: np.random.Generator, world: World) -> Stateful:
+    return _Generator(value)
+
+
+class _Random(Adapter):
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        return self._generator.getstate()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._generator.setstate(state)
+
+
+@as_stateful.register
+def _(value: random.Random, world: World) -> Stateful:
+    return _Random(value)

@@ -1,0 +1,89 @@
+"""One writer a folder: a lock that the kernel frees when its holder ends, in a file that says who that is."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import getpass
+import json
+import os
+import socket
+import struct
+import time
+import warnings
+from pathlib import Path
+
+from ..errors import DataError
+
+NAME = "writer.lock"
+_FLOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)  # fcntl(2), "open file description locks"
+_HELD = (errno.EAGAIN, errno.EACCES)
+
+
+class WriterLock:
+    """Held by one process at a time, until `release` or its end.
+
+    Args:
+        folder: exists.
+
+    Raises:
+        DataError: another process holds it, which is named; or the file cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / NAME
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DataError("lock the checkpoints", where=path, got=error.strerror) from error
+        try:
+            self._take(path)
+            self._sign()
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self, path: Path) -> None:
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK)
+        except OSError as error:
+            if error.errno not in _HELD:
+                warnings.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here", stacklevel=2)
+                return
+            raise DataError(
+                "lock the checkpoints", where=path, expected="no other job that saves here",
+                got=owner(path) or "one that does not say who it is", remedy="wait for it, or save to another folder",
+            ) from error  # fmt: skip
+
+    def _sign(self) -> None:
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or os.environ.get("JOB_ID")
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "user": _user(), "job": job}
+        text = json.dumps(who | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, text.encode(), 0)
+        except OSError as error:
+            raise DataError("lock the checkpoints", where=NAME, got=error.strerror) from error
+
+    def release(self) -> None:
+        """Let others write; may be called twice."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def owner(path: Path) -> str:
+    """Who has written a lock's file last, in words; "" where it does not say."""
+    try:
+        who = json.loads(path.read_bytes())
+        job = f", job {who['job']}" if who["job"] else ""
+        return f"process {who['pid']} of {who['user']} on {who['host']}{job}, since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -1,0 +1,363 @@
+"""The checkpoints of a run: saved, kept as long as asked, restored."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import shutil
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..comm import World, init
+from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..engine import Engine
+from ..errors import ConfigError, DataError, HpcdpError
+from . import folder, manifest, tree
+from .lock import WriterLock
+from .plan import Piece, described, own_pieces
+from .restoring import Filling, Restored
+from .saving import Saving
+from .shard import COMPRESSIONS, failing
+
+_SAVES, _REMOVALS = "save", "remove"
+_PATIENCE_S = 8.0
+"""After an exception: so long what is under way may take to end."""
+
+
+class Manager:
+    """Saves the state of a run in a folder, and restores it; every rank must make it, and call what it says.
+
+    What is saved is on disk, or is not there: files are written to a folder of another name, brought to disk, and the
+    folder gets its name when all ranks have done so. At most one job at a time saves in a folder. As a context it ends
+    with `close`.
+
+    Args:
+        path: the folder; is made by the first `save`, with the folders above it.
+        world: the ranks; default `hpcdp.init()`.
+        keep: so many of the newest checkpoints stay, at least one; None: all.
+        keep_every: those stay, too, whose step this divides.
+        best: ``"metric"`` or ``"-metric"``: that one stays, too, whose `save` was given the greatest (smallest) value
+            of it.
+        compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums: a fraction of the speed. None: not.
+        atomic_rename: whether renaming a folder is one step of the file system. Without, a file ``committed`` in it
+            makes it complete.
+
+    Raises:
+        ConfigError: a value outside of that.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        world: World | None = None,
+        *,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        best: str | None = None,
+        compression: str | None = None,
+        atomic_rename: bool = True,
+    ) -> None:
+        for name, number in (("keep", keep), ("keep_every", keep_every)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise ConfigError("Manager", where=name, expected="an integer >= 1, or None", got=repr(number))
+        if keep is None and (keep_every is not None or best is not None):
+            raise ConfigError("Manager", where="keep", expected="a number with keep_every or best", got=None)
+        if compression not in (None, *COMPRESSIONS):
+            raise ConfigError("Manager", where="compression", expected=f"one of {', '.join(COMPRESSIONS)}, or None",
+                              got=repr(compression))  # fmt: skip
+        self.path = Path(path)
+        self.world = init() if world is None else world
+        self.keep, self.keep_every, self.best = keep, keep_every, best
+        self._compression, self._atomic_rename = compression, atomic_rename
+        settings = f"Manager({os.fspath(path)!r}, {keep=}, {keep_every=}, {best=}, {compression=}, {atomic_rename=})"
+        require_same(self.world.comm, "Manager", [settings], "make it alike on all ranks")
+        self._comm = self.world.comm.duplicate()
+        self._lock: WriterLock | None = None
+        self._engine = Engine(lanes=(_SAVES, _REMOVALS))
+        self._saving: Saving | None = None
+        self._staging = np.empty(0, np.uint8)
+        own = weakref.ref(self)
+        self.world.endings.append(lambda: _let_end(own()))
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._release(_PATIENCE_S)
+
+    def close(self) -> None:
+        """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            self._engine.waitall()
+        self._engine.shutdown(timeout_s)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a save is under way that `wait` or `poll` has not yet found to be over; alike on all ranks."""
+        return self._saving is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way on this rank any more; on others it may last a little longer."""
+        return self._saving is None or self._saving.is_over
+
+    def poll(self) -> bool:
+        """Whether the save under way is over on all ranks, and if so, what `wait` does; every rank must call.
+
+        Raises:
+            HpcdpError: as `wait`.
+        """
+        if self._saving is None:
+            return True
+        over = np.array([self._saving.is_over], np.int32)
+        self.world.comm.native_allreduce(over, "min")
+        if over[0]:
+            self.wait()
+        return bool(over[0])
+
+    def wait(self) -> None:
+        """Until the save under way is complete on disk; every rank must call.
+
+        Raises:
+            DataError: what kept it from that, on every rank; the state and older checkpoints are as they were.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.wait()
+        if saving.error is not None:
+            raise saving.error
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        config: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Save ``state`` as that of a step; every rank must call. Waits for the save before.
+
+        Args:
+            step: its number, at least 0; a checkpoint of the same number is replaced.
+            state: dicts (of str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and objects
+                with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
+                what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
+                networks are averaged.
+            metrics: numbers that say how good it is, for ``best``.
+            config: what JSON can carry, for `restore` to give back.
+            wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
+                and errors come from the next `wait`, `poll` or `save`.
+
+        Raises:
+            MismatchError: the ranks' states differ; on every rank, names the ranks and the first difference.
+            UnsupportedError: something that cannot be saved.
+            DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
+        """
+        self.wait()
+        comm = self.world.comm
+        header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
+        flat = tree.flatten(state, self.world)
+        items = [f"{name} = {node}" for name, node in tree.leaves(tree.alike(flat.form))]
+        items += [f"step {step}", f"wait={wait}", *described(flat.held, self.world.size)]
+        require_same(comm, "save", items, "what each rank has for itself goes into a PerRank")
+        partial = folder.partial_path(self.path, header["step"])
+        on_rank_0(comm, lambda: self._prepare(partial))
+        behind = not wait and self.world.concurrent
+        pieces = list(own_pieces(flat.held))
+        saving = Saving(self.world, self._comm, partial, flat, self._copied(pieces) if behind else pieces, header,
+                        self._compression, lambda: self._commit(header["step"]))  # fmt: skip
+        self._saving = saving
+        if behind:
+            self._engine.push(saving.run, lane=_SAVES, name="save")
+        else:
+            saving.run()
+        if wait:
+            self.wait()
+
+    def _checked_header(
+        self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if not 0 <= number < 10**18:
+            raise ConfigError("save", where="step", expected="an integer >= 0", got=repr(step))
+        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        odd = next((name for name, value in numbers.items() if not math.isfinite(value)), None)
+        decides = None if self.best is None else self.best.removeprefix("-")
+        if decides is not None and (decides not in numbers or odd == decides):
+            expected = f"{decides!r}, which decides what is best"
+            raise ConfigError("save", where="metrics", expected=expected, got=metrics)
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        try:
+            manifest.check_config(config or {})
+        except (TypeError, ValueError) as error:
+            raise ConfigError("save", where="config", expected="what JSON can carry", got=error) from error
+        return {
+            "step": number, "metrics": finite, "config": dict(config or {}), "commit_file": not self._atomic_rename,
+        }  # fmt: skip
+
+    def _prepare(self, partial: Path) -> None:
+        """On rank 0: the lock, and an empty folder to write to."""
+        with failing("save", lambda: self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._lock = WriterLock(self.path)
+                for path in folder.clean(self.path):
+                    warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
+            if partial.exists():  # to be removed, or of a save that has failed
+                self._engine.waitall()
+                shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+
+    def _copied(self, pieces: list[Piece]) -> list[Piece]:
+        """What training may change meanwhile, in memory that is used for each save again."""
+        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces)
+        if self._staging.size < nbytes:
+            self._staging = np.empty(nbytes, np.uint8)
+        copied, at = [], 0
+        for piece in pieces:
+            place = self._staging[at : at + piece.values.nbytes].view(piece.values.dtype)
+            np.copyto(place, piece.values)
+            copied.append(piece._replace(values=place))
+            at += -(-piece.values.nbytes // 64) * 64
+        return copied
+
+    def _commit(self, step: int) -> Path:
+        """On rank 0: all files are on disk."""
+        path = folder.commit(self.path, step, self._atomic_rename)
+        found = folder.find(self.path)
+        for each in folder.dropped(found, self.keep, self.keep_every, self._values(found)):
+            if each != step:
+                self._remove_behind(folder.retire(self.path, each))
+        return path
+
+    def _remove_behind(self, path: Path) -> None:
+        """It may take as long as a save, and nobody needs to wait for it."""
+        self._engine.push(lambda: shutil.rmtree(path, ignore_errors=True), lane=_REMOVALS, name="remove")
+
+    def _values(self, found: Mapping[int, Path]) -> dict[int, float]:
+        """What decides which checkpoint is the best, by step, the greater the better."""
+        if self.best is None:
+            return {}
+        name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
+        values = {}
+        for step, path in found.items():
+            try:
+                values[step] = sign * manifest.read(path).metrics[name]
+            except (DataError, KeyError):  # damaged, or saved without: never the best
+                continue
+        return values
+
+    def steps(self) -> list[int]:
+        """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""
+        return on_rank_0(self.world.comm, lambda: list(folder.find(self.path)))
+
+    def latest(self) -> int | None:
+        """The last of `steps`, None where there is none; every rank must call."""
+        return max(self.steps(), default=None)
+
+    def restore(
+        self,
+        step: int | None = None,
+        into: Any = None,
+        *,
+        strict: bool = True,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    ) -> Restored:
+        """Restore what was saved, on any number of ranks; every rank must call, and reads what it holds.
+
+        Args:
+            step: which checkpoint. None: the newest that is undamaged; of damaged ones a warning says what is wrong.
+            into: a state as `save` takes it. Its arrays and `Sharded` parts are filled in place, its objects take over
+                their states; numbers are in the result. None: the whole state as arrays, on every rank.
+            strict: the names in the checkpoint and in ``into`` must be the same. False: what there is, is restored;
+                `Restored.missing` and `Restored.left_over` say what is not.
+            rename: names of ``into`` by those of the checkpoint, each for all that begins with it and a slash; or a
+                function from the one to the other.
+
+        Raises:
+            ConfigError: names, shapes or dtypes do not fit; on every rank, nothing is changed.
+            DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
+                that can be restored. ``into`` may then hold some of its elements.
+        """
+        self.wait()
+        comm = self.world.comm
+        steps = self.steps() if step is None else [step]
+        if not steps:
+            raise DataError("restore", where=self.path, expected="a complete checkpoint", got="none")
+        while True:
+            chosen = steps.pop()
+            try:
+                return self._restore(chosen, into, strict, rename)
+            except DataError as error:
+                if not steps:
+                    error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
+                    raise
+                if self.world.rank == 0:
+                    warnings.warn(f"{error}: taking step {steps[-1]} instead", stacklevel=2)
+
+    def _offer(self, damaged: int) -> str | None:
+        """Which other checkpoint can be taken."""
+        others = [step for step in folder.find(self.path) if step != damaged]
+        older = max((step for step in others if step < damaged), default=max(others, default=None))
+        return None if older is None else f"restore(step={older}) takes another checkpoint"
+
+    def _restore(self, step: int, into: Any, strict: bool, rename: Any) -> Restored:
+        comm = self.world.comm
+        path = folder.path_of(self.path, step)
+        text, place = on_rank_0(comm, lambda: self._read_manifest(step))
+        found = manifest.parse(text.encode(), path / manifest.NAME)
+        form = found.state if rename is None else on_every_rank(comm, lambda: tree.renamed(found.state, rename))
+        filling = on_every_rank(comm, lambda: Filling(found, form, self.world, into, strict))
+        on_every_rank(comm, lambda: filling.read(Path(place)))
+        return Restored(found.step, filling.finish(), path, found.metrics, found.config, filling.missing,
+                        filling.left_over, filling.kept)  # fmt: skip
+
+    def _read_manifest(self, step: int) -> tuple[str, str]:
+        path = folder.find(self.path).get(step)
+        if path is None:
+            raise DataError("restore", where=self.path, expected=f"a complete checkpoint of step {step}", got="none")
+        found = manifest.read(path)
+        for file in found.files:
+            with failing("restore", lambda file=file: path / file.name):  # type: ignore[misc]
+                if (path / file.name).stat().st_size != file.nbytes:
+                    raise DataError("restore", where=path / file.name, expected=f"{file.nbytes} bytes",
+                                    got=(path / file.name).stat().st_size)  # fmt: skip
+        return (path / manifest.NAME).read_text(), str(path)
+
+
+def _let_end(manager: Manager | None) -> None:
+    """When the program ends, what is under way ends first."""
+    if manager is None:
+        return
+    try:
+        manager.wait()
+    except HpcdpError as error:
+        if manager.world.rank == 0:
+            warnings.warn(str(error), stacklevel=1)
+    manager._release()

@@ -1,0 +1,242 @@
+"""The manifest of a checkpoint: a JSON file that says what is in it and where, written when all the rest is on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from . import tree
+from .leaves import BFLOAT16
+from .shard import BLOCK_NBYTES, File, Stored
+
+NAME = "manifest.json"
+FORMAT, VERSION = "hpcdp checkpoint", 1
+_FORMS = ("dict", "list", "tuple", "tensor", "ranks", "float")
+_DEEPEST = 100
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Stored, ...]
+    """In the order of their elements; together all of them, each once."""
+
+    @property
+    def stored_dtype(self) -> np.dtype:
+        """That of the elements in the files."""
+        return np.dtype(np.uint16 if self.dtype == BFLOAT16 else self.dtype)
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.count * self.stored_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    state: tree.Form
+    tensors: dict[str, Tensor]
+    files: list[File]
+    world: dict[str, Any] = field(default_factory=dict)
+    """``size``, ``num_nodes`` of the job that saved."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the libraries."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    written: str = ""
+    """When, in ISO 8601."""
+    commit_file: bool = False
+    """Whether it is complete only with the file `folder.COMMITTED` beside it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def to_json(self) -> bytes:
+        """The whole file, with a checksum of itself as the last line but one."""
+        members = {"format": FORMAT, "version": VERSION, "block_nbytes": BLOCK_NBYTES}
+        members |= {name: value for name, value in vars(self).items() if name not in ("tensors", "files")}
+        members["files"] = [file._asdict() for file in self.files]
+        members["tensors"] = {name: _tensor_to_json(tensor) for name, tensor in self.tensors.items()}
+        text = json.dumps(members, indent=None, separators=(", ", ": "), allow_nan=False)
+        body = text[:-1].replace(', "tensors": {', ',\n"tensors": {', 1).encode() + b",\n"
+        return body + f'"crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+    parts = []
+    for part in tensor.parts:
+        members = dict(vars(part))
+        del members["name"]
+        parts.append(members | {"crc32": [f"{each:08x}" for each in part.crc32]})
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "parts": parts}
+
+
+def join(held: Sequence[tree.Held], stored: Sequence[Stored]) -> dict[str, Tensor]:
+    """The tensors of what all ranks hold, and have stored.
+
+    Raises:
+        DataError: of some tensor not every element was stored, once: its `Sharded` parts overlap or leave some out.
+    """
+    parts: dict[str, list[Stored]] = {}
+    for each in stored:
+        parts.setdefault(each.name, []).append(each)
+    tensors = {}
+    for one in held:
+        if one.name not in tensors:
+            own = tuple(sorted(parts.get(one.name, ()), key=lambda part: (part.first, part.count)))
+            tensors[one.name] = Tensor(tuple(one.shape), one.dtype, own)
+            gap = _gap(tensors[one.name])
+            if gap is not None:
+                expected = "each element held by one rank, or by all that say they have a copy"
+                raise DataError("save", where=one.name, expected=expected, got=gap)
+    return tensors
+
+
+def _gap(tensor: Tensor) -> str | None:
+    """What is missing or double among a tensor's parts, in words."""
+    at = 0
+    for part in tensor.parts:
+        if part.first != at:
+            return f"elements {at} to {part.first} {'missing' if part.first > at else 'twice'}"
+        at += part.count
+    return None if at == tensor.count else f"{at} of {tensor.count} elements"
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked.
+
+    Raises:
+        DataError: it is missing, damaged, or of another format.
+    """
+    path = folder / NAME
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError("read the checkpoint", where=path, got=error.strerror) from error
+    return parse(content, path)
+
+
+def parse(content: bytes, where: object) -> Manifest:
+    """A manifest of the bytes of its file.
+
+    Raises:
+        DataError: it is damaged, or of another format; names ``where``.
+    """
+    body, _, line = content.rpartition(b'"crc32": "')
+    try:
+        if not body or f'{zlib.crc32(body):08x}"}}\n'.encode() != line:
+            raise ValueError("a checksum that does not fit")
+        members = json.loads(content, parse_constant=_refuse_constant)
+        if members["format"] != FORMAT or members["version"] != VERSION or members["block_nbytes"] != BLOCK_NBYTES:
+            raise ValueError(f"format {members['format']!r}, version {members['version']!r}")
+        return _built(members)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        expected = f"a manifest of format version {VERSION}"
+        raise DataError("read the checkpoint", where=where, expected=expected, got=error) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _built(members: Mapping[str, Any]) -> Manifest:
+    files = [File(_name(each["name"]), _count(each["nbytes"]), _count(each["crc32_beside"]))
+             for each in members["files"]]  # fmt: skip
+    known = {file.name for file in files}
+    tensors = {name: _built_tensor(name, each, known) for name, each in members["tensors"].items()}
+    _check_form(members["state"], tensors, 0)
+    for name, kind in (("world", dict), ("versions", dict), ("metrics", dict), ("config", dict), ("written", str),
+                       ("commit_file", bool)):  # fmt: skip
+        if type(members[name]) is not kind:
+            raise ValueError(f"{name}: {members[name]!r}")
+    return Manifest(
+        _count(members["step"]), members["state"], tensors, files, members["world"], members["versions"],
+        members["metrics"], members["config"], members["written"], members["commit_file"],
+    )  # fmt: skip
+
+
+def _built_tensor(name: str, members: Mapping[str, Any], files: set[str]) -> Tensor:
+    dtype = members["dtype"]
+    if dtype != BFLOAT16 and np.dtype(dtype).kind not in "biufc":
+        raise ValueError(f"dtype {dtype!r} of {name}")
+    shape = tuple(_count(each) for each in members["shape"])
+    itemsize = 2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize
+    parts = []
+    for each in members["parts"]:
+        offset = None if each["offset"] is None else _count(each["offset"])
+        sums = [int(text, 16) for text in each["crc32"]]
+        part = Stored(name, _count(each["first"]), _count(each["count"]), each["file"], each["dataset"], offset, sums)
+        if part.file not in files or type(part.dataset) is not str:
+            raise ValueError(f"file {part.file!r} of {name}")
+        if len(sums) != -(-part.count * itemsize // BLOCK_NBYTES):
+            raise ValueError(f"{len(sums)} checksums of {part.count} elements of {name}")
+        parts.append(part)
+    tensor = Tensor(shape, dtype, tuple(parts))
+    gap = _gap(tensor)
+    if gap is not None:
+        raise ValueError(f"{name}: {gap}")
+    return tensor
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} where a number was expected")
+    return value
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str or os.path.basename(value) != value or value in ("", ".", ".."):
+        raise ValueError(f"file name {value!r}")
+    return value
+
+
+def _check_form(form: Any, tensors: Mapping[str, Tensor], depth: int) -> None:
+    if depth > _DEEPEST:
+        raise ValueError("a state nested too deeply")
+    if form is None or isinstance(form, bool | int | float | str):
+        return
+    if not isinstance(form, dict) or not form or next(iter(form)) not in _FORMS:
+        raise ValueError(f"{str(form)[:60]} in the state")
+    tag, content = next(iter(form.items()))
+    if tag == "tensor":
+        if content not in tensors:
+            raise ValueError(f"no tensor {content!r}")
+    elif tag == "float":
+        if content not in ("nan", "inf", "-inf"):
+            raise ValueError(f"float {content!r}")
+    else:
+        if type(content) is not list:
+            raise ValueError(f"{tag} {str(content)[:60]}")
+        for each in content:
+            if tag == "dict":
+                key, each = each
+                if type(key) not in (str, int):
+                    raise ValueError(f"key {key!r}")
+            _check_form(each, tensors, depth + 1)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError unless JSON can carry it."""
+    json.dumps(dict(config), allow_nan=False)

@@ -1,0 +1,262 @@
+"""From a checkpoint back into arrays and objects: which elements this rank reads, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import from_host, is_host
+from ..comm import World
+from ..errors import ConfigError, listed
+from ..state import Part, PerRank, Sharded
+from . import tree
+from .leaves import MAKERS, as_array, as_stateful
+from .manifest import Manifest, Tensor
+from .shard import ShardReader
+
+Value = Callable[[], Any]
+"""Gives what is restored, once elements have been read: objects take over their state then."""
+_NOTHING = object()
+"""There is nothing to restore into."""
+
+
+@dataclass
+class Restored:
+    """What `Manager.restore` has done."""
+
+    step: int
+    state: Any
+    """As it was saved: dicts, lists, numbers and arrays; where there was something to restore into, that."""
+    path: Path
+    metrics: dict[str, float]
+    config: dict[str, Any]
+    missing: list[str] = field(default_factory=list)
+    """What the checkpoint does not have, and so has stayed as it was, by name."""
+    left_over: list[str] = field(default_factory=list)
+    """What it has and nobody took, by name."""
+    kept: list[str] = field(default_factory=list)
+    """What each rank has for itself, and has stayed as it was because there were other numbers of ranks, by name."""
+
+
+class _Read(NamedTuple):
+    """Elements to be read."""
+
+    tensor: Tensor
+    first: int
+    out: np.ndarray
+    """Shape ``(count,)``."""
+    rows: int | None = None
+    """What is wanted is the sum over the tensor's rows, divided by so many."""
+    place: Any = None
+    """The part of an array on a device that gets what was read."""
+
+
+class Filling:
+    """Plans what to read for a state, then reads it.
+
+    Args:
+        manifest: of the checkpoint.
+        form: of its state.
+        world: the ranks.
+        into: what to restore into; `None`: whole arrays are made.
+
+    Raises:
+        ConfigError: something does not fit, is missing or left over (unless not ``strict``); nothing is changed.
+    """
+
+    def __init__(self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool) -> None:
+        self._manifest, self._world = manifest, world
+        self._reads: list[_Read] = []
+        self._write_back: list[Callable[[], object]] = []
+        self.missing: list[str] = []
+        self.left_over: list[str] = []
+        self.kept: list[str] = []
+        self._value = self._plan(_NOTHING if into is None else into, form, "", False)
+        if strict and (self.missing or self.left_over):
+            both = (("missing", self.missing), ("left over", self.left_over))
+            wrong = [f"{listed(names)} {what}" for what, names in both if names]
+            raise ConfigError(
+                "restore", expected="the names of the checkpoint", got=", ".join(wrong),
+                remedy="restore(strict=False) takes what there is, rename={old: new} gives names",
+            )  # fmt: skip
+
+    def read(self, path: Path) -> None:
+        """Read all elements, from the folder of the checkpoint.
+
+        Raises:
+            DataError: a file is missing or damaged; some elements may have been read by then.
+        """
+        with ShardReader(path) as reader:
+            for each in self._reads:
+                if each.rows is None:
+                    _read(reader, each.tensor, each.first, each.out)
+                else:
+                    _read_shares(reader, each)
+                if each.place is not None:
+                    each.place[...] = from_host(each.out, each.place)
+        for write in self._write_back:
+            write()
+
+    def finish(self) -> Any:
+        """Let objects take over their states; the whole state."""
+        return self._value()
+
+    def _plan(self, template: Any, node: tree.Form, name: str, takes_more: bool) -> Value:
+        tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", node)
+        if tag == "ranks":
+            return self._per_rank(template, content, name, takes_more)
+        if isinstance(template, PerRank):
+            return self._plan(template.value, node, name, takes_more)
+        if tag == "tensor" and (template is _NOTHING or template is None or isinstance(template, bool | int | float)):
+            return self._made(template, node, name)
+        if isinstance(template, Sharded):
+            return self._sharded(template, self._tensor(node, name), name)
+        if not (template is _NOTHING or template is None or isinstance(template, Mapping | list | tuple | np.ndarray)):
+            stateful = as_stateful(template, self._world)
+            if stateful is not None:
+                more = getattr(stateful, "takes_more", True)
+                inner = self._plan(stateful.state_dict(), node, name, more)
+                return lambda: (stateful.load_state_dict(inner()), template)[1]
+        if tag == "dict":
+            return self._dict(template, content, name, takes_more)
+        if tag in ("list", "tuple"):
+            return self._list(template, content, name, takes_more, list if tag == "list" else tuple)
+        if tag == "tensor":
+            return self._filled(template, self._tensor(node, name), name)
+        value = float(content) if tag == "float" else content
+        if template is not _NOTHING and (
+            isinstance(template, Mapping | list | tuple) or as_array(template) is not None
+        ):
+            raise _misfit(name, _told(template), repr(value))
+        return lambda: value
+
+    def _per_rank(self, template: Any, nodes: list[tree.Form], name: str, takes_more: bool) -> Value:
+        inner = template.value if isinstance(template, PerRank) else template
+        if len(nodes) == self._world.size:
+            rank = self._world.rank
+            return self._plan(inner, nodes[rank], tree.joined(name, f"rank-{rank}"), takes_more)
+        self.kept.append(name)
+        kept = None if inner is _NOTHING else inner
+        return lambda: kept
+
+    def _dict(self, template: Any, content: list[Any], name: str, takes_more: bool) -> Value:
+        if template is _NOTHING or template is None:
+            return self._dict({}, content, name, True)
+        if not isinstance(template, Mapping):
+            raise _misfit(name, _told(template), "a dict")
+        names = {str(key): key for key in template}
+        planned: dict[Any, Value] = {}
+        for key, node in content:
+            inner = tree.joined(name, key)
+            if str(key) in names:
+                own = names.pop(str(key))
+                planned[own] = self._plan(template[own], node, inner, takes_more)
+            elif takes_more:
+                planned[key] = self._plan(_NOTHING, node, inner, True)
+            else:
+                self.left_over += [each for each, _ in tree.leaves(node, inner)]
+        for key in names.values():
+            self.missing.append(tree.joined(name, key))
+            planned[key] = _as_is(template[key])
+        return lambda: {key: value() for key, value in planned.items()}
+
+    def _list(self, template: Any, content: list[Any], name: str, takes_more: bool, kind: type) -> Value:
+        if not isinstance(template, list | tuple) or (takes_more and len(template) != len(content)):
+            if not (template is _NOTHING or template is None or takes_more):
+                raise _misfit(name, _told(template), f"a {kind.__name__}")
+            template = [_NOTHING] * len(content)
+        if len(template) != len(content):
+            raise _misfit(name, f"{len(template)} elements", len(content))
+        planned = [self._plan(each, node, tree.joined(name, at), takes_more)
+                   for at, (each, node) in enumerate(zip(template, content, strict=True))]  # fmt: skip
+        return lambda: kind(value() for value in planned)
+
+    def _tensor(self, node: tree.Form, name: str) -> Tensor:
+        if not (isinstance(node, dict) and "tensor" in node):
+            raise _misfit(name, "a tensor", node)
+        return self._manifest.tensors[node["tensor"]]
+
+    def _made(self, template: Any, node: tree.Form, name: str) -> Value:
+        tensor = self._tensor(node, name)
+        array = np.empty(tensor.shape, tensor.stored_dtype)
+        self._reads.append(_Read(tensor, 0, array.reshape(-1)))
+        if isinstance(template, bool | int | float):
+            return lambda: array[()]
+        make = MAKERS.get(node.get("kind", ""), MAKERS[""])
+        return lambda: make(array, tensor.dtype)
+
+    def _filled(self, template: Any, tensor: Tensor, name: str) -> Value:
+        view = as_array(template)
+        if view is None:
+            raise _misfit(name, _told(template), f"a tensor of shape {tensor.shape}")
+        if (view.array.shape, view.dtype) != (tensor.shape, tensor.dtype):
+            raise _misfit(name, f"shape {view.array.shape} {view.dtype}", f"shape {tensor.shape} {tensor.dtype}")
+        if isinstance(template, np.generic):
+            array = np.empty(tensor.shape, tensor.stored_dtype)
+            self._reads.append(_Read(tensor, 0, array.reshape(-1)))
+            return lambda: array[()]
+        self._reads.append(_Read(tensor, 0, view.array.reshape(-1)))
+        if view.write_back is not None:
+            write, array = view.write_back, view.array
+            self._write_back.append(lambda: write(array))
+        return lambda: template
+
+    def _sharded(self, template: Sharded, tensor: Tensor, name: str) -> Value:
+        shapes, dtype = (tuple(template.shape), tensor.shape), np.dtype(template.dtype).name
+        if template.shares and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:] and dtype == tensor.dtype:
+            for part in template.parts:
+                self._part(tensor, part, shapes[0][0])
+        elif shapes[0] != shapes[1] or dtype != tensor.dtype:
+            raise _misfit(name, f"shape {shapes[0]} {dtype}", f"shape {tensor.shape} {tensor.dtype}")
+        else:
+            for part in template.parts:
+                self._part(tensor, part)
+        return lambda: template
+
+    def _part(self, tensor: Tensor, part: Part, rows: int | None = None) -> None:
+        if is_host(part.values):
+            self._reads.append(_Read(tensor, part.first, part.values, rows))
+        else:
+            out = np.empty(part.values.shape, tensor.stored_dtype)
+            self._reads.append(_Read(tensor, part.first, out, rows, part.values))
+
+
+def _misfit(name: str, expected: object, got: object) -> ConfigError:
+    return ConfigError(
+        "restore", where=name or "the state", expected=expected, got=f"{got} in the checkpoint",
+        remedy="restore into what the state was saved from, or rename={old: new}",
+    )  # fmt: skip
+
+
+def _told(template: Any) -> str:
+    view = None if isinstance(template, Mapping | list | tuple) else as_array(template)
+    return f"a {type(template).__name__}" if view is None else f"shape {view.array.shape} {view.dtype}"
+
+
+def _as_is(template: Any) -> Value:
+    value = template.value if isinstance(template, PerRank) else template
+    return lambda: value
+
+
+def _read(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarray) -> None:
+    last = first + out.size
+    for part in tensor.parts:
+        begin, end = max(first, part.first), min(last, part.first + part.count)
+        if begin < end:
+            reader.read(part, begin - part.first, out[begin - first : end - first])
+
+
+def _read_shares(reader: ShardReader, read: _Read) -> None:
+    """What all rows of a tensor have together at some columns, divided."""
+    columns = math.prod(read.tensor.shape[1:])
+    row = np.empty_like(read.out)
+    read.out[...] = 0
+    for number in range(read.tensor.shape[0]):
+        _read(reader, read.tensor, number * columns + read.first % columns, row)
+        read.out[...] += row
+    read.out[...] /= read.rows

@@ -1,0 +1,160 @@
+"""One save: every rank writes its file; when all are on disk rank 0 adds the manifest and gives the folder its name."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..comm import Communicator, World
+from ..comm.agreement import on_every_rank, on_rank_0
+from ..errors import HpcdpError
+from . import folder, index, manifest, tree
+from .plan import Piece
+from .shard import File, Stored, failing, write_shard
+
+T = TypeVar("T")
+_NAP_S = 0.002
+Keep = Callable[[int, Path], None]
+
+
+class Saving:
+    """A save under way. All ranks make it, and call `run`, in whichever thread.
+
+    Args:
+        world: the ranks.
+        comm: for the messages of saves alone, which may be sent beside those of others.
+        path: of the folder that is written, which exists.
+        flat: the state.
+        pieces: what this rank writes of it, which must not change any more.
+        header: members of the manifest: ``step``, ``metrics``, ``config``, ``commit_file``.
+        compression: see `write_shard`.
+        commit: called on rank 0 when all is written; where the checkpoint is then.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        comm: Communicator,
+        path: Path,
+        flat: tree.Flattened,
+        pieces: Sequence[Piece],
+        header: Mapping[str, Any],
+        compression: str | None,
+        commit: Callable[[], Path],
+    ) -> None:
+        self._world, self._comm, self._path, self._flat, self._pieces = world, comm, path, flat, pieces
+        self._header, self._compression, self._commit = header, compression, commit
+        self._over = threading.Event()
+        self.error: BaseException | None = None
+        """Why it has failed; an `HpcdpError` is the same on all ranks."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended on this rank; on others it may last a little longer."""
+        return self._over.is_set()
+
+    def run(self) -> None:
+        """Save; keeps the error."""
+        try:
+            self._run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._over.set()
+
+    def wait(self) -> None:
+        """Until it has ended on this rank."""
+        self._over.wait()
+
+    def _run(self) -> None:
+        result, error = _outcome(self._write)
+        meet(self._comm)
+        try:
+            stored, file = on_every_rank(self._comm, lambda: _raised(result, error))
+            own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
+            mine = {"form": self._flat.form, "own": own, "stored": [astuple(each) for each in stored], "file": file}
+            everyone = self._comm.allgather_json(mine if self._world.rank else None)
+            everyone[0] = mine
+            on_rank_0(self._comm, lambda: self._finish(everyone))
+        except HpcdpError:
+            if self._world.rank == 0:
+                shutil.rmtree(self._path, ignore_errors=True)
+            raise
+
+    def _write(self) -> tuple[list[Stored], File]:
+        folder.wait_for(self._path)
+        return write_shard(self._path / f"shard-{self._world.rank:05d}.h5", self._pieces, self._compression)
+
+    def _finish(self, everyone: list[dict[str, Any]]) -> None:
+        """On rank 0: index and manifest, then the name."""
+        stored = [Stored(*each) for rank in everyone for each in rank["stored"]]
+        held = [*self._flat.held]
+        for rank in everyone[1:]:
+            held += [
+                tree.Held(name, tuple(shape), dtype, np.dtype("u1"), (), 1, 0) for name, shape, dtype in rank["own"]
+            ]
+        tensors = manifest.join(held, stored)
+        form = tree.with_ranks([rank["form"] for rank in everyone])
+        step = self._header["step"]
+        with failing("save", lambda: self._path):
+            self._path.joinpath(manifest.NAME).unlink(missing_ok=True)
+            seen = index.write(self._path / index.NAME, tensors, {"format": manifest.FORMAT, "step": step})
+            files = [*(File(*rank["file"]) for rank in everyone), File(index.NAME, *seen)]
+            world = {"size": self._world.size, "num_nodes": self._world.num_nodes}
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            whole = manifest.Manifest(
+                state=form, tensors=tensors, files=files, world=world, versions=versions(self._world), written=now,
+                **self._header,
+            )  # fmt: skip
+            write_file(self._path / manifest.NAME, whole.to_json())
+            self._commit()
+
+
+def meet(comm: Communicator) -> None:
+    """Wait for all ranks without taking a core: they may have much to write, and training goes on meanwhile."""
+    request = comm.native_iallreduce(np.zeros(1, np.int32), "sum")
+    while not request.test():
+        time.sleep(_NAP_S)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file, down to the disk."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def versions(world: World) -> dict[str, str]:
+    """Of what has written a checkpoint."""
+    import h5py  # type: ignore[import-untyped]
+
+    from .. import __version__
+
+    return {
+        "hpcdp": __version__, "python": platform.python_version(), "numpy": np.__version__, "h5py": h5py.__version__,
+        "hdf5": h5py.version.hdf5_version, "mpi": world.library,
+    }  # fmt: skip
+
+
+def _outcome(fn: Callable[[], T]) -> tuple[T | None, HpcdpError | None]:
+    try:
+        return fn(), None
+    except HpcdpError as error:
+        return None, error
+
+
+def _raised(result: T | None, error: HpcdpError | None) -> T:
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

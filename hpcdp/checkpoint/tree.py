@@ -1,0 +1,243 @@
+"""From a nested state to its form, which JSON can carry, and the tensors that it names; and back.
+
+Nodes of a **form**: None, true, false, integers, texts and finite floats are themselves, all else an object of one
+member: ``{"float": "nan"}``, ``{"dict": [[key, node], ...]}``, ``{"list": [...]}``, ``{"tuple": [...]}``,
+``{"tensor": name}`` (with ``"kind"`` where it is of another library than NumPy), ``{"ranks": [node of rank 0, ...]}``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays import to_host
+from ..comm import World
+from ..errors import ConfigError, UnsupportedError
+from ..state import Part, PerRank, Sharded
+from .leaves import as_array, as_stateful
+
+Form = Any
+_SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with state_dict() and load_state_dict()"
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What this rank holds of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """What the elements are; bfloat16 has no NumPy dtype, and lies there as uint16."""
+    stored: np.dtype
+    parts: tuple[Part, ...]
+    copies: int
+    copy: int
+    is_own: bool = False
+    """Whether other ranks have another tensor in its place, see `PerRank`."""
+
+
+@dataclass
+class Flattened:
+    """A state as a form and tensors."""
+
+    form: Form
+    held: list[Held] = field(default_factory=list)
+    """Alike in names and order on all ranks, except what stands in a `PerRank`."""
+
+
+def quoted(key: object) -> str:
+    """A key as a part of a name: without slashes."""
+    text = str(key).replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
+
+
+def flatten(state: Any, world: World) -> Flattened:
+    """The form and the tensors of a state; every rank must call, with states alike but for what is `PerRank`.
+
+    Raises:
+        UnsupportedError: something in it cannot be saved; named by its place.
+    """
+    found = Flattened(None)
+    found.form = _Flattening(world, found.held).node(state, "", world.size, world.rank)
+    return found
+
+
+class _Flattening:
+    def __init__(self, world: World, held: list[Held]) -> None:
+        self._world, self._held = world, held
+        self._within: list[int] = []  # identities of what is being looked into
+        self._own = False
+
+    def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        if value is None or isinstance(value, bool | int | str):
+            return str(value) if isinstance(value, str) else value
+        if isinstance(value, np.generic):
+            return self._tensor(value, name, copies, copy)
+        if isinstance(value, float):
+            return float_node(value)
+        if id(value) in self._within:
+            raise UnsupportedError("save", where=name or "the state", expected="no state within itself", got="one")
+        self._within.append(id(value))
+        try:
+            return self._compound(value, name, copies, copy)
+        finally:
+            self._within.pop()
+
+    def _compound(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        if isinstance(value, PerRank):
+            self._own = True
+            node = self.node(value.value, joined(name, f"rank-{self._world.rank}"), 1, 0)
+            self._own = False
+            return {"ranks": node}  # of this rank; see `with_ranks`
+        if isinstance(value, Mapping):
+            return {"dict": [[key, self.node(each, joined(name, key), copies, copy)]
+                             for key, each in _checked(value, name).items()]}  # fmt: skip
+        if isinstance(value, list | tuple):
+            nodes = [self.node(each, joined(name, at), copies, copy) for at, each in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": nodes}
+        if isinstance(value, Sharded):
+            parts = tuple(Part(part.first, to_host(part.values)) for part in value.parts)
+            dtype = np.dtype(value.dtype)
+            self._held.append(Held(name, value.shape, dtype.name, dtype, parts, value.copies, value.copy, self._own))
+            return {"tensor": name}
+        stateful = as_stateful(value, self._world)
+        if stateful is not None:
+            return self.node(stateful.state_dict(), name, copies, copy)
+        return self._tensor(value, name, copies, copy)
+
+    def _tensor(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        view = as_array(value)
+        if view is None or view.array.dtype.hasobject or view.array.dtype.kind not in "biufc":
+            got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
+            remedy = "import hpcdp.torch, too" if type(value).__module__.partition(".")[0] == "torch" else None
+            raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
+        part = Part(0, view.array.reshape(-1))
+        self._held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))
+        return {"tensor": name} | ({"kind": view.kind} if view.kind else {})
+
+
+def joined(name: str, key: object) -> str:
+    """The name of what stands under ``key`` of what is called ``name``."""
+    return f"{name}/{quoted(key)}" if name else quoted(key)
+
+
+def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    odd = next((key for key in value if type(key) not in (str, int)), None)
+    if odd is not None:
+        raise UnsupportedError("save", where=name or "the state", expected="keys that are str or int", got=repr(odd))
+    if len({str(key) for key in value}) < len(value):
+        raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=[*value])
+    return value
+
+
+def float_node(value: float) -> Form:
+    """A float as a node: JSON has no NaN and no infinities."""
+    return float(value) if math.isfinite(value) else {"float": str(float(value))}
+
+
+def with_ranks(forms: list[Form]) -> Form:
+    """The form of all ranks, of those of each of them, which are alike but for what is per rank."""
+    first = forms[0]
+    if not isinstance(first, dict):
+        return first
+    ((tag, content), *more) = first.items()
+    contents = [form[tag] for form in forms]
+    if tag == "ranks":
+        return {"ranks": contents}
+    if tag == "dict":
+        pairs = zip(*contents, strict=True)
+        return {"dict": [[each[0][0], with_ranks([node for _, node in each])] for each in pairs]}
+    if tag in ("list", "tuple"):
+        return {tag: [with_ranks(list(nodes)) for nodes in zip(*contents, strict=True)]}
+    return {tag: content} | dict(more)
+
+
+def alike(form: Form) -> Form:
+    """A form without what is per rank: what must be the same on all ranks."""
+    if not isinstance(form, dict):
+        return form
+    ((tag, content), *_) = form.items()
+    if tag == "ranks":
+        return {"ranks": None}
+    if tag == "dict":
+        return {"dict": [[key, alike(node)] for key, node in content]}
+    if tag in ("list", "tuple"):
+        return {tag: [alike(node) for node in content]}
+    return form
+
+
+def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
+    """Name and node of all that is no dict, list or tuple."""
+    if isinstance(form, dict):
+        ((tag, content), *_) = form.items()
+        if tag == "dict":
+            for key, node in content:
+                yield from leaves(node, joined(name, key))
+            return
+        if tag in ("list", "tuple"):
+            for at, node in enumerate(content):
+                yield from leaves(node, joined(name, at))
+            return
+    yield name, form
+
+
+def renamed(form: Form, rename: Mapping[str, str] | Callable[[str], str]) -> Form:
+    """A form whose names are others.
+
+    Args:
+        rename: a function of a name, or new names by old ones, which stand for all that begins with them, too.
+
+    Raises:
+        ConfigError: an old name is none of the form's, or two would have one name.
+    """
+    paths = list(_paths(form, ()))
+    names = ["/".join(map(quoted, path)) for path, _ in paths]
+    if callable(rename):
+        new = [rename(name) for name in names]
+    else:
+        strange = next((old for old in rename if not any((name + "/").startswith(old + "/") for name in names)), None)
+        if strange is not None:
+            raise ConfigError("restore", where="rename", expected="names of the checkpoint", got=repr(strange))
+        new = [_moved(name, rename) for name in names]
+    root: dict[Any, Any] = {}
+    for (path, node), name, now in zip(paths, names, new, strict=True):
+        keys: tuple[Any, ...] = path if now == name else tuple(part for part in now.split("/"))
+        place = root
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise ConfigError("restore", where="rename", expected="names that do not meet", got=repr(now))
+        if keys[-1] in place:
+            raise ConfigError("restore", where="rename", expected="names that do not meet", got=f"{now!r} twice")
+        place[keys[-1]] = _Leaf(node)
+    return _form_of(root)
+
+
+@dataclass
+class _Leaf:
+    node: Form
+
+
+def _paths(form: Form, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Form]]:
+    if isinstance(form, dict) and "dict" in form and form["dict"]:
+        for key, node in form["dict"]:
+            yield from _paths(node, (*path, key))
+    else:
+        yield path, form
+
+
+def _moved(name: str, rename: Mapping[str, str]) -> str:
+    for old, new in rename.items():
+        if name == old or name.startswith(old + "/"):
+            return new + name[len(old) :]
+    return name
+
+
+def _form_of(value: Any) -> Form:
+    if isinstance(value, _Leaf):
+        return value.node
+    return {"dict": [[key, _form_of(each)] for key, each in value.items()]}
