@@ -6,14 +6,13 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError
 from .datasets import Batch, Dataset
-from .resumable import Resumable
+from .resumable import Position, Resumable
 from .samplers import BatchIndices
 
 Transform = Callable[..., Batch]
@@ -60,18 +59,6 @@ class _Read:
             self.done.wait()
 
 
-@dataclass
-class _Loop:
-    """Where one iteration is."""
-
-    before: int = 0
-    """Global batches of its epoch that were done when it began, or went on."""
-    used: int = 0
-    """Batches that the loop has had since."""
-    begun: bool = False
-    ended: bool = False
-
-
 class DataLoader:
     """Iterates over ``(x, y)`` batches as NumPy arrays, reading up to ``prefetch`` of them ahead.
 
@@ -104,11 +91,12 @@ class DataLoader:
             raise ConfigError("DataLoader", where="prefetch", expected="an integer >= 0", got=repr(prefetch))
         self.dataset, self.sampler, self.prefetch, self.transform = dataset, sampler, prefetch, transform
         self._engine = engine
-        self.epoch = 0
-        """That of `set_epoch`."""
-        self._loop = _Loop()
-        self._goes_on: int | None = None
-        """After how many global batches the next iteration goes on, if it does."""
+        self._position = Position()
+
+    @property
+    def epoch(self) -> int:
+        """That of `set_epoch`, or the one that was restored."""
+        return self._position.epoch
 
     def __len__(self) -> int:
         """The number of batches an epoch."""
@@ -117,11 +105,7 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the sampler, for the next iteration: a whole one, except of the epoch that was restored."""
         self.sampler.set_epoch(epoch)
-        if self._loop.begun or epoch != self.epoch:
-            self._loop, self._goes_on = _Loop(), None
-        elif self._loop.before:
-            self._goes_on = self._loop.before
-        self.epoch = epoch
+        self._position.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is; alike on all ranks, all of which must call it after as many batches.
@@ -134,17 +118,13 @@ class DataLoader:
         Raises:
             ConfigError: the loop is between virtual shards of a global batch.
         """
-        loop, sampler = self._loop, self.sampler
-        done, ended = loop.before + loop.used, loop.ended
-        if loop.begun and isinstance(sampler, Resumable):
-            done, ended = sampler.place(loop.before, loop.used, ended)
-        return {
-            "epoch": self.epoch,
-            "done": done,
-            "begun": loop.begun or ended or self._goes_on is not None,
-            "ended": ended,
-            "sampler": sampler.state_dict() if isinstance(sampler, Resumable) else None,
-        }
+        loop, sampler = self._position.loop, self.sampler
+        done, ended, inner = loop.before + loop.used, loop.ended, None
+        if isinstance(sampler, Resumable):
+            inner = sampler.state_dict()
+            if loop.begun:
+                done, ended = sampler.place(loop.before, loop.used, ended)
+        return self._position.state(done, ended) | {"sampler": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a `state_dict` says, on any number of ranks: the next iteration yields what is left of its epoch.
@@ -159,17 +139,15 @@ class DataLoader:
             self.sampler.load_state_dict(state["sampler"])
         else:
             self.sampler.set_epoch(state["epoch"])
-        self.epoch = state["epoch"]
-        self._loop = _Loop(before=state["done"], ended=state["ended"])
-        self._goes_on = state["done"] if state["begun"] and not state["ended"] else None
+        self._position.restore(state)
 
     def _read(self, indices: object) -> Batch:
         x, y = self.dataset[indices]  # type: ignore[index]
         return (x, y) if self.transform is None else self.transform(x, y)
 
     def __iter__(self) -> Iterator[Batch]:
-        loop = self._loop = _Loop(self._goes_on or 0, begun=True)
-        batches, self._goes_on = self._indices(self._goes_on), None
+        batches = self._indices(self._position.begin())
+        loop = self._position.loop
         reads = self._read_now(batches) if self.prefetch == 0 else self._read_ahead(batches)
         with contextlib.closing(reads):
             for batch in reads:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,3 +80,50 @@ class Resumable(Ordered, abc.ABC):
             How many global batches are done, and whether the iteration has ended.
         """
         return before + used, ended
+
+
+@dataclass
+class Loop:
+    """Where one iteration is."""
+
+    before: int = 0
+    """What was done of its epoch when it began, or went on."""
+    used: int = 0
+    """What the loop has had since."""
+    begun: bool = False
+    ended: bool = False
+
+
+class Position:
+    """Where loops over epochs are, and where the next one begins."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.loop = Loop()
+        """The last that has begun, or was restored."""
+        self._goes_on: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next loop is one of ``epoch``: a whole one, except of the epoch that was restored."""
+        if self.loop.begun or epoch != self.epoch:
+            self.loop, self._goes_on = Loop(), None
+        elif self.loop.before:
+            self._goes_on = self.loop.before
+        self.epoch = epoch
+
+    def begin(self) -> int | None:
+        """A loop begins, now `loop`. Returns after how much of its epoch it goes on; None: it is a new one."""
+        done, self._goes_on = self._goes_on, None
+        self.loop = Loop(done or 0, begun=True)
+        return done
+
+    def state(self, done: int, ended: bool) -> dict[str, Any]:
+        """Such as `restore` takes, where ``done`` of the epoch is, and the loop has perhaps ``ended``."""
+        begun = self.loop.begun or ended or self._goes_on is not None
+        return {"epoch": self.epoch, "done": done, "begun": begun, "ended": ended}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where a `state` says; where it had ended, only if `set_epoch` names that epoch."""
+        self.epoch = state["epoch"]
+        self.loop = Loop(before=state["done"], ended=state["ended"])
+        self._goes_on = state["done"] if state["begun"] and not state["ended"] else None
