@@ -30,11 +30,13 @@ from ..gradients.bucket import Bucket
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
+from ..state import Part, Sharded
 from .arguments import Key, merged
 from .coded import Coded
 from .compress import check_codable
 from .direct import Direct, in_one_piece
 from .entry import Entry
+from .keeps_state import residuals_of
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
@@ -233,6 +235,20 @@ class SyncStore(WorldStore):
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         with self._watchdog.watching(f"wait for {variable.name}", behind=self._rows[entry.key].behind):
             self._of_world.wait(variable)
+
+    def _held(self, entry: Entry, part: Array) -> Sharded:
+        first = self._rows[entry.key].bucket.shard[0]
+        copies, copy = (1, 0) if self._rail is None else (self._rail.comm.size, self._rail.comm.rank)
+        parts = [Part(first, part)] if part.size else []
+        return Sharded(tuple(entry.stored.shape), np.dtype(part.dtype), parts, copies, copy)
+
+    def _values_of(self, entry: Entry) -> Sharded:
+        rows = self._rows[entry.key]
+        return self._held(entry, rows.flat[slice(*rows.bucket.shard)])
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        coded = self._coded.get(entry.key)
+        return residuals_of(None if coded is None else coded.codes)
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
         rows = self._rows[entry.key]
