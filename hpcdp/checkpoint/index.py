@@ -71,7 +71,8 @@ def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
         return file.create_dataset(name, tensor.shape, tensor.stored_dtype)
     layout = h5py.VirtualLayout(tensor.shape, tensor.stored_dtype)
     for part in tensor.parts:
-        source, at = h5py.VirtualSource(part.file, part.dataset, (part.count,)), 0
+        dataset = part.dataset.replace("%", "%%")  # HDF5 puts numbers of blocks for %b
+        source, at = h5py.VirtualSource(part.file, dataset, (part.count,)), 0
         for box in boxes(tensor.shape, part.first, part.first + part.count):
             count = math.prod(each.stop - each.start for each in box)
             layout[box if box else ...] = source[at : at + count]
