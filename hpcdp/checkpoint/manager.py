@@ -183,8 +183,7 @@ class Manager:
         require_same(comm, "save", [f"step {step}", f"wait={wait}", *tree.outline(state)], _ALIKE)
         flat = tree.flatten(state, self.world)
         on_every_rank(comm, lambda: _raise(flat.error))
-        items = [f"{name} = {node}" for name, node in tree.leaves(tree.alike(flat.form))]
-        items += described(flat.held, self.world.size)
+        items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
         require_same(comm, "save", items, _ALIKE)
         partial = folder.partial_path(self.path, header["step"])
         on_rank_0(comm, lambda: self._prepare(partial))

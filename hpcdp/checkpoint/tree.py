@@ -8,7 +8,7 @@ member: ``{"float": "nan"}``, ``{"dict": [[key, node], ...]}``, ``{"list": [...]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,35 +183,42 @@ def float_node(value: float) -> Form:
     return float(value) if math.isfinite(value) else {"float": str(float(value))}
 
 
-def with_ranks(forms: list[Form]) -> Form:
-    """The form of all ranks, of those of each of them, which are alike but for what is per rank."""
-    first = forms[0]
-    if not isinstance(first, dict):
-        return first
-    ((tag, content), *more) = first.items()
-    contents = [form[tag] for form in forms]
+def own_nodes(form: Form) -> list[Form]:
+    """What a rank has for itself in its form: the nodes of each `PerRank`, in order."""
+    if not isinstance(form, dict):
+        return []
+    ((tag, content), *_) = form.items()
     if tag == "ranks":
-        return {"ranks": contents}
+        return [content]
+    nodes = [node for _, node in content] if tag == "dict" else content if tag in ("list", "tuple") else []
+    return [own for node in nodes for own in own_nodes(node)]
+
+
+def with_ranks(form: Form, everyone: Sequence[Iterator[Form]]) -> Form:
+    """The form of all ranks, of that of one of them and the `own_nodes` of each."""
+    if not isinstance(form, dict):
+        return form
+    ((tag, content), *more) = form.items()
+    if tag == "ranks":
+        return {"ranks": [next(nodes) for nodes in everyone]}
     if tag == "dict":
-        pairs = zip(*contents, strict=True)
-        return {"dict": [[each[0][0], with_ranks([node for _, node in each])] for each in pairs]}
+        return {"dict": [[key, with_ranks(node, everyone)] for key, node in content]}
     if tag in ("list", "tuple"):
-        return {tag: [with_ranks(list(nodes)) for nodes in zip(*contents, strict=True)]}
+        return {tag: [with_ranks(node, everyone) for node in content]}
     return {tag: content} | dict(more)
 
 
-def alike(form: Form) -> Form:
-    """A form without what is per rank: what must be the same on all ranks."""
-    if not isinstance(form, dict):
-        return form
-    ((tag, content), *_) = form.items()
+def alike(form: Form, name: str = "") -> Iterator[str]:
+    """What of a form must be the same on all ranks, a line a node."""
+    ((tag, content), *_) = form.items() if isinstance(form, dict) else (("", form),)
     if tag == "ranks":
-        return {"ranks": None}
-    if tag == "dict":
-        return {"dict": [[key, alike(node)] for key, node in content]}
-    if tag in ("list", "tuple"):
-        return {tag: [alike(node) for node in content]}
-    return form
+        yield f"{name} = for each rank"
+    elif tag in ("dict", "list", "tuple"):
+        yield f"{name or 'the state'} = a {tag} of {len(content)}"
+        for key, node in content if tag == "dict" else enumerate(content):
+            yield from alike(node, joined(name, key))
+    else:
+        yield f"{name} = {form}"
 
 
 def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
