@@ -72,13 +72,14 @@ def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
     links.set_char_encoding(h5t.CSET_UTF8)
     for part in tensor.parts if tensor.count else ():
         at, source = 0, h5s.create_simple((part.count,))
+        dataset = part.dataset.replace("%", "%%").encode()  # HDF5 puts numbers of blocks for %b
         for box in boxes(tensor.shape, part.first, part.first + part.count):
             sizes = tuple(each.stop - each.start for each in box)
             whole = h5s.create_simple(tensor.shape)
             if box:
                 whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
             source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
-            how.set_virtual(whole, os.fsencode(part.file), part.dataset.encode(), source)
+            how.set_virtual(whole, os.fsencode(part.file), dataset, source)
             at += math.prod(sizes)
     space, kind = h5s.create_simple(tensor.shape), h5t.py_create(tensor.stored_dtype, logical=True)
     return Dataset(h5d.create(file.id, name.encode(), kind, space, dcpl=how, lcpl=links))

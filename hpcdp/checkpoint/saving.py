@@ -82,7 +82,10 @@ class Saving:
         try:
             stored, files = on_every_rank(self._comm, lambda: _raised(result, error))
             own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
-            mine = {"form": self._flat.form, "own": own, "stored": [astuple(each) for each in stored], "files": files}
+            mine = {
+                "nodes": tree.own_nodes(self._flat.form), "own": own, "stored": [astuple(each) for each in stored],
+                "files": files,
+            }  # fmt: skip
             everyone = self._comm.allgather_json(mine if self._world.rank else None)
             everyone[0] = mine
             on_rank_0(self._comm, lambda: self._finish(everyone))
@@ -104,7 +107,7 @@ class Saving:
                 tree.Held(name, tuple(shape), dtype, np.dtype("u1"), (), 1, 0) for name, shape, dtype in rank["own"]
             ]
         tensors = manifest.join(held, stored)
-        form = tree.with_ranks([rank["form"] for rank in everyone])
+        form = tree.with_ranks(self._flat.form, [iter(rank["nodes"]) for rank in everyone])
         step = self._header["step"]
         with failing("save", lambda: self._path):
             self._path.joinpath(manifest.NAME).unlink(missing_ok=True)
