@@ -255,6 +255,8 @@ class ShardReader:
     def read(self, stored: Stored, first: int, out: np.ndarray) -> None:
         """Fill ``out``, shape ``(count,)``, with elements from number ``first`` of a run on.
 
+        They must not change before they are checked, see `settle`.
+
         Raises:
             DataError: the file is missing or too short; names file and data set.
         """
@@ -279,6 +281,14 @@ class ShardReader:
                     self._check(stored, number, block)
                     flat[at - begin : last - begin] = block[at - low : last - low]
                     at = last
+
+    def settle(self) -> None:
+        """Wait until all that was read is checked.
+
+        Raises:
+            DataError: something is not what was written.
+        """
+        self._checks.waitall()
 
     def _where(self, stored: Stored) -> str:
         return f"{self._folder / stored.file}, {stored.dataset}"
