@@ -198,7 +198,8 @@ class KVStore(KeepsState):
     def sent_nbytes(self) -> tuple[int, int]:
         """Bytes of this worker's pushes so far, as they were encoded, and what they would have been without."""
         entries = self._entries.values()
-        return sum(each.sent_nbytes for each in entries), sum(each.plain_nbytes for each in entries)
+        plain = sum(each.plain_nbytes for each in entries)
+        return plain - sum(each.spared_nbytes for each in entries), plain
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
         """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.
