@@ -73,7 +73,7 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
     others = []
     for name, node in tree.leaves(form):
         if isinstance(node, dict) and "tensor" in node:
-            new = _unquoted(name or prefix.rpartition("/")[2])
+            new = _unquoted(name or prefix.rpartition("/")[2] or "state")
             if new in tensors:
                 raise ConfigError("export", expected="names that differ", got=f"{new!r} twice")
             tensors[new] = found.tensors[node["tensor"]]

@@ -65,7 +65,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, An
 
 
 def as_pattern(name: str) -> str:
-    """How HDF5 wants the name of a data set that a virtual one shows, where a % begins a pattern."""
+    """How HDF5 wants the name of a data set that a virtual one shows: it puts numbers of blocks for ``%b``."""
     return name.replace("%", "%%")
 
 
@@ -77,13 +77,14 @@ def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
     links.set_char_encoding(h5t.CSET_UTF8)
     for part in tensor.parts if tensor.count else ():
         at, source = 0, h5s.create_simple((part.count,))
+        dataset = as_pattern(part.dataset).encode()
         for box in boxes(tensor.shape, part.first, part.first + part.count):
             sizes = tuple(each.stop - each.start for each in box)
             whole = h5s.create_simple(tensor.shape)
             if box:
                 whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
             source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
-            how.set_virtual(whole, os.fsencode(part.file), as_pattern(part.dataset).encode(), source)
+            how.set_virtual(whole, os.fsencode(part.file), dataset, source)
             at += math.prod(sizes)
     space, kind = h5s.create_simple(tensor.shape), h5t.py_create(tensor.stored_dtype, logical=True)
     return Dataset(h5d.create(file.id, name.encode(), kind, space, dcpl=how, lcpl=links))

@@ -19,6 +19,7 @@ from ..errors import DataError
 NAME = "writer.lock"
 _FLOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)  # fcntl(2), "open file description locks"
 _NOBODY_SAYS = "one that does not say who it is"
+_UNLOCK = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0)
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
@@ -67,6 +68,8 @@ class WriterLock:
     def release(self) -> None:
         """Let others write; may be called twice."""
         if self._file >= 0:
+            with contextlib.suppress(OSError):  # a child made by fork may have the file open, too
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _UNLOCK)
             os.close(self._file)
             self._file = -1
 

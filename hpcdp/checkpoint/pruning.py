@@ -78,7 +78,7 @@ def _remove(
                             got=f"step {step}, {wrong}", remedy="keep more")  # fmt: skip
     pruning = Pruning({step: overview.size_of(found[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
-        folder.clean(path)
+        folder.clean(path, True)
         for step in dropped:
             shutil.rmtree(folder.retire(path, step))
     return pruning

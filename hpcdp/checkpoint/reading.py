@@ -43,7 +43,7 @@ def pieces(reader: ShardReader, tensor: Tensor) -> Iterator[np.ndarray]:
     for first in range(0, tensor.count, max(1, buffer.size)):
         piece = buffer[: min(buffer.size, tensor.count - first)]
         read_elements(reader, tensor, first, piece)
-        reader.checked()
+        reader.settle()
         yield piece
 
 

@@ -94,12 +94,12 @@ def _read(reader: ShardReader, part: Stored, dtype: np.dtype, tell: Tell) -> Non
         for first in range(0, part.count, max(1, buffer.size)):
             piece = buffer[: min(buffer.size, part.count - first)]
             reader.read(part, first, piece)
-            reader.checked()
+            reader.settle()
             tell(piece.nbytes)
             told += piece.nbytes
     except DataError:
         with contextlib.suppress(DataError):  # one fault of a data set is enough, and none is another's
-            reader.checked()
+            reader.settle()
         tell(part.count * dtype.itemsize - told)
         raise
 

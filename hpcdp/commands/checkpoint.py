@@ -189,7 +189,7 @@ def _diff(given: argparse.Namespace) -> int:
     with BytesBar("compared", of.nbytes) as bar:
         found = list(difference.differences(a, b, given.rtol, given.atol, bar.tell))
     for each in found:
-        print(f"{each.name}: {each.what}")
+        print(f"{each.name or 'the state'}: {each.what}")
     same = f"no difference in {texts.counted(len(of.tensors), 'tensor')} and all values"
     print(texts.counted(len(found), "difference") if found else same)
     return 1 if found else 0

@@ -40,7 +40,10 @@ def part(found: Manifest, name: str) -> Iterator[str]:
     tensors = [(each, found.tensors[key]) for each, key in named]
     if tensors:
         yield from [""] if not name else []
-        rows = [(each, texts.shape(of.shape), of.dtype, f"{of.nbytes:,}", f"{len(of.parts)}") for each, of in tensors]
+        rows = [
+            (each or "state", texts.shape(of.shape), of.dtype, f"{of.nbytes:,}", f"{len(of.parts)}")
+            for each, of in tensors
+        ]
         yield from texts.table(("tensor", "shape", "dtype", "bytes", "parts"), rows, (3, 4))
     values = _values(form)
     if isinstance(values, dict):
