@@ -9,6 +9,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import folder, manifest, tree
+from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
 from .restoring import Filling, Restored
@@ -45,6 +47,8 @@ class Manager:
         keep_every: those stay, too, whose step this divides.
         best: ``"metric"`` or ``"-metric"``: that one stays, too, whose `save` was given the greatest (smallest) value
             of it.
+        shards: ``"rank"``: every rank writes a file; ``"node"``: the ranks of a node write to one; ``"all"``: all ranks
+            write to one, through parallel HDF5, where h5py was built with it.
         compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums: a fraction of the speed. None: not.
         atomic_rename: whether renaming a folder is one step of the file system. Without, a file ``committed`` in it
             makes it complete.
@@ -61,6 +65,7 @@ class Manager:
         keep: int | None = None,
         keep_every: int | None = None,
         best: str | None = None,
+        shards: str = "rank",
         compression: str | None = None,
         atomic_rename: bool = True,
     ) -> None:
@@ -75,10 +80,12 @@ class Manager:
         self.path = Path(path)
         self.world = init() if world is None else world
         self.keep, self.keep_every, self.best = keep, keep_every, best
-        self._compression, self._atomic_rename = compression, atomic_rename
-        settings = f"Manager({os.fspath(path)!r}, {keep=}, {keep_every=}, {best=}, {compression=}, {atomic_rename=})"
-        require_same(self.world.comm, "Manager", [settings], "make it alike on all ranks")
-        self._comm = self.world.comm.duplicate()
+        self._atomic_rename = atomic_rename
+        settings = [os.fspath(path), f"{keep=} {keep_every=} {best=}", f"{shards=} {compression=} {atomic_rename=}"]
+        require_same(self.world.comm, "Manager", settings, "make it alike on all ranks")
+        self._group = Group.of(self.world)
+        check_shards(shards, compression, self._group)
+        self._write = partial(by_rank, compression=compression) if shards == "rank" else WRITERS[shards]
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
@@ -165,7 +172,7 @@ class Manager:
             state: dicts (of str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and objects
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
-                networks are averaged.
+                networks are averaged, in place.
             metrics: numbers that say how good it is, for ``best``.
             config: what JSON can carry, for `restore` to give back.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
@@ -183,12 +190,12 @@ class Manager:
         items = [f"{name} = {node}" for name, node in tree.leaves(tree.alike(flat.form))]
         items += [f"step {step}", f"wait={wait}", *described(flat.held, self.world.size)]
         require_same(comm, "save", items, "what each rank has for itself goes into a PerRank")
-        partial = folder.partial_path(self.path, header["step"])
-        on_rank_0(comm, lambda: self._prepare(partial))
+        path = folder.partial_path(self.path, header["step"])
+        on_rank_0(comm, lambda: self._prepare(path))
         behind = not wait and self.world.concurrent
         pieces = list(own_pieces(flat.held))
-        saving = Saving(self.world, self._comm, partial, flat, self._copied(pieces) if behind else pieces, header,
-                        self._compression, lambda: self._commit(header["step"]))  # fmt: skip
+        saving = Saving(self._group, path, flat, self._copied(pieces) if behind else pieces, header, self._write,
+                        lambda: self._commit(header["step"]))  # fmt: skip
         self._saving = saving
         if behind:
             self._engine.push(saving.run, lane=_SAVES, name="save")
