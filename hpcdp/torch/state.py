@@ -1,10 +1,11 @@
-"""Tensors and generators of torch as checkpoints see them: `hpcdp.checkpoint.leaves` for what torch has.
+"""What torch has as checkpoints see it: `hpcdp.checkpoint.leaves` for tensors, generators, schedules, wrapped modules.
 
 Modules, optimizers and gradient scalers have states of their own, which need nothing but their tensors to be seen.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from ..checkpoint.leaves import BFLOAT16, MAKERS, Adapter, HostView, as_array, as_stateful
 from ..comm import World
 from ..errors import UnsupportedError
+from ..gradients.sharded_state import residuals
 from ..state import Stateful
+from .distributed import DistributedDataParallel
 
 _KIND = "torch"
 
@@ -89,3 +92,27 @@ class _Schedule(Adapter):
 @as_stateful.register
 def _(value: torch.optim.lr_scheduler.LRScheduler, world: World) -> Stateful:
     return _Schedule(value)
+
+
+class _Wrapped(Adapter):
+    """A module, and what compression of its gradients has not sent yet, of which each rank has its part."""
+
+    takes_more = True
+    _RESIDUALS = "compression residuals"  # with a space: no part of a module has such a name
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        own = residuals(self._model.backward_pass.reducer, self._model.compression)
+        return dict(self._model.state_dict()) | ({self._RESIDUALS: own} if own else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._RESIDUALS in state and self._RESIDUALS not in self.state_dict() and self._model.world.rank == 0:
+            warnings.warn("what compression had not sent yet is lost: nothing is compressed here", stacklevel=6)
+        self._model.load_state_dict({name: each for name, each in state.items() if name != self._RESIDUALS})
+
+
+@as_stateful.register
+def _(value: DistributedDataParallel, world: World) -> Stateful:
+    return _Wrapped(value)

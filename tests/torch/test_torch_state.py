@@ -178,6 +178,36 @@ def test_an_optimizer_by_shards_goes_on_on_any_number_of_ranks(m, tmp_path):
     assert threads.run(m, restore) == [saved[0]] * m
 
 
+@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 2), (4, 2)])
+def test_what_compression_has_not_sent_goes_on_with_the_same_bits(n, per_node, tmp_path):
+    def run(world, steps, save=False, restore=False, compression="2bit"):
+        model = DistributedDataParallel(torch.nn.Linear(40, 30), world, compression=compression)
+        with torch.no_grad():
+            model.module.weight.copy_(torch.arange(1200).reshape(30, 40) % 7 - 3.0)
+            model.module.bias.zero_()
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "step": 0}
+        with checkpoint.Manager(tmp_path, world) as manager:
+            if restore:
+                state["step"] = manager.restore(into=state).state["step"]
+            for step in range(state["step"], state["step"] + steps):
+                x = torch.randn(2, 40, generator=torch.Generator().manual_seed(10 * step + world.rank))
+                state["optimizer"].zero_grad()
+                model(x).square().mean().backward()
+                state["optimizer"].step()
+            if save:
+                manager.save(1, state | {"step": state["step"] + steps})
+        return model.module.weight.detach().clone()
+
+    threads.run(n, lambda world: run(world, 3, save=True), per_node)
+    resumed = threads.run(n, lambda world: run(world, 3, restore=True), per_node)
+    straight = threads.run(n, lambda world: run(world, 6), per_node)
+    plain = threads.run(n, lambda world: run(world, 6, compression=None), per_node)
+    assert torch.equal(resumed[0], straight[0]) and not torch.equal(straight[0], plain[0])
+    threads.run(2, lambda world: run(world, 1, restore=True), 1)
+    with pytest.warns(UserWarning, match="what compression had not sent yet is lost"):
+        threads.run(1, lambda world: run(world, 0, restore=True, compression=None))
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3])
