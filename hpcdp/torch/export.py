@@ -10,6 +10,7 @@ import torch
 from ..checkpoint import tree
 from ..checkpoint.export import Chosen, Tell, read
 from ..errors import UnsupportedError
+from .state import tensor
 
 
 def write(chosen: Chosen, path: Path, tell: Tell) -> None:
@@ -24,14 +25,12 @@ def write(chosen: Chosen, path: Path, tell: Tell) -> None:
     wanted = [node["tensor"] for _, node in tree.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
     tensors = {name: chosen.manifest.tensors[name] for name in wanted}
     arrays = dict(read(chosen.folder, tensors, tell))
-    torch.save(tree.built(chosen.form, lambda name: _tensor(name, arrays[name], tensors[name].dtype)), path)
+    torch.save(tree.built(chosen.form, lambda name: _made(name, arrays[name], tensors[name].dtype)), path)
 
 
-def _tensor(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+def _made(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
     try:
-        return torch.from_numpy(array)
+        return tensor(array, dtype)
     except TypeError as error:
         raise UnsupportedError("export", where=name, expected="a dtype that PyTorch has", got=dtype,
                                remedy="--format npz") from error  # fmt: skip
