@@ -272,8 +272,9 @@ def test_running_statistics_are_averaged_and_the_module_goes_on_with_them(n, wra
         return DistributedDataParallel(module, world) if wrapped else module
 
     def run(world):
-        torch.manual_seed(1)
         net = build(world)
+        for param in net.parameters():
+            param.data.fill_(0.5)
         mean, count = (next(x for name, x in net.named_buffers() if name.endswith(end)) for end in ("mean", "tracked"))
         mean.fill_(world.rank)
         count.fill_(7 + world.rank)
