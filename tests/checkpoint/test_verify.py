@@ -29,10 +29,10 @@ def where(path, name):
     return path / part.file, part
 
 
-@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize("how", [{}, {"compression": "gzip"}, {"shards": "node"}], ids=str)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_was_saved_is_good(compression, ranks, tmp_path):
-    (path,) = save(tmp_path, ranks=ranks, compression=compression)
+def test_what_was_saved_is_good(how, ranks, tmp_path):
+    (path,) = save(tmp_path, ranks=ranks, **how)
     told = []
     assert list(faults(path, told.append)) == []
     assert sum(told) >= manifest.read(path).nbytes
