@@ -97,7 +97,8 @@ class Saving:
             raise
 
     def _write(self) -> tuple[list[Stored], File]:
-        folder.wait_for(self._path)
+        with failing("save", lambda: self._path):
+            folder.wait_for(self._path)
         return write_shard(self._path / f"shard-{self._world.rank:05d}.h5", self._pieces, self._compression)
 
     def _finish(self, everyone: list[dict[str, Any]]) -> None:
