@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import operator
 import os
@@ -27,6 +28,8 @@ from .saving import Saving
 from .shard import COMPRESSIONS, failing
 
 _LANE = "checkpoint"
+_FAILING_WAITS_S = 30.0
+"""So long a rank that fails waits for a save under way, which all ranks may be able to complete."""
 _ALIKE = "what each rank has for itself goes into a PerRank"
 
 
@@ -83,7 +86,7 @@ class Manager:
         self._saving: Saving | None = None
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
-        self.world.endings.append(lambda: _let_end(own()))
+        self.world.endings.append(lambda: _let_end(own))
 
     def __enter__(self) -> Manager:
         return self
@@ -93,8 +96,10 @@ class Manager:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            self._release()  # others may be elsewhere: no collective
+        else:  # others may be elsewhere: no collective, and no waiting for ever
+            if self._saving is not None:
+                self._saving.wait(_FAILING_WAITS_S)
+            self._release(0.0)
 
     def close(self) -> None:
         """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does."""
@@ -103,9 +108,9 @@ class Manager:
         finally:
             self._release()
 
-    def _release(self) -> None:
+    def _release(self, timeout_s: float | None = None) -> None:
         if self._engine is not None:
-            self._engine.shutdown()
+            self._engine.shutdown(timeout_s)
             self._engine = self._saving = None
         if self._lock is not None:
             self._lock.release()
@@ -195,13 +200,19 @@ class Manager:
                         lambda: self._commit(header["step"]))  # fmt: skip
         self._saving = saving
         if behind:
-            if self._engine is None:
-                self._engine = Engine(lanes=(_LANE,))
-            self._engine.push(saving.run, lane=_LANE, name="save")
+            self._started_engine().push(saving.run, lane=_LANE, name="save")
         else:
             saving.run()
         if wait:
             self.wait()
+
+    def _started_engine(self) -> Engine:
+        if self._engine is None:
+            import h5py  # type: ignore[import-untyped]  # noqa: F401
+
+            self._engine = Engine(lanes=(_LANE,))
+            atexit.register(_let_end, weakref.ref(self))  # called before what h5py registers, which ends all writing
+        return self._engine
 
     def _checked_header(
         self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
@@ -368,8 +379,9 @@ def _raise(error: HpcdpError | None) -> None:
         raise error
 
 
-def _let_end(manager: Manager | None) -> None:
+def _let_end(own: Callable[[], Manager | None]) -> None:
     """When the program ends, what is under way ends first."""
+    manager = own()
     if manager is None:
         return
     try:
