@@ -150,10 +150,11 @@ def test_errors_at_the_end_of_a_program_are_said(way, tmp_path, monkeypatch):
     kept = []
 
     def one(world):
-        kept.append(Manager(tmp_path, world))
-        kept[-1].save(4, samples.state(4, world), wait=False)
+        manager = Manager(tmp_path, world)
+        kept.append(manager)  # until the end
+        manager.save(4, samples.state(4, world), wait=False)
         if way == "with":
-            with kept[-1]:
+            with manager:
                 pass
 
     if way == "with":
