@@ -109,16 +109,16 @@ def remove_old(folder: Path, step: int) -> None:
         shutil.rmtree(_old_path(folder, step))
 
 
-def remove(folder: Path, step: int) -> None:
-    """Remove a checkpoint; at every moment it is either complete or a left-over."""
+def retire(folder: Path, step: int) -> Path:
+    """Make a left-over of a complete checkpoint, which is to be removed; where it is then."""
     partial = partial_path(folder, step)
-    if partial.exists():
-        shutil.rmtree(partial)
     for path in (_old_path(folder, step), path_of(folder, step)):
         if path.exists():
+            if partial.exists():
+                shutil.rmtree(partial)
             path.rename(partial)
-            sync_folder(folder)  # before files are gone
-            shutil.rmtree(partial)
+    sync_folder(folder)  # before files are gone
+    return partial
 
 
 def sync_folder(folder: Path) -> None:
@@ -154,5 +154,11 @@ def dropped(
 def wait_for(path: Path, names: Collection[str] = (), timeout_s: float = 10.0) -> None:
     """Wait until a folder that another host has made is seen here: file systems of clusters take a moment."""
     deadline = time.monotonic() + timeout_s
-    while not all((path / name).exists() for name in names or (".",)) and time.monotonic() < deadline:
+    while not all(_is_seen(path / name) for name in names or (".",)) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _is_seen(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False

@@ -65,16 +65,21 @@ def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, An
 
 
 def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
-    import h5py
+    from h5py import Dataset, h5d, h5p, h5s, h5t  # h5py's VirtualLayout takes ten times as long
 
-    if not tensor.count:
-        return file.create_dataset(name, tensor.shape, tensor.stored_dtype)
-    layout = h5py.VirtualLayout(tensor.shape, tensor.stored_dtype)
-    for part in tensor.parts:
-        dataset = part.dataset.replace("%", "%%")  # HDF5 puts numbers of blocks for %b
-        source, at = h5py.VirtualSource(part.file, dataset, (part.count,)), 0
+    links, how = h5p.create(h5p.LINK_CREATE), h5p.create(h5p.DATASET_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5t.CSET_UTF8)
+    for part in tensor.parts if tensor.count else ():
+        at, source = 0, h5s.create_simple((part.count,))
+        dataset = part.dataset.replace("%", "%%").encode()  # HDF5 puts numbers of blocks for %b
         for box in boxes(tensor.shape, part.first, part.first + part.count):
-            count = math.prod(each.stop - each.start for each in box)
-            layout[box if box else ...] = source[at : at + count]
-            at += count
-    return file.create_virtual_dataset(name, layout)
+            sizes = tuple(each.stop - each.start for each in box)
+            whole = h5s.create_simple(tensor.shape)
+            if box:
+                whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
+            source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
+            how.set_virtual(whole, os.fsencode(part.file), dataset, source)
+            at += math.prod(sizes)
+    space, kind = h5s.create_simple(tensor.shape), h5t.py_create(tensor.stored_dtype, logical=True)
+    return Dataset(h5d.create(file.id, name.encode(), kind, space, dcpl=how, lcpl=links))

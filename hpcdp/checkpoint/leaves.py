@@ -82,7 +82,10 @@ def as_stateful(value: Any, world: World) -> Stateful | None:
 
 
 class _Network(Adapter):
-    """Parameters, and buffers (running statistics) averaged over ranks; random generators of each rank."""
+    """Parameters, and buffers (running statistics) averaged over ranks; random generators of each rank.
+
+    The network goes on with the averages, too: so a run that goes on and one that is restored are the same.
+    """
 
     _GENERATORS = "random generators"  # with a space: no attribute of a module has such a name
 
@@ -90,15 +93,13 @@ class _Network(Adapter):
         self._net, self._world = net, world
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._net.state_dict()
-        for name, buffer in self._net.named_buffers():
-            state[name] = averaged(buffer.data, self._world)
-        generators = dict(getattr(self._net, "named_generators", dict)())
-        return state | ({self._GENERATORS: PerRank(generators)} if generators else {})
+        for _, buffer in self._net.named_buffers():
+            average(buffer.data, self._world)
+        generators = dict(self._net.named_generators())
+        return self._net.state_dict() | ({self._GENERATORS: PerRank(generators)} if generators else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, buffer in self._net.named_buffers():
-            buffer.data[...] = state[name]
+        """Arrays and generators have been restored in place."""
 
 
 @as_stateful.register
@@ -106,15 +107,16 @@ def _(value: nn.Module, world: World) -> Stateful:
     return _Network(value, world)
 
 
-def averaged(x: Any, world: World) -> Any:
-    """A copy of ``x`` averaged over all ranks, or rank 0's where it is no floating array; every rank must call."""
+def average(x: Any, world: World) -> None:
+    """Average ``x`` over all ranks, or take rank 0's where it is no floating array; every rank must call."""
+    if world.size == 1 or not x.size:
+        return
     host = np.array(to_host(x))
     if host.dtype.kind == "f":
-        if world.size > 1:
-            allreduce(host, "mean", world)
+        allreduce(host, "mean", world)
     else:
         world.comm.native_broadcast(host, 0)
-    return from_host(host, x)
+    x[...] = from_host(host, x)
 
 
 class _Generator(Adapter):

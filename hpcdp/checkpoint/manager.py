@@ -10,6 +10,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,15 +22,16 @@ from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import folder, manifest, tree
+from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
 from .restoring import Filling, Restored
 from .saving import Saving
 from .shard import COMPRESSIONS, failing
 
-_LANE = "checkpoint"
-_FAILING_WAITS_S = 30.0
-"""So long a rank that fails waits for a save under way, which all ranks may be able to complete."""
+_SAVES, _REMOVALS = "save", "remove"
+_PATIENCE_S = 8.0
+"""After an exception: so long what is under way may take to end."""
 _ALIKE = "what each rank has for itself goes into a PerRank"
 
 
@@ -47,6 +49,8 @@ class Manager:
         keep_every: those stay, too, whose step this divides.
         best: ``"metric"`` or ``"-metric"``: that one stays, too, whose `save` was given the greatest (smallest) value
             of it.
+        shards: ``"rank"``: every rank writes a file; ``"node"``: the ranks of a node write to one; ``"all"``: all ranks
+            write to one, through parallel HDF5, where h5py was built with it.
         compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums: a fraction of the speed. None: not.
         atomic_rename: whether renaming a folder is one step of the file system. Without, a file ``committed`` in it
             makes it complete.
@@ -63,6 +67,7 @@ class Manager:
         keep: int | None = None,
         keep_every: int | None = None,
         best: str | None = None,
+        shards: str = "rank",
         compression: str | None = None,
         atomic_rename: bool = True,
     ) -> None:
@@ -77,13 +82,16 @@ class Manager:
         self.path = Path(path)
         self.world = init() if world is None else world
         self.keep, self.keep_every, self.best = keep, keep_every, best
-        self._compression, self._atomic_rename = compression, atomic_rename
-        settings = f"Manager({os.fspath(path)!r}, {keep=}, {keep_every=}, {best=}, {compression=}, {atomic_rename=})"
-        require_same(self.world.comm, "Manager", [settings], "make it alike on all ranks")
-        self._comm = self.world.comm.duplicate()
+        self._atomic_rename = atomic_rename
+        settings = [os.fspath(path), f"{keep=} {keep_every=} {best=}", f"{shards=} {compression=} {atomic_rename=}"]
+        require_same(self.world.comm, "Manager", settings, "make it alike on all ranks")
+        self._group = Group.of(self.world)
+        check_shards(shards, compression, self._group)
+        self._write = partial(by_rank, compression=compression) if shards == "rank" else WRITERS[shards]
         self._lock: WriterLock | None = None
-        self._engine: Engine | None = None
+        self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
+        self._is_registered = False
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
         self.world.endings.append(lambda: _let_end(own))
@@ -98,8 +106,8 @@ class Manager:
             self.close()
         else:  # others may be elsewhere: no collective, and no waiting for ever
             if self._saving is not None:
-                self._saving.wait(_FAILING_WAITS_S)
-            self._release(0.0)
+                self._saving.wait(_PATIENCE_S)
+            self._release(_PATIENCE_S)
 
     def close(self) -> None:
         """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does."""
@@ -109,9 +117,10 @@ class Manager:
             self._release()
 
     def _release(self, timeout_s: float | None = None) -> None:
-        if self._engine is not None:
-            self._engine.shutdown(timeout_s)
-            self._engine = self._saving = None
+        if timeout_s is None:
+            self._engine.waitall()
+        self._engine.shutdown(timeout_s)
+        self._engine, self._saving = Engine(lanes=(_SAVES, _REMOVALS)), None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -171,7 +180,7 @@ class Manager:
             state: dicts (of str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and objects
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
-                networks are averaged.
+                networks are averaged, in place.
             metrics: numbers that say how good it is, for ``best``.
             config: what JSON can carry, for `restore` to give back.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
@@ -190,29 +199,29 @@ class Manager:
         on_every_rank(comm, lambda: _raise(flat.error))
         items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
         require_same(comm, "save", items, _ALIKE)
-        partial = folder.partial_path(self.path, header["step"])
-        on_rank_0(comm, lambda: self._prepare(partial))
+        path = folder.partial_path(self.path, header["step"])
+        on_rank_0(comm, lambda: self._prepare(path))
         behind = not wait and self.world.concurrent
         pieces = list(own_pieces(flat.held))
         if behind:
             pieces = on_every_rank(comm, lambda: self._copied(pieces))
-        saving = Saving(self.world, self._comm, partial, flat, pieces, header, self._compression,
-                        lambda: self._commit(header["step"]))  # fmt: skip
+        saving = Saving(self._group, path, flat, pieces, header, self._write, lambda: self._commit(header["step"]))
         self._saving = saving
         if behind:
-            self._started_engine().push(saving.run, lane=_LANE, name="save")
+            self._end_before_h5py()
+            self._engine.push(saving.run, lane=_SAVES, name="save")
         else:
             saving.run()
         if wait:
             self.wait()
 
-    def _started_engine(self) -> Engine:
-        if self._engine is None:
+    def _end_before_h5py(self) -> None:
+        """What h5py does when the program ends makes writing impossible; what is registered later is called before."""
+        if not self._is_registered:
             import h5py  # type: ignore[import-untyped]  # noqa: F401
 
-            self._engine = Engine(lanes=(_LANE,))
-            atexit.register(_let_end, weakref.ref(self))  # called before what h5py registers, which ends all writing
-        return self._engine
+            atexit.register(_let_end, weakref.ref(self))
+            self._is_registered = True
 
     def _checked_header(
         self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
@@ -246,8 +255,9 @@ class Manager:
                 self._lock = WriterLock(self.path)
                 for path in folder.clean(self.path, self._atomic_rename):
                     warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
-            if partial.exists():
-                shutil.rmtree(partial)
+            if partial.exists():  # to be removed, or of a save that has failed
+                self._engine.waitall()
+                shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
 
     def _copied(self, pieces: list[Piece]) -> list[Piece]:
@@ -272,10 +282,14 @@ class Manager:
             found = folder.find(self.path)
             for each in folder.dropped(found, self.keep, self.keep_every, self._values(found)):
                 if each != step:
-                    folder.remove(self.path, each)
+                    self._remove_behind(folder.retire(self.path, each))
         except OSError as error:  # the checkpoint is there all the same
             warnings.warn(f"{error.filename or self.path}: {error.strerror}: an older checkpoint stays", stacklevel=2)
         return path
+
+    def _remove_behind(self, path: Path) -> None:
+        """It may take as long as a save, and nobody needs to wait for it."""
+        self._engine.push(lambda: shutil.rmtree(path, ignore_errors=True), lane=_REMOVALS, name="remove")
 
     def _values(self, found: Mapping[int, Path]) -> dict[int, float]:
         """What decides which checkpoint is the best, by step, the greater the better."""

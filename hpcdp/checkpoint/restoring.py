@@ -274,5 +274,6 @@ def _read_shares(reader: ShardReader, read: _Read) -> None:
     read.out[...] = 0
     for number in range(read.tensor.shape[0]):
         _read(reader, read.tensor, number * columns + read.first % columns, row)
+        reader.settle()
         read.out[...] += row
     read.out[...] /= read.rows

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..gradients.reducer import weakly
 from ..optim import Optimizer
+from ..state import Part, Sharded
 from . import together
 from .arguments import Key, merged
 from .cell import AWAY
@@ -40,12 +42,13 @@ from .pulled import Pulled, can_wait
 from .replay import Replay
 from .requests import Requests
 from .server import Server
+from .state_transfer import StateTransfer
 from .states import States, read_states, write_states
 from .store import Entry
 from .table import Table, no_updater
 from .transfer import Own, Transfer
-from .updaters import ByOptimizer, Function, name_of
-from .wire import NO_STATE, Kind, Message
+from .updaters import ByOptimizer, Function, name_of, state_dtype
+from .wire import NO_STATE, VALUE, Kind, Message
 from .world_store import WorldStore
 
 
@@ -83,7 +86,7 @@ class AsyncStore(WorldStore):
             self._server.stores[number] = Requests(self._table)
         if self._replay is not None:
             self._replay.share(world, self._table)
-        self._transfer = Transfer(self._table, number, self._server, world.rank)
+        self._transfer = StateTransfer(self._table, number, self._server, world.rank)
         self._own: dict[Key, Own] = {}
         self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
@@ -271,6 +274,32 @@ class AsyncStore(WorldStore):
             "sent_nbytes": 0 if self._server is None else self._server.sent_nbytes,
         }
 
+    def _values_of(self, entry: Entry) -> Sharded:
+        return self._transfer.held(self._own[entry.key], VALUE)
+
+    def _states_of(self, entry: Entry, rule: ByOptimizer) -> dict[str, Sharded | Array]:
+        names = sorted(rule.optimizer.state_names())
+        return {name: self._transfer.held(self._own[entry.key], which) for which, name in enumerate(names)}
+
+    def _updates_of(self, entry: Entry, rule: ByOptimizer) -> int:
+        return self._transfer.read_state(self._own[entry.key].item, NO_STATE)[1]
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        own = self._own[entry.key]
+        return [Part(part.first, each.residual) for part, each in zip(own.item.parts, own.feedback, strict=False)]
+
+    def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
+        item = self._own[entry.key].item
+        self._transfer.write(item, VALUE, values)
+        for which, name in enumerate(sorted(states)):
+            self._transfer.write(item, which, states[name])
+        if updates is not None and self.rank == 0:
+            self._transfer.write_steps(item, updates)
+
+    def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
+        super()._renew(rule, config)
+        self._install({"optimizer": config})
+
     def save_optimizer_states(self, path: str) -> None:
         rule = self._by_optimizer("save_optimizer_states").optimizer
         self.barrier()
@@ -294,9 +323,10 @@ class AsyncStore(WorldStore):
             steps, states = read_states(Path(path), rule, shapes)
             for key in steps:
                 item = self._own[key].item
-                self._transfer.write_state(item, NO_STATE, np.empty(0), steps[key])
+                self._transfer.write_steps(item, steps[key])
                 for which, name in enumerate(sorted(rule.state_names())):
-                    self._transfer.write_state(item, which, states[key, name], steps[key])
+                    whole = np.ascontiguousarray(states[key, name], state_dtype(item.dtype))
+                    self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
 
         self._by_first(read)
 

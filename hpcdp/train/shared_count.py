@@ -24,12 +24,23 @@ class SharedCount:
     def __init__(self, world: World | None = None) -> None:
         self._store = AsyncStore("dist_async", init() if world is None else world)
         self._store.init(_KEY, np.zeros((), np.int64))
+        self._first = 0
 
     def __iter__(self) -> Iterator[int]:
         self._store.barrier()  # nobody takes from the last iteration any more
-        first = int(self._store.pull(_KEY).wait())
+        self._first = self._next()
+        return self._numbers(self._first)
+
+    def given(self) -> int:
+        """How many were given out in this iteration, to all ranks together; every rank must call."""
         self._store.barrier()
-        return self._numbers(first)
+        return self._next() - self._first
+
+    def _next(self) -> int:
+        """What comes next, while nobody takes."""
+        found = int(self._store.pull(_KEY).wait())
+        self._store.barrier()
+        return found
 
     def _numbers(self, first: int) -> Iterator[int]:
         while True:

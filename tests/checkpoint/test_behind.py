@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import samples
 
-from hpcdp.checkpoint import Manager, saving
+from hpcdp.checkpoint import Manager, files
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
@@ -19,27 +19,27 @@ from hpcdp.errors import DataError
 @pytest.fixture
 def held(monkeypatch):
     """Files are written once the event is set."""
-    event, write = threading.Event(), saving.write_shard
+    event, write = threading.Event(), files.fill
 
     def waiting(*arguments):
         assert event.wait(30)
         return write(*arguments)
 
-    monkeypatch.setattr(saving, "write_shard", waiting)
+    monkeypatch.setattr(files, "fill", waiting)
     yield event
     event.set()
 
 
 def failing_on(monkeypatch, rank, error):
     """Of the file of one rank."""
-    write = saving.write_shard
+    write = files.fill
 
     def failing(path, *arguments):
         if path.name == f"shard-{rank:05d}.h5":
             raise error
         return write(path, *arguments)
 
-    monkeypatch.setattr(saving, "write_shard", failing)
+    monkeypatch.setattr(files, "fill", failing)
 
 
 def change(state):
@@ -188,15 +188,15 @@ def world_of_one():
 
 PROGRAM = """
 import sys, threading, numpy, samples, hpcdp, os, signal
-from hpcdp.checkpoint import Manager, saving
+from hpcdp.checkpoint import Manager, files
 world = hpcdp.init()
 manager = Manager(sys.argv[1])
 manager.save(2, samples.state(2, world))
-write = saving.write_shard
+write = files.fill
 def slow(*arguments):
     threading.Event().wait(0.3)
     return write(*arguments)
-saving.write_shard = slow
+files.fill = slow
 manager.save(4, samples.state(4, world), wait=False)
 if sys.argv[2] == "interrupted":
     os.kill(os.getpid(), signal.SIGINT)
