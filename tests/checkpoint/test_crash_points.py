@@ -75,7 +75,11 @@ def test_a_crash_at_any_call(prepare, way, tmp_path):
             warnings.simplefilter("ignore")
             with contextlib.suppress(failing_calls.Crashed):
                 manager.save(3, state(3.5))
-        manager._release()  # as the end of a process does
+                manager.close()  # with what is removed behind
+        with contextlib.suppress(failing_calls.Crashed):
+            manager._release()
+        if manager._lock is not None:
+            manager._lock.release()  # as the end of a process does
         return made
 
     def one(world):
