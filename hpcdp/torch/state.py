@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.leaves import BFLOAT16, MAKERS, Adapter, HostView, as_array, as_stateful
+from ..checkpoint.leaves import BFLOAT16, MAKERS, Adapter, HostView, as_array, as_stateful, average
 from ..comm import World
 from ..errors import UnsupportedError
 from ..gradients.sharded_state import residuals
@@ -94,23 +94,54 @@ def _(value: torch.optim.lr_scheduler.LRScheduler, world: World) -> Stateful:
     return _Schedule(value)
 
 
-class _Wrapped(Adapter):
-    """A module, and what compression of its gradients has not sent yet, of which each rank has its part."""
+class _Module(Adapter):
+    """A module, whose running statistics are averaged over ranks; it goes on with the averages, too.
+
+    So a run that goes on and one that is restored are the same.
+    """
 
     takes_more = True
+
+    def __init__(self, module: torch.nn.Module, world: World) -> None:
+        self._module, self._world = module, world
+
+    def state_dict(self) -> dict[str, Any]:
+        for buffer in self._module.buffers():
+            seen = view(buffer)
+            average(seen.array, self._world)
+            if seen.write_back is not None:
+                seen.write_back(seen.array)
+        return dict(self._module.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._module.load_state_dict(state)
+
+
+@as_stateful.register
+def _(value: torch.nn.Module, world: World) -> Stateful:
+    return _Module(value, world)
+
+
+class _Wrapped(_Module):
+    """A module, and what compression of its gradients has not sent yet, of which each rank has its part."""
+
     _RESIDUALS = "compression residuals"  # with a space: no part of a module has such a name
 
     def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__(model, model.world)
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        own = residuals(self._model.backward_pass.reducer, self._model.compression)
-        return dict(self._model.state_dict()) | ({self._RESIDUALS: own} if own else {})
+        own = self._residuals()
+        return super().state_dict() | ({self._RESIDUALS: own} if own else {})
+
+    def _residuals(self) -> dict[str, Any]:
+        return residuals(self._model.backward_pass.reducer, self._model.compression)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._RESIDUALS in state and self._RESIDUALS not in self.state_dict() and self._model.world.rank == 0:
+        if self._RESIDUALS in state and not self._residuals() and self._model.world.rank == 0:
             warnings.warn("what compression had not sent yet is lost: nothing is compressed here", stacklevel=6)
-        self._model.load_state_dict({name: each for name, each in state.items() if name != self._RESIDUALS})
+        super().load_state_dict({name: each for name, each in state.items() if name != self._RESIDUALS})
 
 
 @as_stateful.register

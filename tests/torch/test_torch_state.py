@@ -262,3 +262,28 @@ def test_a_sampler_whose_loader_draws_ahead_is_told_what_was_used():
         return state["done"]
 
     assert threads.run(2, rank) == [12, 12]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_running_statistics_are_averaged_and_the_module_goes_on_with_them(n, wrapped, tmp_path):
+    def build(world):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        return DistributedDataParallel(module, world) if wrapped else module
+
+    def run(world):
+        net = build(world)
+        for param in net.parameters():
+            param.data.fill_(0.5)
+        mean, count = (next(x for name, x in net.named_buffers() if name.endswith(end)) for end in ("mean", "tracked"))
+        mean.fill_(world.rank)
+        count.fill_(7 + world.rank)
+        with checkpoint.Manager(tmp_path, world) as manager:
+            manager.save(1, {"net": net})
+            assert torch.equal(mean, torch.full((8,), (n - 1) / 2)) and int(count) == 7
+            other = build(world)
+            manager.restore(into={"net": other})
+        for (name, x), y in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
+            assert torch.equal(x, y), name
+
+    threads.run(n, run)
