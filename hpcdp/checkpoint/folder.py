@@ -193,5 +193,11 @@ def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
 def wait_for(path: Path, names: Collection[str] = (), timeout_s: float = 10.0) -> None:
     """Wait until a folder that another host has made is seen here: file systems of clusters take a moment."""
     deadline = time.monotonic() + timeout_s
-    while not all((path / name).exists() for name in names or (".",)) and time.monotonic() < deadline:
+    while not all(_is_seen(path / name) for name in names or (".",)) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _is_seen(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False

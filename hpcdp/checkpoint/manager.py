@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import operator
 import os
@@ -90,9 +91,10 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
+        self._is_registered = False
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
-        self.world.endings.append(lambda: _let_end(own()))
+        self.world.endings.append(lambda: _let_end(own))
 
     def __enter__(self) -> Manager:
         return self
@@ -102,7 +104,9 @@ class Manager:
     ) -> None:
         if error is None:
             self.close()
-        else:
+        else:  # others may be elsewhere: no collective, and no waiting for ever
+            if self._saving is not None:
+                self._saving.wait(_PATIENCE_S)
             self._release(_PATIENCE_S)
 
     def close(self) -> None:
@@ -204,11 +208,20 @@ class Manager:
         saving = Saving(self._group, path, flat, pieces, header, self._write, lambda: self._commit(header["step"]))
         self._saving = saving
         if behind:
+            self._end_before_h5py()
             self._engine.push(saving.run, lane=_SAVES, name="save")
         else:
             saving.run()
         if wait:
             self.wait()
+
+    def _end_before_h5py(self) -> None:
+        """What h5py does when the program ends makes writing impossible; what is registered later is called before."""
+        if not self._is_registered:
+            import h5py  # type: ignore[import-untyped]  # noqa: F401
+
+            atexit.register(_let_end, weakref.ref(self))
+            self._is_registered = True
 
     def _checked_header(
         self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
@@ -367,8 +380,9 @@ def _raise(error: HpcdpError | None) -> None:
         raise error
 
 
-def _let_end(manager: Manager | None) -> None:
+def _let_end(own: Callable[[], Manager | None]) -> None:
     """When the program ends, what is under way ends first."""
+    manager = own()
     if manager is None:
         return
     try:

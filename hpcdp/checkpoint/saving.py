@@ -72,9 +72,9 @@ class Saving:
         finally:
             self._over.set()
 
-    def wait(self) -> None:
-        """Until it has ended on this rank."""
-        self._over.wait()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it has ended on this rank, or so long."""
+        self._over.wait(timeout_s)
 
     def _run(self) -> None:
         result, error = _outcome(self._write)

@@ -321,6 +321,8 @@ class ShardReader:
 
         with h5py.File(self._folder / stored.file, "r", locking="best-effort") as file:
             dataset = file[stored.dataset]
+            if not isinstance(dataset, h5py.Dataset) or dataset.shape != (stored.count,):
+                raise ValueError(f"no data set of {stored.count} elements")
             per_block = BLOCK_NBYTES // out.itemsize
             for number in range(first // per_block, -(-(first + out.size) // per_block)):
                 low = number * per_block

@@ -1,12 +1,25 @@
 """A state with other values on every step and rank, and whether what was restored is that of one step, exactly."""
 
+import types
+from pathlib import Path
+
 import numpy as np
 
 from hpcdp.checkpoint import Part, PerRank, Sharded
+from hpcdp.checkpoint.files import by_rank
+from hpcdp.checkpoint.plan import Piece
+from hpcdp.checkpoint.shard import File, Stored
 from hpcdp.comm import World
 
 ROWS, COLUMNS = 41, 13
 LONG = 300_000  # float32: over `plan.WHOLE_NBYTES`, so that all ranks write a part
+
+
+def write_shard(path: Path, pieces: list[Piece], compression: str | None = None) -> tuple[list[Stored], File]:
+    """A file as the rank in its name writes it."""
+    world = types.SimpleNamespace(rank=int(path.stem[-5:]))
+    stored, (file,) = by_rank(path.parent, pieces, types.SimpleNamespace(world=world), compression)
+    return stored, file
 
 
 def sharded(values: np.ndarray, world: World) -> Sharded:

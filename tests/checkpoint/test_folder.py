@@ -73,8 +73,9 @@ def test_a_checkpoint_of_the_same_step_is_put_aside_then_removed(atomic, tmp_pat
     folder.commit(tmp_path, 4, atomic)  # although what was put aside is still there
     folder.remove_old(tmp_path, 4)
     assert list(tmp_path.iterdir()) == [second]
-    folder.remove(tmp_path, 4)
-    assert list(tmp_path.iterdir()) == []
+    assert folder.left_over(tmp_path, atomic) == []
+    retired = folder.retire(tmp_path, 4)
+    assert folder.find(tmp_path) == {} and folder.left_over(tmp_path, atomic) == list(tmp_path.iterdir()) == [retired]
 
 
 @pytest.mark.parametrize(

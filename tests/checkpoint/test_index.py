@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import write_shard
 
 from hpcdp.checkpoint import index
 from hpcdp.checkpoint.manifest import Tensor
 from hpcdp.checkpoint.plan import Piece
-from hpcdp.checkpoint.shard import write_shard
 from hpcdp.errors import DataError
 
 

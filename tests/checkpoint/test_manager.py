@@ -44,7 +44,9 @@ def test_any_number_of_ranks_restores(saved_on, size, into, tmp_path):
             assert [*restored.state["own"]["values"]] == [-1] * (rank + 2)
 
 
-@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"compression": "lzf"}, {"atomic_rename": False}])
+@pytest.mark.parametrize(
+    "options", [{"compression": "gzip"}, {"compression": "lzf"}, {"shards": "node"}, {"atomic_rename": False}]
+)
 @pytest.mark.parametrize("wait", [True, False])
 def test_other_ways_to_write(wait, options, tmp_path):
     def one(world):
