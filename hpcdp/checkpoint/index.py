@@ -16,6 +16,8 @@ from .manifest import Tensor
 from .shard import crc32_beside, failing, mark_dtype
 
 NAME = "index.h5"
+STATE = "%state"
+"""The data set of what is no tensor; no tensor has such a name, see `tree.quoted`."""
 
 
 def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice, ...]]:
@@ -39,11 +41,14 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice
         yield (slice(end, end + 1), *rest)
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> tuple[int, int]:
+def write(
+    path: Path, tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]
+) -> tuple[int, int]:
     """Write the index, down to the disk; its size in bytes, and its checksum.
 
     Args:
-        attributes: of the root: numbers, texts, and what JSON can carry.
+        state: the form of the state, see `tree`, which has all that is no tensor.
+        attributes: of the root.
 
     Raises:
         DataError: it cannot be written.
@@ -53,7 +58,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, An
     with failing("save", lambda: path):
         with h5py.File(path, "x", libver=("v110", "latest")) as file:
             for name, value in attributes.items():
-                file.attrs[name] = value if isinstance(value, int | str) else json.dumps(value)
+                file.attrs[name] = value
+            file[STATE] = json.dumps(state)
             for name, tensor in tensors.items():
                 mark_dtype(_virtual(file, name, tensor), tensor.dtype)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

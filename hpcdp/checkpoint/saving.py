@@ -111,7 +111,7 @@ class Saving:
         step = self._header["step"]
         with failing("save", lambda: self._path):
             self._path.joinpath(manifest.NAME).unlink(missing_ok=True)
-            seen = index.write(self._path / index.NAME, tensors, {"format": manifest.FORMAT, "step": step})
+            seen = index.write(self._path / index.NAME, tensors, form, {"format": manifest.FORMAT, "step": step})
             files = [*(File(*each) for rank in everyone for each in rank["files"]), File(index.NAME, *seen)]
             world = {"size": self._world.size, "num_nodes": self._world.num_nodes}
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
