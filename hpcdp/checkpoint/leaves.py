@@ -108,12 +108,17 @@ def _(value: nn.Module, world: World) -> Stateful:
 
 
 def average(x: Any, world: World) -> None:
-    """Average ``x`` over all ranks, or take rank 0's where it is no floating array; every rank must call."""
+    """Average ``x`` over all ranks, or take rank 0's where it is no floating array; every rank must call.
+
+    What is alike on all ranks stays as it is, to the bit, in float32 and shorter ones.
+    """
     if world.size == 1 or not x.size:
         return
     host = np.array(to_host(x))
     if host.dtype.kind == "f":
-        allreduce(host, "mean", world)
+        wide = host.astype(np.float64)
+        allreduce(wide, "mean", world)
+        host = wide.astype(host.dtype)
     else:
         world.comm.native_broadcast(host, 0)
     x[...] = from_host(host, x)

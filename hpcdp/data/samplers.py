@@ -341,6 +341,12 @@ class SharedSampler(Resumable):
             self.taken = first + number + 1
             yield order[(self.taken - 1) * self.batch_size : self.taken * self.batch_size]
 
+    def close(self) -> None:
+        """Let this iteration end early, for all parts, where ``numbers`` has a method ``close``; one part calls."""
+        close = getattr(self.numbers, "close", None)
+        if close is not None:
+            close()
+
     def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
         """See `Resumable.place`; what any part has taken counts, also where it has not come to use it."""
         given = getattr(self.numbers, "given", None)

@@ -217,17 +217,17 @@ class AsyncStore(WorldStore):
             return contextlib.nullcontext()
         return self._replay.turn(self.rank, lambda: True)
 
-    def take(self, key: Key) -> int:
-        """The integer under a key of one int64, which is one greater then: 0, 1, 2, ..., each for one worker alone.
+    def take(self, key: Key, count: int = 1) -> int:
+        """The integer under a key of one int64, which is ``count`` greater then: each is for one worker alone.
 
-        For handing out work, so that faster workers do more.
+        For handing out work, 0, 1, 2, ..., so that faster workers do more.
 
         Raises:
             ConfigError: there is no such key, or it is no single int64.
         """
         own = self._own[self._entry("take", key).key]
         with self._replayed():
-            return self._transfer.take(own.item)
+            return self._transfer.take(own.item, count)
 
     def barrier(self) -> None:
         """Wait until all workers have come here and their pushes have taken effect; holds nobody back meanwhile."""

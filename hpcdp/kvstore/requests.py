@@ -34,7 +34,7 @@ class Requests:
         if kind is Kind.TICKET:
             return lambda: self._ticket(cell, source, bool(message.number))
         if kind is Kind.TAKE:
-            return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank))
+            return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank, message.number))
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
             return lambda: self._state(cell, message)
         if kind is Kind.PULL:

@@ -223,8 +223,8 @@ class Table:
         return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
 
 
-def take(item: Item, cell: Cell, rank: int) -> int:
-    """The integer under a key, which is one greater then.
+def take(item: Item, cell: Cell, rank: int, count: int) -> int:
+    """The integer under a key, which is ``count`` greater then.
 
     Raises:
         ConfigError: it is no single integer.
@@ -234,11 +234,11 @@ def take(item: Item, cell: Cell, rank: int) -> int:
         raise ConfigError("take", where=f"key {item.key!r}", expected="a key of one int64", got=got)
     taken = [0]
 
-    def add_one(flat: np.ndarray) -> None:
+    def add(flat: np.ndarray) -> None:
         taken[0] = int(flat[0])
-        flat[0] += 1
+        flat[0] += count
 
-    cell.change(add_one, rank)
+    cell.change(add, rank)
     return taken[0]
 
 

@@ -245,12 +245,12 @@ class Transfer:
         counted.staleness_max = max(counted.staleness_max, stale)
         own.seen = version if pulled else own.seen + 1
 
-    def take(self, item: Item) -> int:
+    def take(self, item: Item, count: int) -> int:
         """See `AsyncStore.take`."""
         cell = item.cells[0]
         if cell is not None:
-            return take(item, cell, self._table.group.rank)
-        return self._ask_and_wait(item.parts[0].server, self._message(Kind.TAKE, item, 0)).number
+            return take(item, cell, self._table.group.rank, count)
+        return self._ask_and_wait(item.parts[0].server, self._message(Kind.TAKE, item, 0, number=count)).number
 
     def set_clocks(self, number: int) -> None:
         """Set this worker's clock of all keys, everywhere."""
