@@ -1,6 +1,6 @@
 """One file that all ranks write through parallel HDF5, where some Python has it.
 
-``HPCDP_PARALLEL_HDF5_PYTHON`` names one whose h5py was built with HDF5_MPI=ON; else the one that runs the tests is asked.
+``HPCDP_PARALLEL_HDF5_PYTHON`` names one whose h5py was built with HDF5_MPI=ON; without it, that of the tests is asked.
 """
 
 import os
