@@ -71,7 +71,8 @@ class Sharded:
 class PerRank:
     """A state that each rank has for itself, such as that of a random generator.
 
-    It is restored where there are as many ranks as when it was saved, and else left as it is.
+    It is restored where there are as many ranks as when it was saved. Else it is left as it is, and who takes over the
+    state is given None in its place.
     """
 
     value: Any

@@ -82,24 +82,26 @@ def as_stateful(value: Any, world: World) -> Stateful | None:
 
 
 class _Network(Adapter):
-    """Parameters, and buffers (running statistics) averaged over ranks; random generators of each rank.
+    """Parameters, buffers, random generators of each rank.
 
-    The network goes on with the averages, too: so a run that goes on and one that is restored are the same.
+    Saving changes nothing, but running statistics differ between ranks, each of which has seen samples of its own. So
+    there is the mean of all, and what each rank has: ranks get theirs back where there are as many as before.
     """
-
-    _GENERATORS = "random generators"  # with a space: no attribute of a module has such a name
 
     def __init__(self, net: nn.Module, world: World) -> None:
         self._net, self._world = net, world
 
     def state_dict(self) -> dict[str, Any]:
-        for _, buffer in self._net.named_buffers():
-            average(buffer.data, self._world)
+        own = {name: buffer.data.copy() for name, buffer in self._net.named_buffers()}
         generators = dict(self._net.named_generators())
-        return self._net.state_dict() | ({self._GENERATORS: PerRank(generators)} if generators else {})
+        state = self._net.state_dict() | {name: average(values, self._world) for name, values in own.items()}
+        return state | ({GENERATORS: PerRank(generators)} if generators else {}) | of_ranks(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Arrays and generators have been restored in place."""
+        """Parameters and generators have been restored in place."""
+        own = state.get(STATISTICS) or {}
+        for name, buffer in self._net.named_buffers():
+            buffer.data[...] = own.get(name, state[name])
 
 
 @as_stateful.register
@@ -107,21 +109,24 @@ def _(value: nn.Module, world: World) -> Stateful:
     return _Network(value, world)
 
 
-def average(x: Any, world: World) -> None:
-    """Average ``x`` over all ranks, or take rank 0's where it is no floating array; every rank must call.
+GENERATORS, STATISTICS = "random generators", "running statistics"
+"""Names of what a network's ranks have for themselves; with spaces, so no part of a network has them."""
 
-    What is alike on all ranks stays as it is, to the bit, in float32 and shorter ones.
-    """
-    if world.size == 1 or not x.size:
-        return
+
+def of_ranks(statistics: dict[str, Any]) -> dict[str, Any]:
+    """The entry of running statistics that each rank has for itself; nothing where there are none."""
+    return {STATISTICS: PerRank(statistics)} if statistics else {}
+
+
+def average(x: Any, world: World) -> Any:
+    """A new array: the mean over all ranks, or rank 0's where it is no floating array; every rank must call."""
     host = np.array(to_host(x))
-    if host.dtype.kind == "f":
-        wide = host.astype(np.float64)
-        allreduce(wide, "mean", world)
-        host = wide.astype(host.dtype)
-    else:
-        world.comm.native_broadcast(host, 0)
-    x[...] = from_host(host, x)
+    if world.size > 1 and host.size:
+        if host.dtype.kind == "f":
+            allreduce(host, "mean", world)
+        else:
+            world.comm.native_broadcast(host, 0)
+    return from_host(host, x)
 
 
 class _Generator(Adapter):

@@ -180,7 +180,7 @@ class Manager:
             state: dicts (of str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and objects
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
-                networks are averaged, in place.
+                networks are saved averaged, too.
             metrics: numbers that say how good it is, for ``best``.
             config: what JSON can carry, for `restore` to give back.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,

@@ -153,8 +153,7 @@ class Filling:
             rank = self._world.rank
             return self._plan(inner, nodes[rank], tree.joined(name, f"rank-{rank}"), takes_more)
         self.kept.append(name)
-        kept = None if inner is _NOTHING else inner
-        return lambda: kept
+        return lambda: None
 
     def _dict(self, template: Any, content: list[Any], name: str, takes_more: bool) -> Value:
         if template is _NOTHING or template is None:

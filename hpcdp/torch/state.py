@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checkpoint.leaves import BFLOAT16, MAKERS, Adapter, HostView, as_array, as_stateful, average
+from ..checkpoint.leaves import (
+    BFLOAT16,
+    MAKERS,
+    STATISTICS,
+    Adapter,
+    HostView,
+    as_array,
+    as_stateful,
+    average,
+    of_ranks,
+)
 from ..comm import World
 from ..errors import UnsupportedError
 from ..gradients.sharded_state import residuals
@@ -100,9 +110,9 @@ def _(value: torch.optim.lr_scheduler.LRScheduler, world: World) -> Stateful:
 
 
 class _Module(Adapter):
-    """A module, whose running statistics are averaged over ranks; it goes on with the averages, too.
+    """A module. Of its buffers, such as running statistics, there is the mean of all ranks, and what each rank has.
 
-    So a run that goes on and one that is restored are the same.
+    Ranks get theirs back where there are as many as before.
     """
 
     takes_more = True
@@ -111,15 +121,16 @@ class _Module(Adapter):
         self._module, self._world = module, world
 
     def state_dict(self) -> dict[str, Any]:
-        for buffer in self._module.buffers():
+        state = dict(self._module.state_dict())
+        own = {name: buffer.detach().clone() for name, buffer in self._module.named_buffers() if name in state}
+        for name, buffer in own.items():
             seen = view(buffer)
-            average(seen.array, self._world)
-            if seen.write_back is not None:
-                seen.write_back(seen.array)
-        return dict(self._module.state_dict())
+            state[name] = tensor(average(seen.array, self._world), seen.dtype)
+        return state | of_ranks(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._module.load_state_dict(state)
+        own = state.get(STATISTICS) or {}
+        self._module.load_state_dict({name: own.get(name, x) for name, x in state.items() if name != STATISTICS})
 
 
 @as_stateful.register

@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from hpcdp.arrays import from_host, to_host
-from hpcdp.checkpoint.leaves import average
 from hpcdp.comm import World
 from hpcdp.errors import ConfigError
-from hpcdp.nn import Module
-from hpcdp.state import PerRank
 
 from .metrics import Record
 from .preemption import Agreement, Reason, StopRequests
@@ -174,40 +168,3 @@ class Checkpoints:
         state = self._state(position)
         self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
         self._saved, self._just_saved = position.total, True
-
-
-class NetworkState:
-    """A network as a checkpoint of a run has it: saving changes nothing in it.
-
-    Running statistics differ between ranks, each of which has seen samples of its own. Ranks get theirs back where
-    there are as many as before, and else the mean.
-
-    Args:
-        net: restored in place.
-        world: the ranks.
-    """
-
-    def __init__(self, net: Module, world: World) -> None:
-        self._net, self._world = net, world
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every rank must call."""
-        state: dict[str, Any] = self._net.state_dict()
-        own = {name: buffer.data for name, buffer in self._net.named_buffers()}
-        generators = dict(self._net.named_generators())
-        if generators:
-            state["random generators"] = PerRank(generators)
-        if own:
-            copies = {name: np.array(to_host(values)) for name, values in own.items()}
-            state["running statistics"] = {"ranks": self._world.size, "own": PerRank(copies)}
-        for name, values in own.items():
-            state[name] = values.copy()
-            average(state[name], self._world)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Parameters and generators have been restored in place."""
-        kept = state.get("running statistics", {"ranks": 0})
-        found = kept["own"] if kept["ranks"] == self._world.size else state
-        for name, buffer in self._net.named_buffers():
-            buffer.data[...] = from_host(to_host(found[name]), buffer.data)

@@ -17,7 +17,7 @@ from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.trace import Trace
 
 from .callbacks import Callback
-from .checkpoints import Checkpoints, NetworkState, Position
+from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
 from .meter import Meter
 from .metrics import Record, number_correct
@@ -133,8 +133,7 @@ class _Loop:
         """Where the run goes on."""
         if self.checkpoints is None:
             return Position(1, 0, 0)
-        network = NetworkState(self.net, self.world)
-        parts = {"network": network, "trainer": self.trainer, "loader": self.loader, "meter": self.meter}
+        parts = {"network": self.net, "trainer": self.trainer, "loader": self.loader, "meter": self.meter}
         return self.checkpoints.begin(self.world, parts)
 
     def train(self, start: Position, epochs: int, evaluate: Callable[[], Evaluation] | None) -> list[Record]:
