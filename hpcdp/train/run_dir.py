@@ -71,14 +71,30 @@ def _cannot_make(folder: Path, error: OSError) -> ConfigError:
 
 
 def drop_run_files(folder: Path) -> None:
-    """Removes `RUN_FILES` and checkpoints from ``folder``; nothing else."""
+    """Removes `RUN_FILES` and checkpoints from ``folder``; nothing else.
+
+    Raises:
+        DataError: another job saves there.
+    """
+    if (folder / CHECKPOINTS).is_dir():
+        _drop_checkpoints(folder / CHECKPOINTS)
     for pattern in RUN_FILES:
         for path in folder.glob(pattern):
             path.unlink()
-    for path in (folder / CHECKPOINTS).glob("step-*"):
-        shutil.rmtree(path)
+
+
+def _drop_checkpoints(folder: Path) -> None:
+    from hpcdp.checkpoint.lock import NAME, WriterLock  # not before: NumPy would be loaded for --help, too
+
+    lock = WriterLock(folder)
+    try:
+        for path in folder.glob("step-*"):
+            shutil.rmtree(path)
+        (folder / NAME).unlink()
+    finally:
+        lock.release()
     with contextlib.suppress(OSError):
-        (folder / CHECKPOINTS).rmdir()
+        folder.rmdir()
 
 
 def _clear_run_dir(folder: Path, overwrite: bool) -> None:

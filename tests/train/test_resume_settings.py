@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from hpcdp.checkpoint import Manager
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, DataError
 from hpcdp.train import run_dir
 from hpcdp.train.config import TrainConfig
 from hpcdp.train.resume import settled
@@ -75,8 +76,12 @@ def test_auto_takes_the_run_folder_or_starts_anew_in_it(here):
     assert (fresh.resume, fresh.run_dir, fresh.overwrite) == (None, "a", False)
     leave_run(here / "a", complete=False, lr=0.3)
     (here / "a" / "checkpoints" / "step-0000000003.tmp").mkdir(parents=True)
+    lock = WriterLock(here / "a" / "checkpoints")
     fresh = settled(said, launched=False)
     assert (fresh.resume, fresh.run_dir, fresh.lr) == (None, "a", 0.05)
+    with pytest.raises(DataError, match=r"no other job that saves here, got process [0-9]+ of "):
+        run_dir.reserve_run_dir(fresh)
+    lock.release()
     run_dir.reserve_run_dir(fresh)
     assert list((here / "a").iterdir()) == []
     (here / "a").rmdir()

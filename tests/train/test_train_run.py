@@ -66,11 +66,13 @@ def test_the_folder_holds_metrics_events_curves_and_settings(finished):
     folder, _ = finished
     names = sorted(path.name for path in folder.iterdir())
     assert [name for name in names if not name.startswith("events.out.tfevents.")] == [
+        "checkpoints",
         "config.toml",
         "curves.png",
         "metrics.jsonl",
     ]
-    assert len(names) == 4
+    assert len(names) == 5
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-0000000087"]
     records = read_metrics(folder / "metrics.jsonl")
     epochs = [record for record in records if record["kind"] == "epoch"]
     assert [record["epoch"] for record in epochs] == [1, 2, 3]
@@ -157,18 +159,25 @@ def test_a_run_on_a_store(kind, tmp_path):
         assert len(records) == 2 * len(epochs)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_an_earlier_run_is_not_overwritten_unless_asked(finished, tmp_path):
     arguments = ("mlp", "--ranks", "2", "--epochs", "1", "--run-dir", "a")
     done = train(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
-    before = {path: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    before = contents(tmp_path / "a")
     refused = train(tmp_path, *arguments)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
     assert "run folder exists and is not empty" in refused.stderr
     assert "choose another --run-dir, or add --overwrite" in refused.stderr
-    assert {path: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    assert contents(tmp_path / "a") == before
     assert train(tmp_path, *arguments, "--overwrite", "--seed", "3").returncode == 0
-    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() != before[tmp_path / "a" / "metrics.jsonl"]
+    after = contents(tmp_path / "a")
+    assert after[tmp_path / "a" / "metrics.jsonl"] != before[tmp_path / "a" / "metrics.jsonl"]
+    (manifest,) = [path for path in after if path.name == "manifest.json"]
+    assert manifest in before and after[manifest] != before[manifest]
 
 
 @pytest.mark.parametrize(
