@@ -112,9 +112,9 @@ class Checkpoints:
         Args:
             steps: of an epoch.
         """
-        is_over = self.manager.pending and self.manager.over
-        asked, is_under_way = self._agreement.exchange(self._asked, not is_over)
-        if not is_under_way and not self._just_saved:
+        pending = self.manager.pending
+        asked, is_under_way = self._agreement.exchange(self._asked, pending and not self.manager.over)
+        if pending and not is_under_way and not self._just_saved:
             self.manager.wait()  # nobody waits: it is over on all ranks
         self._just_saved = False
         if asked:
