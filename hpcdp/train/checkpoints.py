@@ -15,6 +15,7 @@ from .preemption import Agreement, Reason, StopRequests
 if TYPE_CHECKING:
     from hpcdp.checkpoint import Manager
 
+_METRICS = ("loss", "accuracy", "test_loss", "test_accuracy")
 EPOCH = "epoch"
 """``every`` for a checkpoint at the end of each epoch."""
 
@@ -164,7 +165,7 @@ class Checkpoints:
 
     def _save(self, position: Position, *, wait: bool, record: Record | None = None) -> None:
         numbers = {} if record is None else record
-        metrics = {name: float(value) for name, value in numbers.items() if type(value) in (int, float)}
+        metrics = {name: float(numbers[name]) for name in _METRICS if name in numbers}
         state = self._state(position)
         self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
         self._saved, self._just_saved = position.total, True

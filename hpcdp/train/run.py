@@ -287,6 +287,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
         *([] if result["trace"] is None else [("trace", result["trace"])]),
         ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}" if failure is None else folder),
+        ("take it along", f"hpcdp checkpoint export {folder} network.npz --name network"),
         ("run it again", f"hpcdp train --config {folder}/config.toml"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
