@@ -154,8 +154,8 @@ class StoreTrainer(Trainer):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         total = checked_count("update", count) + self._held_count
-        if self._closing is not None:
-            total = int(self._closing.tally(total)[0])
+        if self._closing is not None and self.world is not None:
+            total = self._tally("update", self._closing, self.world, total)[0]
         if total:
             self._update(total)
         self._begin_step()
@@ -164,6 +164,7 @@ class StoreTrainer(Trainer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Trainer.no_sync`."""
+        self._refuse_sums("no_sync")
         if self._grad_reqs is None:
             self._fill_unwritten_with_zeros()
             self._grad_reqs = {param.name: param.grad_req for param in self._params}
@@ -254,21 +255,25 @@ class StoreTrainer(Trainer):
         missing = [param.name for param in self._params if param.name not in self._written]
         refused = self._unwritten.refused(missing) if count else []
         if self._closing is not None and self.world is not None:
-            settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-            (total, num_stale), alike = self._closing.tally_alike(settings, count, bool(refused))
-            if not alike:
-                self._begin_step()
-                items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
-                require_same(self.world.comm, "step", items, "change them alike on all ranks")
+            count, num_stale = self._tally("step", self._closing, self.world, count, bool(refused))
             if num_stale:
                 self._begin_step()
                 raise stale_anywhere(self.world.comm, refused)
-            count = int(total)
         elif refused:
             self._begin_step()
             raise stale(self.store.rank, refused)
         self._fill_unwritten_with_zeros()
         return count
+
+    def _tally(self, operation: str, closing: ClosingExchange, world: World, *numbers: int) -> list[int]:
+        """The sums of ``numbers`` over all ranks, which must have the same settings now."""
+        settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
+        sums, alike = closing.tally_alike(settings, *numbers)
+        if not alike:
+            self._begin_step()
+            items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
+            require_same(world.comm, operation, items, "change them alike on all ranks")
+        return [int(each) for each in sums]
 
     def _fill_unwritten_with_zeros(self) -> None:
         for param in self._params:

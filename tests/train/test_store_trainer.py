@@ -307,6 +307,19 @@ def test_learning_rates_that_differ_are_told():
             threads.run(2, lambda world, t=there: rank(world, t))
 
 
+def test_learning_rates_that_differ_after_the_sum_are_told_too():
+    def rank(world):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), rule("sgd"), world, kvstore="dist_sync", update_on_kvstore=False)
+        backward(net, 0, [0])
+        trainer.allreduce_grads()
+        trainer.optimizer.lr = 0.1 * (world.rank + 1)
+        trainer.update(1)
+
+    with pytest.raises(MismatchError, match=r"update .*learning rate 0\.1 as on rank 0, got learning rate 0.2 on rank"):
+        threads.run(2, rank)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_parameters_are_arrays_of_the_ranks_own(there):
     def rank(world):
@@ -361,6 +374,7 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
     ({"kvstore": 3}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 3"),
     ({"kvstore": None, "update_on_kvstore": True}, r"\[update_on_kvstore\]: expected None without a kvstore, got True"),
     ({"params": []}, "expected at least one trainable parameter, got none"),
+    ({"params": [*network(1).parameters(), *network(2).parameters()]}, r"\[params\]: expected different names, got '"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(options, message):
     arguments = {"params": network().parameters(), "kvstore": "dist_sync"} | options
@@ -425,7 +439,7 @@ def test_sums_are_neither_written_over_nor_summed_again_before_the_update():
         trainer.allreduce_grads()
         with pytest.raises(StaleGradientError, match=r"expected one backward before each step.*got another one"):
             backward(net, 0, [world.rank])
-        for again in (trainer.allreduce_grads, lambda: trainer.step(1)):
+        for again in (trainer.allreduce_grads, lambda: trainer.step(1), trainer.no_sync().__enter__):
             with pytest.raises(StaleGradientError, match=r"call update\(count\), or step\(0\) to drop them"):
                 again()
         trainer.step(0)
