@@ -13,6 +13,7 @@ descent with servers); Ho et al., "More effective distributed ML via a stale syn
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import weakref
@@ -31,7 +32,7 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..gradients.reducer import weakly
-from ..optim import Optimizer
+from ..optim import Optimizer, Schedule
 from . import together
 from .arguments import Key, merged
 from .cell import AWAY
@@ -44,7 +45,7 @@ from .states import States, read_states, write_states
 from .store import Entry
 from .table import Table, no_updater
 from .transfer import Own, Transfer
-from .updaters import ByOptimizer, Function, name_of
+from .updaters import ByOptimizer, Function, Rate, name_of, rate_of
 from .wire import NO_STATE, Kind, Message
 from .world_store import WorldStore
 
@@ -85,6 +86,8 @@ class AsyncStore(WorldStore):
             self._replay.share(world, self._table)
         self._transfer = Transfer(self._table, number, self._server, world.rank)
         self._own: dict[Key, Own] = {}
+        self._told: Schedule | None = None
+        """That of this worker's learning rate which servers know."""
         self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
         self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
@@ -122,6 +125,7 @@ class AsyncStore(WorldStore):
         self._settle()
         self._command("update", described=described)
         together.set_updater(self._table, lambda: self._updater)
+        self._told = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
         said = "" if compression is None else str(compression)
@@ -176,10 +180,15 @@ class AsyncStore(WorldStore):
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
 
-    def _rate(self) -> float:
-        """The learning rate that is assigned now; NaN: the rule knows it."""
-        lr = self._updater.optimizer.lr if isinstance(self._updater, ByOptimizer) else math.nan
-        return float(lr) if isinstance(lr, int | float) else math.nan
+    def _rate(self) -> Rate:
+        """The learning rate that is assigned now, which all servers know if it is a schedule; NaN without a rule."""
+        if not isinstance(self._updater, ByOptimizer):
+            return math.nan
+        rate = rate_of(self._updater.optimizer)
+        if isinstance(rate, Schedule) and rate != self._told:
+            self._transfer.tell_schedule(rate)
+            self._told = copy.deepcopy(rate)
+        return rate
 
     def _is_quick(self, own: Own) -> bool:
         """Whether a push needs nobody else, and so takes about as long now as to copy it for later."""

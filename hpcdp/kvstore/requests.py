@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from ..errors import MismatchError
+from ..optim import Schedule
+from ..optim.schedules import schedule_from_config
 from .cell import AWAY, Cell, Change
 from .server import Attempt
 from .table import Item, Table, no_updater, take
@@ -30,6 +34,9 @@ class Requests:
             raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
         if kind is Kind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
+        if kind is Kind.SCHEDULE:  # now: pushes that follow may not be tried in their order
+            self.table.schedules[source] = _schedule(message.text())
+            return lambda: Message(Kind.DONE)
         item, cell = self._addressed(message)
         if kind is Kind.TICKET:
             return lambda: self._ticket(cell, source, bool(message.number))
@@ -44,7 +51,7 @@ class Requests:
             received = self._received(item, message)
             if self.table.updater is None:
                 raise no_updater("push")
-            change = self.table.change(item, message.part, received, message.rate)
+            change = self.table.change(item, message.part, received, self.table.rate(source, message.rate))
             return lambda: self._push(item, cell, source, change, message)
         raise MismatchError("key-value store message", expected="a request", got=kind.name)
 
@@ -136,3 +143,11 @@ class Requests:
             raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
         self.table.set_clocks(source, number)
         return Message(Kind.DONE)
+
+
+def _schedule(text: str) -> Schedule:
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    return schedule_from_config(config)

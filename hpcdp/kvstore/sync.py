@@ -158,7 +158,7 @@ class SyncStore(WorldStore):
         if rows.in_pieces and push.coded is None and push.updater.by_parts:
             if replaces and direct.replace(rows, x, out):
                 return
-            rows.say_rate(push.updater.rate)
+            rows.say_rate(push.updater.rate(push.entry.key))
             if not replaces and direct.gather(rows, x):
                 drive(self._update(push, rows.bucket))
                 out[...] = push.entry.stored
@@ -178,7 +178,7 @@ class SyncStore(WorldStore):
         """
         rows = push.rows
         bucket = rows.bucket
-        rows.say_rate(push.updater.rate)
+        rows.say_rate(push.updater.rate(push.entry.key))
         if push.coded is not None:
             yield from push.coded.sum(value, push.number, turn)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -17,10 +19,11 @@ from ..comm import Request
 from ..compression import Compression, ErrorFeedback
 from ..errors import MismatchError
 from ..gradients.lane import Turn
+from ..optim import Schedule
 from .cell import AWAY, Cell, Change
 from .server import Asked, Server
 from .table import Item, Table, take
-from .updaters import state_dtype
+from .updaters import Rate, state_dtype
 from .wire import NO_STATE, Kind, Message
 
 _REPORTED_S = 5.0
@@ -122,7 +125,7 @@ class Transfer:
         self.statistics = Statistics()
         self._table, self._number, self._server, self._worker = table, number, server, worker
 
-    def push(self, own: Own, value: np.ndarray, rate: float, out: Array | None, turn: Turn | None) -> Steps:
+    def push(self, own: Own, value: np.ndarray, rate: Rate, out: Array | None, turn: Turn | None) -> Steps:
         """Push ``value``, flat; what the key is then goes to ``out``, of the key's shape, if there is one."""
         item, table = own.item, self._table
         if turn is not None:
@@ -138,7 +141,8 @@ class Transfer:
         asked: list[tuple[_Place, Asked]] = []
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
-                message = self._message(kind, item, number, ticket=ticket, rate=rate)
+                message = self._message(kind, item, number, ticket=ticket)
+                message.rate = math.nan if isinstance(rate, Schedule) else rate
                 message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
                 asked.append((_Place(item, number), self._ask(part.server, message)))
         version = 0
@@ -262,6 +266,14 @@ class Transfer:
         for each in asked:
             each.wait()
             each.answer()
+
+    def tell_schedule(self, schedule: Schedule) -> None:
+        """From the next push on this worker's learning rate is that of ``schedule`` where it names none."""
+        message = partial(Message.of_text, Kind.SCHEDULE, json.dumps(schedule.config()), store=self._number)
+        strangers = [rank for rank in self._table.servers if self._table.homes[rank] != self._table.own_home]
+        for asked in [self._ask(dest, message()) for dest in strangers]:
+            asked.wait()
+            asked.answer()
 
     def leave(self) -> None:
         """Hold nobody back from now on, and count as ended, not as dead; waits for nobody."""

@@ -13,6 +13,7 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 from hpcdp.kvstore import placement
+from hpcdp.kvstore.together import serve
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 SHAPE = (2, 3)
@@ -99,6 +100,64 @@ def test_an_optimizer_and_a_rate_that_is_assigned(ranks, per_node, split):
         np.testing.assert_allclose(big, wanted, rtol=1e-12)
         np.testing.assert_allclose(small, wanted[0], rtol=1e-12)
         assert pushes == 8
+
+
+RATES = {
+    "np.float32": lambda step: np.float32(0.5 / step),
+    "a schedule": lambda step: optim.ConstantSchedule(0.25) if step < 3 else optim.StepSchedule(0.5, 2, 0.5),
+    "a schedule, then a number": lambda step: optim.ConstantSchedule(0.25) if step < 3 else 0.125,
+    "one that changes": lambda step: CHANGED,
+}
+CHANGED = optim.ConstantSchedule(0.0)
+
+
+@pytest.mark.parametrize("rates", list(RATES))
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(1, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
+def test_whatever_rate_a_worker_assigns_is_that_of_its_pushes(ranks, per_node, num_servers, rates, split):
+    """The last worker pushes; the others have assigned another rate, with which nothing is pushed."""
+    rate_at, start = RATES[rates], np.zeros(7)
+
+    def rule_at(rule, step):
+        rule.lr = rate_at(step)
+        if rule.lr is CHANGED:
+            CHANGED.lr = 0.1 * step
+
+    wanted, rule = start.copy(), optim.SGD(lr=9.0)
+    for step in range(1, 6):
+        rule_at(rule, step)
+        rule.update(wanted, np.ones(7), {}, step=step)
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["w", "v"], [start, start])
+        rule = optim.SGD(lr=9.0)
+        store.set_optimizer(rule)
+        rule.lr = 77.0
+        world.barrier()
+        for step in range(1, 6) if world.rank == ranks - 1 else ():
+            rule_at(rule, step)
+            store.push(["w", "v"], [np.ones(7), np.ones(7)])
+            store.wait()
+        store.barrier()
+        return [np.asarray(each) for each in store.pull(["w", "v"])]
+
+    for found in threads.run(ranks, one, per_node, num_servers, serve):
+        for each in found:
+            np.testing.assert_allclose(each, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_rate_that_is_none_is_told_where_it_is_pushed(per_node):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["w", "v"], [full(1), full(1)])
+        rule = optim.SGD(lr=0.1)
+        store.set_optimizer(rule)
+        rule.lr = np.array(0.5)
+        with pytest.raises(ConfigError, match=r"sgd lr.*expected a number >= 0, got array\(0\.5\)"):
+            store.push(["w", "v"], [full(1), full(1)])
+
+    threads.run(2, one, per_node)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

@@ -392,6 +392,26 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_pushed(kind, wron
     on_one_worker(kind, refused)
 
 
+@pytest.mark.parametrize("shape", [(40_000,), (3,)])
+@pytest.mark.parametrize("rate", [int, np.float32, optim.ConstantSchedule], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("at_once", [True, False], ids=["pushpull", "push"])
+def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", np.zeros(shape, "f4"))
+        rule = optim.SGD(lr=1.0)
+        store.set_optimizer(rule)
+        rule.lr = rate(1 + world.rank)
+        if at_once:
+            store.pushpull("w", np.ones(shape, "f4"), np.empty(shape, "f4"))
+        else:
+            store.push("w", np.ones(shape, "f4"))
+            store.wait()
+
+    with pytest.raises(MismatchError, match=r"expected the same learning rate on all ranks, got 1 on rank 0, 2 on ra"):
+        threads.run(2, one)
+
+
 def test_ranks_that_differ_are_told():
     def keys(world):
         kvstore.create("dist_sync", world).init("w", full(1, (2, 3 + world.rank // 2)))
