@@ -113,6 +113,11 @@ class AsyncStore(WorldStore):
             self._own[key] = Own(item)
             self._own[key].compress(self._compression)
 
+    def _assign(self, values: dict[Key, Array]) -> None:
+        self._check_assigned(values)
+        self._command("assign", keys=list(values))
+        together.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
+
     def set_updater(self, updater: Function) -> None:
         super().set_updater(updater)
         self._install({"function": name_of(updater)})

@@ -130,6 +130,11 @@ class Cell:
             finally:
                 self._numbers[_TURN] += ticketed
 
+    def assign(self, value: np.ndarray) -> None:
+        """Set the value; that is no new version."""
+        with self._locks.hold(self._lock):
+            self.flat[:] = value
+
     def write_state(self, name: str, value: np.ndarray) -> None:
         """Set one of the states."""
         with self._locks.hold(self._lock):

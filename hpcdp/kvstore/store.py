@@ -73,6 +73,10 @@ class KVStore(abc.ABC):
         """Make keys that are new."""
 
     @abc.abstractmethod
+    def _assign(self, values: dict[Key, Array]) -> None:
+        """Overwrite keys, of which this worker has nothing on its way."""
+
+    @abc.abstractmethod
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         """Let a push take effect, and return at once; the ``arrays``, one a device, are the caller's: see `merged`."""
 
@@ -92,6 +96,31 @@ class KVStore(abc.ABC):
             MismatchError: workers differ in the key, shape or dtype; on all of them.
         """
         self._make(self._agreed(lambda: new_keys(key, value, self._entries.keys())))
+
+    def assign(self, key: Any, value: Any) -> None:
+        """Overwrite one key or several; every worker must call, alike. The first worker's value wins.
+
+        What was pushed before has taken effect then. Versions and the optimizer's state stay as they are.
+
+        Raises:
+            ConfigError: there is no such key, or there is more than one array for it.
+            UnsupportedError: an array of another shape or dtype than the key's.
+            MismatchError: workers differ in the keys; all of these on all workers.
+        """
+
+        def check() -> dict[Key, Array]:
+            named = self._named("assign", key, value)
+            odd = next((entry for entry, arrays in named if len(arrays) != 1), None)
+            if odd is not None:
+                raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several")
+            return {entry.key: arrays[0] for entry, arrays in named}
+
+        values = self._agreed(check)
+        for each in values:  # behind pulls that are on their way, too
+            entry = self._entries[each]
+            self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {each!r}")
+            self._wait_for(entry, entry.variable)
+        self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Add to the next value of one key or several; returns at once. In a ``dist`` store every worker must push.

@@ -93,6 +93,15 @@ class SyncStore(WorldStore):
             self._entries[key] = self._new(key, first)
         self._world.barrier()
 
+    def _assign(self, values: dict[Key, Array]) -> None:
+        self._check_assigned(values)
+        for key, value in values.items():
+            first = np.array(value, order="C")
+            self._world.comm.native_broadcast(first, 0)
+            if self._memory.rank == 0:
+                self._entries[key].stored[...] = first
+        self._world.barrier()
+
     def _new(self, key: Key, value: np.ndarray) -> Entry:
         alone = min(range(self._memory.size), key=self._held_nbytes.__getitem__)
         self._held_nbytes[alone] += value.nbytes

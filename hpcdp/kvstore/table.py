@@ -103,12 +103,16 @@ class Table:
             parts = self.placement.place(math.prod(shape), kind.itemsize, width)
             cells = [self._cell(key, part, kind) if self._is_near(part) else None for part in parts]
             item = Item(len(self.by_number), key, tuple(shape), kind, width, parts, cells)
-            for part, cell in zip(parts, cells, strict=True):
-                if cell is not None and self._memory.rank == 0:
-                    cell.flat[:] = value.reshape(-1)[part.first : part.last]
+            self.assign(item, value)
             self.items[key] = item
             self.by_number.append(item)
             self._keep_states(item)
+
+    def assign(self, item: Item, value: np.ndarray) -> None:
+        """Overwrite a key, by one of any shape; every process must call."""
+        for part, cell in zip(item.parts, item.cells, strict=True):
+            if cell is not None and self._memory.rank == 0:
+                cell.assign(value.reshape(-1)[part.first : part.last])
 
     def _is_near(self, part: Part) -> bool:
         return self.homes[part.server] == self.own_home

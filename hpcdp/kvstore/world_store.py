@@ -52,6 +52,11 @@ class WorldStore(KVStore):
         if self._compression is not None:
             check_codable("init", values.items())
 
+    def _check_assigned(self, values: dict[Key, Array]) -> None:
+        """Refuse keys that ranks do not assign alike, on all of them; when it returns all have come."""
+        items = [f"key {key!r}" for key in values]
+        require_same(self._world.comm, "assign", items, "assign the same keys in the same order on all ranks")
+
     def _agreed(self, check: Callable[[], T]) -> T:
         return on_every_rank(self._world.comm, check)
 

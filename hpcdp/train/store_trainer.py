@@ -99,10 +99,7 @@ class StoreTrainer(Trainer):
             self.store.set_optimizer(optimizer)
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
-        self._pull()
-        if not self.steps_together:
-            self._await_values()
-            self.store.barrier()  # nobody pushes before all have the first values
+        self._pull_first()
 
     @property
     def _keys(self) -> list[int]:
@@ -213,6 +210,12 @@ class StoreTrainer(Trainer):
             "sent_nbytes": sum(each["sent_nbytes"] for each in found),
         }
 
+    def take_parameters(self) -> None:
+        """See `Trainer.take_parameters`."""
+        if self.update_on_kvstore:
+            self.store.assign(self._keys, [param.data for param in self._params])
+            self._pull_first()
+
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""
         store_states.save(self, Path(path))
@@ -291,6 +294,12 @@ class StoreTrainer(Trainer):
         for key, param in self.params.items():
             self.store.pull(key, out=_place(param), priority=-key)
             self._time(param)
+
+    def _pull_first(self) -> None:
+        self._pull()
+        if not self.steps_together:
+            self._await_values()
+            self.store.barrier()  # nobody pushes before all have the first values
 
     def _await_values(self) -> None:
         for param in self._params:

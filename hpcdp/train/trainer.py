@@ -202,6 +202,13 @@ class Trainer:
         """
         raise NotImplementedError
 
+    def take_parameters(self) -> None:
+        """Go on from what the parameters hold now; every rank must call when it has written to them by itself.
+
+        A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
+        so do all ranks. In buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
+        """
+
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.
 

@@ -321,6 +321,33 @@ def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path):
     local.save_optimizer_states(path)
 
 
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2)])
+def test_values_can_be_assigned(kind, ranks, per_node):
+    def one(store):
+        store.init(["a", "b"], [full(1), full(2, (5,))])
+        store.set_optimizer(optim.SGD(lr=1.0))
+        store.push("a", full(1))
+        earlier = store.pull("a")
+        store.assign(["a", "b"], [full(7 + store.rank), full(8 + store.rank, (5,))])
+        assert (earlier[...] <= 0).all()
+        store.barrier()
+        store.push("b", full(-1, (5,)))
+        store.barrier()
+        assert (store.pull("a")[...] == 7).all() and (store.pull("b")[...] == 8 + store.num_workers).all()
+        for wrong, message in (
+            (("c", full(1)), "one of the keys"),
+            (("a", [full(1)] * 2), "one array, got several"),
+            (("a", full(1, (3,))), r"an array of \(2, 3\) float32"),
+        ):
+            with pytest.raises((ConfigError, UnsupportedError), match=rf"assign \[key .*{message}"):
+                store.assign(*wrong)
+
+    if kvstore.KINDS[kind].scope == "process":
+        one(kvstore.create(kind))
+    else:
+        threads.run(ranks, lambda world: one(kvstore.create(kind, world)), per_node)
+
+
 def test_an_updater_that_fails_is_told_to_every_rank_that_waits():
     def one(world):
         store = kvstore.create("dist_sync", world)

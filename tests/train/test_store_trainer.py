@@ -8,6 +8,7 @@ from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
+from hpcdp.kvstore.together import serve
 from hpcdp.train.bucket_trainer import BucketTrainer
 from hpcdp.train.policy import Policy
 from hpcdp.train.store_trainer import StoreTrainer
@@ -318,6 +319,33 @@ def test_learning_rates_that_differ_after_the_sum_are_told_too():
 
     with pytest.raises(MismatchError, match=r"update .*learning rate 0\.1 as on rank 0, got learning rate 0.2 on rank"):
         threads.run(2, rank)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(1, None, 0), (3, None, 0), (3, 2, 0), (2, None, 1)])
+@pytest.mark.parametrize("kind", [None, "dist_sync", "dist_async"])
+def test_what_is_written_to_parameters_counts_when_it_is_taken(kind, ranks, per_node, num_servers):
+    def rank(world, there):
+        net = network()
+        trainer = hpcdp.Trainer(
+            net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, kvstore=kind, update_on_kvstore=there
+        )
+        backward(net, 0, [0])
+        trainer.step(1)
+        world.barrier()
+        for param in net.parameters():
+            param.data[...] = 7 + (world.rank if there else 0)  # rank 0's counts
+        world.barrier()
+        trainer.take_parameters()
+        trainer.optimizer.lr = 0.0
+        backward(net, 0, [0])
+        trainer.step(1)
+        if kind == "dist_async":
+            trainer.synchronize()
+        assert (values_of(net) == 7).all()
+        world.barrier()
+
+    for there in (True, False) if kind == "dist_sync" else (None if kind is None else True,):
+        threads.run(ranks, lambda world, t=there: rank(world, t), per_node, num_servers, serve)
 
 
 @pytest.mark.parametrize("there", [True, False])
