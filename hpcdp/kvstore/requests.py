@@ -10,6 +10,7 @@ from ..errors import MismatchError
 from ..optim import Schedule
 from ..optim.schedules import schedule_from_config
 from .cell import AWAY, Cell, Change
+from .delay import Delay
 from .server import Attempt
 from .table import Item, Table, no_updater, take
 from .wire import NO_STATE, Kind, Message
@@ -39,7 +40,8 @@ class Requests:
             return lambda: Message(Kind.DONE)
         item, cell = self._addressed(message)
         if kind is Kind.TICKET:
-            return lambda: self._ticket(cell, source, bool(message.number))
+            delay = Delay(self.table, cell, source)
+            return lambda: self._ticket(cell, source, bool(message.number), delay)
         if kind is Kind.TAKE:
             return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank))
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
@@ -52,7 +54,8 @@ class Requests:
             if self.table.updater is None:
                 raise no_updater("push")
             change = self.table.change(item, message.part, received, self.table.rate(source, message.rate))
-            return lambda: self._push(item, cell, source, change, message)
+            delay = Delay(self.table, cell, source)
+            return lambda: self._push(item, cell, change, message, delay)
         raise MismatchError("key-value store message", expected="a request", got=kind.name)
 
     def _addressed(self, message: Message) -> tuple[Item, Cell]:
@@ -86,20 +89,20 @@ class Requests:
             raise MismatchError("push", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
         return payload
 
-    def _ticket(self, cell: Cell, source: int, pushes: bool) -> Message | None:
-        if pushes and not self.table.may_go_on(cell, source):
-            return None
-        return Message(Kind.DONE, ticket=self.table.draw(cell, source, pushes))
+    def _ticket(self, cell: Cell, source: int, pushes: bool, delay: Delay) -> Message | None:
+        if pushes and not delay.may_go_on():
+            return _held(delay)
+        return Message(Kind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
 
-    def _push(self, item: Item, cell: Cell, source: int, change: Change, message: Message) -> Message | None:
-        in_order = item.in_order
+    def _push(self, item: Item, cell: Cell, change: Change, message: Message, delay: Delay) -> Message | None:
+        in_order, source = item.in_order, delay.worker
         if in_order and cell.turn != message.ticket:
             return None
         if not in_order and self.table.staleness is not None:
-            if not self.table.may_go_on(cell, source):
-                return None
+            if not delay.may_go_on():
+                return _held(delay)
             cell.tick(source)
-        answer = Message(Kind.DONE)
+        answer = Message(Kind.DONE, rate=delay.held_s)
 
         def change_and_look(flat: np.ndarray) -> None:
             change(flat)
@@ -143,6 +146,11 @@ class Requests:
             raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
         self.table.set_clocks(source, number)
         return Message(Kind.DONE)
+
+
+def _held(delay: Delay) -> Message | None:
+    behind = delay.to_report()
+    return Message(Kind.HELD, payload=np.array(behind, np.int64)) if behind else None
 
 
 def _schedule(text: str) -> Schedule:

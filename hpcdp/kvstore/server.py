@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -40,7 +41,7 @@ _AT_ONCE = 64
 """So many messages are received before any is answered."""
 
 Attempt = Callable[[], Message | None]
-"""What answers a request; None: not yet."""
+"""What answers a request; None, or a message of kind HELD: not yet."""
 
 
 class Answers(Protocol):
@@ -54,15 +55,16 @@ class Answers(Protocol):
 class Asked:
     """A request under way, complete when its answer is there."""
 
-    def __init__(self, server: Server, number: int, dest: int) -> None:
+    def __init__(self, server: Server, number: int, dest: int, say_held: Callable[[Message], None] | None) -> None:
         self._server, self._number, self.dest = server, number, dest
+        self._say_held = say_held
         self._answer: Message | None = None
 
     def test(self) -> bool:
         """Whether the answer has come."""
         if self._answer is None:
             try:
-                self._answer = self._server.answer_to(self._number)
+                answer = self._server.answer_to(self._number)
             except Exception as error:  # the MPI library's, where it tells of processes that have died
                 raise HpcdpError(
                     "key-value store",
@@ -70,11 +72,20 @@ class Asked:
                     expected="an answer",
                     got=f"it may have died: {error}",
                 ) from error
+            if answer is None or answer.kind is not Kind.HELD:
+                self._answer = answer
+            elif self._say_held is not None:
+                self._say_held(answer)
         return self._answer is not None
 
     def wait(self) -> None:
         """Block until it has."""
         wait_for(self.test)
+
+    @property
+    def held_s(self) -> float:
+        """For how many seconds a push was held back there, once the answer is here."""
+        return 0.0 if self._answer is None or math.isnan(self._answer.rate) else self._answer.rate
 
     def answer(self) -> Message:
         """The answer, once it is there.
@@ -152,13 +163,13 @@ class Server:
         """That of ``group``; all its ranks must call."""
         return group.kept.get(cls) or group.keep(cls, lambda: cls(group, has_servers))
 
-    def ask(self, dest: int, message: Message) -> Asked:
-        """Send a request to another rank."""
+    def ask(self, dest: int, message: Message, say_held: Callable[[Message], None] | None = None) -> Asked:
+        """Send a request to another rank; ``say_held`` is given what that says while it holds a push back."""
         with self._counting:
             self._requests += 1
             message.request = number = self._requests
         self._send(dest, message, REQUESTS)
-        return Asked(self, number, dest)
+        return Asked(self, number, dest, say_held)
 
     def tell(self, dest: int, message: Message) -> None:
         """Send a request to another rank, and drop its answer."""
@@ -252,7 +263,7 @@ class Server:
             answer = Message.of_text(Kind.FAILED, f"{type(error).__name__}: {error}")
         if answer is not None:
             self._answer(source, request, answer)
-        return answer is not None
+        return answer is not None and answer.kind is not Kind.HELD
 
     def _answer(self, dest: int, request: int, answer: Message) -> None:
         answer.request = request

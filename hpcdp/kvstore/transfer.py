@@ -21,13 +21,11 @@ from ..errors import MismatchError
 from ..gradients.lane import Turn
 from ..optim import Schedule
 from .cell import AWAY, Cell, Change
+from .delay import Delay
 from .server import Asked, Server
 from .table import Item, Table, take
 from .updaters import Rate, state_dtype
 from .wire import NO_STATE, Kind, Message
-
-_REPORTED_S = 5.0
-"""A worker that is held back so long says by whom, once a push."""
 
 
 @dataclass
@@ -144,7 +142,7 @@ class Transfer:
                 message = self._message(kind, item, number, ticket=ticket)
                 message.rate = math.nan if isinstance(rate, Schedule) else rate
                 message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
-                asked.append((_Place(item, number), self._ask(part.server, message)))
+                asked.append((_Place(item, number), self._ask(part.server, message, item)))
         version = 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
@@ -161,6 +159,7 @@ class Transfer:
         for place, each in asked:
             yield [each]
             version = place.take_answer(each, flat)
+            self.statistics.waited_s += each.held_s
         self._count(own, version, out is not None)
         if out is not None and flat is not None:
             _put_back(flat, out)
@@ -199,9 +198,11 @@ class Transfer:
     def _message(self, kind: Kind, item: Item, part: int, **fields: Any) -> Message:
         return Message(kind, self._number, item.number, part, **fields)
 
-    def _ask(self, dest: int, message: Message) -> Asked:
+    def _ask(self, dest: int, message: Message, item: Item | None = None) -> Asked:
+        """Ask a server; for a push of ``item`` say for whom it waits there."""
         assert self._server is not None
-        return self._server.ask(dest, message)
+        say = None if item is None else lambda held: self._say(f"key {item.key!r}", held.payload.tolist())
+        return self._server.ask(dest, message, say)
 
     def _ask_and_wait(self, dest: int, message: Message) -> Message:
         asked = self._ask(dest, message)
@@ -215,32 +216,33 @@ class Transfer:
             if pushes:
                 yield from self._held_back(cell)
             return self._table.draw(cell, self._worker, pushes)
-        asked = self._ask(item.parts[0].server, self._message(Kind.TICKET, item, 0, number=int(pushes)))
+        asked = self._ask(item.parts[0].server, self._message(Kind.TICKET, item, 0, number=int(pushes)), item)
         yield [asked]
+        self.statistics.waited_s += asked.held_s
         return asked.answer().ticket
 
     def _held_back(self, cell: Cell) -> Steps:
         """Wait where this worker leads by too many pushes, and say by whom it is held back."""
-        table, began, said = self._table, time.monotonic(), False
+        delay = Delay(self._table, cell, self._worker)
 
         def may_go_on() -> bool:
-            nonlocal said
-            if table.may_go_on(cell, self._worker):
-                return True
-            if not said and time.monotonic() - began > _REPORTED_S:
-                said = True
-                behind = ", ".join(f"rank {rank}" for rank in cell.behind(self._worker, table.staleness or 0))
-                print(
-                    f"rank {self._worker} of {table.num_workers}: {cell.name}: waits for {behind}, "
-                    f"more than {table.staleness} pushes behind (staleness={table.staleness})",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return False
+            may = delay.may_go_on()
+            if behind := delay.to_report():
+                self._say(cell.name, behind)
+            return may
 
         if not may_go_on():
             yield [Until(may_go_on)]
-            self.statistics.waited_s += time.monotonic() - began
+        self.statistics.waited_s += delay.held_s
+
+    def _say(self, name: str, behind: list[int]) -> None:
+        table, ranks = self._table, ", ".join(f"rank {rank}" for rank in behind)
+        print(
+            f"rank {self._worker} of {table.num_workers}: {name}: waits for {ranks}, "
+            f"more than {table.staleness} pushes behind (staleness={table.staleness})",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _count(self, own: Own, version: int, pulled: bool) -> None:
         counted = self.statistics
