@@ -17,6 +17,7 @@ import copy
 import json
 import math
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from ..gradients.reducer import weakly
 from ..optim import Optimizer, Schedule
 from . import together
 from .arguments import Key, merged
-from .cell import AWAY
+from .cell import AWAY, BACK
 from .compress import check_codable
 from .pulled import Pulled, can_wait
 from .replay import Replay
@@ -66,12 +67,26 @@ class AsyncStore(WorldStore):
 
     def __init__(self, kind: str, world: World, staleness: int | None = None, replay: int | None = None) -> None:
         group = world if world.whole is None else world.whole
-        has_servers = group.size > world.size
-        if (group.num_nodes > 1 or has_servers) and not group.concurrent:
+        if (group.num_nodes > 1 or group.size > world.size) and not group.concurrent:
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
-        self._replay = None if replay is None else Replay.of(world, replay)
         self._of_group = Lane.of(group)
         super().__init__(kind, world, self._of_group.engine, COMMUNICATION)
+        self._own: dict[Key, Own] = {}
+        self._told: Schedule | None = None
+        """That of this worker's learning rate which servers know."""
+        self._watchdog = Progress.of(world).watchdog
+        with world.meeting():
+            self._begin(group, staleness, replay)
+        self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
+        self._dropped.atexit = False
+        world.endings.append(weakly(self._leave))
+        if staleness is not None:
+            world.meetings.append(_aside_of(self))
+
+    def _begin(self, group: World, staleness: int | None, replay: int | None) -> None:
+        """What all do together."""
+        world, has_servers = self._world, group.size > self._world.size
+        self._replay = Replay.of(world, replay)
         self._own_servers = range(world.size, group.size)
         number = group.kept["async stores"] = group.kept.get("async stores", 0) + 1
         self._number = number
@@ -83,16 +98,9 @@ class AsyncStore(WorldStore):
         if self._server is not None:
             self._server.stores[number] = Requests(self._table)
         if self._replay is not None:
-            self._replay.share(world, self._table)
+            self._shared = self._replay.share(world, self._table)
         self._transfer = Transfer(self._table, number, self._server, world.rank)
-        self._own: dict[Key, Own] = {}
-        self._told: Schedule | None = None
-        """That of this worker's learning rate which servers know."""
-        self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
-        self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
-        self._dropped.atexit = False
-        world.endings.append(weakly(self._leave))
 
     def _command(self, do: str, **arguments: Any) -> None:
         """Have the servers do what all workers do now."""
@@ -119,12 +127,14 @@ class AsyncStore(WorldStore):
         together.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
 
     def set_updater(self, updater: Function) -> None:
-        super().set_updater(updater)
-        self._install({"function": name_of(updater)})
+        with self._world.meeting():
+            super().set_updater(updater)
+            self._install({"function": name_of(updater)})
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        super().set_optimizer(optimizer)
-        self._install({"optimizer": optimizer.config()})
+        with self._world.meeting():
+            super().set_optimizer(optimizer)
+            self._install({"optimizer": optimizer.config()})
 
     def _install(self, described: dict[str, Any]) -> None:
         self._settle()
@@ -163,8 +173,7 @@ class AsyncStore(WorldStore):
         own, rate = self._own[entry.key], self._rate()
         entry.count(own.codes_nbytes)
         if self._replay is not None:
-            replay = self._replay
-            with replay.turn(self.rank, lambda: replay.may_push(self.rank, entry.key)):
+            with self._replay.turn(self.rank, lambda: self._may_push_anywhere(entry.key)):
                 drive(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
         elif self._is_quick(own) and self._engine.hold(entry.variable):
             failure: BaseException | None = None
@@ -203,6 +212,11 @@ class AsyncStore(WorldStore):
     def _may_push(self, own: Own) -> bool:
         cell = own.item.cells[0]
         return cell is None or self._table.may_go_on(cell, self.rank)
+
+    def _may_push_anywhere(self, key: Key) -> bool:
+        """As `_may_push`, wherever the key lies: thread ranks see all."""
+        cells = (table.items[key].cells[0] for table in self._shared)
+        return all(self._table.may_go_on(cell, self.rank) for cell in cells if cell is not None)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         own, versions = self._own[entry.key], list[int]()
@@ -243,13 +257,19 @@ class AsyncStore(WorldStore):
     def barrier(self) -> None:
         """Wait until all workers have come here and their pushes have taken effect; holds nobody back meanwhile."""
         self.wait()
-        self._transfer.set_clocks(AWAY)
-        if self._replay is None:
-            self._world.barrier()
-        else:
-            self._replay.meet(self.rank, self._world.barrier)
+        self._world.barrier()
         self._transfer.set_clocks(0)
         self._world.comm.barrier()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Within it this worker, which waits for all others, holds none back; nothing of its own is on its way."""
+        self._settle()
+        self._transfer.set_clocks(AWAY)
+        try:
+            yield
+        finally:
+            self._transfer.set_clocks(BACK)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         with self._watching(f"wait for {variable.name}"):
@@ -313,6 +333,17 @@ class AsyncStore(WorldStore):
                     self._transfer.write_state(item, which, states[key, name], steps[key])
 
         self._by_first(read)
+
+
+def _aside_of(store: AsyncStore) -> Callable[[], AbstractContextManager[None]]:
+    """For `World.meetings`, which must not keep a store alive."""
+    weak = weakref.WeakMethod(store._aside)
+
+    def aside() -> AbstractContextManager[None]:
+        living = weak()
+        return contextlib.nullcontext() if living is None else living()
+
+    return aside
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:

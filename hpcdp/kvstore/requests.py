@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import MismatchError
 from ..optim import Schedule
 from ..optim.schedules import schedule_from_config
-from .cell import AWAY, Cell, Change
+from .cell import AWAY, BACK, Cell, Change
 from .delay import Delay
 from .server import Attempt
 from .table import Item, Table, no_updater, take
@@ -142,8 +142,9 @@ class Requests:
         return Message(Kind.DONE, number=cell.steps, payload=payload)
 
     def _set_clocks(self, source: int, number: int) -> Message:
-        if number not in (0, AWAY):
-            raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
+        if number not in (0, AWAY, BACK):
+            expected = "a clock that begins, is away or comes back"
+            raise MismatchError("key-value store message", expected=expected, got=number)
         self.table.set_clocks(source, number)
         return Message(Kind.DONE)
 

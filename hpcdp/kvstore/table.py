@@ -225,11 +225,11 @@ class Table:
         cell.write_state(name, payload)
 
     def set_clocks(self, worker: int, number: int) -> None:
-        """Set a worker's clock of all keys whose order is kept here."""
+        """Set a worker's clock of all keys whose order is kept here: see `Cell.set_clock`."""
         for item in self.by_number:
             cell = item.cells[0]
             if cell is not None:
-                cell.clocks[worker] = number
+                cell.set_clock(worker, number)
 
     def leave(self) -> None:
         """This process ends as it should."""

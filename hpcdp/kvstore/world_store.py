@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..arrays import Array
 from ..comm import World
@@ -12,7 +12,7 @@ from ..compression import Compression
 from ..engine import Engine
 from ..optim import Optimizer
 from .arguments import Key, check_storable
-from .compress import check_codable
+from .compress import Settings, check_codable
 from .store import KVStore
 from .updaters import Function, name_of
 
@@ -34,6 +34,18 @@ class WorldStore(KVStore):
     @property
     def num_workers(self) -> int:
         return self._world.size
+
+    def init(self, key: Any, value: Any) -> None:
+        with self._world.meeting():
+            super().init(key, value)
+
+    def assign(self, key: Any, value: Any) -> None:
+        with self._world.meeting():
+            super().assign(key, value)
+
+    def set_gradient_compression(self, settings: Settings) -> None:
+        with self._world.meeting():
+            super().set_gradient_compression(settings)
 
     def set_updater(self, updater: Function) -> None:
         require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
@@ -160,3 +161,73 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
 def test_replay_is_for_thread_ranks():
     with pytest.raises(ConfigError, match=r"\[replay\]: expected thread ranks"):
         kvstore.create("dist_async", replay=1)
+
+
+MEETINGS = {
+    "allreduce": lambda world, store, rule: hpcdp.allreduce(np.ones(3), world=world),
+    "barrier": lambda world, store, rule: world.barrier(),
+    "optimizer": lambda world, store, rule: store.set_optimizer(rule),
+    "updater": lambda world, store, rule: store.set_updater(added),
+    "compression": lambda world, store, rule: store.set_gradient_compression("fp16"),
+    "init": lambda world, store, rule: store.init("v", np.zeros(3)),
+    "assign": lambda world, store, rule: store.assign("w", np.zeros(4)),
+}
+
+
+def added(key, received, stored):
+    stored += received
+
+
+@pytest.mark.parametrize("meet", list(MEETINGS))
+@pytest.mark.parametrize("waits", [False, True], ids=["push", "pushpull"])
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (3, 1, 0), (3, 2, 2)])
+def test_who_waits_for_all_others_holds_none_back(ranks, per_node, num_servers, waits, meet):
+    """Uneven numbers of pushes, and then a call of all ranks."""
+
+    def one(world):
+        store, rule = kvstore.create("dist_async", world, staleness=1), optim.SGD(lr=1.0)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(rule)
+        for _ in range(3 if world.rank == 0 else 9):
+            if waits:
+                store.pushpull("w", np.full(4, -1.0), np.empty(4))
+            else:
+                store.push("w", np.full(4, -1.0))
+        MEETINGS[meet](world, store, rule)
+        store.push("w", np.full(4, -1.0))
+        store.barrier()
+
+    threads.run(ranks, one, per_node, num_servers, serve)
+
+
+def test_a_bound_goes_on_behind_a_call_of_all_ranks():
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=1)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for _ in range(3):
+            hpcdp.allreduce(np.ones(3), world=world)
+            if world.rank == 1:
+                time.sleep(0.2)
+            for _ in range(4):
+                store.push("w", np.ones(4))
+        return store.statistics()["waited_s"]
+
+    waited = threads.run(2, one)
+    assert waited[0] > 0.3 and waited[1] == 0
+
+
+@pytest.mark.parametrize("meet", ["allreduce", "barrier"])
+def test_a_replay_goes_on_where_ranks_meet(meet):
+    def one(world):
+        store = kvstore.create("dist_async", world, replay=3)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for turn in range(4):
+            for _ in range(world.rank + turn):
+                store.push("w", np.full(4, -1.0))
+            MEETINGS[meet](world, store, None)
+        store.barrier()
+        return float(store.pull("w")[0])
+
+    assert threads.run(3, one) == [4 * 3 + 3 * 6] * 3
