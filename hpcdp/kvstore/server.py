@@ -8,7 +8,6 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
@@ -31,6 +30,9 @@ REQUESTS, ANSWERS = 1, 2
 """Tags."""
 _FOLLOWING = 4
 """What is added to them for what follows a message; `ENDED` is another tag of the same communicator."""
+
+_ENDING = 9
+"""Of a message that needs no answer: a worker's program has ended, where some have died."""
 
 _LANE = "server"
 _LINGER_S, _NAP_S = 1e-3, 50e-6
@@ -63,15 +65,12 @@ class Asked:
     def test(self) -> bool:
         """Whether the answer has come."""
         if self._answer is None:
-            try:
-                answer = self._server.answer_to(self._number)
-            except Exception as error:  # the MPI library's, where it tells of processes that have died
+            answer = self._server.answer_to(self._number)
+            if answer is None and self.dest in self._server.comm.lost:
                 raise HpcdpError(
-                    "key-value store",
-                    where=f"on rank {self.dest}",
-                    expected="an answer",
-                    got=f"it may have died: {error}",
-                ) from error
+                    "key-value store", where=f"on rank {self.dest}", expected="an answer", got="none: it has died",
+                    remedy="start again from the last checkpoint",
+                )  # fmt: skip
             if answer is None or answer.kind is not Kind.HELD:
                 self._answer = answer
             elif self._say_held is not None:
@@ -137,6 +136,7 @@ class Server:
     def __init__(self, group: World, has_servers: bool) -> None:
         # Behind servers of their own there is nobody else; they may never hear of a store, and wait for nothing.
         self.comm = group.comm if has_servers else group.comm.duplicate()
+        self._ending = None if has_servers else group.comm.duplicate()  # what fails on it spoils no other messages
         self.stores: dict[int, Answers] = {}
         self.commands: deque[dict[str, Any]] = deque()
         """What the first worker has told this server to do together with all others."""
@@ -188,9 +188,24 @@ class Server:
         first, following = message.encode()
         with self._counting:  # what follows one message comes before what follows the next
             self.sent_nbytes += first.nbytes + sum(piece.nbytes for piece in following)
-            self._sending = [each for each in self._sending if not each.test()]
-            self._sending.append(self.comm.isend(first, dest, tag))
-            self._sending.extend(self.comm.isend(piece, dest, tag + _FOLLOWING) for piece in following)
+            self._sending = [each for each in self._sending if not self._has_ended(each)]
+            if dest in self.comm.lost:
+                return  # who waits for its answer is told
+            try:
+                self._sending.append(self.comm.isend(first, dest, tag))
+                self._sending.extend(self.comm.isend(piece, dest, tag + _FOLLOWING) for piece in following)
+            except Exception as error:
+                if not self.comm.takes_note(error):
+                    raise
+
+    def _has_ended(self, moving: Request | _Arriving) -> bool:
+        """Whether a message is here, or there, or its other end has died."""
+        try:
+            return moving.test()
+        except Exception as error:
+            if not self.comm.takes_note(error):
+                raise
+            return True
 
     def _poll(self) -> bool:
         if self._look():
@@ -213,7 +228,7 @@ class Server:
                 break
             self._arriving.append(_Arriving(self.comm, REQUESTS, *found))
         busy = bool(self._arriving)
-        for each in _take_complete(self._arriving):
+        for each in self._take_complete(self._arriving):
             self._receive(each)
         for waiting in tuple(self._waiting):
             if self._try(*waiting):
@@ -221,7 +236,7 @@ class Server:
                 busy = True
         if self._sending:
             with self._counting:
-                self._sending = [each for each in self._sending if not each.test()]
+                self._sending = [each for each in self._sending if not self._has_ended(each)]
         with self._looking:
             self._collect_answers()
         return busy or bool(self._answering)
@@ -229,10 +244,25 @@ class Server:
     def _collect_answers(self) -> None:
         while (found := self.comm.irecv_any(ANSWERS)) is not None:
             self._answering.append(_Arriving(self.comm, ANSWERS, *found))
-        for each in _take_complete(self._answering):
+        for each in self._take_complete(self._answering):
             message = each.decoded()
             if message.request:
                 self._answers[message.request] = message
+
+    def _take_complete(self, arriving: list[_Arriving]) -> list[_Arriving]:
+        """Those that are here, in their order; none before an earlier one of its sender. They leave the list.
+
+        What the dead have sent in part is dropped.
+        """
+        complete, left, behind = [], [], set[int]()
+        for each in arriving:
+            if each.source in behind or not self._has_ended(each):
+                behind.add(each.source)
+                left.append(each)
+            elif each.source not in self.comm.lost:
+                complete.append(each)
+        arriving[:] = left
+        return complete
 
     def _receive(self, arrived: _Arriving) -> None:
         source = arrived.source
@@ -276,10 +306,28 @@ class Server:
 
     def end(self) -> None:
         """Go on answering until all workers have ended, those whose keys lie elsewhere, too; every worker must call."""
-        with contextlib.suppress(Exception):  # the MPI library's, where some have died
-            ended = self.comm.native_iallreduce(np.ones(1), "sum")
+        count = np.ones(1)
+        assert self._ending is not None
+        try:
+            ended = self._ending.native_iallreduce(count, "sum")
             while not ended.test():
                 time.sleep(_LONG_NAP_S)
+        except Exception as error:
+            if not self._ending.takes_note(error):
+                raise
+        if count[0] != self.comm.size:  # Open MPI says so only on some ranks
+            self._end_without_the_dead()
+
+    def _end_without_the_dead(self) -> None:
+        missing = set(range(self.comm.size)) - {self.comm.rank}
+        for rank in missing:
+            self._send(rank, Message(Kind.DONE), _ENDING)
+        while missing - self.comm.lost:
+            found = self.comm.irecv_any(_ENDING)
+            if found is None:
+                time.sleep(_LONG_NAP_S)
+            else:
+                missing.discard(found[0])
 
     def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
         """The commands to a server, one after another, until all workers have ended."""
@@ -291,19 +339,6 @@ class Server:
                 ended += 1
             else:
                 time.sleep(_LONG_NAP_S)
-
-
-def _take_complete(arriving: list[_Arriving]) -> list[_Arriving]:
-    """Those that are here, in their order; none before an earlier one of its sender. They leave the list."""
-    complete, left, behind = [], [], set[int]()
-    for each in arriving:
-        if each.source not in behind and each.test():
-            complete.append(each)
-        else:
-            behind.add(each.source)
-            left.append(each)
-    arriving[:] = left
-    return complete
 
 
 def _command(source: int, text: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -17,7 +18,7 @@ from ..arrays import Array
 from ..collectives.progress import Steps, Until
 from ..comm import Request
 from ..compression import Compression, ErrorFeedback
-from ..errors import MismatchError
+from ..errors import HpcdpError, MismatchError
 from ..gradients.lane import Turn
 from ..optim import Schedule
 from .cell import AWAY, Cell, Change
@@ -287,21 +288,27 @@ class Transfer:
 
     def num_dead(self, timeout_s: float) -> int:
         """How many processes have died, or are of homes that have not answered in time."""
-        homes = self._table.homes
+        homes, deadline = self._table.homes, time.monotonic() + timeout_s
         asked = {dest: self._ask(dest, Message(Kind.GONE, self._number)) for dest in self._one_a_home()}
-        dead, deadline = len(self._table.gone()), time.monotonic() + timeout_s
+        dead = set(self._table.gone())
         for dest, each in asked.items():
-            while not each.test() and time.monotonic() < deadline:
-                time.sleep(1e-3)
-            payload = each.answer().payload if each.test() else None
-            dead += homes.count(homes[dest]) if payload is None else payload.size
-        return dead
+            with contextlib.suppress(HpcdpError):  # it has died meanwhile
+                while not each.test() and time.monotonic() < deadline:
+                    time.sleep(1e-3)
+                payload = each.answer().payload if each.test() else None
+                silent = [rank for rank, home in enumerate(homes) if home == homes[dest]]
+                dead.update(silent if payload is None else payload.tolist())
+        return len(dead | self._lost)
+
+    @property
+    def _lost(self) -> set[int]:
+        return set() if self._server is None else self._server.comm.lost
 
     def _one_a_home(self) -> list[int]:
-        """A server of each other home."""
+        """A server of each other home, one that lives."""
         table, found = self._table, dict[int, int]()
         for rank in table.servers:
-            if table.homes[rank] != table.own_home:
+            if table.homes[rank] != table.own_home and rank not in self._lost:
                 found.setdefault(table.homes[rank], rank)
         return list(found.values())
 

@@ -14,6 +14,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 from hpcdp.kvstore import placement
 from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.wire import Kind, Message
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 SHAPE = (2, 3)
@@ -527,6 +528,34 @@ def test_nobody_is_dead_among_the_living():
         return store.num_dead_node(timeout_s=10)
 
     assert threads.run(4, one, 2) == [0] * 4
+
+
+def test_the_dead_of_all_nodes_count_once():
+    """Four workers on two nodes; what the kernel and the MPI library would tell is put in their place."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["a", "b"], [full(0), full(0)])
+        store.set_optimizer(optim.SGD(lr=1.0))
+        table, lost = store._table, store._server.comm.lost
+        world.barrier()
+        if world.node == 1:
+            table.gone = lambda: [3]
+        world.barrier()
+        found = [store.num_dead_node(10)]
+        world.barrier()
+        if world.rank < 2:
+            lost.add(3)
+            found.append(store.num_dead_node(10))
+            lost.add(2)  # whom it has asked so far
+            found.append(store.num_dead_node(10))
+            with pytest.raises(HpcdpError, match=r"\[on rank 2\]: expected an answer, got none: it has died; start"):
+                store._transfer._ask_and_wait(2, Message(Kind.GONE, store._number))
+        world.barrier()
+        lost.clear()
+        return found
+
+    assert threads.run(4, one, 2) == [[1, 1, 2]] * 2 + [[1]] * 2
 
 
 def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():
