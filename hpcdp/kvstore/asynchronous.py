@@ -326,11 +326,13 @@ class AsyncStore(WorldStore):
         def read() -> None:
             shapes = {key: own.item.shape for key, own in self._own.items()}
             steps, states = read_states(Path(path), rule, shapes)
-            for key in steps:
-                item = self._own[key].item
-                self._transfer.write_state(item, NO_STATE, np.empty(0), steps[key])
+            for key, own in self._own.items():
+                item, count = own.item, steps.get(key, 0)
+                self._transfer.write_state(item, NO_STATE, np.empty(0), count)
                 for which, name in enumerate(sorted(rule.state_names())):
-                    self._transfer.write_state(item, which, states[key, name], steps[key])
+                    found = states.get((key, name))
+                    value = np.zeros(item.shape, item.dtype) if found is None else found
+                    self._transfer.write_state(item, which, value, count)
 
         self._by_first(read)
 

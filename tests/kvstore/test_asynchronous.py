@@ -371,6 +371,36 @@ def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path, spli
     local.load_optimizer_states(path)
 
 
+@pytest.mark.parametrize("saved_by", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_keys_that_a_state_does_not_cover_begin_anew(kind, saved_by, tmp_path):
+    path = str(tmp_path / "states.npz")
+
+    def one(world, kind, loads):
+        store = kvstore.create(kind) if kind == "local" else kvstore.create(kind, world)
+        store.init([0, 1], [np.zeros(3), np.zeros(5)])
+        store.set_optimizer(optim.SGD(lr=1.0, momentum=0.5))
+        ones = [np.full(3, -1.0), np.full(5, -1.0)]
+        if not loads:
+            store.push(0, ones[0])
+            store.barrier()
+            return store.save_optimizer_states(path)
+        for _ in range(2):
+            store.push([0, 1], ones)
+            store.barrier()
+        store.load_optimizer_states(path)
+        before = [np.asarray(each) for each in store.pull([0, 1])]
+        store.barrier()
+        store.push([0, 1], ones)
+        store.barrier()
+        return [float((np.asarray(each) - old)[0]) for each, old in zip(store.pull([0, 1]), before, strict=True)]
+
+    threads.run(1, lambda world: one(world, saved_by, False))
+    assert threads.run(1, lambda world: one(world, kind, True)) == [
+        [1.5, 1.0]
+    ]  # with the momentum of one push, or none
+
+
 def test_no_updater_is_an_error_with_the_remedy():
     def one(world):
         store = kvstore.create("dist_async", world)

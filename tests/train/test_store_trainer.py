@@ -204,6 +204,38 @@ def test_states_go_on_on_any_number_of_ranks_and_with_either_updating(optimizer,
         np.testing.assert_allclose(found, whole, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_state_of_some_parameters_or_of_none(kind, there, tmp_path):
+    """Saved by a store of the same keys, of which one was updated, or none."""
+
+    def rank(world, updated):
+        if kind == "dist_async" and not there:
+            return
+        net = network()
+        store = kvstore.create("dist_sync", world)
+        store.init([0, 1, 2], [param.data for param in net.parameters()][:3])
+        store.set_optimizer(rule("sgd"))
+        if updated:
+            store.push(0, np.ones_like(store.pull(0).wait()))
+            store.wait()
+        store.save_optimizer_states(str(tmp_path / "some"))
+        params = net.parameters()[:3]
+        trainer = hpcdp.Trainer(params, rule("sgd"), world, kvstore=kind, update_on_kvstore=there)
+        backward(net, 0, [0])
+        trainer.step(1)
+        trainer.load_states(tmp_path / "some")
+        assert trainer.step_count == int(updated)
+        trainer.save_states(tmp_path / "again")
+        with np.load(tmp_path / "again") as states:
+            for name in states.files:
+                if name.endswith("/momentum"):
+                    assert states[name].any() == (updated and name.startswith("int:0/"))
+
+    for updated in (True, False):
+        threads.run(1, lambda world, u=updated: rank(world, u))
+
+
 def test_states_of_another_model_are_refused_on_every_rank(tmp_path):
     def rank(world, hidden, there, load):
         net = nn.models.mlp(input_shape=5, num_classes=3, hidden=hidden)
