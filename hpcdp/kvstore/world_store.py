@@ -60,9 +60,13 @@ class WorldStore(KVStore):
         """Refuse keys that ranks do not make alike, or cannot share; on all of them."""
         items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
         require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
-        check_storable(values)
-        if self._compression is not None:
-            check_codable("init", values.items())
+
+        def check() -> None:
+            check_storable(values)
+            if self._compression is not None:
+                check_codable("init", values.items())
+
+        self._agreed(check)
 
     def _check_assigned(self, values: dict[Key, Array]) -> None:
         """Refuse keys that ranks do not assign alike, on all of them; when it returns all have come."""

@@ -377,7 +377,7 @@ def _fails(key, received, stored):
         (lambda store: store.init(3, full(1)), r"init \[key 3\]: expected keys that are all int or all str, got both"),
         (lambda store: store.init(True, full(1)), r"init \[key\]: expected an int, a str or a list of them, got True"),
         (lambda store: store.init("x", [full(1), full(2)]), r"init \[key 'x'\]: expected one array"),
-        (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got \[1.0\]"),
+        (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got a float"),
         (
             lambda store: store.push("x", full(1)),
             r"push \[key 'x'\]: expected one of the keys that init\(\) has made: 'w'",
@@ -437,6 +437,74 @@ def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
 
     with pytest.raises(MismatchError, match=r"expected the same learning rate on all ranks, got 1 on rank 0, 2 on ra"):
         threads.run(2, one)
+
+
+def test_keys_of_higher_priority_come_first(kind):
+    def order(store):
+        begun, go_on, updated = threading.Event(), threading.Event(), []
+
+        def notes(key, received, stored):
+            updated.append(key)
+            if key == 0:
+                begun.set()
+                assert go_on.wait(20)
+
+        store.init([0, 1, 2, 3], [full(0)] * 4)
+        store.set_updater(notes)
+        store.push(0, full(1))
+        assert begun.wait(20)
+        for key, priority in ((1, -5), (2, 5), (3, 0)):  # while the first one keeps the thread that updates
+            store.push(key, full(1), priority=priority)
+        go_on.set()
+        store.wait()
+        return updated
+
+    assert on_one_worker(kind, order) == [0, 2, 3, 1]
+
+
+def test_what_is_no_array_is_refused_by_name(kind):
+    param = nn.models.mlp(input_shape=3, num_classes=2, hidden=()).parameters()[0]
+    masked = np.ma.masked_array(np.zeros(SHAPE, "f4"), np.zeros(SHAPE, bool))
+
+    def one(store):
+        store.init("w", full(1))
+        store.init("p", param.data)
+        store.init("n", np.zeros(()))
+        store.set_optimizer(optim.SGD(lr=0.1))
+        for name, wrong in (("float64", np.float64(3)), ("Parameter", param), ("MaskedArray", masked), ("float", 3.0)):
+            with pytest.raises(ConfigError, match=rf"init \[key 'x'\]: expected one array, got a {name}$"):
+                store.init("x", wrong)
+        for key, name, wrong in (
+            ("n", "float64", np.float64(3)),
+            ("p", "Parameter", param),
+            ("w", "MaskedArray", masked),
+        ):
+            with pytest.raises(
+                UnsupportedError, match=rf"push \[key '{key}'\]: expected an array of .*, got a {name}$"
+            ):
+                store.push(key, wrong)
+        with pytest.raises(ConfigError, match=r"push \[key 'w'\]: expected an array or more, got an empty list"):
+            store.push("w", [])
+
+    on_one_worker(kind, one)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_key_that_one_rank_cannot_make_is_an_error_on_all(kind):
+    def one(world):
+        store = kvstore.create(kind, world)
+        with pytest.raises(ConfigError, match=r"rank 1: init \[key 'a'\]: expected one array, got a float64"):
+            store.init("a", np.float64(3) if world.rank == 1 else np.array(3.0))
+        with pytest.raises(
+            UnsupportedError, match=r"rank 1: init \[key 'a'\]: expected a NumPy array of .*on a device"
+        ):
+            store.init("a", standin.asarray(np.zeros(3, "f4")) if world.rank == 1 else np.zeros(3, "f4"))
+        store.init("a", np.zeros(3, "f4"))
+        with pytest.raises(MismatchError, match=r"assign .*expected key 'a' as on rank 0, got key 'b' on rank 1"):
+            store.init("b", np.zeros(3, "f4"))
+            store.assign("ab"[world.rank], np.zeros(3, "f4"))
+
+    threads.run(2, one)
 
 
 def test_ranks_that_differ_are_told():

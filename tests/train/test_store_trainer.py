@@ -395,6 +395,28 @@ def test_parameters_are_arrays_of_the_ranks_own(there):
     threads.run(2, rank)
 
 
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_the_first_layers_come_first(kind):
+    """Which the next forward reads first."""
+
+    def rank(world):
+        net, given = network(), {}
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=kind)
+        pushpull = trainer.store.pushpull
+
+        def notes(key, value, out=None, priority=0):
+            given[key] = priority
+            pushpull(key, value, out, priority)
+
+        trainer.store.pushpull = notes
+        backward(net, 0, [0])
+        trainer.step(1)
+        assert len(given) > 2 and sorted(given, key=given.get, reverse=True) == sorted(given)
+        assert len(set(given.values())) == len(given)
+
+    threads.run(1, rank)
+
+
 def test_which_trainer_it_is():
     def rank(world):
         in_buckets = hpcdp.Trainer(network().parameters(), optim.SGD(lr=0.1), world)
