@@ -80,9 +80,15 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     Raises:
         ConfigError: there are no such rows.
     """
-    rows = np.asarray([] if row_ids is None else row_ids)
+    rows = np.asarray(row_ids)
+    if isinstance(row_ids, list | tuple) and not row_ids:
+        rows = np.empty(0, np.int64)
     num_rows = shape[0] if shape else 0
-    if rows.ndim != 1 or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows)):
+    if (
+        row_ids is None
+        or rows.ndim != 1
+        or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows))
+    ):
         expected = f"integers from 0 to {num_rows - 1}"
         raise ConfigError(operation, where="row_ids", expected=expected, got=repr(row_ids)[:80])
     return np.unique(rows).astype(np.int64)

@@ -192,17 +192,29 @@ class KVStore(abc.ABC):
         self.pull(key, out, priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, row_ids: Any = None, priority: int = 0) -> Any:
-        """Some rows of a value, all others zero.
+        """Some rows of a value, all others zero; those of a value of one dimension are its elements.
 
         Args:
-            key: one key, of a value of two or more dimensions.
-            out: as for `pull`, one array.
+            key: one key, or a list of them; then ``out`` and ``row_ids`` are lists, too.
+            out: as for `pull`, one array, or a list of it.
             row_ids: integers of shape ``(count,)``, in any order, maybe repeated.
 
         Raises:
-            ConfigError: rows that there are not.
+            ConfigError: no rows are named, or some that there are not; there are other than as many lists as keys.
         """
-        entry = self._entry("row_sparse_pull", key)
+        keys = listed_keys("row_sparse_pull", key)
+        if isinstance(key, list | tuple):
+            outs = [None] * len(keys) if out is None else out
+            for where, given in (("out", outs), ("row_ids", row_ids)):
+                if not isinstance(given, list | tuple) or len(given) != len(keys):
+                    got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
+                    expected = f"a list of {len(keys)}, one for each key"
+                    raise ConfigError("row_sparse_pull", where=where, expected=expected, got=got)
+            pulled = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
+            return pulled if out is None else None
+        entry = self._entry("row_sparse_pull", keys[0])
+        if isinstance(out, list | tuple) and len(out) == 1:
+            out = out[0]
         rows = checked_rows("row_sparse_pull", row_ids, entry.stored.shape)
         place = like(entry.stored) if out is None else out
         check_array("row_sparse_pull", entry.key, place, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))

@@ -439,6 +439,25 @@ def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
         threads.run(2, one)
 
 
+def test_rows_of_several_keys(kind):
+    values = np.arange(12, dtype="f4").reshape(4, 3)
+
+    def one(store):
+        store.init([1, 2], [values, values[:, 0].copy()])
+        first, second = store.row_sparse_pull([1, 2], row_ids=[[3, 0], np.array([2])])
+        assert (np.asarray(first) == values * [[1], [0], [0], [1]]).all()
+        assert (np.asarray(second) == values[:, 0] * [0, 0, 1, 0]).all()
+        out = [np.empty((4, 3), "f4")]
+        assert store.row_sparse_pull(np.int64(1), out=out, row_ids=[1]) is None
+        assert (out[0] == values * [[0], [1], [0], [0]]).all()
+        with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected integers from 0 to 3, got None"):
+            store.row_sparse_pull(1)
+        with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected a list of 2, one for each key"):
+            store.row_sparse_pull([1, 2], row_ids=[[1]])
+
+    on_one_worker(kind, one)
+
+
 def test_keys_of_higher_priority_come_first(kind):
     def order(store):
         begun, go_on, updated = threading.Event(), threading.Event(), []

@@ -455,6 +455,7 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
     ({"kvstore": "dist_snyc"}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 'dist_snyc'"),
     ({"kvstore": 3}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 3"),
     ({"kvstore": None, "update_on_kvstore": True}, r"\[update_on_kvstore\]: expected None without a kvstore, got True"),
+    *[({"update_on_kvstore": wrong}, "update_on_kvstore.: expected True, False or None") for wrong in (0, "no", [1])],
     ({"params": []}, "expected at least one trainable parameter, got none"),
     ({"params": [*network(1).parameters(), *network(2).parameters()]}, r"\[params\]: expected different names, got '"),
 ])  # fmt: skip
