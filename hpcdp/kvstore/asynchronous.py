@@ -285,7 +285,14 @@ class AsyncStore(WorldStore):
         _let_go(self._transfer, self._replay, self.rank)
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
-        """How many workers and servers have died, or have not answered for ``timeout_s`` seconds."""
+        """How many workers and servers have died, or have not answered for ``timeout_s`` seconds.
+
+        Raises:
+            ConfigError: that is no positive number.
+        """
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            expected = "a positive number of seconds"
+            raise ConfigError("num_dead_node", where="timeout_s", expected=expected, got=repr(timeout_s))
         return self._transfer.num_dead(timeout_s)
 
     def statistics(self) -> dict[str, float]:

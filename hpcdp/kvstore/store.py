@@ -210,8 +210,8 @@ class KVStore(abc.ABC):
                     got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
                     expected = f"a list of {len(keys)}, one for each key"
                     raise ConfigError("row_sparse_pull", where=where, expected=expected, got=got)
-            pulled = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
-            return pulled if out is None else None
+            all_of_them = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
+            return all_of_them if out is None else None
         entry = self._entry("row_sparse_pull", keys[0])
         if isinstance(out, list | tuple) and len(out) == 1:
             out = out[0]

@@ -6,6 +6,7 @@ parameter server", 2014.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from ..arrays import array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
 from ..comm.agreement import require_same
+from ..comm.sanity import launched
 from ..comm.watchdog import WatchedGate
 from ..compression import Codec, Compression
 from ..errors import ConfigError, StaleGradientError
@@ -68,8 +70,8 @@ class StoreTrainer(Trainer):
             self.world = init() if world is None else world
             items = [f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"]
             require_same(self.world.comm, "Trainer", what_ranks_share(self._params, optimizer) + items)
-        elif world is not None and world.size > 1:
-            raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {world.size} ranks", got=kind)
+        elif (size := launched(os.environ) if world is None else world.size) > 1:
+            raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
         """Keys 0, 1, 2, ... are the parameters, in their order."""
         check_unused(self.store, self.world)

@@ -555,6 +555,11 @@ def test_what_is_refused():
 def test_nobody_is_dead_among_the_living():
     def one(world):
         store = kvstore.create("dist_async", world)
+        for wrong in ("x", -1, 0, True):
+            with pytest.raises(
+                ConfigError, match=r"num_dead_node \[timeout_s\]: expected a positive number of seconds"
+            ):
+                store.num_dead_node(wrong)
         return store.num_dead_node(timeout_s=10)
 
     assert threads.run(4, one, 2) == [0] * 4

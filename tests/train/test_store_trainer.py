@@ -136,6 +136,13 @@ def test_a_local_store_starts_no_mpi(monkeypatch):
     np.testing.assert_allclose(values_of(net), before - 0.1 * gradients / 3, rtol=1e-5, atol=1e-6)
 
 
+def test_a_local_store_beside_other_ranks_is_refused_without_mpi_too(monkeypatch):
+    """Each rank would train a model of its own."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"Trainer \[kvstore\]: expected a dist store on 3 ranks, got local"):
+        hpcdp.Trainer(network().parameters(), optim.SGD(lr=0.1), kvstore="local")
+
+
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2)])
 def test_gradients_can_be_changed_between_sum_and_update(ranks, per_node):
     expected = threads.run(ranks, lambda world: train(world, split=uneven), per_node)[0]
@@ -452,6 +459,7 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
     ({"reproducible": True}, r"\[reproducible\]: expected False with a kvstore, got True"),
     ({"virtual_shards": 8}, r"\[virtual_shards\]: expected None with a kvstore, got 8"),
     ({"policy": Policy(nonfinite="skip")}, r"\[policy\]: expected nonfinite='ignore' with a kvstore, got 'skip'"),
+    ({"policy": "skip"}, r"\[policy\]: expected a Policy, e\.g\. Policy\(unused='zero'\), got 'skip'"),
     ({"kvstore": "dist_snyc"}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 'dist_snyc'"),
     ({"kvstore": 3}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 3"),
     ({"kvstore": None, "update_on_kvstore": True}, r"\[update_on_kvstore\]: expected None without a kvstore, got True"),
