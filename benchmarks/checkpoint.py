@@ -69,7 +69,9 @@ class Disk:
         flat = np.concatenate([array.reshape(-1) for array in self._arrays]).view(np.uint8)
         ends = [flat.size * rank // world.size for rank in range(world.size + 1)]
         self._own = flat[ends[world.rank] : ends[world.rank + 1]].copy()
-        self._beside = np.zeros_like(self._own)
+        self._pieces = [array[len(array) * world.rank // world.size : len(array) * (world.rank + 1) // world.size]
+                        for array in self._arrays]  # fmt: skip
+        self._copies = [np.zeros_like(piece) for piece in self._pieces]
         self._number = 0
         self.manager = checkpoint.Manager(folder / "ours", world)
 
@@ -100,8 +102,9 @@ class Disk:
         self.manager.save(self._number, self._state, wait=False)
 
     def copy(self) -> None:
-        """One copy of this rank's share."""
-        np.copyto(self._beside, self._own)
+        """One copy of this rank's share, tensor by tensor."""
+        for copy, piece in zip(self._copies, self._pieces, strict=True):
+            np.copyto(copy, piece)
 
     def torch_save(self) -> None:
         """The whole state by rank 0."""

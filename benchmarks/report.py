@@ -64,6 +64,20 @@ def _ingress_table(report: dict[str, Any]) -> str:
     return text + _table(["servers", "MB in at each", "m S / n", "ms a round", "the slowest link needs"], rows)
 
 
+def _checkpoint_table(report: dict[str, Any]) -> str:
+    """Saving and loading by each candidate, then what an asynchronous save takes."""
+    text = f"## Checkpoint of {format_size(report['nbytes'])} by {report['ranks']} ranks\n\n"
+    text += "Milliseconds, GB/s of the state, and the time of raw files over that of the candidate.\n\n"
+    rows = [
+        [f"{what}, {name}", f"{1e3 * seconds:.0f}", f"{report['nbytes'] / seconds / 1e9:.2f}", f"{ratio:.2f}"]
+        for what, ratios in report["ratio"].items()
+        for name, ratio in ratios.items()
+        for seconds in [report["median_s"][what][name]]
+    ]
+    rows += [[name, f"{1e3 * seconds:.0f}", "", ""] for name, seconds in report["median_s"]["stop"].items()]
+    return text + _table(["", "ms", "GB/s", "of raw"], rows)
+
+
 def _overlap_table(places: list[dict[str, Any]]) -> str:
     """Every place and model: the step in each manner, computation alone, the critical path."""
     text = "## Overlap\n\nMilliseconds a step; in brackets the communication that was exposed. Reductions are those of "
@@ -185,6 +199,7 @@ def render(results: dict[str, Any]) -> str:
         about = "`dist_async`, one key, beside a copy of as many bytes by all ranks at once.\n\n"
         parts.append(about + _medians([{"rows": each["asynchronous"]} for each in results["kvstore"]]))
     parts += [_ingress_table(each) for each in results.get("ingress", [])]
+    parts += [_checkpoint_table(each) for each in results.get("checkpoint", [])]
     parts += [_fabric_table(fabric) for report in results.get("fabric", []) for fabric in report["fabrics"]]
     places = overlapped_places(results)
     if places:

@@ -151,6 +151,8 @@ class Suite:
                 self.training(batch)
         self.job("kernels", "kernels", ["-i", "4" if self.brief else "40"], ranks=1)
         self.job("kvstore", "kvstore", ["-i", "4" if self.brief else "100"], ranks=self.ranks)
+        size = ["-m", "16M", "-i", "1"] if self.brief else ["-m", "512M"]
+        self.job("checkpoint", "checkpoint", size, ranks=self.ranks)
         self.more_ranks()
         self.fabric()
         self.overlap()

@@ -115,6 +115,7 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
         *_scaling(results),
         *_kernels(results),
         *_stores(results),
+        *_checkpoints(results),
         *_startup(results),
     ]
 
@@ -286,6 +287,22 @@ def _stores(results: dict[str, Any]) -> list[Verdict]:
     for report in results.get("ingress", []):
         what = f"dist_async, push and pull of 1 MB keys over 2 hosts, {report['rate']}: share of the link's rate"
         found.append(_worst("S10", what, 0.9, {_MB: report["link"]["share"]["push all, then pull all"]}, "%"))
+    return found
+
+
+def _checkpoints(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for report in results.get("checkpoint", []):
+        what = f"checkpoint of {format_size(report['nbytes'])} by {report['ranks']} ranks"
+        for how in ("save", "load", "load, not cached"):
+            ratios = report["ratio"][how]
+            others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if name not in ("raw", "hpcdp"))
+            measured = f"{ratios['hpcdp']:.2f}" + (f" ({others})" if others else "")
+            what_of = f"{what}, {how}: the time of raw files over its own"
+            found.append(Verdict("S9", what_of, "at least 0.9", measured, ratios["hpcdp"] >= 0.9))
+        stop = report["stop_ratio"]
+        what_of = f"{what}, asynchronous: training stops, in memory copies"
+        found.append(Verdict("S9", what_of, "at most 1", f"{stop:.2f}", stop <= 1))
     return found
 
 

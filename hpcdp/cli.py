@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, commands, errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -32,6 +32,10 @@ examples:
   hpcdp train --config run.toml --lr 0.1       a flag overrides the file
   mpirun -n 4 hpcdp train mlp --data digits    the ranks that mpirun starts
   hpcdp train lenet --ranks 4 --kv-store dist_async --servers 2
+  hpcdp train --resume runs/lenet-digits-001   goes on where that run ended
+
+Exit status 75: stopped early, with a checkpoint (SIGUSR1, --time-limit-s, the
+end of the batch job); the same command with --resume auto goes on.
 
 Settings in a TOML file have the names of the flags with underscores:
   batch_size = 256
@@ -45,6 +49,7 @@ examples:
 _FORWARDING = {
     "bench": "measure messages and collectives",
     "tune": "measure this machine and save which algorithms suit it",
+    "checkpoint": "look at checkpoints, check, compare, export, remove them",
 }
 """Commands whose rooms parse the rest of the line themselves."""
 _INFO_EXAMPLES = """\
@@ -147,7 +152,7 @@ def _add_train(commands: Any) -> Parser:
 def _metavar(name: str, kind: type) -> str:
     if name == "trace":
         return "FILE"
-    return "DIR" if name.endswith("_dir") else {int: "N", float: "X", str: "NAME"}[kind]
+    return "DIR" if name.endswith("_dir") or name == "resume" else {int: "N", float: "X", str: "NAME"}[kind]
 
 
 def _add_launch(commands: Any) -> Parser:
@@ -184,23 +189,30 @@ def _train(arguments: argparse.Namespace) -> int:
     from hpcdp.launch.ending import fail
     from hpcdp.launch.local import launch, launched_ranks
     from hpcdp.train import config as settings
+    from hpcdp.train import run_dir
 
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
-    config = settings.load(getattr(arguments, "config", None), given)
+    path = getattr(arguments, "config", None)
+    config = settings.load(path, given)
+    said = given if path is None else settings.read_toml(path) | given
     if launched_ranks() is not None:
-        from hpcdp.train.run import run
+        return _train_as_a_rank(config, said)
+    if config.resume is not None:
+        from hpcdp.train.resume import settled
 
-        run(config)
-        return 0
+        config = settled(said, launched=False)
     ranks, servers = config.ranks or 1, config.servers or 0
     config = config.for_world(ranks, servers)
     settings.check_inputs(config)
-    config = settings.reserve_run_dir(config)
+    if config.resume is None:
+        config = run_dir.reserve_run_dir(config)
     try:
         program = [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)]
         status = launch(ranks, program, servers=servers)
     finally:
-        settings.drop_empty_run_dir(config)
+        run_dir.drop_empty_run_dir(config)
+    if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on
+        return status
     if status:  # ranks that a signal ends have no time to draw what they have written
         _draw_what_there_is(str(config.run_dir))
     if status >= 128:
@@ -210,6 +222,21 @@ def _train(arguments: argparse.Namespace) -> int:
         kept = f"; what it had written is in {config.run_dir}" if os.path.exists(str(config.run_dir)) else ""
         return fail(f"{_ended_by(status)}, all ranks have ended{kept}", status)
     return status
+
+
+def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
+    from hpcdp.train.preemption import STOPPED, StopRequests
+    from hpcdp.train.run import run
+
+    with StopRequests(config.time_limit_s) as stop:
+        if config.resume is not None:
+            from hpcdp.comm import init
+            from hpcdp.comm.agreement import on_rank_0
+            from hpcdp.train.config import TrainConfig
+            from hpcdp.train.resume import settled
+
+            config = TrainConfig(**on_rank_0(init().comm, lambda: dataclasses.asdict(settled(said, launched=True))))
+        return STOPPED if run(config, stop)["stopped"] else 0
 
 
 def _ended_by(status: int) -> str:
@@ -268,6 +295,10 @@ def _forward(arguments: argparse.Namespace) -> int:
             from hpcdp.benchmarks import command
 
             return command.main(arguments.rest)
+        if arguments.name == "checkpoint":
+            from hpcdp.commands import checkpoint
+
+            return checkpoint.main(arguments.rest)
         from hpcdp.benchmarks import tune
 
         return tune.main(arguments.rest)

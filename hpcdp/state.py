@@ -1,4 +1,4 @@
-"""Floor 1: what the state of a run is made of, for whoever has some to save. Imports: arrays.
+"""Floor 1: what the state of a run is made of, for whoever has some to save. Imports: arrays, errors.
 
 A **state** is what `Stateful.state_dict` gives: dicts (of str or int), lists and tuples of arrays, numbers, texts,
 None, and further objects with a state. An array is taken to be alike on all ranks, unless it stands in a `Sharded`, of
@@ -14,7 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from .arrays import Array
+from .arrays import Array, from_host
+from .errors import ConfigError
 
 
 @runtime_checkable
@@ -70,7 +71,39 @@ class Sharded:
 class PerRank:
     """A state that each rank has for itself, such as that of a random generator.
 
-    It is restored where there are as many ranks as when it was saved, and else left as it is.
+    It is restored where there are as many ranks as when it was saved. Else it is left as it is, and who takes over the
+    state is given None in its place.
     """
 
     value: Any
+
+
+def take(where: str, own: Sharded, given: Any) -> None:
+    """Fill this rank's parts of a tensor, in place; what has been filled already costs nothing.
+
+    Args:
+        where: what an error calls the tensor.
+        own: what this rank holds of it.
+        given: the same of another state, or the whole tensor as a NumPy array.
+
+    Raises:
+        ConfigError: it has another shape, or ``given`` has other parts.
+    """
+    runs = [slice(part.first, part.first + part.values.shape[0]) for part in own.parts]
+    theirs = [(part.first, part.values.shape[0]) for part in given.parts] if isinstance(given, Sharded) else None
+    if tuple(given.shape) != own.shape or theirs not in (None, [(run.start, run.stop - run.start) for run in runs]):
+        raise ConfigError(
+            "load_state_dict", where=where, expected=f"shape {own.shape}, or the part of it that this rank holds",
+            got=f"shape {tuple(given.shape)}" + ("" if theirs is None else f", {len(theirs)} parts of it"),
+            remedy="restore it from a checkpoint, which gives each rank its part",
+        )  # fmt: skip
+    for part, run, number in zip(own.parts, runs, range(len(runs)), strict=True):
+        if theirs is None:
+            part.values[...] = from_host(given.reshape(-1)[run], part.values)
+        elif not _same_memory(part.values, given.parts[number].values):
+            part.values[...] = given.parts[number].values
+
+
+def _same_memory(x: Array, y: Array) -> bool:
+    on_host = isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
+    return x is y or (on_host and x.__array_interface__["data"] == y.__array_interface__["data"])

@@ -1,12 +1,12 @@
 """What all ranks of a node push to one value, merged into it and read back, each in one call that can stop and go on.
 
-A rank stages what others own, piece by piece of everybody's part: of long values in two halves of a buffer that stays
-in the cache, in turn. While others sum a piece it stages the next one, so a value of ``p`` pieces takes ``p + 1``
-waits. Sums run in the order of the ranks. A rank that has pushed in another way, a whole row at once, takes part in no
-such exchange: all see that when they meet, before anything is summed.
+A rank stages what others own, piece by piece of everybody's part. While others sum a piece it stages the next one, so
+a value of ``p`` pieces takes ``p + 1`` waits. Sums run in the order of the ranks. A rank that has pushed in another
+way, a whole row at once, takes part in no such exchange: all see that when they meet, before anything is summed.
 
-An owner writes a sum back where it has read, too, for the others to fetch: those lines are in its cache and will be in
-theirs, and the lines of the value stay with their owner.
+What is exchanged is the value that comes next: an owner's neighbour stages where the sum will be, there the owner
+writes it, others fetch it, and it stays. So of two ranks neither writes more than an allreduce does. What the others of
+more ranks stage is in two halves of a buffer that stays in the cache, in turn.
 """
 
 from __future__ import annotations
@@ -59,63 +59,73 @@ def _span(ends, rank, piece, width):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+def _staged(total, staging, rank, owner, piece, first, last):  # type: ignore[no-untyped-def]
+    # Where a rank stages what an owner is to sum: the owner's next neighbour just where the sum will be.
     n = staging.shape[1]
-    width = staging.shape[2] // n
-    for rank in range(n):
-        if rank != me:
-            first, last = _span(ends, rank, piece, width)
-            _copy(staging[piece & 1, me, rank * width : rank * width + last - first], x[first:last])
+    if rank == (owner + 1) % n:
+        return total[first:last]
+    at = owner * (staging.shape[2] // n)
+    return staging[piece & 1, rank, at : at + last - first]
 
 
 @njit(inline="always")
-def _sum(x, out, staging, ends, me, piece, total, in_place):  # type: ignore[no-untyped-def]
-    # A block is summed where it stays in the first-level cache: one array that is read and written by two names would
-    # keep the loop from being vectorised.
+def _stage(x, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     n = staging.shape[1]
-    width = staging.shape[2] // n
-    begin, end = _span(ends, me, piece, width)
-    half = staging[piece & 1]
-    if n == 2 and in_place:
-        at = me * width
-        mine, others, sums = x[begin:end], half[1 - me, at : at + end - begin], total[begin:end]
-        for i in range(end - begin):
-            of_both = mine[i] + others[i]
-            mine[i] = of_both
-            others[i] = of_both
-            sums[i] = of_both
+    for owner in range(n):
+        if owner != me:
+            first, last = _span(ends, owner, piece, staging.shape[2] // n)
+            _copy(_staged(total, staging, me, owner, piece, first, last), x[first:last])
+
+
+@njit(inline="always")
+def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+    # One array that is read and written by two names would keep a loop from being vectorised: hence `in_place`, and
+    # blocks that stay in the first-level cache.
+    n = staging.shape[1]
+    begin, end = _span(ends, me, piece, staging.shape[2] // n)
+    if n == 2:
+        mine, both = x[begin:end], total[begin:end]
+        if in_place:
+            for i in range(both.size):
+                of_both = mine[i] + both[i]
+                mine[i] = of_both
+                both[i] = of_both
+        elif out.size:
+            result = out[begin:end]
+            for i in range(both.size):
+                of_both = mine[i] + both[i]
+                result[i] = of_both
+                both[i] = of_both
+        else:
+            for i in range(both.size):
+                both[i] = mine[i] + both[i]
         return
     partial = np.empty(_BLOCK, x.dtype)
     for first in range(begin, end, _BLOCK):
         last = min(first + _BLOCK, end)
-        at = me * width + first - begin
-        count = last - first
-        if n == 2:
-            mine, others = x[first:last], half[1 - me, at : at + count]
-            for i in range(count):
-                partial[i] = mine[i] + others[i]
-        else:
-            _copy(partial[:count], x[first:last] if me == 0 else half[0, at : at + count])
-            for rank in range(1, n):
-                row = x[first:last] if me == rank else half[rank, at : at + count]
-                for i in range(count):
-                    partial[i] += row[i]
-        _copy(total[first:last], partial)
+        block = partial[: last - first]
+        for rank in range(n):
+            if rank == me:
+                row = x[first:last]
+            else:
+                row = _staged(total, staging, rank, me, piece, begin, end)[first - begin : last - begin]
+            if rank == 0:
+                _copy(block, row)
+            else:
+                for i in range(block.size):
+                    block[i] += row[i]
+        _copy(total[first:last], block)
         if out.size:
-            _copy(out[first:last], partial)
-            for rank in range(n):
-                if rank != me:
-                    _copy(half[rank, at : at + count], partial)
+            _copy(out[first:last], block)
 
 
 @njit(inline="always")
-def _fetch(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+def _fetch(out, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     n = staging.shape[1]
-    width = staging.shape[2] // n
-    for rank in range(n):
-        if rank != me:
-            first, last = _span(ends, rank, piece, width)
-            _copy(out[first:last], staging[piece & 1, me, rank * width : rank * width + last - first])
+    for owner in range(n):
+        if owner != me:
+            first, last = _span(ends, owner, piece, staging.shape[2] // n)
+            _copy(out[first:last], total[first:last])
 
 
 @njit(inline="always")
@@ -129,10 +139,10 @@ def _first(state):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
+def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     n, me = staging.shape[1], state[ME]
     if state[PHASE] == _ARRIVING:
-        _stage(x, staging, ends, me, 0)
+        _stage(x, total, staging, ends, me, 0)
         counters[me * STRIDE + _ROUND_OF] = np.int32(state[ROUND])
         post(counters, me, np.int32(_first(state)))
         state[PIECE] = 0
@@ -148,12 +158,12 @@ def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
 
 
 @njit(**_options)
-def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ignore[no-untyped-def]
-    """The sum of all ranks' ``x`` becomes the value ``flat`` and this rank's ``out``.
+def replace(x, out, in_place, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
+    """The sum of all ranks' ``x``, into ``total`` and this rank's ``out``.
 
     Args:
         x, out: shape ``(count,)``, contiguous, apart, or, ``in_place``, the same array.
-        flat: shape ``(count,)`` or longer, shared.
+        total: shape ``(count,)`` or longer, shared; nobody reads what it has been.
         staging: shape ``(2, n, chunk)``, shared.
         ends: shape ``(n + 1,)``, int64: where the ranks' parts begin and end.
         counters: how far the ranks are with this value, shared (see `sync`).
@@ -165,7 +175,7 @@ def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ig
     n, me, pieces, first = staging.shape[1], state[ME], state[PIECES], _first(state)
     last = first + state[PHASES] - 1
     if state[PHASE] != _WAITING:
-        met = _met(x, staging, ends, counters, state)
+        met = _met(x, total, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
@@ -173,16 +183,16 @@ def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ig
         posted = last if piece == pieces else first + piece
         if not _arrived(counters, n, posted, state):
             return NOT_YET
-        if piece > 0:
-            _fetch(out, staging, ends, me, piece - 1)
         if piece < pieces:
-            _sum(x, out, staging, ends, me, piece, flat, in_place)
+            _sum(x, out, in_place, total, staging, ends, me, piece)
             if piece + 1 < pieces:
-                _stage(x, staging, ends, me, piece + 1)
+                _stage(x, total, staging, ends, me, piece + 1)
                 post(counters, me, np.int32(first + piece + 1))
             else:
                 post(counters, me, np.int32(last))
             state[PIECE] = piece + 1
+        if piece > 0:  # after the post: nobody waits for it
+            _fetch(out, total, staging, ends, me, piece - 1)
         if piece == pieces:
             state[PHASE] = _ARRIVING
             return DONE
@@ -190,7 +200,7 @@ def replace(x, out, in_place, flat, staging, ends, counters, state):  # type: ig
 
 @njit(**_options)
 def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
-    """This rank's part of the sum of all ranks' ``x``, in its columns of ``total``; arguments as `replace`.
+    """This rank's part of the sum of all ranks' ``x``, into its part of ``total``; arguments as `replace`.
 
     Returns:
         `NOT_YET`, `SUMMED` or `MIXED`. When it is summed the number of the last post is still to be posted, which says
@@ -198,18 +208,18 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
     """
     n, me, pieces, first = staging.shape[1], state[ME], state[PIECES], _first(state)
     if state[PHASE] != _WAITING:
-        met = _met(x, staging, ends, counters, state)
+        met = _met(x, total, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
         piece = state[PIECE]
         if not _arrived(counters, n, first + piece, state):
             return NOT_YET
-        _sum(x, x[:0], staging, ends, me, piece, total, False)
+        _sum(x, x[:0], False, total, staging, ends, me, piece)
         if piece + 1 == pieces:
             state[PHASE] = _ARRIVING
             return SUMMED
-        _stage(x, staging, ends, me, piece + 1)
+        _stage(x, total, staging, ends, me, piece + 1)
         post(counters, me, np.int32(first + piece + 1))
         state[PIECE] = piece + 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("", "train", "launch", "info", "doctor", "bench")
+COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
 
 

@@ -4,8 +4,11 @@
 - `saving`: one save, by all ranks. `restoring`: back into arrays and objects.
 - `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it.
 - `plan`: which rank writes what.
-- `shard`: an HDF5 file of one rank. `index`: one that shows all of them. `manifest`: what says where everything is.
+- `files`: whose elements lie in one file. `shard`: such an HDF5 file. `index`: one that shows all of them.
+- `manifest`: what says where everything is.
 - `folder`: names, what is complete, what is left over. `lock`: one writer a folder.
+- `overview`, `verify`, `difference`, `statistics`, `export`, `pruning`: what `hpcdp checkpoint` does, by one process.
+  `reading`: whole tensors, piece by piece.
 
 docs/checkpoint-format.md describes the files.
 """

@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: a folder for each, which gets its name when it is complete, and what is left over.
 
 ``step-0000000100`` is complete, ``step-0000000100.tmp`` is being written or removed, or was when its writer died, and
-``step-0000000100.old.tmp`` is about to be replaced.
+``step-0000000100.old.tmp`` is about to be replaced. Where renaming a folder is no one step of the file system, it may
+have been done in part under either name: there a checkpoint is complete with the file `COMMITTED` and all others.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def is_complete(path: Path) -> bool:
     """Whether its writer has come to the end; see `manifest.read` for whether it is undamaged."""
     if not (path / manifest.NAME).is_file():
         return False
-    return (path / COMMITTED).is_file() or not _wants_commit_file(path)
+    try:
+        found = manifest.read(path)
+    except DataError:
+        return True  # damaged, which is said where it is read
+    return not found.commit_file or all((path / name).is_file() for name in (COMMITTED, *(f.name for f in found.files)))
 
 
 def _wants_commit_file(path: Path) -> bool:
@@ -64,48 +69,78 @@ def _wants_commit_file(path: Path) -> bool:
     return False  # damaged, which is said where it is read
 
 
-def left_over(folder: Path) -> list[Path]:
-    """What writers that died have left behind."""
+def left_over(folder: Path, atomic_rename: bool = True) -> list[Path]:
+    """What writers that died have left behind; without ``atomic_rename`` that may have the name of a complete one."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         complete = set(find(folder).values())
-        return sorted(each for each in folder.iterdir() if _LEFT_OVER.fullmatch(each.name) and each not in complete)
+        named = [each for each in folder.iterdir() if each not in complete and is_named(each)]
+        return sorted(
+            each for each in named if _LEFT_OVER.fullmatch(each.name) or not atomic_rename or _wants_commit_file(each)
+        )
     return []
 
 
-def clean(folder: Path) -> list[Path]:
+def step_of(path: Path) -> int:
+    """The step that a name says, which `is_named`."""
+    return int(path.name.split("-")[1].partition(".")[0])
+
+
+def is_final(path: Path) -> bool:
+    """Whether a folder has the name of a complete checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return match is not None and match[2] is None
+
+
+def is_named(path: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, complete or not."""
+    return bool(_NAME.fullmatch(path.name) or _LEFT_OVER.fullmatch(path.name))
+
+
+def clean(folder: Path, atomic_rename: bool) -> list[Path]:
     """Remove what is left over; returns what that was. An old checkpoint that was never replaced gets its name back."""
+    removed = left_over(folder, atomic_rename)
+    for path in removed:
+        shutil.rmtree(path)
     for step, path in find(folder).items():
         if path != path_of(folder, step):
             path.rename(path_of(folder, step))
-    removed = left_over(folder)
-    for path in removed:
-        shutil.rmtree(path)
     return removed
 
 
 def commit(folder: Path, step: int, atomic_rename: bool) -> Path:
-    """Give a checkpoint whose files are all on disk its name; where it is then."""
-    partial, final = partial_path(folder, step), path_of(folder, step)
+    """Give a checkpoint whose files are all on disk its name; where it is then. One of that name is put aside."""
+    partial, final, old = partial_path(folder, step), path_of(folder, step), _old_path(folder, step)
     sync_folder(partial)
-    if final.exists():
-        final.rename(_old_path(folder, step))
+    if final.exists() and is_complete(final):
+        if old.exists():  # it was replaced by that one, and could not be removed
+            shutil.rmtree(old)
+        final.rename(old)
+    elif final.exists():
+        shutil.rmtree(final)
     partial.rename(final)
     if not atomic_rename:
         with open(final / COMMITTED, "xb") as file:
             os.fsync(file.fileno())
         sync_folder(final)
     sync_folder(folder)
+    return final
+
+
+def remove_old(folder: Path, step: int) -> None:
+    """Remove what `commit` has put aside, if there is something."""
     if _old_path(folder, step).exists():
         shutil.rmtree(_old_path(folder, step))
-    return final
 
 
 def retire(folder: Path, step: int) -> Path:
     """Make a left-over of a complete checkpoint, which is to be removed; where it is then."""
     partial = partial_path(folder, step)
-    if partial.exists():
-        shutil.rmtree(partial)
-    path_of(folder, step).rename(partial)
+    for path in (_old_path(folder, step), path_of(folder, step)):
+        if path.exists():
+            if partial.exists():
+                shutil.rmtree(partial)
+            path.rename(partial)
+    sync_folder(folder)  # before files are gone
     return partial
 
 
@@ -139,8 +174,30 @@ def dropped(
     return [step for step in ordered if step not in stay]
 
 
+def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
+    """What decides which checkpoint is the best, by step, the greater the better; see `dropped`.
+
+    Args:
+        best: ``"metric"``, or ``"-metric"`` where the smallest is the best.
+    """
+    if best is None:
+        return {}
+    name, sign = best.removeprefix("-"), -1 if best.startswith("-") else 1
+    values = {}
+    for step, path in found.items():
+        with contextlib.suppress(DataError, KeyError):  # damaged, or saved without: never the best
+            values[step] = sign * manifest.read(path).metrics[name]
+    return values
+
+
 def wait_for(path: Path, names: Collection[str] = (), timeout_s: float = 10.0) -> None:
     """Wait until a folder that another host has made is seen here: file systems of clusters take a moment."""
     deadline = time.monotonic() + timeout_s
-    while not all((path / name).exists() for name in names or (".",)) and time.monotonic() < deadline:
+    while not all(_is_seen(path / name) for name in names or (".",)) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _is_seen(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False

@@ -16,6 +16,8 @@ from .manifest import Tensor
 from .shard import crc32_beside, failing, mark_dtype
 
 NAME = "index.h5"
+STATE = "%state"
+"""The data set of what is no tensor; no tensor has such a name, see `tree.quoted`."""
 
 
 def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice, ...]]:
@@ -39,11 +41,14 @@ def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[slice
         yield (slice(end, end + 1), *rest)
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> tuple[int, int]:
+def write(
+    path: Path, tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]
+) -> tuple[int, int]:
     """Write the index, down to the disk; its size in bytes, and its checksum.
 
     Args:
-        attributes: of the root: numbers, texts, and what JSON can carry.
+        state: the form of the state, see `tree`, which has all that is no tensor.
+        attributes: of the root.
 
     Raises:
         DataError: it cannot be written.
@@ -53,7 +58,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, An
     with failing("save", lambda: path):
         with h5py.File(path, "x", libver=("v110", "latest")) as file:
             for name, value in attributes.items():
-                file.attrs[name] = value if isinstance(value, int | str) else json.dumps(value)
+                file.attrs[name] = value
+            file[STATE] = json.dumps(state)
             for name, tensor in tensors.items():
                 mark_dtype(_virtual(file, name, tensor), tensor.dtype)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,6 +70,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], attributes: Mapping[str, An
             os.close(descriptor)
 
 
+def as_pattern(name: str) -> str:
+    """How HDF5 wants the name of a data set that a virtual one shows: it puts numbers of blocks for ``%b``."""
+    return name.replace("%", "%%")
+
+
 def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
     from h5py import Dataset, h5d, h5p, h5s, h5t  # h5py's VirtualLayout takes ten times as long
 
@@ -72,13 +83,14 @@ def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
     links.set_char_encoding(h5t.CSET_UTF8)
     for part in tensor.parts if tensor.count else ():
         at, source = 0, h5s.create_simple((part.count,))
+        dataset = as_pattern(part.dataset).encode()
         for box in boxes(tensor.shape, part.first, part.first + part.count):
             sizes = tuple(each.stop - each.start for each in box)
             whole = h5s.create_simple(tensor.shape)
             if box:
                 whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
             source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
-            how.set_virtual(whole, os.fsencode(part.file), part.dataset.encode(), source)
+            how.set_virtual(whole, os.fsencode(part.file), dataset, source)
             at += math.prod(sizes)
     space, kind = h5s.create_simple(tensor.shape), h5t.py_create(tensor.stored_dtype, logical=True)
     return Dataset(h5d.create(file.id, name.encode(), kind, space, dcpl=how, lcpl=links))

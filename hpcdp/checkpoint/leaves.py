@@ -82,23 +82,26 @@ def as_stateful(value: Any, world: World) -> Stateful | None:
 
 
 class _Network(Adapter):
-    """Parameters, and buffers (running statistics) averaged over ranks; random generators of each rank."""
+    """Parameters, buffers, random generators of each rank.
 
-    _GENERATORS = "random generators"  # with a space: no attribute of a module has such a name
+    Saving changes nothing, but running statistics differ between ranks, each of which has seen samples of its own. So
+    there is the mean of all, and what each rank has: ranks get theirs back where there are as many as before.
+    """
 
     def __init__(self, net: nn.Module, world: World) -> None:
         self._net, self._world = net, world
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._net.state_dict()
-        for name, buffer in self._net.named_buffers():
-            state[name] = averaged(buffer.data, self._world)
-        generators = dict(getattr(self._net, "named_generators", dict)())
-        return state | ({self._GENERATORS: PerRank(generators)} if generators else {})
+        own = {name: buffer.data.copy() for name, buffer in self._net.named_buffers()}
+        generators = dict(self._net.named_generators())
+        state = self._net.state_dict() | {name: average(values, self._world) for name, values in own.items()}
+        return state | ({GENERATORS: PerRank(generators)} if generators else {}) | of_ranks(own)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Parameters and generators have been restored in place."""
+        own = state.get(STATISTICS) or {}
         for name, buffer in self._net.named_buffers():
-            buffer.data[...] = state[name]
+            buffer.data[...] = own.get(name, state[name])
 
 
 @as_stateful.register
@@ -106,14 +109,23 @@ def _(value: nn.Module, world: World) -> Stateful:
     return _Network(value, world)
 
 
-def averaged(x: Any, world: World) -> Any:
-    """A copy of ``x`` averaged over all ranks, or rank 0's where it is no floating array; every rank must call."""
+GENERATORS, STATISTICS = "random generators", "running statistics"
+"""Names of what a network's ranks have for themselves; with spaces, so no part of a network has them."""
+
+
+def of_ranks(statistics: dict[str, Any]) -> dict[str, Any]:
+    """The entry of running statistics that each rank has for itself; nothing where there are none."""
+    return {STATISTICS: PerRank(statistics)} if statistics else {}
+
+
+def average(x: Any, world: World) -> Any:
+    """A new array: the mean over all ranks, or rank 0's where it is no floating array; every rank must call."""
     host = np.array(to_host(x))
-    if host.dtype.kind == "f":
-        if world.size > 1:
+    if world.size > 1 and host.size:
+        if host.dtype.kind == "f":
             allreduce(host, "mean", world)
-    else:
-        world.comm.native_broadcast(host, 0)
+        else:
+            world.comm.native_broadcast(host, 0)
     return from_host(host, x)
 
 

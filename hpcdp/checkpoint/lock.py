@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import getpass
@@ -17,6 +18,8 @@ from ..errors import DataError
 
 NAME = "writer.lock"
 _FLOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)  # fcntl(2), "open file description locks"
+_NOBODY_SAYS = "one that does not say who it is"
+_UNLOCK = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0)
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
@@ -50,10 +53,7 @@ class WriterLock:
             if error.errno not in _HELD:
                 warnings.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here", stacklevel=2)
                 return
-            raise DataError(
-                "lock the checkpoints", where=path, expected="no other job that saves here",
-                got=owner(path) or "one that does not say who it is", remedy="wait for it, or save to another folder",
-            ) from error  # fmt: skip
+            raise _held(path, owner(path)) from error
 
     def _sign(self) -> None:
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or os.environ.get("JOB_ID")
@@ -68,8 +68,37 @@ class WriterLock:
     def release(self) -> None:
         """Let others write; may be called twice."""
         if self._file >= 0:
+            with contextlib.suppress(OSError):  # a child made by fork may have the file open, too
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _UNLOCK)
             os.close(self._file)
             self._file = -1
+
+
+def holder(path: Path) -> str | None:
+    """Who holds the lock of that file now, in words as `owner`; None if nobody does, or none can be had here."""
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _FLOCK)
+        finally:
+            os.close(file)
+        if struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK:
+            return owner(path) or _NOBODY_SAYS
+    return None
+
+
+def require_free(folder: Path) -> None:
+    """Take no lock, but raise what `WriterLock` does where another process holds it."""
+    who = holder(folder / NAME)
+    if who is not None:
+        raise _held(folder / NAME, who)
+
+
+def _held(path: Path, who: str) -> DataError:
+    return DataError(
+        "lock the checkpoints", where=path, expected="no other job that saves here",
+        got=who or _NOBODY_SAYS, remedy="wait for it, or save to another folder",
+    )  # fmt: skip
 
 
 def owner(path: Path) -> str:

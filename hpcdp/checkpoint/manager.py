@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import operator
 import os
@@ -9,6 +10,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +22,7 @@ from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import folder, manifest, tree
+from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
 from .restoring import Filling, Restored
@@ -29,6 +32,7 @@ from .shard import COMPRESSIONS, failing
 _SAVES, _REMOVALS = "save", "remove"
 _PATIENCE_S = 8.0
 """After an exception: so long what is under way may take to end."""
+_ALIKE = "what each rank has for itself goes into a PerRank"
 
 
 class Manager:
@@ -45,6 +49,8 @@ class Manager:
         keep_every: those stay, too, whose step this divides.
         best: ``"metric"`` or ``"-metric"``: that one stays, too, whose `save` was given the greatest (smallest) value
             of it.
+        shards: ``"rank"``: every rank writes a file; ``"node"``: the ranks of a node write to one; ``"all"``: all ranks
+            write to one, through parallel HDF5, where h5py was built with it.
         compression: ``"gzip"`` or ``"lzf"``, by HDF5 in chunks with checksums: a fraction of the speed. None: not.
         atomic_rename: whether renaming a folder is one step of the file system. Without, a file ``committed`` in it
             makes it complete.
@@ -61,6 +67,7 @@ class Manager:
         keep: int | None = None,
         keep_every: int | None = None,
         best: str | None = None,
+        shards: str = "rank",
         compression: str | None = None,
         atomic_rename: bool = True,
     ) -> None:
@@ -75,16 +82,19 @@ class Manager:
         self.path = Path(path)
         self.world = init() if world is None else world
         self.keep, self.keep_every, self.best = keep, keep_every, best
-        self._compression, self._atomic_rename = compression, atomic_rename
-        settings = f"Manager({os.fspath(path)!r}, {keep=}, {keep_every=}, {best=}, {compression=}, {atomic_rename=})"
-        require_same(self.world.comm, "Manager", [settings], "make it alike on all ranks")
-        self._comm = self.world.comm.duplicate()
+        self._atomic_rename = atomic_rename
+        settings = [os.fspath(path), f"{keep=} {keep_every=} {best=}", f"{shards=} {compression=} {atomic_rename=}"]
+        require_same(self.world.comm, "Manager", settings, "make it alike on all ranks")
+        self._group = Group.of(self.world)
+        check_shards(shards, compression, self._group)
+        self._write = partial(by_rank, compression=compression) if shards == "rank" else WRITERS[shards]
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
+        self._is_registered = False
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
-        self.world.endings.append(lambda: _let_end(own()))
+        self.world.endings.append(lambda: _let_end(own))
 
     def __enter__(self) -> Manager:
         return self
@@ -94,7 +104,9 @@ class Manager:
     ) -> None:
         if error is None:
             self.close()
-        else:
+        else:  # others may be elsewhere: no collective, and no waiting for ever
+            if self._saving is not None:
+                self._saving.wait(_PATIENCE_S)
             self._release(_PATIENCE_S)
 
     def close(self) -> None:
@@ -108,6 +120,7 @@ class Manager:
         if timeout_s is None:
             self._engine.waitall()
         self._engine.shutdown(timeout_s)
+        self._engine, self._saving = Engine(lanes=(_SAVES, _REMOVALS)), None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -130,6 +143,8 @@ class Manager:
         """
         if self._saving is None:
             return True
+        if self._saving.is_over and not isinstance(self._saving.error, HpcdpError | None):
+            self.wait()  # of this rank alone, and so the end of the job
         over = np.array([self._saving.is_over], np.int32)
         self.world.comm.native_allreduce(over, "min")
         if over[0]:
@@ -142,10 +157,10 @@ class Manager:
         Raises:
             DataError: what kept it from that, on every rank; the state and older checkpoints are as they were.
         """
-        saving, self._saving = self._saving, None
-        if saving is None:
+        if self._saving is None:
             return
-        saving.wait()
+        self._saving.wait()
+        saving, self._saving = self._saving, None  # not before: Ctrl-C ends the waiting, not the save
         if saving.error is not None:
             raise saving.error
 
@@ -165,7 +180,7 @@ class Manager:
             state: dicts (of str or int), lists, tuples, arrays, numbers, texts, None, `Sharded`, `PerRank`, and objects
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
-                networks are averaged.
+                networks are saved averaged, too.
             metrics: numbers that say how good it is, for ``best``.
             config: what JSON can carry, for `restore` to give back.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
@@ -179,23 +194,34 @@ class Manager:
         self.wait()
         comm = self.world.comm
         header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
+        require_same(comm, "save", [f"step {step}", f"wait={wait}", *tree.outline(state)], _ALIKE)
         flat = tree.flatten(state, self.world)
-        items = [f"{name} = {node}" for name, node in tree.leaves(tree.alike(flat.form))]
-        items += [f"step {step}", f"wait={wait}", *described(flat.held, self.world.size)]
-        require_same(comm, "save", items, "what each rank has for itself goes into a PerRank")
-        partial = folder.partial_path(self.path, header["step"])
-        on_rank_0(comm, lambda: self._prepare(partial))
+        on_every_rank(comm, lambda: _raise(flat.error))
+        items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
+        require_same(comm, "save", items, _ALIKE)
+        path = folder.partial_path(self.path, header["step"])
+        on_rank_0(comm, lambda: self._prepare(path))
         behind = not wait and self.world.concurrent
         pieces = list(own_pieces(flat.held))
-        saving = Saving(self.world, self._comm, partial, flat, self._copied(pieces) if behind else pieces, header,
-                        self._compression, lambda: self._commit(header["step"]))  # fmt: skip
+        if behind:
+            pieces = on_every_rank(comm, lambda: self._copied(pieces))
+        saving = Saving(self._group, path, flat, pieces, header, self._write, lambda: self._commit(header["step"]))
         self._saving = saving
         if behind:
+            self._end_before_h5py()
             self._engine.push(saving.run, lane=_SAVES, name="save")
         else:
             saving.run()
         if wait:
             self.wait()
+
+    def _end_before_h5py(self) -> None:
+        """What h5py does when the program ends makes writing impossible; what is registered later is called before."""
+        if not self._is_registered:
+            import h5py  # type: ignore[import-untyped]  # noqa: F401
+
+            atexit.register(_let_end, weakref.ref(self))
+            self._is_registered = True
 
     def _checked_header(
         self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
@@ -227,7 +253,7 @@ class Manager:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = WriterLock(self.path)
-                for path in folder.clean(self.path):
+                for path in folder.clean(self.path, self._atomic_rename):
                     warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
@@ -238,7 +264,8 @@ class Manager:
         """What training may change meanwhile, in memory that is used for each save again."""
         nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces)
         if self._staging.size < nbytes:
-            self._staging = np.empty(nbytes, np.uint8)
+            with failing("save", lambda: "a copy of the state"):
+                self._staging = np.empty(nbytes, np.uint8)
         copied, at = [], 0
         for piece in pieces:
             place = self._staging[at : at + piece.values.nbytes].view(piece.values.dtype)
@@ -250,32 +277,27 @@ class Manager:
     def _commit(self, step: int) -> Path:
         """On rank 0: all files are on disk."""
         path = folder.commit(self.path, step, self._atomic_rename)
-        found = folder.find(self.path)
-        for each in folder.dropped(found, self.keep, self.keep_every, self._values(found)):
-            if each != step:
-                self._remove_behind(folder.retire(self.path, each))
+        try:
+            folder.remove_old(self.path, step)
+            found = folder.find(self.path)
+            for each in folder.dropped(found, self.keep, self.keep_every, folder.worth(found, self.best)):
+                if each != step:
+                    self._remove_behind(folder.retire(self.path, each))
+        except OSError as error:  # the checkpoint is there all the same
+            warnings.warn(f"{error.filename or self.path}: {error.strerror}: an older checkpoint stays", stacklevel=2)
         return path
 
     def _remove_behind(self, path: Path) -> None:
         """It may take as long as a save, and nobody needs to wait for it."""
         self._engine.push(lambda: shutil.rmtree(path, ignore_errors=True), lane=_REMOVALS, name="remove")
 
-    def _values(self, found: Mapping[int, Path]) -> dict[int, float]:
-        """What decides which checkpoint is the best, by step, the greater the better."""
-        if self.best is None:
-            return {}
-        name, sign = self.best.removeprefix("-"), -1 if self.best.startswith("-") else 1
-        values = {}
-        for step, path in found.items():
-            try:
-                values[step] = sign * manifest.read(path).metrics[name]
-            except (DataError, KeyError):  # damaged, or saved without: never the best
-                continue
-        return values
-
     def steps(self) -> list[int]:
         """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""
-        return on_rank_0(self.world.comm, lambda: list(folder.find(self.path)))
+        return on_rank_0(self.world.comm, lambda: list(self._found("list the checkpoints")))
+
+    def _found(self, operation: str) -> dict[int, Path]:
+        with failing(operation, lambda: self.path):
+            return folder.find(self.path)
 
     def latest(self) -> int | None:
         """The last of `steps`, None where there is none; every rank must call."""
@@ -323,7 +345,7 @@ class Manager:
 
     def _offer(self, damaged: int) -> str | None:
         """Which other checkpoint can be taken."""
-        others = [step for step in folder.find(self.path) if step != damaged]
+        others = [step for step in self._found("restore") if step != damaged]
         older = max((step for step in others if step < damaged), default=max(others, default=None))
         return None if older is None else f"restore(step={older}) takes another checkpoint"
 
@@ -333,26 +355,34 @@ class Manager:
         text, place = on_rank_0(comm, lambda: self._read_manifest(step))
         found = manifest.parse(text.encode(), path / manifest.NAME)
         form = found.state if rename is None else on_every_rank(comm, lambda: tree.renamed(found.state, rename))
+        require_same(comm, "restore", [f"{strict=}", *tree.outline(into)], "restore into the same on all ranks")
         filling = on_every_rank(comm, lambda: Filling(found, form, self.world, into, strict))
         on_every_rank(comm, lambda: filling.read(Path(place)))
         return Restored(found.step, filling.finish(), path, found.metrics, found.config, filling.missing,
                         filling.left_over, filling.kept)  # fmt: skip
 
     def _read_manifest(self, step: int) -> tuple[str, str]:
-        path = folder.find(self.path).get(step)
+        path = self._found("restore").get(step)
         if path is None:
             raise DataError("restore", where=self.path, expected=f"a complete checkpoint of step {step}", got="none")
-        found = manifest.read(path)
-        for file in found.files:
+        with failing("restore", lambda: path / manifest.NAME):
+            content = (path / manifest.NAME).read_bytes()
+        for file in manifest.parse(content, path / manifest.NAME).files:
             with failing("restore", lambda file=file: path / file.name):  # type: ignore[misc]
-                if (path / file.name).stat().st_size != file.nbytes:
-                    raise DataError("restore", where=path / file.name, expected=f"{file.nbytes} bytes",
-                                    got=(path / file.name).stat().st_size)  # fmt: skip
-        return (path / manifest.NAME).read_text(), str(path)
+                nbytes = (path / file.name).stat().st_size
+            if nbytes != file.nbytes:
+                raise DataError("restore", where=path / file.name, expected=f"{file.nbytes} bytes", got=nbytes)
+        return content.decode(), str(path)
 
 
-def _let_end(manager: Manager | None) -> None:
+def _raise(error: HpcdpError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _let_end(own: Callable[[], Manager | None]) -> None:
     """When the program ends, what is under way ends first."""
+    manager = own()
     if manager is None:
         return
     try:

@@ -21,7 +21,11 @@ from .shard import BLOCK_NBYTES, File, Stored
 NAME = "manifest.json"
 FORMAT, VERSION = "hpcdp checkpoint", 1
 _FORMS = ("dict", "list", "tuple", "tensor", "ranks", "float")
-_DEEPEST = 100
+_MOST_AXES = 32
+_ITEMSIZES = {
+    np.dtype(char).name: np.dtype(char).itemsize for char in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+}
+_ITEMSIZES[BFLOAT16] = 2
 
 
 @dataclass(frozen=True)
@@ -164,25 +168,29 @@ def _refuse_constant(name: str) -> None:
 def _built(members: Mapping[str, Any]) -> Manifest:
     files = [File(_name(each["name"]), _count(each["nbytes"]), _count(each["crc32_beside"]))
              for each in members["files"]]  # fmt: skip
-    known = {file.name for file in files}
+    known = {file.name: file.nbytes for file in files}
     tensors = {name: _built_tensor(name, each, known) for name, each in members["tensors"].items()}
     _check_form(members["state"], tensors, 0)
     for name, kind in (("world", dict), ("versions", dict), ("metrics", dict), ("config", dict), ("written", str),
                        ("commit_file", bool)):  # fmt: skip
         if type(members[name]) is not kind:
             raise ValueError(f"{name}: {members[name]!r}")
+    if any(type(each) not in (int, float) for each in members["metrics"].values()):
+        raise ValueError(f"metrics: {members['metrics']!r}")
     return Manifest(
         _count(members["step"]), members["state"], tensors, files, members["world"], members["versions"],
         members["metrics"], members["config"], members["written"], members["commit_file"],
     )  # fmt: skip
 
 
-def _built_tensor(name: str, members: Mapping[str, Any], files: set[str]) -> Tensor:
+def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, int]) -> Tensor:
     dtype = members["dtype"]
-    if dtype != BFLOAT16 and np.dtype(dtype).kind not in "biufc":
+    if dtype not in _ITEMSIZES:
         raise ValueError(f"dtype {dtype!r} of {name}")
     shape = tuple(_count(each) for each in members["shape"])
-    itemsize = 2 if dtype == BFLOAT16 else np.dtype(dtype).itemsize
+    itemsize = _ITEMSIZES[dtype]
+    if len(shape) > _MOST_AXES or math.prod(max(1, each) for each in shape) * itemsize >= 1 << 63:
+        raise ValueError(f"shape {str(shape)[:60]} of {name}")
     parts = []
     for each in members["parts"]:
         offset = None if each["offset"] is None else _count(each["offset"])
@@ -192,6 +200,8 @@ def _built_tensor(name: str, members: Mapping[str, Any], files: set[str]) -> Ten
             raise ValueError(f"file {part.file!r} of {name}")
         if len(sums) != -(-part.count * itemsize // BLOCK_NBYTES):
             raise ValueError(f"{len(sums)} checksums of {part.count} elements of {name}")
+        if offset is not None and offset + part.count * itemsize > files[part.file]:
+            raise ValueError(f"elements of {name} behind the end of {part.file}")
         parts.append(part)
     tensor = Tensor(shape, dtype, tuple(parts))
     gap = _gap(tensor)
@@ -213,16 +223,18 @@ def _name(value: Any) -> str:
 
 
 def _check_form(form: Any, tensors: Mapping[str, Tensor], depth: int) -> None:
-    if depth > _DEEPEST:
+    if depth > tree.DEEPEST:
         raise ValueError("a state nested too deeply")
     if form is None or isinstance(form, bool | int | float | str):
         return
     if not isinstance(form, dict) or not form or next(iter(form)) not in _FORMS:
         raise ValueError(f"{str(form)[:60]} in the state")
-    tag, content = next(iter(form.items()))
+    (tag, content), *more = form.items()
     if tag == "tensor":
-        if content not in tensors:
-            raise ValueError(f"no tensor {content!r}")
+        if content not in tensors or any(name != "kind" or type(kind) is not str for name, kind in more):
+            raise ValueError(f"no tensor {str(form)[:60]}")
+    elif more:
+        raise ValueError(f"{str(form)[:60]} in the state")
     elif tag == "float":
         if content not in ("nan", "inf", "-inf"):
             raise ValueError(f"float {content!r}")

@@ -12,6 +12,8 @@ from .tree import Held
 
 WHOLE_NBYTES = 1 << 20
 """Below so many bytes one rank writes all of a part of which several have copies: files of many slivers help nobody."""
+PADDED = "gG"
+"""Characters of dtypes of whose bytes some are no part of the value, and may be anything."""
 _LINE_NBYTES = 64
 _SAMPLES, _ENDS = 64, 256
 
@@ -37,7 +39,7 @@ def own_pieces(held: Iterable[Held]) -> Iterator[Piece]:
     for each in held:
         for part in each.parts:
             first, last = _own_run(each, part.values.size, part.values.itemsize)
-            if last > first or (part.values.size == 0 and _writer(each) == each.copy):
+            if last > first:
                 yield Piece(each.name, part.first + first, part.values[first:last], each.dtype)
 
 
@@ -64,7 +66,7 @@ def described(held: Iterable[Held], copies: int) -> list[str]:
     lines = []
     for each in held:
         line = f"{each.name} {each.shape} {each.dtype}"
-        if each.copies == copies > 1 and len(each.parts) == 1:
+        if each.copies == copies > 1 and len(each.parts) == 1 and each.stored.char not in PADDED:
             line += f" crc32 {_sample(each.parts[0].values):08x}"
         if not each.is_own:
             lines.append(line)

@@ -12,11 +12,12 @@ import numpy as np
 
 from ..arrays import from_host, is_host
 from ..comm import World
-from ..errors import ConfigError, listed
+from ..errors import ConfigError, HpcdpError, listed
 from ..state import Part, PerRank, Sharded
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
+from .reading import read_elements
 from .shard import ShardReader
 
 Value = Callable[[], Any]
@@ -67,6 +68,7 @@ class Filling:
 
     Raises:
         ConfigError: something does not fit, is missing or left over (unless not ``strict``); nothing is changed.
+        UnsupportedError: a `Sharded` whose parts are no parts of it.
     """
 
     def __init__(self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool) -> None:
@@ -76,7 +78,10 @@ class Filling:
         self.missing: list[str] = []
         self.left_over: list[str] = []
         self.kept: list[str] = []
+        self._error: HpcdpError | None = None
         self._value = self._plan(_NOTHING if into is None else into, form, "", False)
+        if self._error is not None:
+            raise self._error
         if strict and (self.missing or self.left_over):
             both = (("missing", self.missing), ("left over", self.left_over))
             wrong = [f"{listed(names)} {what}" for what, names in both if names]
@@ -94,7 +99,7 @@ class Filling:
         with ShardReader(path) as reader:
             for each in self._reads:
                 if each.rows is None:
-                    _read(reader, each.tensor, each.first, each.out)
+                    read_elements(reader, each.tensor, each.first, each.out)
                 else:
                     _read_shares(reader, each)
                 if each.place is not None:
@@ -107,6 +112,13 @@ class Filling:
         return self._value()
 
     def _plan(self, template: Any, node: tree.Form, name: str, takes_more: bool) -> Value:
+        try:
+            return self._planned(template, node, name, takes_more)
+        except HpcdpError as error:  # goes on, or others would wait for this rank
+            self._error = self._error or error
+            return lambda: template
+
+    def _planned(self, template: Any, node: tree.Form, name: str, takes_more: bool) -> Value:
         tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", node)
         if tag == "ranks":
             return self._per_rank(template, content, name, takes_more)
@@ -141,8 +153,7 @@ class Filling:
             rank = self._world.rank
             return self._plan(inner, nodes[rank], tree.joined(name, f"rank-{rank}"), takes_more)
         self.kept.append(name)
-        kept = None if inner is _NOTHING else inner
-        return lambda: kept
+        return lambda: None
 
     def _dict(self, template: Any, content: list[Any], name: str, takes_more: bool) -> Value:
         if template is _NOTHING or template is None:
@@ -200,6 +211,10 @@ class Filling:
             array = np.empty(tensor.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, 0, array.reshape(-1)))
             return lambda: array[()]
+        if isinstance(template, np.ndarray) and not template.flags.writeable:
+            raise ConfigError(
+                "restore", where=name or "the state", expected="an array to write to", got="a read-only one"
+            )
         self._reads.append(_Read(tensor, 0, view.array.reshape(-1)))
         if view.write_back is not None:
             write, array = view.write_back, view.array
@@ -207,6 +222,7 @@ class Filling:
         return lambda: template
 
     def _sharded(self, template: Sharded, tensor: Tensor, name: str) -> Value:
+        tree.check_parts("restore", name, template, [part for part in template.parts if is_host(part.values)])
         shapes, dtype = (tuple(template.shape), tensor.shape), np.dtype(template.dtype).name
         if template.shares and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:] and dtype == tensor.dtype:
             for part in template.parts:
@@ -243,20 +259,13 @@ def _as_is(template: Any) -> Value:
     return lambda: value
 
 
-def _read(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarray) -> None:
-    last = first + out.size
-    for part in tensor.parts:
-        begin, end = max(first, part.first), min(last, part.first + part.count)
-        if begin < end:
-            reader.read(part, begin - part.first, out[begin - first : end - first])
-
-
 def _read_shares(reader: ShardReader, read: _Read) -> None:
     """What all rows of a tensor have together at some columns, divided."""
     columns = math.prod(read.tensor.shape[1:])
     row = np.empty_like(read.out)
     read.out[...] = 0
     for number in range(read.tensor.shape[0]):
-        _read(reader, read.tensor, number * columns + read.first % columns, row)
+        read_elements(reader, read.tensor, number * columns + read.first % columns, row)
+        reader.settle()
         read.out[...] += row
     read.out[...] /= read.rows

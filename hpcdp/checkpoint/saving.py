@@ -19,8 +19,9 @@ from ..comm import Communicator, World
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import HpcdpError
 from . import folder, index, manifest, tree
+from .files import Group, Written
 from .plan import Piece
-from .shard import File, Stored, failing, write_shard
+from .shard import File, Stored, failing
 
 T = TypeVar("T")
 _NAP_S = 0.002
@@ -31,29 +32,28 @@ class Saving:
     """A save under way. All ranks make it, and call `run`, in whichever thread.
 
     Args:
-        world: the ranks.
-        comm: for the messages of saves alone, which may be sent beside those of others.
+        group: the ranks, and communicators for saves alone, whose messages may be sent beside those of others.
         path: of the folder that is written, which exists.
         flat: the state.
         pieces: what this rank writes of it, which must not change any more.
         header: members of the manifest: ``step``, ``metrics``, ``config``, ``commit_file``.
-        compression: see `write_shard`.
+        write: this rank's part: see `files.WRITERS`.
         commit: called on rank 0 when all is written; where the checkpoint is then.
     """
 
     def __init__(
         self,
-        world: World,
-        comm: Communicator,
+        group: Group,
         path: Path,
         flat: tree.Flattened,
         pieces: Sequence[Piece],
         header: Mapping[str, Any],
-        compression: str | None,
+        write: Callable[..., Written],
         commit: Callable[[], Path],
     ) -> None:
-        self._world, self._comm, self._path, self._flat, self._pieces = world, comm, path, flat, pieces
-        self._header, self._compression, self._commit = header, compression, commit
+        self._group, self._path, self._flat, self._pieces = group, path, flat, pieces
+        self._header, self._write_files, self._commit = header, write, commit
+        self._world, self._comm = group.world, group.comm
         self._over = threading.Event()
         self.error: BaseException | None = None
         """Why it has failed; an `HpcdpError` is the same on all ranks."""
@@ -72,17 +72,20 @@ class Saving:
         finally:
             self._over.set()
 
-    def wait(self) -> None:
-        """Until it has ended on this rank."""
-        self._over.wait()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it has ended on this rank, or so long."""
+        self._over.wait(timeout_s)
 
     def _run(self) -> None:
         result, error = _outcome(self._write)
         meet(self._comm)
         try:
-            stored, file = on_every_rank(self._comm, lambda: _raised(result, error))
+            stored, files = on_every_rank(self._comm, lambda: _raised(result, error))
             own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
-            mine = {"form": self._flat.form, "own": own, "stored": [astuple(each) for each in stored], "file": file}
+            mine = {
+                "nodes": tree.own_nodes(self._flat.form), "own": own, "stored": [astuple(each) for each in stored],
+                "files": files,
+            }  # fmt: skip
             everyone = self._comm.allgather_json(mine if self._world.rank else None)
             everyone[0] = mine
             on_rank_0(self._comm, lambda: self._finish(everyone))
@@ -91,9 +94,9 @@ class Saving:
                 shutil.rmtree(self._path, ignore_errors=True)
             raise
 
-    def _write(self) -> tuple[list[Stored], File]:
+    def _write(self) -> Written:
         folder.wait_for(self._path)
-        return write_shard(self._path / f"shard-{self._world.rank:05d}.h5", self._pieces, self._compression)
+        return self._write_files(self._path, self._pieces, self._group)
 
     def _finish(self, everyone: list[dict[str, Any]]) -> None:
         """On rank 0: index and manifest, then the name."""
@@ -104,12 +107,12 @@ class Saving:
                 tree.Held(name, tuple(shape), dtype, np.dtype("u1"), (), 1, 0) for name, shape, dtype in rank["own"]
             ]
         tensors = manifest.join(held, stored)
-        form = tree.with_ranks([rank["form"] for rank in everyone])
+        form = tree.with_ranks(self._flat.form, [iter(rank["nodes"]) for rank in everyone])
         step = self._header["step"]
         with failing("save", lambda: self._path):
             self._path.joinpath(manifest.NAME).unlink(missing_ok=True)
-            seen = index.write(self._path / index.NAME, tensors, {"format": manifest.FORMAT, "step": step})
-            files = [*(File(*rank["file"]) for rank in everyone), File(index.NAME, *seen)]
+            seen = index.write(self._path / index.NAME, tensors, form, {"format": manifest.FORMAT, "step": step})
+            files = [*(File(*each) for rank in everyone for each in rank["files"]), File(index.NAME, *seen)]
             world = {"size": self._world.size, "num_nodes": self._world.num_nodes}
             now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             whole = manifest.Manifest(

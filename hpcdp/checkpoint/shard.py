@@ -68,63 +68,103 @@ def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
         raise DataError(operation, where=where(), got=got) from error
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], compression: str | None = None) -> tuple[list[Stored], File]:
-    """Write a new file of ``pieces``, down to the disk.
+@dataclass(frozen=True)
+class Room:
+    """A data set of a file that is to be laid out."""
 
-    Returns:
-        What each piece has become, and what the file is.
+    dataset: str
+    count: int
+    stored: str
+    """The NumPy dtype of its elements."""
+    dtype: str
+    """See `Piece.dtype`."""
+
+    @classmethod
+    def of(cls, piece: Piece) -> Room:
+        return cls(piece.dataset, piece.values.size, piece.values.dtype.str, piece.dtype)
+
+
+def lay_out(path: Path, rooms: Sequence[Room]) -> list[int]:
+    """Make a file of data sets without elements; where those of each are to go, in bytes.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    with failing("save", lambda: path), new_file(path) as file:
+        return [place_of(make_dataset(file, room)) for room in rooms]
+
+
+def place_of(dataset: h5py.Dataset) -> int:
+    """Where the elements of a contiguous data set begin in its file, in bytes; 0 where there are none."""
+    offset = dataset.id.get_offset()
+    return 0 if offset is None else int(offset)
+
+
+def new_file(path: Path, comm: Any = None) -> h5py.File:
+    """An open HDF5 file that was not there before; with an MPI communicator, all whose ranks call, they share it."""
+    import h5py
+
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_alignment(_ALIGN_FROM, _ALIGNMENT)
+    if comm is None:
+        access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    else:
+        access.set_fapl_mpio(comm, comm.info)
+    return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access))
+
+
+def make_dataset(file: h5py.File, room: Room) -> h5py.Dataset:
+    """A contiguous data set whose elements have their place at once, and no values."""
+    from h5py import Dataset, h5d, h5p, h5s, h5t
+
+    plain, links = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
+    plain.set_layout(h5d.CONTIGUOUS)
+    plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    plain.set_fill_time(h5d.FILL_TIME_NEVER)
+    plain.set_obj_track_times(False)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5t.CSET_UTF8)
+    kind = h5t.py_create(np.dtype(room.stored), logical=True)
+    made = h5d.create(file.id, room.dataset.encode(), kind, h5s.create_simple((room.count,)), dcpl=plain, lcpl=links)
+    dataset = Dataset(made)
+    mark_dtype(dataset, room.dtype)
+    return dataset
+
+
+def fill(path: Path, pieces: Sequence[Piece], offsets: Sequence[int | None]) -> list[Stored]:
+    """Write the elements of ``pieces`` to their places in a file, down to the disk; what each has become.
+
+    Args:
+        offsets: where in the file, in bytes; None: they are there already.
 
     Raises:
         DataError: it cannot be written; names the data set that was on its way.
     """
     current: list[str] = []
+    stored = []
     with failing("save", lambda: ", ".join([str(path), *current])):
-        if compression is None:
-            offsets: list[int | None] = list(lay_out(path, pieces))
-        else:
-            _write_compressed(path, pieces, compression)
-            offsets = [None] * len(pieces)
-        stored = []
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for piece, offset in zip(pieces, offsets, strict=True):
                 current[:] = [piece.dataset]
-                sums = write_blocks(file, offset, piece.values)
-                stored.append(
-                    Stored(piece.name, piece.first, piece.values.size, path.name, piece.dataset, offset, sums)
-                )
+                sums = _write_blocks(file, offset, piece.values)
+                count = piece.values.size
+                stored.append(Stored(piece.name, piece.first, count, path.name, piece.dataset, offset, sums))
             current.clear()
-            whole = File(path.name, os.fstat(file).st_size, crc32_beside(file, spans(stored, pieces)))
             os.fsync(file)
         finally:
             os.close(file)
-    return stored, whole
+    return stored
 
 
-def lay_out(path: Path, pieces: Sequence[Piece]) -> list[int]:
-    """Make a file of data sets without elements; where those of each piece are to go, in bytes."""
-    import h5py
-
-    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    access.set_alignment(_ALIGN_FROM, _ALIGNMENT)
-    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    plain = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plain.set_layout(h5py.h5d.CONTIGUOUS)
-    plain.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plain.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    plain.set_obj_track_times(False)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    offsets = []
-    with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access)) as file:
-        for piece in pieces:
-            space = h5py.h5s.create_simple(piece.values.shape)
-            kind = h5py.h5t.py_create(piece.values.dtype, logical=True)
-            made = h5py.h5d.create(file.id, piece.dataset.encode(), kind, space, dcpl=plain, lcpl=links)
-            mark_dtype(h5py.Dataset(made), piece.dtype)
-            offsets.append(made.get_offset() if piece.values.size else 0)
-    return [0 if offset is None else offset for offset in offsets]
+def seen(path: Path, covered: Sequence[tuple[int, int]]) -> File:
+    """What is known of a file, whose elements lie in the spans ``covered``, in bytes."""
+    with failing("save", lambda: path):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return File(path.name, os.fstat(file).st_size, crc32_beside(file, covered))
+        finally:
+            os.close(file)
 
 
 def mark_dtype(dataset: h5py.Dataset, dtype: str) -> None:
@@ -133,13 +173,18 @@ def mark_dtype(dataset: h5py.Dataset, dtype: str) -> None:
         dataset.attrs["dtype"] = dtype
 
 
-def _write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> None:
+def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> None:
+    """Make a file of compressed data sets, in chunks that HDF5 gives checksums of its own.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     import h5py
 
     how: dict[str, Any] = {"compression": compression, "shuffle": True, "fletcher32": True}
     if compression == "gzip":
         how["compression_opts"] = 1
-    with h5py.File(path, "x") as file:
+    with failing("save", lambda: path), h5py.File(path, "x") as file:
         for piece in pieces:
             values = piece.values
             chunk = (min(values.size, BLOCK_NBYTES // values.itemsize),)
@@ -147,7 +192,7 @@ def _write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> 
             mark_dtype(file.create_dataset(piece.dataset, data=values, **options), piece.dtype)
 
 
-def write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int]:
+def _write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int]:
     """Write elements to their place in an open file, nowhere without one; the checksums of their blocks."""
     flat, sums = values.view(np.uint8), []
     for first in range(0, flat.size, BLOCK_NBYTES):
@@ -159,13 +204,9 @@ def write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int]
     return sums
 
 
-def spans(stored: Sequence[Stored], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Where elements begin and end in their file, in bytes, of pieces that are not compressed."""
-    return [
-        (each.offset, each.offset + piece.values.nbytes)
-        for each, piece in zip(stored, pieces, strict=True)
-        if each.offset is not None
-    ]
+def span(stored: Stored, itemsize: int) -> tuple[int, int]:
+    """Where elements begin and end in their file, in bytes; nowhere where they are compressed."""
+    return (0, 0) if stored.offset is None else (stored.offset, stored.offset + stored.count * itemsize)
 
 
 def crc32_beside(file: int, covered: Sequence[tuple[int, int]]) -> int:
@@ -186,13 +227,14 @@ class ShardReader:
 
     Args:
         folder: of the checkpoint.
+        operation: what errors say was attempted.
 
     Raises:
         DataError: when it ends: elements are not those that were written; names file and data set.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, operation: str = "restore") -> None:
+        self._folder, self._operation = folder, operation
         self._files: dict[str, int] = {}
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
         # A few reads ahead of the checks: what is checked should still lie in a cache.
@@ -203,8 +245,8 @@ class ShardReader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
-                self._checks.waitall()
+            with contextlib.suppress(*() if kind is None else (DataError,)):  # what has failed first is on its way
+                self.settle()
         finally:
             self._checks.shutdown()
             for file in self._files.values():
@@ -214,10 +256,12 @@ class ShardReader:
     def read(self, stored: Stored, first: int, out: np.ndarray) -> None:
         """Fill ``out``, shape ``(count,)``, with elements from number ``first`` of a run on.
 
+        They must not change before they are checked, see `settle`.
+
         Raises:
             DataError: the file is missing or too short; names file and data set.
         """
-        with failing("restore", lambda: self._where(stored)):
+        with failing(self._operation, lambda: self._where(stored)):
             if stored.offset is None:
                 self._read_compressed(stored, first, out)
                 return
@@ -239,6 +283,14 @@ class ShardReader:
                     flat[at - begin : last - begin] = block[at - low : last - low]
                     at = last
 
+    def settle(self) -> None:
+        """Wait until all that was read is checked.
+
+        Raises:
+            DataError: something is not what was written.
+        """
+        self._checks.waitall()
+
     def _where(self, stored: Stored) -> str:
         return f"{self._folder / stored.file}, {stored.dataset}"
 
@@ -251,7 +303,7 @@ class ShardReader:
             if count == 0:
                 expected = f"at least {stored.offset + first + out.size} bytes"
                 size = os.fstat(file).st_size
-                raise DataError("restore", where=self._where(stored), expected=expected, got=f"a file of {size}")
+                raise DataError(self._operation, where=self._where(stored), expected=expected, got=f"a file of {size}")
             got += count
 
     def _check(self, stored: Stored, number: int, blocks: np.ndarray) -> None:
@@ -260,7 +312,7 @@ class ShardReader:
             found, expected = crc32(blocks[at : at + BLOCK_NBYTES]), stored.crc32[number + at // BLOCK_NBYTES]
             if found != expected:
                 raise DataError(
-                    "restore", where=self._where(stored), got=f"{found:08x}",
+                    self._operation, where=self._where(stored), got=f"{found:08x}",
                     expected=f"checksum {expected:08x} of MiB {number + at // BLOCK_NBYTES}",
                 )  # fmt: skip
 
@@ -269,6 +321,8 @@ class ShardReader:
 
         with h5py.File(self._folder / stored.file, "r", locking="best-effort") as file:
             dataset = file[stored.dataset]
+            if not isinstance(dataset, h5py.Dataset) or dataset.shape != (stored.count,):
+                raise ValueError(f"no data set of {stored.count} elements")
             per_block = BLOCK_NBYTES // out.itemsize
             for number in range(first // per_block, -(-(first + out.size) // per_block)):
                 low = number * per_block

@@ -8,7 +8,7 @@ member: ``{"float": "nan"}``, ``{"dict": [[key, node], ...]}``, ``{"list": [...]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,9 @@ from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
 
 Form = Any
+DEEPEST = 100
+"""Levels of a state."""
+_ROOT = "%"  # the name of a tensor that is the whole state: see `quoted`
 _SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with state_dict() and load_state_dict()"
 
 
@@ -47,32 +50,54 @@ class Flattened:
     form: Form
     held: list[Held] = field(default_factory=list)
     """Alike in names and order on all ranks, except what stands in a `PerRank`."""
+    error: UnsupportedError | None = None
+    """What cannot be saved, named by its place; perhaps on this rank alone."""
 
 
 def quoted(key: object) -> str:
-    """A key as a part of a name: without slashes."""
-    text = str(key).replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    """A key as a part of a name: without slashes, and without what parts of tensors are told by."""
+    text = str(key).replace("%", "%25").replace("/", "%2F").replace("\0", "%00").replace("@", "%40")
     return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
 
 
 def flatten(state: Any, world: World) -> Flattened:
-    """The form and the tensors of a state; every rank must call, with states alike but for what is `PerRank`.
+    """The form and the tensors of a state; every rank must call, with states whose `outline` is the same."""
+    flattening = _Flattening(world)
+    form = flattening.node(state, "", world.size, world.rank)
+    return Flattened(form, flattening.held, flattening.error)
 
-    Raises:
-        UnsupportedError: something in it cannot be saved; named by its place.
-    """
-    found = Flattened(None)
-    found.form = _Flattening(world, found.held).node(state, "", world.size, world.rank)
-    return found
+
+def outline(state: Any) -> list[str]:
+    """What in a state has a state of its own, which ranks may make together: a line each."""
+    return list(_outlined(state, "", ()))
+
+
+def _outlined(value: Any, name: str, within: tuple[int, ...]) -> Iterator[str]:
+    if isinstance(value, Mapping | list | tuple):
+        if id(value) not in within and len(within) < DEEPEST:
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, each in items:
+                yield from _outlined(each, joined(name, key), (*within, id(value)))
+    elif not (value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic | Sharded)):
+        yield f"{name} {type(value).__qualname__}"
 
 
 class _Flattening:
-    def __init__(self, world: World, held: list[Held]) -> None:
-        self._world, self._held = world, held
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.held: list[Held] = []
+        self.error: UnsupportedError | None = None
         self._within: list[int] = []  # identities of what is being looked into
         self._own = False
 
     def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        try:
+            return self._node(value, name, copies, copy)
+        except UnsupportedError as error:  # goes on, or others would wait for this rank
+            self.error = self.error or error
+            return None
+
+    def _node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         if value is None or isinstance(value, bool | int | str):
             return str(value) if isinstance(value, str) else value
         if isinstance(value, np.generic):
@@ -81,6 +106,8 @@ class _Flattening:
             return float_node(value)
         if id(value) in self._within:
             raise UnsupportedError("save", where=name or "the state", expected="no state within itself", got="one")
+        if len(self._within) == DEEPEST:
+            raise UnsupportedError("save", where=name[:80], expected=f"at most {DEEPEST} levels", got="more")
         self._within.append(id(value))
         try:
             return self._compound(value, name, copies, copy)
@@ -88,6 +115,8 @@ class _Flattening:
             self._within.pop()
 
     def _compound(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        if isinstance(value, PerRank) and self._own:
+            return self.node(value.value, name, copies, copy)
         if isinstance(value, PerRank):
             self._own = True
             node = self.node(value.value, joined(name, f"rank-{self._world.rank}"), 1, 0)
@@ -101,8 +130,11 @@ class _Flattening:
             return {"list" if isinstance(value, list) else "tuple": nodes}
         if isinstance(value, Sharded):
             parts = tuple(Part(part.first, to_host(part.values)) for part in value.parts)
-            dtype = np.dtype(value.dtype)
-            self._held.append(Held(name, value.shape, dtype.name, dtype, parts, value.copies, value.copy, self._own))
+            check_parts("save", name, value, parts)
+            name, dtype = name or _ROOT, np.dtype(value.dtype)
+            self.held.append(
+                Held(name, tuple(value.shape), dtype.name, dtype, parts, value.copies, value.copy, self._own)
+            )
             return {"tensor": name}
         stateful = as_stateful(value, self._world)
         if stateful is not None:
@@ -115,9 +147,21 @@ class _Flattening:
             got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
             remedy = "import hpcdp.torch, too" if type(value).__module__.partition(".")[0] == "torch" else None
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
-        part = Part(0, view.array.reshape(-1))
-        self._held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))
+        part, name = Part(0, view.array.reshape(-1)), name or _ROOT
+        self.held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))
         return {"tensor": name} | ({"kind": view.kind} if view.kind else {})
+
+
+def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:
+    """Raises `UnsupportedError` unless each of ``parts``, in host memory, is a run of the whole tensor's elements."""
+    for part in parts:
+        values, dtype = part.values, np.dtype(whole.dtype)
+        if (values.ndim, values.dtype) != (1, dtype) or not values.flags.c_contiguous:
+            expected, got = f"parts of shape (count,), contiguous, {dtype}", f"{values.shape} {values.dtype}"
+            raise UnsupportedError(operation, where=name or "the state", expected=expected, got=got)
+        if not 0 <= part.first <= whole.count - values.size:
+            got = f"a part from {part.first} to {part.first + values.size}"
+            raise UnsupportedError(operation, where=name or "the state", expected=f"{whole.count} elements", got=got)
 
 
 def joined(name: str, key: object) -> str:
@@ -139,35 +183,42 @@ def float_node(value: float) -> Form:
     return float(value) if math.isfinite(value) else {"float": str(float(value))}
 
 
-def with_ranks(forms: list[Form]) -> Form:
-    """The form of all ranks, of those of each of them, which are alike but for what is per rank."""
-    first = forms[0]
-    if not isinstance(first, dict):
-        return first
-    ((tag, content), *more) = first.items()
-    contents = [form[tag] for form in forms]
+def own_nodes(form: Form) -> list[Form]:
+    """What a rank has for itself in its form: the nodes of each `PerRank`, in order."""
+    if not isinstance(form, dict):
+        return []
+    ((tag, content), *_) = form.items()
     if tag == "ranks":
-        return {"ranks": contents}
+        return [content]
+    nodes = [node for _, node in content] if tag == "dict" else content if tag in ("list", "tuple") else []
+    return [own for node in nodes for own in own_nodes(node)]
+
+
+def with_ranks(form: Form, everyone: Sequence[Iterator[Form]]) -> Form:
+    """The form of all ranks, of that of one of them and the `own_nodes` of each."""
+    if not isinstance(form, dict):
+        return form
+    ((tag, content), *more) = form.items()
+    if tag == "ranks":
+        return {"ranks": [next(nodes) for nodes in everyone]}
     if tag == "dict":
-        pairs = zip(*contents, strict=True)
-        return {"dict": [[each[0][0], with_ranks([node for _, node in each])] for each in pairs]}
+        return {"dict": [[key, with_ranks(node, everyone)] for key, node in content]}
     if tag in ("list", "tuple"):
-        return {tag: [with_ranks(list(nodes)) for nodes in zip(*contents, strict=True)]}
+        return {tag: [with_ranks(node, everyone) for node in content]}
     return {tag: content} | dict(more)
 
 
-def alike(form: Form) -> Form:
-    """A form without what is per rank: what must be the same on all ranks."""
-    if not isinstance(form, dict):
-        return form
-    ((tag, content), *_) = form.items()
+def alike(form: Form, name: str = "") -> Iterator[str]:
+    """What of a form must be the same on all ranks, a line a node."""
+    ((tag, content), *_) = form.items() if isinstance(form, dict) else (("", form),)
     if tag == "ranks":
-        return {"ranks": None}
-    if tag == "dict":
-        return {"dict": [[key, alike(node)] for key, node in content]}
-    if tag in ("list", "tuple"):
-        return {tag: [alike(node) for node in content]}
-    return form
+        yield f"{name} = for each rank"
+    elif tag in ("dict", "list", "tuple"):
+        yield f"{name or 'the state'} = a {tag} of {len(content)}"
+        for key, node in content if tag == "dict" else enumerate(content):
+            yield from alike(node, joined(name, key))
+    else:
+        yield f"{name} = {form}"
 
 
 def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
@@ -183,6 +234,65 @@ def leaves(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
                 yield from leaves(node, joined(name, at))
             return
     yield name, form
+
+
+def entries(form: Form, name: str = "") -> Iterator[tuple[str, Form]]:
+    """As `leaves`, and what is per rank stands under the name that each rank's has."""
+    for inner, node in leaves(form, name):
+        if isinstance(node, dict) and "ranks" in node:
+            for rank, each in enumerate(node["ranks"]):
+                yield from entries(each, joined(inner, f"rank-{rank}"))
+        else:
+            yield inner, node
+
+
+def below(form: Form, name: str) -> Form:
+    """The node of that name, None where there is none."""
+    for key in name.split("/"):
+        tag, content = _opened(form)
+        if tag == "dict":
+            form = next((node for each, node in content if quoted(each) == key), None)
+        elif tag in ("list", "tuple") and key.isdecimal() and int(key) < len(content):
+            form = content[int(key)]
+        else:
+            return None
+    return form
+
+
+def without_ranks(form: Form) -> Form:
+    """A form without what is per rank: left out of dicts, None elsewhere."""
+    tag, content = _opened(form)
+    if tag == "ranks":
+        return None
+    if tag == "dict":
+        kept = [[key, node] for key, node in content if not (isinstance(node, dict) and "ranks" in node)]
+        return {"dict": [[key, without_ranks(node)] for key, node in kept]}
+    if tag in ("list", "tuple"):
+        return {tag: [without_ranks(node) for node in content]}
+    return form
+
+
+def built(form: Form, tensor: Callable[[str], Any]) -> Any:
+    """The nested state of a form without what is per rank.
+
+    Args:
+        tensor: makes what stands in the place of a tensor, from its name.
+    """
+    tag, content = _opened(form)
+    if tag == "dict":
+        return {key: built(node, tensor) for key, node in content}
+    if tag in ("list", "tuple"):
+        return (list if tag == "list" else tuple)(built(node, tensor) for node in content)
+    return tensor(content) if tag == "tensor" else value_of(form)
+
+
+def _opened(form: Form) -> tuple[str, Any]:
+    return next(iter(form.items())) if isinstance(form, dict) else ("", form)
+
+
+def value_of(node: Form) -> Any:
+    """The value of a leaf that is no tensor."""
+    return float(node["float"]) if isinstance(node, dict) else node
 
 
 def renamed(form: Form, rename: Mapping[str, str] | Callable[[str], str]) -> Form:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError
 from .datasets import Batch, Dataset
+from .resumable import Position, Resumable
 from .samplers import BatchIndices
 
 Transform = Callable[..., Batch]
@@ -88,26 +91,81 @@ class DataLoader:
             raise ConfigError("DataLoader", where="prefetch", expected="an integer >= 0", got=repr(prefetch))
         self.dataset, self.sampler, self.prefetch, self.transform = dataset, sampler, prefetch, transform
         self._engine = engine
+        self._position = Position()
+
+    @property
+    def epoch(self) -> int:
+        """That of `set_epoch`, or the one that was restored."""
+        return self._position.epoch
 
     def __len__(self) -> int:
         """The number of batches an epoch."""
         return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the sampler, for the next iteration."""
+        """Passed on to the sampler, for the next iteration: a whole one, except of the epoch that was restored."""
         self.sampler.set_epoch(epoch)
+        self._position.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is; alike on all ranks, all of which must call it after as many batches.
+
+        Returns:
+            ``epoch``; ``done``, how many global batches of it the loop has had (those that are read ahead do not
+            count); ``begun`` and ``ended``: whether an iteration has begun, and whether it has come to its end;
+            ``sampler``, that of the sampler.
+
+        Raises:
+            ConfigError: the loop is between virtual shards of a global batch.
+        """
+        loop, sampler = self._position.loop, self.sampler
+        done, ended, inner = loop.before + loop.used, loop.ended, None
+        if isinstance(sampler, Resumable):
+            inner = sampler.state_dict()
+            if loop.begun:
+                done, ended = sampler.place(loop.before, loop.used, ended)
+        return self._position.state(done, ended) | {"sampler": inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a `state_dict` says, on any number of ranks: the next iteration yields what is left of its epoch.
+
+        Those after it are whole, and so is the next one after `set_epoch` of another epoch. Of an epoch whose iteration
+        had ended nothing is left if it is named by `set_epoch`; without that a whole iteration follows.
+
+        Raises:
+            ConfigError: the sampler's order is another one; says which argument differs. Nothing is changed.
+        """
+        if isinstance(self.sampler, Resumable):
+            self.sampler.load_state_dict(state["sampler"])
+        else:
+            self.sampler.set_epoch(state["epoch"])
+        self._position.restore(state)
 
     def _read(self, indices: object) -> Batch:
         x, y = self.dataset[indices]  # type: ignore[index]
         return (x, y) if self.transform is None else self.transform(x, y)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.prefetch == 0:
-            for indices in self.sampler:
-                yield self._read(indices)
-            return
+        batches = self._indices(self._position.begin())
+        loop = self._position.loop
+        reads = self._read_now(batches) if self.prefetch == 0 else self._read_ahead(batches)
+        with contextlib.closing(reads):
+            for batch in reads:
+                loop.used += 1
+                yield batch
+        loop.ended = True
+
+    def _indices(self, done: int | None) -> Iterator[Any]:
+        if isinstance(self.sampler, Resumable):
+            return self.sampler.batches(done)
+        return islice(self.sampler, done, None)
+
+    def _read_now(self, batches: Iterator[Any]) -> Generator[Batch]:
+        for indices in batches:
+            yield self._read(indices)
+
+    def _read_ahead(self, batches: Iterator[Any]) -> Generator[Batch]:
         engine = default_engine() if self._engine is None else self._engine
-        batches = iter(self.sampler)
         ahead: deque[_Read] = deque()
         try:
             while True:

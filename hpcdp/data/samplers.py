@@ -2,18 +2,19 @@
 
 Samplers are deterministic: the order depends on the arguments and on the epoch alone, and iterating twice without
 ``set_epoch`` in between gives the same order twice (`BatchSampler` with ``last="rollover"`` excepted). So all ranks
-agree on a shuffle without talking, and a resumed run sees what it would have seen.
+agree on a shuffle without talking, and a resumed run sees what it would have seen: see `resumable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import ConfigError
+from .resumable import Ordered, Resumable
 from .split import piece_bounds
 
 
@@ -56,8 +57,10 @@ def _checked_part(num_parts: object, part_index: object) -> tuple[int, int]:
     return parts, index
 
 
-class SequentialSampler:
-    """0, 1, ..., n - 1."""
+class SequentialSampler(Ordered):
+    """0, 1, ..., n - 1, the same in every epoch."""
+
+    decides = ("n",)
 
     def __init__(self, n: int) -> None:
         self.n = _at_least("n", n, 0)
@@ -68,11 +71,8 @@ class SequentialSampler:
     def __len__(self) -> int:
         return self.n
 
-    def set_epoch(self, epoch: int) -> None:
-        """Changes nothing: the order is the same in every epoch."""
 
-
-class RandomSampler:
+class RandomSampler(Ordered):
     """Each of n samples once, in an order drawn from ``seed`` and the epoch.
 
     Args:
@@ -80,8 +80,10 @@ class RandomSampler:
         seed: an integer >= 0.
     """
 
+    decides = ("n", "seed")
+
     def __init__(self, n: int, seed: int = 0) -> None:
-        self.n, self.seed, self.epoch = _at_least("n", n, 0), _at_least("seed", seed, 0), 0
+        self.n, self.seed = _at_least("n", n, 0), _at_least("seed", seed, 0)
 
     def __iter__(self) -> Iterator[int]:
         return iter(_shuffled(self.n, self.seed, self.epoch).tolist())
@@ -89,36 +91,37 @@ class RandomSampler:
     def __len__(self) -> int:
         return self.n
 
-    def set_epoch(self, epoch: int) -> None:
-        """Another order, from the next iteration on."""
-        self.epoch = _at_least("epoch", epoch, 0)
 
-
-class BatchSampler:
+class BatchSampler(Resumable):
     """Batches of another sampler's numbers, for a single process.
 
     Args:
         sampler: e.g. a `RandomSampler`.
         batch_size: samples a batch.
         last: what becomes of a short last batch: "keep" yields it, "discard" drops it, "rollover" puts its samples
-            before those of the next epoch.
+            before those of the next iteration, also where a loop is left early.
     """
+
+    decides = ("batch_size", "last")
 
     def __init__(self, sampler: Sampler, batch_size: int, last: str = "keep") -> None:
         self.sampler, self.batch_size = sampler, _at_least("batch_size", batch_size, 1)
         self.last = _one_of("last", last, ("keep", "discard", "rollover"))
         self._rest: list[int] = []
+        self._began_with: list[int] = []
+        """What was left over when the last iteration began."""
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
+        if done is None:
+            self._began_with = self._rest
         numbers: Iterable[int] = self.sampler
-        if self._rest:
-            numbers, self._rest = [*self._rest, *self.sampler], []
-        source = iter(numbers)
+        if self.last == "rollover":
+            numbers = [*self._began_with, *self.sampler]
+            self._rest = numbers[len(numbers) - len(numbers) % self.batch_size :]
+        source = islice(numbers, (done or 0) * self.batch_size, None)
         while batch := list(islice(source, self.batch_size)):
             if len(batch) == self.batch_size or self.last == "keep":
                 yield np.array(batch, np.int64)
-            elif self.last == "rollover":
-                self._rest = batch
 
     def __len__(self) -> int:
         """The number of batches of the next iteration."""
@@ -127,10 +130,25 @@ class BatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the sampler."""
+        super().set_epoch(epoch)
         self.sampler.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Ordered.state_dict`; with the sampler's own, if it has one, and what is left over."""
+        inner = self.sampler.state_dict() if isinstance(self.sampler, Ordered) else None
+        return super().state_dict() | {"sampler": inner, "rest": self._rest, "began_with": self._began_with}
 
-class ShardedSampler:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state(state)
+        if isinstance(self.sampler, Ordered):
+            self.sampler.check_state(state["sampler"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rest, self._began_with = list(state["rest"]), list(state["began_with"])
+
+
+class ShardedSampler(Resumable):
     """This part's pieces of **global** batches: one global order, cut into batches, each cut into ``num_parts`` pieces.
 
     The parts together see in step k exactly the samples that a single part would see in step k, and all parts have the
@@ -151,6 +169,8 @@ class ShardedSampler:
     Raises:
         ConfigError: a value outside of that.
     """
+
+    decides = ("n", "batch_size", "shuffle", "seed", "last")
 
     def __init__(
         self,
@@ -173,7 +193,7 @@ class ShardedSampler:
                 got=batch_size,
                 remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
             )
-        self.shuffle, self.seed, self.epoch = bool(shuffle), _at_least("seed", seed, 0), 0
+        self.shuffle, self.seed = bool(shuffle), _at_least("seed", seed, 0)
         self.last = _one_of("last", last, ("keep", "discard", "pad"))
         self.weights = None if weights is None else tuple(weights)
         self._bounds(batch_size)
@@ -182,10 +202,10 @@ class ShardedSampler:
         bounds = piece_bounds(count, self.num_parts, self.weights)
         return bounds[self.part_index], bounds[self.part_index + 1]
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
         order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
         start, stop = self._bounds(self.batch_size)
-        for k in range(len(self)):
+        for k in range(done or 0, len(self)):
             batch = order[k * self.batch_size : (k + 1) * self.batch_size]
             if len(batch) == self.batch_size:
                 yield batch[start:stop]
@@ -199,12 +219,8 @@ class ShardedSampler:
         discarded: the ``epoch_size`` that others compute as N / b / n)."""
         return self.n // self.batch_size if self.last == "discard" else -(-self.n // self.batch_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Another order, from the next iteration on; every part must call it with the same number."""
-        self.epoch = _at_least("epoch", epoch, 0)
 
-
-class VirtualShardSampler:
+class VirtualShardSampler(Resumable):
     """The **virtual shards** of global batches that fall to this part, one after another.
 
     Every global batch is cut into ``num_shards`` pieces that do not depend on the number of parts; each part takes a
@@ -221,6 +237,8 @@ class VirtualShardSampler:
     Raises:
         ConfigError: a value outside of that.
     """
+
+    decides = ("num_shards",)
 
     def __init__(
         self,
@@ -249,21 +267,42 @@ class VirtualShardSampler:
         self.shards = [ShardedSampler(n, batch_size, num_shards, each, shuffle, seed, last) for each in self.numbers]
         """One sampler for each of them."""
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for pieces in zip(*self.shards, strict=True):
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
+        for pieces in zip(*(shard.batches(done) for shard in self.shards), strict=True):
             yield from pieces
+
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """See `Resumable.place`.
+
+        Raises:
+            ConfigError: the loop is in the middle of a global batch.
+        """
+        whole, rest = divmod(used, len(self.numbers))
+        if rest:
+            raise ConfigError(
+                "state_dict", where="VirtualShardSampler", expected="a loop that has all shards of a global batch",
+                got=f"{rest} of {len(self.numbers)}", remedy="call it after the step of the last of them",
+            )  # fmt: skip
+        return before + whole, ended
 
     def __len__(self) -> int:
         """The number of virtual shards of this part in an epoch."""
         return sum(len(shard) for shard in self.shards)
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, from the next iteration on; every part must call it with the same number."""
+        super().set_epoch(epoch)
         for shard in self.shards:
             shard.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.shards[0].state_dict() | super().state_dict()
 
-class SharedSampler:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        self.shards[0].check_state(state)
+        super().check_state(state)
+
+
+class SharedSampler(Resumable):
     """Batches that parts take as they come to them, so that a slower part does fewer.
 
     One global order, alike on all parts, is cut into batches; a part takes the batch of the next number that nobody
@@ -272,7 +311,8 @@ class SharedSampler:
     Args:
         n: number of samples in the data set.
         batch_size: samples of one batch, which one part takes.
-        numbers: 0, 1, 2, ..., each given to one part alone; each iteration of it begins at 0 again, on all parts.
+        numbers: 0, 1, 2, ..., each given to one part alone; each iteration of it begins at 0 again, on all parts. A
+            method ``given() -> int``, if it has one, says on all parts, when all call, how many all have together.
         shuffle, seed: as `ShardedSampler`.
         last: what becomes of a short last batch: "keep" or "discard".
 
@@ -280,29 +320,39 @@ class SharedSampler:
         ConfigError: a value outside of that.
     """
 
+    decides = ("n", "batch_size", "shuffle", "seed", "last")
+
     def __init__(
         self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
     ) -> None:
         self.n, self.batch_size = _at_least("n", n, 0), _at_least("batch_size", batch_size, 1)
-        self.shuffle, self.seed, self.epoch = bool(shuffle), _at_least("seed", seed, 0), 0
+        self.shuffle, self.seed = bool(shuffle), _at_least("seed", seed, 0)
         self.last = _one_of("last", last, ("keep", "discard"))
         self.numbers = numbers
         self.taken = 0
         """How many batches of this epoch were taken, by all parts, when this part took its last one."""
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
         order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
-        self.taken = 0
+        first = self.taken = done or 0
         for number in self.numbers:
-            if number >= len(self):
+            if first + number >= len(self):
                 return
-            self.taken = number + 1
-            yield order[number * self.batch_size : (number + 1) * self.batch_size]
+            self.taken = first + number + 1
+            yield order[(self.taken - 1) * self.batch_size : self.taken * self.batch_size]
+
+    def close(self) -> None:
+        """Let this iteration end early, for all parts, where ``numbers`` has a method ``close``; one part calls."""
+        close = getattr(self.numbers, "close", None)
+        if close is not None:
+            close()
+
+    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
+        """See `Resumable.place`; what any part has taken counts, also where it has not come to use it."""
+        given = getattr(self.numbers, "given", None)
+        done = self.taken if given is None else min(before + given(), len(self))
+        return done, done == len(self)
 
     def __len__(self) -> int:
         """The number of batches an epoch, all parts together."""
         return self.n // self.batch_size if self.last == "discard" else -(-self.n // self.batch_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Another order, from the next iteration on; every part must call it with the same number."""
-        self.epoch = _at_least("epoch", epoch, 0)

@@ -1,4 +1,5 @@
-"""Floor 4: gradients. Imports: collectives, comm, compression, optim, autograd, engine, trace, kernels, arrays, errors.
+"""Floor 4: gradients. Imports: collectives, comm, compression, optim, autograd, engine, trace, kernels, state, arrays,
+errors.
 
 From a model's gradients to its update:
 
@@ -7,6 +8,7 @@ From a model's gradients to its update:
 - `reducer` keeps the state of every bucket and sums it over the ranks.
 - `rail` sums what nodes have summed, by messages.
 - `residuals` makes what compression has not sent yet a part of a state.
+- `sharded_state` is what a rank holds of the state of each parameter.
 - `virtual_shards` sums in an order that does not depend on the number of ranks.
 - `beside` is what buckets do while Python computes: reductions that backward launches, updates that outlast a step.
 - `closing` exchanges the few numbers that end a step.

@@ -44,7 +44,10 @@ def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
         raise ConfigError(operation, where="value", expected=f"a list of {len(keys)}, one for each key", got=got)
     found: dict[Key, list[Any]] = {}
     for each, of_key in zip(keys, values, strict=True):
-        found.setdefault(each, []).extend(of_key if isinstance(of_key, list | tuple) else [of_key])
+        arrays = of_key if isinstance(of_key, list | tuple) else [of_key]
+        if operation != "pull":  # to which nothing can be written
+            arrays = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
+        found.setdefault(each, []).extend(arrays)
         if not found[each]:
             raise ConfigError(operation, where=f"key {each!r}", expected="an array or more", got="an empty list")
     return found

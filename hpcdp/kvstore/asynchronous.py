@@ -17,7 +17,7 @@ import copy
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..gradients.reducer import weakly
 from ..optim import Optimizer, Schedule
+from ..state import Part, Sharded
 from . import together
 from .arguments import Key, merged
 from .cell import AWAY, BACK
@@ -42,12 +43,13 @@ from .pulled import Pulled, can_wait
 from .replay import Replay
 from .requests import Requests
 from .server import Server
+from .state_transfer import StateTransfer
 from .states import States, read_states, write_states
 from .store import Entry
 from .table import Table, no_updater
 from .transfer import Own, Transfer
-from .updaters import ByOptimizer, Function, Rate, name_of, rate_of
-from .wire import NO_STATE, Kind, Message
+from .updaters import ByOptimizer, Function, Rate, name_of, rate_of, state_dtype
+from .wire import NO_STATE, VALUE, Kind, Message
 from .world_store import WorldStore
 
 
@@ -99,7 +101,7 @@ class AsyncStore(WorldStore):
             self._server.stores[number] = Requests(self._table)
         if self._replay is not None:
             self._shared = self._replay.share(world, self._table)
-        self._transfer = Transfer(self._table, number, self._server, world.rank)
+        self._transfer = StateTransfer(self._table, number, self._server, world.rank)
         group.comm.barrier()
 
     def _command(self, do: str, **arguments: Any) -> None:
@@ -242,17 +244,17 @@ class AsyncStore(WorldStore):
             return contextlib.nullcontext()
         return self._replay.turn(self.rank, lambda: True)
 
-    def take(self, key: Key) -> int:
-        """The integer under a key of one int64, which is one greater then: 0, 1, 2, ..., each for one worker alone.
+    def take(self, key: Key, count: int = 1) -> int:
+        """The integer under a key of one int64, which is ``count`` greater then: each is for one worker alone.
 
-        For handing out work, so that faster workers do more.
+        For handing out work, 0, 1, 2, ..., so that faster workers do more.
 
         Raises:
             ConfigError: there is no such key, or it is no single int64.
         """
         own = self._own[self._entry("take", key).key]
         with self._replayed():
-            return self._transfer.take(own.item)
+            return self._transfer.take(own.item, count)
 
     def barrier(self) -> None:
         """Wait until all workers have come here and their pushes have taken effect; holds nobody back meanwhile."""
@@ -312,6 +314,32 @@ class AsyncStore(WorldStore):
             "sent_nbytes": 0 if self._server is None else self._server.sent_nbytes,
         }
 
+    def _values_of(self, entry: Entry) -> Sharded:
+        return self._transfer.held(self._own[entry.key], VALUE)
+
+    def _states_of(self, entry: Entry, rule: ByOptimizer) -> dict[str, Sharded | Array]:
+        names = sorted(rule.optimizer.state_names())
+        return {name: self._transfer.held(self._own[entry.key], which) for which, name in enumerate(names)}
+
+    def _updates_of(self, entry: Entry, rule: ByOptimizer) -> int:
+        return self._transfer.read_state(self._own[entry.key].item, NO_STATE)[1]
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        own = self._own[entry.key]
+        return [Part(part.first, each.residual) for part, each in zip(own.item.parts, own.feedback, strict=False)]
+
+    def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
+        item = self._own[entry.key].item
+        self._transfer.write(item, VALUE, values)
+        for which, name in enumerate(sorted(states)):
+            self._transfer.write(item, which, states[name])
+        if updates is not None and self.rank == 0:
+            self._transfer.write_steps(item, updates)
+
+    def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
+        super()._renew(rule, config)
+        self._install({"optimizer": config})
+
     def save_optimizer_states(self, path: str) -> None:
         rule = self._by_optimizer("save_optimizer_states").optimizer
         self.barrier()
@@ -334,12 +362,13 @@ class AsyncStore(WorldStore):
             shapes = {key: own.item.shape for key, own in self._own.items()}
             steps, states = read_states(Path(path), rule, shapes)
             for key, own in self._own.items():
-                item, count = own.item, steps.get(key, 0)
-                self._transfer.write_state(item, NO_STATE, np.empty(0), count)
+                item = own.item
+                self._transfer.write_steps(item, steps.get(key, 0))
                 for which, name in enumerate(sorted(rule.state_names())):
                     found = states.get((key, name))
-                    value = np.zeros(item.shape, item.dtype) if found is None else found
-                    self._transfer.write_state(item, which, value, count)
+                    value = np.zeros(item.shape) if found is None else found
+                    whole = np.ascontiguousarray(value, state_dtype(item.dtype))
+                    self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
 
         self._by_first(read)
 

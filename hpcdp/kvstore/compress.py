@@ -75,6 +75,11 @@ class Codes:
             self.nbytes += -(-nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
             self.sent_nbytes += nbytes
 
+    @property
+    def residual(self) -> np.ndarray:
+        """What was not sent yet, shape ``(count,)``."""
+        return self._feedback.residual
+
     def encode(self, x: np.ndarray, wire: np.ndarray) -> None:
         """Encode ``x``, shape ``(count,)``, to ``wire``, uint8, shape ``(nbytes,)``; what is not sent is remembered."""
         for part, place in zip(self.parts, self.places, strict=True):

@@ -1,9 +1,10 @@
 """A push and its pull in one, in the thread that calls: no lane, no whole row, and as few copies as can be.
 
-What must move is what an allreduce of as many bytes moves, and the stored value, which its owners write, and which lies
-in memory of its own. A rank copies what others own of its array to the node's memory (n - 1 of n parts), reads what
-others have pushed of its own part (n - 1 parts), writes the sum there, to the value and to its output, and reads the
-sums of the others' parts (n - 1 of n). It waits once for each piece of a part, and once more.
+What must move is what an allreduce of as many bytes moves. A rank copies what others own of its array to the node's
+memory (n - 1 of n parts), reads what others have pushed of its own part (n - 1 parts), writes the sum there and to its
+output, and reads the sums of the others' parts (n - 1 of n). It waits once for each piece of a part, and once more.
+The sums stay where they are, and are the value: each key has two places, in turn, since whoever is late may still read
+the value when another rank pushes the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..comm.shared import NodeMemory
 from .arguments import merged
 from .rows import Rows
 
-CHUNK_NBYTES = 256 * 1024
+CHUNK_NBYTES = 64 * 1024
 """So much of a rank's array is exchanged at once: it stays in a core's second-level cache."""
 
 
@@ -35,50 +36,69 @@ def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarr
 
 
 class Direct:
-    """The exchange of one store. Every rank of the node must make it together.
+    """The exchanges of one store. Every rank of the node must make it together.
 
     All keys share one buffer: an exchange in which all ranks take part is under way in one thread of each.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory, self._merge = memory, kernels.load("merge")
-        self._replace, self._gather = self._merge.replace, self._merge.gather
-        self._not_yet, self._round = self._merge.NOT_YET, self._merge.ROUND
         buffer = memory.alloc((2, memory.size, CHUNK_NBYTES), np.uint8)
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
-        self._states: dict[Rows, np.ndarray] = {}
 
     def width(self, dtype: np.dtype) -> int:
         """Elements of a part that are exchanged at once."""
         return CHUNK_NBYTES // dtype.itemsize // self._memory.size
 
-    def takes(self, dtype: np.dtype) -> bool:
-        """Whether there are kernels for it."""
-        return dtype in self._staging
+    def exchange_of(self, rows: Rows) -> Exchange | None:
+        """That of one key; None where ranks share nothing, or there are no kernels for its dtype."""
+        staging = self._staging.get(rows.flat.dtype)
+        return None if staging is None or self._memory.size == 1 else Exchange(rows, staging, self._memory)
 
-    def _state(self, rows: Rows) -> np.ndarray:
-        state = self._states.get(rows)
-        if state is None:
-            patience = self._memory.patience
-            state = self._merge.state_of(self._memory.rank, patience, rows.pieces, rows.phases)
-            self._states[rows] = state
-        state[self._round] = rows.rounds
-        return state
 
-    def replace(self, rows: Rows, x: np.ndarray, out: np.ndarray) -> bool:
+class Exchange:
+    """How ranks push and pull one key in one, piece by piece."""
+
+    def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory) -> None:
+        merge = kernels.load("merge")
+        self._rows, self._memory = rows, memory
+        self._shape, self._dtype = rows.stored.shape, rows.stored.dtype
+        self._replace, self._gather = merge.replace, merge.gather
+        self._not_yet, self._mixed, self._round = merge.NOT_YET, merge.MIXED, merge.ROUND
+        self._state = merge.state_of(memory.rank, memory.patience, rows.pieces, rows.phases)
+        self._fixed = staging, rows.ends, rows.counters, self._state
+
+    def takes(self, x: Any, out: Any) -> bool:
+        """Whether they are arrays like the value, contiguous, and apart or the same."""
+        if type(x) is not np.ndarray or x.shape != self._shape or x.dtype != self._dtype or not x.flags.carray:
+            return False
+        if out is x:
+            return True
+        if type(out) is not np.ndarray or out.shape != self._shape or out.dtype != self._dtype:
+            return False
+        return out.flags.carray and not np.may_share_memory(out, x)
+
+    def replace(self, x: np.ndarray, out: np.ndarray) -> bool:
         """The sum of all ranks' ``x`` becomes the value and ``out``; false if some rank has pushed in another way."""
-        state, staging, in_place = self._state(rows), self._staging[x.dtype], x is out
-        x, out = x.reshape(-1), out.reshape(-1)
-        while (
-            met := self._replace(x, out, in_place, rows.flat, staging, rows.ends, rows.counters, state)
-        ) == self._not_yet:
+        rows, in_place = self._rows, out is x
+        self._state[self._round] = rows.rounds
+        if x.ndim != 1:
+            x, out = x.reshape(-1), out.reshape(-1)
+        while (met := self._replace(x, out, in_place, rows.spare, *self._fixed)) == self._not_yet:
             self._memory.check()
-        return bool(met == self._merge.DONE)
+        if met == self._mixed:
+            return False
+        rows.swap()
+        return True
 
-    def gather(self, rows: Rows, x: np.ndarray) -> bool:
-        """Sum this rank's part of all ranks' ``x`` into its own row; false if some rank has pushed in another way."""
-        state, staging, total = self._state(rows), self._staging[x.dtype], rows.bucket.mine
+    def gather(self, x: np.ndarray) -> np.ndarray | None:
+        """The sum of all ranks' ``x``, as long as a row, right in this rank's part; None as `replace` returns false.
+
+        It is shared, and this rank may write its part until it posts that the value is new.
+        """
+        rows = self._rows
+        self._state[self._round] = rows.rounds
         x = x.reshape(-1)
-        while (met := self._gather(x, total, staging, rows.ends, rows.counters, state)) == self._not_yet:
+        while (met := self._gather(x, rows.spare, *self._fixed)) == self._not_yet:
             self._memory.check()
-        return bool(met == self._merge.SUMMED)
+        return None if met == self._mixed else rows.spare

@@ -20,14 +20,16 @@ class Entry:
     """Written when a push has taken effect."""
     pushes: int = 0
     """Of this worker, so far."""
-    sent_nbytes: int = 0
-    """Of this worker's pushes so far, encoded or not."""
-    plain_nbytes: int = 0
-    """What they would be if none was encoded."""
+    spared_nbytes: int = 0
+    """By encoding them."""
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Of this worker's pushes so far, if none was encoded."""
+        return self.pushes * int(self.stored.nbytes)
 
     def count(self, sent_nbytes: int | None = None) -> None:
         """One push more, of so many bytes; None: it is not encoded."""
-        nbytes = int(self.stored.nbytes)
         self.pushes += 1
-        self.plain_nbytes += nbytes
-        self.sent_nbytes += nbytes if sent_nbytes is None else sent_nbytes
+        if sent_nbytes is not None:
+            self.spared_nbytes += int(self.stored.nbytes) - sent_nbytes

@@ -7,9 +7,11 @@ import numpy as np
 from ..arrays import Array
 from ..compression import Compression
 from ..engine import Engine
+from ..state import Part
 from .arguments import Key, merged
 from .compress import Codes, check_codable
 from .entry import Entry
+from .keeps_state import residuals_of
 from .store import KVStore
 
 _LANE = "key-value store"
@@ -51,6 +53,9 @@ class LocalStore(KVStore):
         if self._compression is not None:
             stored = self._entries[key].stored
             self._codes[key] = Codes(self._compression, [0, stored.size], stored.dtype)
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        return residuals_of(self._codes.get(entry.key))
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         value, updater, var = merged(arrays), self._updater.now(), entry.variable

@@ -43,7 +43,7 @@ class Requests:
             delay = Delay(self.table, cell, source)
             return lambda: self._ticket(cell, source, bool(message.number), delay)
         if kind is Kind.TAKE:
-            return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank))
+            return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank, message.number))
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
             return lambda: self._state(cell, message)
         if kind is Kind.PULL:

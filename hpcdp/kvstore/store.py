@@ -9,9 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import operator
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +21,12 @@ from ..optim import Optimizer
 from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys
 from .compress import Settings, compression_of
 from .entry import Entry
+from .keeps_state import KeepsState
 from .pulled import Pulled, can_wait, hook_of
-from .states import read_states, write_states
-from .updaters import ByFunction, ByOptimizer, Function, Replace, Updater, new_state
-
-T = TypeVar("T")
+from .updaters import ByFunction, ByOptimizer, Function, Replace
 
 
-class KVStore(abc.ABC):
+class KVStore(KeepsState):
     """Values under keys; see `create`.
 
     Keys are ints or strs, in one store all of one kind. A value is an array, or a list of arrays, one a device, which
@@ -39,20 +35,9 @@ class KVStore(abc.ABC):
     """
 
     def __init__(self, kind: str, engine: Engine, lane: str) -> None:
+        super().__init__()
         self.kind = kind
         self._engine, self._lane = engine, lane
-        self._entries: dict[Key, Entry] = {}
-        self._updater: Updater = Replace()
-
-    @property
-    @abc.abstractmethod
-    def rank(self) -> int:
-        """This worker's number."""
-
-    @property
-    @abc.abstractmethod
-    def num_workers(self) -> int:
-        """How many workers push."""
 
     @property
     def keys(self) -> list[Key]:
@@ -65,10 +50,6 @@ class KVStore(abc.ABC):
         return not isinstance(self._updater, Replace)
 
     @abc.abstractmethod
-    def barrier(self) -> None:
-        """Wait until all workers have come here, and this one's pushes have taken effect."""
-
-    @abc.abstractmethod
     def _make(self, values: dict[Key, Array]) -> None:
         """Make keys that are new."""
 
@@ -79,14 +60,6 @@ class KVStore(abc.ABC):
     @abc.abstractmethod
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         """Let a push take effect, and return at once; the ``arrays``, one a device, are the caller's: see `merged`."""
-
-    def _own_part(self, entry: Entry, whole: Array) -> Array:
-        """Of an array of the key's shape what this worker updates, flat."""
-        return whole.reshape(-1)
-
-    def _joined(self, entry: Entry, part: Array) -> Array:
-        """An array of the key's shape from every worker's part; every worker must call."""
-        return part.reshape(entry.stored.shape)
 
     def init(self, key: Any, value: Any) -> None:
         """Make one key or several, once each; every worker must call, in the same order. The first worker's value wins.
@@ -266,7 +239,8 @@ class KVStore(abc.ABC):
     def sent_nbytes(self) -> tuple[int, int]:
         """Bytes of this worker's pushes so far, as they were encoded, and what they would have been without."""
         entries = self._entries.values()
-        return sum(each.sent_nbytes for each in entries), sum(each.plain_nbytes for each in entries)
+        plain = sum(each.plain_nbytes for each in entries)
+        return plain - sum(each.spared_nbytes for each in entries), plain
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
         """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.
@@ -274,40 +248,6 @@ class KVStore(abc.ABC):
         0 where there are no servers: a worker that dies ends the job, so whoever can ask has lost none.
         """
         return 0
-
-    def save_optimizer_states(self, path: str) -> None:
-        """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
-
-        Raises:
-            ConfigError: there is no optimizer.
-            DataError: the file cannot be written; on every worker.
-        """
-        rule = self._by_optimizer("save_optimizer_states")
-        states = {
-            (key, name): self._joined(entry, part)
-            for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
-            for name, part in rule.states.get(key, {}).items()
-        }
-        self._by_first(lambda: write_states(Path(path), rule.optimizer, rule.steps, states))
-
-    def load_optimizer_states(self, path: str) -> None:
-        """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
-
-        Keys that had not been updated then begin anew.
-
-        Raises:
-            ConfigError: there is no optimizer.
-            DataError: the file is missing, damaged or of another optimizer, or other keys; on every worker.
-        """
-        rule = self._by_optimizer("load_optimizer_states")
-        shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
-        rule.steps, states = self._agreed(lambda: read_states(Path(path), rule.optimizer, shapes))
-        rule.states = {}
-        for key in rule.steps:
-            entry = self._entries[key]
-            rule.states[key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
-            for name, place in rule.states[key].items():
-                place[...] = self._own_part(entry, states[key, name])
 
     def wait(self) -> None:
         """Until all pushes of this worker have taken effect; raises what one of them raised."""
@@ -323,14 +263,6 @@ class KVStore(abc.ABC):
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         """Until ``variable`` is written, by a push or a pull of ``entry``."""
         self._engine.wait_to_read(variable)
-
-    def _agreed(self, check: Callable[[], T]) -> T:
-        """What ``check()`` returns; what it raises on one worker is raised on all."""
-        return check()
-
-    def _by_first(self, write: Callable[[], None]) -> None:
-        """Call ``write()`` on the first worker; what it raises is raised on all."""
-        write()
 
     def _named(self, operation: str, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
         """The keys of a call and their arrays, which fit."""
@@ -373,14 +305,6 @@ class KVStore(abc.ABC):
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
         return Pulled(lambda: self._wait_for(entry, variable), place, lambda: version)
-
-    def _by_optimizer(self, operation: str) -> ByOptimizer:
-        if not isinstance(self._updater, ByOptimizer):
-            raise ConfigError(
-                operation, expected="a store with an optimizer", got="none", remedy="set_optimizer() first"
-            )
-        self.wait()
-        return self._updater
 
 
 def _checked_priority(operation: str, priority: object) -> int:

@@ -26,15 +26,16 @@ from ..comm.communicator import join_parts
 from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
-from ..gradients.bucket import Bucket
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
+from ..state import Part, Sharded
 from .arguments import Key, merged
 from .coded import Coded
 from .compress import check_codable
-from .direct import Direct, in_one_piece
+from .direct import Direct, Exchange, in_one_piece
 from .entry import Entry
+from .keeps_state import residuals_of
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
@@ -75,6 +76,7 @@ class SyncStore(WorldStore):
             self._rail = Rail(world.rail_comm.duplicate(), zlib.crc32(f"store {serial}".encode()), [], None)
         self._rows: dict[Key, Rows] = {}
         self._direct = Direct(self._memory)
+        self._exchanges: dict[Key, Exchange] = {}
         self._coded: dict[Key, Coded] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
@@ -107,10 +109,12 @@ class SyncStore(WorldStore):
         self._held_nbytes[alone] += value.nbytes
         width = self._direct.width(value.dtype)
         rows = Rows(self._memory, len(self._entries), key, value, self._world.num_rails, alone, width)
-        rows.in_pieces = self._world.num_nodes == 1 < self._memory.size and self._direct.takes(value.dtype)
+        exchange = self._direct.exchange_of(rows) if self._world.num_nodes == 1 else None
+        if exchange is not None:
+            self._exchanges[key] = exchange
         self._rows[key] = rows
         self._code(key)
-        return Entry(key, rows.flat[: value.size].reshape(value.shape), self._engine.variable(f"key {key!r}"))
+        return Entry(key, rows.stored, self._engine.variable(f"key {key!r}"))
 
     def _compress(self, compression: Compression | None) -> None:
         pushes = [f"{rows.rounds} pushes of key {key!r}" for key, rows in self._rows.items()]
@@ -128,6 +132,16 @@ class SyncStore(WorldStore):
         if self._compression is not None:
             self._coded[key] = Coded(self._compression, self._rows[key], self._memory, self._rail, self._members)
 
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        # What is done most often: of short arrays the checks for all else take longer than the exchange.
+        exchange = self._exchanges.get(key) if type(key) is int or type(key) is str else None
+        target = value if out is None else out
+        done = False
+        if exchange is not None and type(priority) is int and isinstance(self._updater, Replace):
+            done = exchange.takes(value, target) and self._at_once(self._entries[key], value, target)
+        if not done:
+            super().pushpull(key, value, out, priority)
+
     def _begin(self, entry: Entry, rows: Rows, updater: Updater) -> _Push:
         rows.rounds += 1
         coded = self._coded.get(entry.key)
@@ -141,43 +155,59 @@ class SyncStore(WorldStore):
         self._of_world.launch(lambda turn: self._round(push, value, turn), [entry.variable], priority, name)
 
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
-        """In this thread, if nothing is under way that should come first."""
-        waits = len(targets) > 1 or can_wait(targets[0])
-        if waits or (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
+        if len(targets) > 1 or can_wait(targets[0]):
             super()._pushpull(entry, arrays, targets, priority)
             return
-        watchdog, rows, failure = self._watchdog, self._rows[entry.key], None
+        x, out = in_one_piece(arrays, targets[0])
+        if not self._at_once(entry, x, out):
+            super()._pushpull(entry, arrays, targets, priority)
+        elif out is not targets[0]:
+            targets[0][...] = out
+
+    def _at_once(self, entry: Entry, x: np.ndarray, out: np.ndarray) -> bool:
+        """Push and pull in this thread; false, and nothing is done, if something is under way that should come first.
+
+        Args:
+            x, out: contiguous, apart or the same.
+        """
+        if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
+            return False
+        rows, updater, watchdog, failure = self._rows[entry.key], self._updater, self._watchdog, None
         around, watchdog.calls = watchdog.call, watchdog.calls + 1
         watchdog.call = rows.label, None, rows.behind
         try:
-            x, out = in_one_piece(arrays, targets[0])
-            self._push_and_pull(self._begin(entry, rows, self._updater), x, out)
-            if out is not targets[0]:
-                targets[0][...] = out
+            exchange = self._exchanges.get(entry.key) if self._compression is None else None
+            if exchange is None or not isinstance(updater, Replace):
+                self._push_and_pull(self._begin(entry, rows, updater), exchange, x, out)
+            else:
+                rows.rounds += 1
+                entry.pushes += 1
+                if exchange.replace(x, out):
+                    entry.stored = rows.stored
+                else:
+                    self._push_and_pull(_Push(entry, rows, updater, rows.rounds, None), None, x, out)
         except BaseException as error:
             failure = error
             raise
         finally:
             watchdog.call = around
             self._engine.release(entry.variable, failure)
+        return True
 
-    def _push_and_pull(self, push: _Push, x: np.ndarray, out: np.ndarray) -> None:
-        direct, rows, alone = self._direct, push.rows, self._memory.size == 1
-        replaces = isinstance(push.updater, Replace)
-        if rows.in_pieces and push.coded is None and push.updater.by_parts:
-            if replaces and direct.replace(rows, x, out):
-                return
-            rows.say_rate(push.updater.rate(push.entry.key))
-            if not replaces and direct.gather(rows, x):
-                drive(self._update(push, rows.bucket))
-                out[...] = push.entry.stored
-                return
-        in_place = alone and push.coded is None
+    def _push_and_pull(self, push: _Push, exchange: Exchange | None, x: np.ndarray, out: np.ndarray) -> None:
+        """What is more than an exchange, or not alike on all ranks."""
+        entry, rows, updater = push.entry, push.rows, push.updater
+        rows.say_rate(updater.rate(entry.key))
+        if exchange is not None and updater.by_parts and (summed := exchange.gather(x)) is not None:
+            drive(self._update(push, summed))
+            out[...] = entry.stored
+            return
+        in_place = self._memory.size == 1 and push.coded is None
         if in_place and out is not x:
             out[...] = x
         drive(self._round(push, out if in_place else x, None))
-        if not (in_place and replaces):
-            out[...] = push.entry.stored
+        if not (in_place and isinstance(updater, Replace)):
+            out[...] = entry.stored
 
     def _round(self, push: _Push, value: np.ndarray, turn: Turn | None) -> Steps:
         """Merge this rank's push with those of all others, and update; it has ended when the node's value is new.
@@ -201,21 +231,21 @@ class SyncStore(WorldStore):
                     self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
             if self._rail is not None:
                 yield from self._rail.sum(bucket, turn)
-        yield from self._update(push, bucket)
+        yield from self._update(push, bucket.mine)
 
-    def _update(self, push: _Push, bucket: Bucket) -> Steps:
-        """Update by a sum that lies in the rows of its owners."""
+    def _update(self, push: _Push, summed: np.ndarray) -> Steps:
+        """Update by a sum of which this rank has its part: ``summed``, as long as a row, right there."""
         entry, rows, updater, number = push.entry, push.rows, push.updater, push.number
-        first, last = bucket.shard
+        first, last = rows.bucket.shard
         failure: Exception | None = None
         try:
             rows.check_rates(entry.variable.name, self._neighbours)
             if updater.by_parts:
-                updater.update(entry.key, bucket.mine[first:last], rows.flat[first:last])
+                updater.update(entry.key, summed[first:last], rows.flat[first:last])
             else:
                 yield [rows.post(number, SUMMED)]
                 if self._memory.rank == rows.updates_alone:
-                    whole = bucket.mine[: rows.size] if self._memory.size == 1 else rows.whole()
+                    whole = summed[: rows.size] if self._memory.size == 1 else rows.whole()
                     updater.update(entry.key, whole.reshape(entry.stored.shape), entry.stored)
         except Exception as error:
             failure = error
@@ -242,6 +272,20 @@ class SyncStore(WorldStore):
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         with self._watchdog.watching(f"wait for {variable.name}", behind=self._rows[entry.key].behind):
             self._of_world.wait(variable)
+
+    def _held(self, entry: Entry, part: Array) -> Sharded:
+        first = self._rows[entry.key].bucket.shard[0]
+        copies, copy = (1, 0) if self._rail is None else (self._rail.comm.size, self._rail.comm.rank)
+        parts = [Part(first, part)] if part.size else []
+        return Sharded(tuple(entry.stored.shape), np.dtype(part.dtype), parts, copies, copy)
+
+    def _values_of(self, entry: Entry) -> Sharded:
+        rows = self._rows[entry.key]
+        return self._held(entry, rows.flat[slice(*rows.bucket.shard)])
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        coded = self._coded.get(entry.key)
+        return residuals_of(None if coded is None else coded.codes)
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
         rows = self._rows[entry.key]

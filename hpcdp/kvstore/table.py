@@ -25,7 +25,7 @@ from .arguments import Key
 from .cell import AWAY, Cell
 from .placement import Part, Placement
 from .updaters import ByFunction, ByOptimizer, Rate, Updater
-from .wire import NO_STATE, Message
+from .wire import NO_STATE, VALUE, Message
 
 MOST_STEPS = 1 << 53
 _LOOK_S = 0.5
@@ -218,11 +218,16 @@ class Table:
                 raise MismatchError("write a state", expected=f"0 to {MOST_STEPS} updates", got=message.number)
             cell.set_steps(message.number)
             return
-        name = self.state_name(cell, message)
-        dtype = cell.states[name].dtype
+        is_value = message.which == VALUE
+        name = "" if is_value else self.state_name(cell, message)
+        dtype = flat.dtype if is_value else cell.states[name].dtype
         if payload is None or payload.dtype != dtype or payload.size != flat.size:
             raise MismatchError("write a state", expected=f"{flat.size} {dtype}", got=repr(payload)[:80])
-        cell.write_state(name, payload)
+        values = payload
+        if is_value:
+            cell.change(lambda place: np.copyto(place, values), self.group.rank)
+        else:
+            cell.write_state(name, values)
 
     def set_clocks(self, worker: int, number: int) -> None:
         """Set a worker's clock of all keys whose order is kept here: see `Cell.set_clock`."""
@@ -240,8 +245,8 @@ class Table:
         return [self.neighbours[local] for local in self._locks.gone() if not self._left[local]]
 
 
-def take(item: Item, cell: Cell, rank: int) -> int:
-    """The integer under a key, which is one greater then.
+def take(item: Item, cell: Cell, rank: int, count: int) -> int:
+    """The integer under a key, which is ``count`` greater then.
 
     Raises:
         ConfigError: it is no single integer.
@@ -251,11 +256,11 @@ def take(item: Item, cell: Cell, rank: int) -> int:
         raise ConfigError("take", where=f"key {item.key!r}", expected="a key of one int64", got=got)
     taken = [0]
 
-    def add_one(flat: np.ndarray) -> None:
+    def add(flat: np.ndarray) -> None:
         taken[0] = int(flat[0])
-        flat[0] += 1
+        flat[0] += count
 
-    cell.change(add_one, rank)
+    cell.change(add, rank)
     return taken[0]
 
 

@@ -25,8 +25,8 @@ from .cell import AWAY, Cell, Change
 from .delay import Delay
 from .server import Asked, Server
 from .table import Item, Table, take
-from .updaters import Rate, state_dtype
-from .wire import NO_STATE, Kind, Message
+from .updaters import Rate
+from .wire import Kind, Message
 
 
 @dataclass
@@ -253,12 +253,12 @@ class Transfer:
         counted.staleness_max = max(counted.staleness_max, stale)
         own.seen = version if pulled else own.seen + 1
 
-    def take(self, item: Item) -> int:
+    def take(self, item: Item, count: int) -> int:
         """See `AsyncStore.take`."""
         cell = item.cells[0]
         if cell is not None:
-            return take(item, cell, self._table.group.rank)
-        return self._ask_and_wait(item.parts[0].server, self._message(Kind.TAKE, item, 0)).number
+            return take(item, cell, self._table.group.rank, count)
+        return self._ask_and_wait(item.parts[0].server, self._message(Kind.TAKE, item, 0, number=count)).number
 
     def set_clocks(self, number: int) -> None:
         """Set this worker's clock of all keys, everywhere."""
@@ -311,31 +311,6 @@ class Transfer:
             if table.homes[rank] != table.own_home and rank not in self._lost:
                 found.setdefault(table.homes[rank], rank)
         return list(found.values())
-
-    def read_state(self, item: Item, which: int) -> tuple[np.ndarray, int]:
-        """One of the optimizer's states of a key, in its shape, and how often the key was updated."""
-        whole, steps = np.zeros(item.count, state_dtype(item.dtype)), 0
-        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
-            if cell is None:
-                message = self._message(Kind.READ_STATE, item, number, which=which)
-                answer = self._ask_and_wait(part.server, message)
-                steps, state = answer.number, answer.payload
-            else:
-                steps, state = cell.steps, None if which == NO_STATE else cell.states[sorted(cell.states)[which]]
-            if state is not None and which != NO_STATE:
-                whole[part.first : part.last] = state
-        return whole.reshape(item.shape), steps
-
-    def write_state(self, item: Item, which: int, value: np.ndarray, steps: int) -> None:
-        """Set one of them, and how often the key was updated."""
-        flat = np.ascontiguousarray(value, state_dtype(item.dtype)).reshape(-1)
-        for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
-            message = self._message(Kind.WRITE_STATE, item, number, number=steps, which=which)
-            message.payload = flat[part.first : part.last] if which != NO_STATE else None
-            if cell is None:
-                self._ask_and_wait(part.server, message)
-            else:
-                self._table.write_state(cell, message)
 
 
 def _flat(x: Array) -> np.ndarray:

@@ -28,6 +28,8 @@ DTYPES = STORABLE
 
 NO_STATE = 2**32 - 1
 """As `Message.which`: only how often a key was updated."""
+VALUE = 2**32 - 2
+"""As `Message.which`, to write: the value itself."""
 
 
 class Kind(IntEnum):

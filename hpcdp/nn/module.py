@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor, as_tensor
 from ..errors import ConfigError
@@ -95,6 +97,20 @@ class Module:
         for name, tensor in self._tensors():
             if not isinstance(tensor, Parameter):
                 yield name, tensor
+
+    def named_generators(self) -> Iterator[tuple[str, np.random.Generator]]:
+        """Path and random generator of every part that has one as an attribute, each generator once."""
+        seen = set()
+        for prefix, module in self._modules(""):
+            for name, value in vars(module).items():
+                if isinstance(value, np.random.Generator) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield prefix + name, value
+
+    def _modules(self, prefix: str) -> Iterator[tuple[str, Module]]:
+        yield prefix, self
+        for name, module in self.children():
+            yield from module._modules(f"{prefix}{name}.")
 
     def to(self, dtype: Any = None, like: Array = None) -> Module:
         """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.

@@ -79,7 +79,8 @@ class Dropout(Module):
         if not 0 <= p < 1:
             raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=p)
         self.p, self.seed = p, seed
-        self._generator = np.random.default_rng(seed)
+        self.generator = np.random.default_rng(seed)
+        """The layer's own; what it gives next is part of a run's state."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not is_training():
@@ -89,7 +90,7 @@ class Dropout(Module):
     def _drawn_from(self) -> np.random.Generator:
         shard = entered_shard()
         if shard is None:
-            return self._generator
+            return self.generator
         if self.seed is None:
             raise ConfigError(
                 "Dropout", where="seed", expected="a number, since the trainer is reproducible", got=None,

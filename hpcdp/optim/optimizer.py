@@ -51,6 +51,26 @@ class Optimizer(Configurable, abc.ABC):
         lr = self.lr.learning_rate(step) if isinstance(self.lr, Schedule) else self.lr
         return number(f"{self.name} lr", lr)
 
+    def take_config(self, config: dict[str, Any]) -> None:
+        """Take over the settings of a ``config()``, in place: those of the same rule, that keeps the same state.
+
+        Raises:
+            ConfigError: it is of another rule, or one of another state; nothing is changed.
+        """
+        name, args = split_config("optimizer", config)
+        fields = {field.name for field in dataclasses.fields(self)}
+        if name != self.name or set(args) != fields:
+            got = f"{name} with {', '.join(args)}"
+            raise ConfigError("load_state_dict", where="optimizer", expected=self.name, got=got)
+        other = dataclasses.replace(self, **args)
+        if other.state_names() != self.state_names():
+            raise ConfigError(
+                "load_state_dict", where="optimizer", expected=f"{name} that keeps {self.state_names()}",
+                got=f"one that keeps {other.state_names()}", remedy="make it with the settings that it had then",
+            )  # fmt: skip
+        for field in fields:
+            setattr(self, field, getattr(other, field))
+
     def init_state(self, param: Array) -> dict[str, Array]:
         """The state before step 1: zeros like the flat array ``param``, by name ('momentum', 'm', 'v')."""
         xp = array_namespace(param)

@@ -1,5 +1,5 @@
-"""Floor 7: torch, PyTorch models on the same reducer. Imports: gradients, optim, collectives, compression,
-comm, kernels, errors.
+"""Floor 7: torch, PyTorch models on the same reducer. Imports: checkpoint, gradients, optim, data, collectives,
+compression, comm, kernels, state, errors.
 
 - `distributed`: the wrapper of a module whose gradients are averaged over all ranks.
 - `sharded_optimizer`: every rank updates its part of parameters that a node holds once.
@@ -7,6 +7,8 @@ comm, kernels, errors.
 - `grad_scaler`: losses scaled up, with an optimizer by shards.
 - `optimizer_state`: the state of a whole optimizer, from one rank to all.
 - `sampler`: every rank gets its own samples.
+- `state`: tensors, generators and schedules in checkpoints.
+- `export`: a checkpoint as a file for `torch.load`.
 
 Inside them:
 
@@ -26,6 +28,7 @@ except ImportError as _error:
         "hpcdp.torch", expected="PyTorch", got="no module named torch", remedy="pip install 'hpcdp[torch]'"
     ) from _error
 
+from . import state as _state  # noqa: F401  (checkpoints see torch's tensors from now on)
 from .distributed import DistributedDataParallel
 from .grad_scaler import GradScaler
 from .optimizer_state import broadcast_optimizer_state

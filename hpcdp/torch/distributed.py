@@ -86,6 +86,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.world = init() if world is None else world
         self.owner = owner
+        self.compression = settings
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from hpcdp.data import DataLoader, Dataset
@@ -61,3 +64,8 @@ class ShiftedLoader(DataLoader):
         """Another order and other shifts, from the next iteration on."""
         super().set_epoch(epoch)
         self._images.set_epoch(epoch)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `DataLoader.load_state_dict`; with the shifts of that epoch."""
+        super().load_state_dict(state)
+        self._images.set_epoch(self.epoch)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from ..optim import Optimizer
 from . import trainer_states
 from .policy import Policy, Unwritten, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
-from .trainer import CommunicationStats, Trainer, checked_count, described, trained, what_ranks_share
+from .trainer import CommunicationStats, Trainer, checked_count, described, trained, unfinished, what_ranks_share
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
@@ -309,6 +310,29 @@ class BucketTrainer(Trainer):
         self.stats.steps += 1
         self.stats.exposed_s += spent
         self.stats.total_s += max(spent, busy_s)
+
+    def _refuse_unfinished(self, operation: str) -> None:
+        """Refuse what would lose gradients; every rank must call."""
+
+        def check() -> None:
+            self._refuse_half_a_step(operation)
+            if self._held_count or self.reducer.accumulating or self.reducer.holds_sums:
+                raise unfinished(operation)
+
+        on_every_rank(self.world.comm, check)
+        self.reducer.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Trainer.state_dict`."""
+        self._refuse_unfinished("state_dict")
+        return trainer_states.state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Trainer.load_state_dict`."""
+        self._refuse_unfinished("load_state_dict")
+        trainer_states.take_over(self, state)
+        if self._reproducible is not None:
+            self._reproducible.begin(self.step_count + 1)
 
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""

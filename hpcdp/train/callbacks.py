@@ -13,6 +13,10 @@ class Callback:
     A callback that raises on some ranks only ends the job. It must not start a collective unless all ranks have it.
     """
 
+    def on_resume(self, epochs: int, steps: int) -> None:
+        """Before `on_start`, where a run goes on from a checkpoint: ``epochs`` whole epochs are done, and ``steps``
+        steps since its start."""
+
     def on_start(self, epochs: int, steps: int) -> None:
         """Before the first epoch; ``steps`` is the number of steps of one epoch, alike on every rank."""
 
@@ -33,10 +37,15 @@ class ShowProgress(Callback):
     def __init__(self) -> None:
         self._latest: Record | None = None
         self._display: progress.Progress | None = None
+        self._done = 0
+
+    def on_resume(self, epochs: int, steps: int) -> None:
+        """See `Callback.on_resume`."""
+        self._done = steps
 
     def on_start(self, epochs: int, steps: int) -> None:
         """See `Callback.on_start`."""
-        self._display = progress.create(epochs, steps)
+        self._display = progress.create(epochs, steps, self._done)
 
     def on_step(self, epoch: int, step: int) -> None:
         """See `Callback.on_step`."""
@@ -61,6 +70,10 @@ class KeepMetrics(Callback):
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+
+    def on_resume(self, epochs: int, steps: int) -> None:
+        """See `Callback.on_resume`."""
+        self._folder.go_on(epochs, steps)
 
     def on_record(self, record: Record) -> None:
         """See `Callback.on_record`."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
-import os
 import tomllib
 import types
 import typing
@@ -16,8 +14,8 @@ from typing import Any
 
 from hpcdp.errors import ConfigError
 
-RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
-"""What a run leaves in its folder, and so all that ``overwrite`` may remove from one."""
+AUTO = "auto"
+"""``resume``: go on where there is something to go on from."""
 
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
@@ -29,11 +27,20 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "tru
 
 
 def _setting(
-    default: Any, about: str, *, choices: tuple[str, ...] = (), least: float | None = None, above: bool = False
+    default: Any,
+    about: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: bool = False,
+    word: str | None = None,
 ):
-    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``)."""
+    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``).
+
+    A number may be the ``word`` instead.
+    """
     return dataclasses.field(
-        default=default, metadata={"help": about, "choices": choices, "least": least, "above": above}
+        default=default, metadata={"help": about, "choices": choices, "least": least, "above": above, "word": word}
     )
 
 
@@ -92,6 +99,18 @@ class TrainConfig:
     eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
     overwrite: bool = _setting(False, "replace the results of an earlier run in the run folder")
+    checkpoint_every: int | str | None = _setting(
+        None,
+        "steps between checkpoints, or: epoch (default: one at the end, and where a run is stopped)",
+        least=1,
+        word="epoch",
+    )
+    keep: int = _setting(3, "checkpoints that are kept, the newest ones", least=1)
+    keep_every: int | None = _setting(None, "keep those of every so many steps, too", least=1)
+    resume: str | None = _setting(None, "run folder to go on in; auto: where there is one to go on in, else start anew")
+    time_limit_s: float | None = _setting(
+        None, "save and stop after so many seconds, with exit status 75", least=0.0, above=True
+    )
     trace: str | None = _setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
@@ -112,6 +131,10 @@ class TrainConfig:
             raise ConfigError(
                 "setting warmup_epochs", expected=f"at most epochs = {self.epochs}", got=f"{self.warmup_epochs:g}"
             )
+        if self.resume is not None and self.overwrite:
+            raise ConfigError("setting overwrite", expected="false with resume", got="true")
+        if self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume):
+            raise ConfigError("setting run_dir", expected=f"none with resume={self.resume}", got=self.run_dir)
         self._check_reproducible()
         self._check_kv_store()
         if self.ranks is not None and self.batch_size < self.ranks:
@@ -175,28 +198,35 @@ class TrainConfig:
         return "".join(f"{key} = {_toml_value(value)}\n" for key, value in given.items())
 
 
-def load(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The settings of a TOML file of ``key = value`` lines, overridden by ``flags``; defaults for the rest.
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """What a TOML file of ``key = value`` lines says.
 
-    Raises `ConfigError` for a missing or damaged file, an unknown key (with the valid ones), or a bad value.
+    Raises `ConfigError` for a missing or damaged file, or an unknown key (with the valid ones).
     """
-    settings: dict[str, Any] = {}
-    if path is not None:
-        try:
-            settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError("read the configuration", where=path, got=error.strerror) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
-        for key, value in settings.items():
-            if isinstance(value, dict):
-                raise ConfigError(
-                    "read the configuration",
-                    where=path,
-                    expected="settings at the top level, without tables",
-                    got=f"the table [{key}]",
-                )
-            check_name("setting", key, names(), where=path)
+    try:
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("read the configuration", where=path, got=error.strerror) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("read the configuration", where=path, expected="a TOML file", got=error) from error
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                "read the configuration",
+                where=path,
+                expected="settings at the top level, without tables",
+                got=f"the table [{key}]",
+            )
+        check_name("setting", key, names(), where=path)
+    return settings
+
+
+def load(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The settings of a TOML file (`read_toml`), overridden by ``flags``; defaults for the rest.
+
+    Raises `ConfigError` for what the file has wrong, or a bad value.
+    """
+    settings = {} if path is None else read_toml(path)
     for key in flags or {}:
         check_name("setting", key, names())
     try:
@@ -214,17 +244,30 @@ def names() -> list[str]:
 
 
 def kind_of(name: str) -> type:
-    """The type of a setting that is not None: int, float, str or bool."""
+    """The type of a setting that is not None: int, float, str or bool; of one that may be a word the other."""
     hint = typing.get_type_hints(TrainConfig)[name]
     return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
 
 
 def parse(name: str, text: str | bool) -> Any:
     """The value of setting ``name`` from a command line; `ConfigError` where ``text`` is of another type."""
+    if text == _word_of(name):
+        return text
     try:
         return kind_of(name)(text)
     except ValueError as error:
-        raise ConfigError(f"setting {name}", expected=_TYPE_NAMES[kind_of(name)], got=repr(text)) from error
+        raise ConfigError(f"setting {name}", expected=_expected(name), got=repr(text)) from error
+
+
+def _word_of(name: str) -> str | None:
+    """What may stand in place of a setting's number."""
+    word: str | None = TrainConfig.__dataclass_fields__[name].metadata["word"]
+    return word
+
+
+def _expected(name: str) -> str:
+    word = _word_of(name)
+    return _TYPE_NAMES[kind_of(name)] + (f" or {word!r}" if word else "")
 
 
 def check_name(kind: str, name: str, valid: Iterable[str], where: object = None) -> None:
@@ -257,84 +300,16 @@ def check_inputs(config: TrainConfig) -> None:
         check_path(config.trace)
 
 
-def reserve_run_dir(config: TrainConfig) -> TrainConfig:
-    """``config`` with a ``run_dir`` that exists and is empty; called by one process of the job.
-
-    Without a ``run_dir`` it is a new ``runs/MODEL-DATA-NNN``. One with results in it is refused, or with ``overwrite``
-    emptied of `RUN_FILES`; nothing else is ever removed.
-    """
-    if config.run_dir is None:
-        return dataclasses.replace(config, run_dir=str(_new_run_dir(f"{config.model}-{config.data}")))
-    folder = Path(config.run_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            _clear_run_dir(folder, config.overwrite)
-    except OSError as error:
-        raise _cannot_make(folder, error) from error
-    return config
-
-
-def drop_empty_run_dir(config: TrainConfig) -> None:
-    """Removes the reserved run folder of a job that ended before it wrote anything."""
-    with contextlib.suppress(OSError):
-        Path(str(config.run_dir)).rmdir()
-
-
-def _new_run_dir(stem: str) -> Path:
-    runs = Path("runs")
-    number = 1
-    while True:
-        folder = runs / f"{stem}-{number:03d}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise _cannot_make(folder, error) from error
-
-
-def _cannot_make(folder: Path, error: OSError) -> ConfigError:
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    return ConfigError(
-        "make the run folder",
-        where=folder,
-        got=f"{error.strerror}: {os.path.abspath(there)}",
-        remedy="choose another with --run-dir",
-    )
-
-
-def drop_run_files(folder: Path) -> None:
-    """Removes `RUN_FILES` from ``folder``; nothing else."""
-    for pattern in RUN_FILES:
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
-def _clear_run_dir(folder: Path, overwrite: bool) -> None:
-    if not overwrite:
-        raise ConfigError(
-            "run folder exists and is not empty", where=folder, remedy="choose another --run-dir, or add --overwrite"
-        )
-    if not (folder / "config.toml").is_file():
-        raise ConfigError(
-            "overwrite the run folder",
-            where=folder,
-            expected="the config.toml of an earlier run in it",
-            remedy="choose another --run-dir",
-        )
-    drop_run_files(folder)
-
-
 def _typed(name: str, value: Any) -> Any:
     """``value`` as the setting's type: an int serves as float, nothing else is converted."""
     kind = kind_of(name)
     if kind is float and type(value) is int:
         return float(value)
     given: type = type(value)
+    if given is str and value == _word_of(name):
+        return value
     if given is not kind:
-        raise ConfigError(f"setting {name}", expected=_TYPE_NAMES[kind], got=repr(value))
+        raise ConfigError(f"setting {name}", expected=_expected(name), got=repr(value))
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"setting {name}", expected="a finite number", got=value)
     return value
@@ -346,7 +321,11 @@ def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
     if field.metadata["choices"]:
         check_name(field.name, value, field.metadata["choices"])
     least = field.metadata["least"]
-    if least is not None and (value < least or (field.metadata["above"] and value == least)):
+    if (
+        least is not None
+        and not isinstance(value, str)
+        and (value < least or (field.metadata["above"] and value == least))
+    ):
         bound = f"{'more than' if field.metadata['above'] else 'at least'} {least:g}"
         raise ConfigError(f"setting {field.name}", expected=bound, got=value)
 

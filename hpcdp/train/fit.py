@@ -17,6 +17,7 @@ from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.trace import Trace
 
 from .callbacks import Callback
+from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
 from .meter import Meter
 from .metrics import Record, number_correct
@@ -37,6 +38,7 @@ def fit(
     loss: Callable[[Tensor, Any], Tensor] = softmax_cross_entropy,
     evaluate: Callable[[], Evaluation] | None = None,
     callbacks: Sequence[Callback] = (),
+    checkpoints: Checkpoints | None = None,
     world: World | None = None,
 ) -> list[Record]:
     """Train a classifier; every rank must call, with a loader of its own part of the data.
@@ -56,32 +58,31 @@ def fit(
         loss: per sample, shape ``(batch,)``.
         evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``.
         callbacks: may differ between ranks, see `Callback`.
+        checkpoints: when to save, whether to go on from a checkpoint, and who may ask for an early end; its `stopped`
+            says then whether there was one. None: nothing is saved.
 
     Returns:
-        One record of kind "epoch" an epoch, alike on every rank (docs/training.md lists what is in it).
+        One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md lists
+        what is in it).
 
     Raises:
         ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them.
+        DataError: there is no checkpoint to go on from, or one could not be written; on every rank.
     """
     world = world or init()
     on_every_rank(world.comm, lambda: _check_loader(loader, trainer))
     steps = max(world.comm.allgather_json(len(loader) // len(trainer.own_virtual_shards)))
-    loop = _Loop(net, trainer, loader, loss, callbacks, world, steps)
-    evaluating = Phase("evaluate", world.kept.get(Trace))
-    records: list[Record] = []
+    loop = _Loop(net, trainer, loader, loss, callbacks, world, steps, checkpoints)
+    position = loop.begin()
     for callback in callbacks:
+        if position.total:
+            callback.on_resume(position.epoch - 1, position.total)
         callback.on_start(epochs, steps)
     try:
-        for epoch in range(1, epochs + 1):
-            seen = loop.run(epoch)
-            with evaluating:
-                test = evaluate() if evaluate is not None else None
-            records.append(loop.meter.end_epoch(epoch, test) | loop.report.end_epoch() | seen)
-            _tell(callbacks, records[-1])
+        return loop.train(position, epochs, evaluate)
     finally:
         for callback in callbacks:
             callback.on_end()
-    return records
 
 
 def _check_loader(loader: DataLoader, trainer: Trainer) -> None:
@@ -121,31 +122,57 @@ class _Loop:
     callbacks: Sequence[Callback]
     world: World
     steps: int
+    checkpoints: Checkpoints | None
 
     def __post_init__(self) -> None:
         self.meter, self.report = Meter(self.trainer, self.world), StepReport(self.trainer, self.world)
         self._trace: Trace | None = self.world.kept.get(Trace)
         self._exchanging = Phase("metrics", self._trace)
 
-    def run(self, epoch: int) -> Record:
-        """Train for an epoch; what else its record says."""
+    def begin(self) -> Position:
+        """Where the run goes on."""
+        if self.checkpoints is None:
+            return Position(1, 0, 0)
+        parts = {"network": self.net, "trainer": self.trainer, "loader": self.loader, "meter": self.meter}
+        return self.checkpoints.begin(self.world, parts)
+
+    def train(self, start: Position, epochs: int, evaluate: Callable[[], Evaluation] | None) -> list[Record]:
+        """Train from ``start`` to the end of the last epoch, or to where all ranks stop."""
+        records: list[Record] = []
+        evaluating = Phase("evaluate", self._trace)
+        for epoch in range(start.epoch, epochs + 1):
+            seen = self._run(epoch, start.step if epoch == start.epoch else 0)
+            if seen is None:
+                return records
+            with evaluating:
+                test = evaluate() if evaluate is not None else None
+            records.append(self.meter.end_epoch(epoch, test) | self.report.end_epoch() | seen)
+            _tell(self.callbacks, records[-1])
+            if self.checkpoints is not None and epoch < epochs:
+                after = Position(epoch + 1, 0, self.meter.steps)
+                self.checkpoints.after_epoch(after, records[-1], self.trainer.steps_together)
+        if self.checkpoints is not None:
+            last = records[-1] if records else None
+            self.checkpoints.at_end(Position(max(start.epoch, epochs + 1), 0, self.meter.steps), last)
+        return records
+
+    def _run(self, epoch: int, done: int) -> Record | None:
+        """Train for an epoch, of which ``done`` steps are done; what else its record says, None where the run stops."""
         self.loader.set_epoch(epoch - 1)
-        self.meter.start_epoch()
+        if done:
+            self.meter.go_on()
+        else:
+            self.meter.start_epoch()
         self.report.start_epoch()
         if isinstance(self.trainer, StoreTrainer) and not self.trainer.steps_together:
-            self._alone(epoch)
-            with self.report.phase[STEP]:
-                self.trainer.synchronize()
-            self._exchange(epoch)
-            return self.trainer.statistics()
-        self._together(epoch)
-        return {}
+            return self._alone(epoch, done, self.trainer)
+        return None if self._together(epoch, done) else {}
 
-    def _together(self, epoch: int) -> None:
-        """All ranks make each step, also those that have no samples for it."""
+    def _together(self, epoch: int, done: int) -> bool:
+        """All ranks make each step, also those that have no samples for it; whether the run stops."""
         exchange_every = math.ceil(self.steps / max(1, round(self.steps / _EXCHANGE_EVERY)))
         batches = iter(self.loader)
-        for step in range(1, self.steps + 1):
+        for step in range(done + 1, self.steps + 1):
             for shard in self.trainer.own_virtual_shards:
                 self._train(shard, self._next(batches))
             self._end_step()
@@ -153,16 +180,35 @@ class _Loop:
                 self._exchange(epoch - 1 + step / self.steps)
             for callback in self.callbacks:
                 callback.on_step(epoch, step)
+            if self.checkpoints is not None:
+                position = Position(epoch, step, self.meter.steps)
+                if self.checkpoints.after_step(position, self.steps):
+                    return True
+        return False
 
-    def _alone(self, epoch: int) -> None:
-        """This rank makes a step for each of its batches, and waits for nobody."""
-        batches, step = iter(self.loader), 0
+    def _alone(self, epoch: int, done: int, trainer: StoreTrainer) -> Record | None:
+        """This rank makes a step for each of its batches, and waits for nobody until the epoch, or the run, ends.
+
+        What the epoch's record says of it, None where the run stops.
+        """
+        batches, step, sampler = iter(self.loader), done, self.loader.sampler
+        stop = None if self.checkpoints is None else self.checkpoints.stop
         while (batch := self._next(batches)) is not None:
             self._train(0, batch)
             self._end_step()
-            step = getattr(self.loader.sampler, "taken", step + 1)
+            step = getattr(sampler, "taken", step + 1)
             for callback in self.callbacks:
                 callback.on_step(epoch, step)
+            if stop is not None and stop.reason and isinstance(sampler, SharedSampler):
+                sampler.close()  # and so for all ranks; what they have read ahead they use
+        with self.report.phase[STEP]:
+            trainer.synchronize()
+        self._exchange(epoch)
+        if self.checkpoints is not None:
+            position = Position(epoch, max(self.world.comm.allgather_json(step)), self.meter.steps)
+            if self.checkpoints.where_all_meet(position):
+                return None
+        return trainer.statistics()
 
     def _next(self, batches: Iterator[Any]) -> Any:
         with self.report.phase[DATA]:

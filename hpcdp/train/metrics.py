@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from hpcdp.arrays import Array, array_namespace, to_host
 
@@ -117,16 +117,44 @@ class MetricsLog:
 
     Args:
         folder: an existing folder. Raises OSError where it cannot be written.
+        append: keep the records that are there; see `go_on`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, append: bool = False) -> None:
         # The writer of events alone: SummaryWriter adds a thread and a queue in /dev/shm, and hides errors in both.
         with _without_torch():
             from tensorboardX.event_file_writer import EventsWriter
 
         self.failure: OSError | None = None
-        self._lines = open(folder / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._path = folder / "metrics.jsonl"
+        self._lines = self._open("a" if append else "w")
         self._events = EventsWriter(os.path.join(folder, "events"))
+        self._events.flush()
+
+    def _open(self, mode: Literal["a", "w"]) -> TextIO:
+        return open(self._path, mode, encoding="utf-8", buffering=1)
+
+    def go_on(self, epochs: int, steps: int) -> None:
+        """Drop the records of what comes after ``epochs`` whole epochs and ``steps`` steps: it is done again.
+
+        Raises:
+            OSError: the file cannot be written anew; it is as it was.
+            ValueError: it is damaged.
+        """
+        done = {"step": ("step", steps), "epoch": ("epoch", epochs)}
+        kept = [each for each in read_metrics(self._path) if each[done[each["kind"]][0]] <= done[each["kind"]][1]]
+        text = "".join(json.dumps(each) + "\n" for each in kept)
+        replace_file(self._path, text)
+        self._lines.close()
+        self._lines = self._open("a")
+        self._purge_events(steps + 1)
+
+    def _purge_events(self, step: int) -> None:
+        """Tell TensorBoard that what earlier files have from ``step`` on does not count."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self._events.write_event(Event(wall_time=time.time(), step=step, session_log=start))
         self._events.flush()
 
     def write(self, record: Record) -> None:
@@ -181,6 +209,13 @@ def _finite(record: Mapping[str, Any]) -> Record:
         key: None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
         for key, value in record.items()
     }
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file anew, whole or not at all. Raises OSError."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def read_metrics(path: str | Path) -> list[Record]:

@@ -30,11 +30,16 @@ class Progress(Protocol):
         ...
 
 
-def create(epochs: int, steps: int, stream: TextIO | None = None) -> Progress:
-    """The progress line that suits ``stream`` (standard output), for a run of ``epochs`` of ``steps`` steps each."""
+def create(epochs: int, steps: int, done: int = 0, stream: TextIO | None = None) -> Progress:
+    """The progress line that suits ``stream`` (standard output), for a run of ``epochs`` of ``steps`` steps each.
+
+    ``done`` of them are done.
+    """
     stream = stream or sys.stdout
     columns = terminal_columns(stream)
-    return TerminalProgress(epochs, steps, stream, columns) if columns else LogProgress(epochs, steps, stream)
+    if columns:
+        return TerminalProgress(epochs, steps, stream, columns, done)
+    return LogProgress(epochs, steps, stream, done)
 
 
 def terminal_columns(stream: TextIO) -> int:
@@ -68,9 +73,9 @@ def _open_terminal(path: str, flags: int) -> int:
 class LogProgress:
     """One line an epoch, and one every ten seconds inside a long epoch; no control characters."""
 
-    def __init__(self, epochs: int, steps: int, stream: TextIO) -> None:
+    def __init__(self, epochs: int, steps: int, stream: TextIO, done: int = 0) -> None:
         self._epochs, self._steps, self._stream = epochs, steps, stream
-        self._eta = _TimeLeft(epochs * steps)
+        self._eta = _TimeLeft(epochs * steps, done)
         self._shown = time.monotonic()
 
     def step(self, epoch: int, step: int, latest: Record | None) -> None:
@@ -94,14 +99,14 @@ class LogProgress:
 class TerminalProgress:
     """A live line at the bottom of a terminal, with the finished epochs above it."""
 
-    def __init__(self, epochs: int, steps: int, stream: TextIO, columns: int) -> None:
+    def __init__(self, epochs: int, steps: int, stream: TextIO, columns: int, done: int = 0) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
         from rich.table import Column
 
         self._epochs, self._steps = epochs, steps
-        self._eta = _TimeLeft(epochs * steps)
+        self._eta = _TimeLeft(epochs * steps, done)
         self._shown = 0.0
         console = Console(file=stream, width=columns - 1, force_terminal=True, highlight=False)
         # Refreshed by hand: rich's own refresh is a thread.
@@ -177,14 +182,15 @@ def _numbers(latest: Record | None) -> str:
 
 
 class _TimeLeft:
-    """How long the rest takes at the mean rate so far."""
+    """How long the rest of ``steps`` takes at the mean rate since ``done`` of them were done."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, done: int) -> None:
+        self._steps, self._done = steps, done
         self._started = time.monotonic()
 
     def text(self, done: int) -> str:
-        seconds = round((time.monotonic() - self._started) / done * (self._steps - done))
+        made = max(1, done - self._done)
+        seconds = round((time.monotonic() - self._started) / made * max(0, self._steps - done))
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

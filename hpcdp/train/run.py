@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import signal
 import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from threadpoolctl import threadpool_limits
 
 from hpcdp import data, kernels, kvstore
 from hpcdp.autograd import record
+from hpcdp.checkpoint import Manager
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank
@@ -28,35 +31,46 @@ from . import inputs
 from .augment import ShiftedImages, ShiftedLoader
 from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, KeepMetrics, ShowProgress
+from .checkpoints import Checkpoints
 from .config import TrainConfig
 from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
-from .run_folder import open_run_folder
+from .preemption import StopRequests
+from .run_dir import CHECKPOINTS
+from .run_folder import RunFolder, open_run_folder
 from .shared_count import SharedCount
 from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
 from .trainer import Trainer
 
 
-def run(config: TrainConfig) -> dict[str, Any]:
+def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]:
     """Train and evaluate as ``config`` says; every rank must call, with the same settings.
+
+    Args:
+        config: the settings; ``resume`` is None or the folder of a run, see `resume.settled`.
+        stop: asks for an early end, after which the result has ``stopped``; None: only ``time_limit_s`` does.
 
     Rank 0 shows the progress, owns the run folder and prints the report. A wrong setting, missing data or a run folder
     that cannot be used is the same error on every rank. SIGINT and SIGTERM end the run with KeyboardInterrupt; what was
     measured until then stays in the run folder.
 
     Returns:
-        The numbers of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training,
-        all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share
-        of ``comm_s`` hidden behind computation, None with one rank and on a store), ``compute_s`` and ``data_s`` (mean
-        over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank),
-        ``ranks``, ``compression`` (a line about what it saved, None without), ``store`` (names and texts of lines about
-        it), ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one an epoch, see `fit`).
+        ``stopped``: whether the run ended early, with a checkpoint, and then nothing else but ``run_dir`` and
+        ``records``, as where a resumed run was at its end already. Else the numbers of the report, alike on every rank:
+        ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training, all ranks), ``seconds`` (training), ``comm_s``
+        and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share of ``comm_s`` hidden behind computation, None
+        with one rank and on a store), ``compute_s`` and ``data_s`` (mean over ranks), ``critical_path_s``,
+        ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``, ``compression`` (a
+        line about what it saved, None without), ``store`` (names and texts of lines about it), ``run_dir``, ``trace``
+        (a line about the file, None without one) and ``records`` (one for each epoch of this start, see `fit`).
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
-    with _interruptible(), threadpool_limits(config.threads, user_api="blas"):
+    if stop is None:
+        stop = StopRequests(config.time_limit_s)
+    with _interruptible(stop), threadpool_limits(config.threads, user_api="blas"):
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
         net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))
         with contextlib.ExitStack() as stack:
@@ -69,6 +83,7 @@ def run(config: TrainConfig) -> dict[str, Any]:
             if folder is not None:
                 stack.enter_context(folder)
                 callbacks = [ShowProgress(), KeepMetrics(folder)]
+            checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
             records = fit(
                 net,
                 trainer,
@@ -76,12 +91,43 @@ def run(config: TrainConfig) -> dict[str, Any]:
                 epochs=config.epochs,
                 evaluate=lambda: evaluate(net, test_set, world, config.eval_batch_size, config.virtual_shards),
                 callbacks=callbacks,
+                checkpoints=checkpoints,
                 world=world,
             )
-    result = _result(config, records, trainer, world) | {"trace": None if recording is None else _told(recording)}
+    result: dict[str, Any] = {"stopped": checkpoints.stopped is not None, "run_dir": config.run_dir, "records": records}
+    if checkpoints.stopped is None and records:
+        result |= _result(config, records, trainer, world)
+        result["trace"] = None if recording is None else _told(recording)
     if folder is not None:
-        print(report(result, folder.failure), flush=True)
+        print(_last_words(result, checkpoints, folder), flush=True)
     return result
+
+
+def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFolder) -> str:
+    run_dir, stopped = result["run_dir"], checkpoints.stopped
+    if stopped is not None:
+        return (
+            f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
+            f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {run_dir}"
+        )
+    if not result["records"]:
+        return f"{run_dir}: all epochs are done, there is nothing to go on with"
+    return report(result, folder.failure)
+
+
+@contextlib.contextmanager
+def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> Iterator[Checkpoints]:
+    """When the run is saved, and whether it goes on; every rank must call."""
+    with Manager(
+        Path(str(config.run_dir)) / CHECKPOINTS, world, keep=config.keep, keep_every=config.keep_every
+    ) as manager:
+        yield Checkpoints(
+            manager,
+            every=config.checkpoint_every,
+            stop=stop,
+            resume=config.resume is not None,
+            config=dataclasses.asdict(config),
+        )
 
 
 def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) -> None:
@@ -147,9 +193,12 @@ def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, toge
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM, which mpirun sends after Ctrl-C, unwinds the run as Ctrl-C does, so that its folder is finished."""
-    if threading.current_thread() is not threading.main_thread():
+def _interruptible(stop: StopRequests) -> Iterator[None]:
+    """SIGTERM, which mpirun sends after Ctrl-C, unwinds the run as Ctrl-C does, so that its folder is finished.
+
+    Unless ``stop`` has taken it.
+    """
+    if threading.current_thread() is not threading.main_thread() or stop.takes(signal.SIGTERM):
         yield
         return
 

@@ -6,14 +6,24 @@ import contextlib
 import dataclasses
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hpcdp.comm import World
 from hpcdp.comm.agreement import on_rank_0
 from hpcdp.errors import ConfigError
 
-from .config import TrainConfig, drop_empty_run_dir, drop_run_files, load, reserve_run_dir
-from .metrics import MetricsLog, Record, read_metrics
+from .config import TrainConfig, load
+from .metrics import MetricsLog, Record, read_metrics, replace_file
 from .plots import draw_curves
+from .run_dir import drop_empty_run_dir, drop_run_files, reserve_run_dir
+
+_OF_ONE_START: dict[str, Any] = {
+    "run_dir": None,
+    "resume": None,
+    "trace": None,
+    "time_limit_s": None,
+    "overwrite": False,
+}
 
 
 def open_run_folder(config: TrainConfig, world: World) -> tuple[TrainConfig, RunFolder | None]:
@@ -26,7 +36,7 @@ def open_run_folder(config: TrainConfig, world: World) -> tuple[TrainConfig, Run
 
     def reserve() -> str:
         nonlocal folder
-        reserved = reserve_run_dir(config)
+        reserved = config if config.resume is not None else reserve_run_dir(config)
         folder = RunFolder(reserved)
         return str(reserved.run_dir)
 
@@ -51,8 +61,9 @@ def draw_run(folder: Path) -> None:
 class RunFolder:
     """One run's files: ``config.toml``, ``metrics.jsonl``, TensorBoard events and, when closed, ``curves.png``.
 
-    ``config.toml`` leaves out ``run_dir``, ``overwrite`` and ``trace``, so that a run repeated from it gets a folder of
-    its own and touches no file outside of it.
+    ``config.toml`` leaves out what is said for one start alone, such as ``run_dir`` and ``trace``, so that a run
+    repeated from it gets a folder of its own and touches no file outside of it. A resumed run goes on in the files of
+    its first start.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -60,21 +71,33 @@ class RunFolder:
         self.failure: OSError | None = None
         """Why the folder is not complete, or None."""
         try:
-            settings = dataclasses.replace(config, run_dir=None, overwrite=False, trace=None).to_toml()
-            (self.path / "config.toml").write_text(settings, encoding="utf-8")
-            self._log = MetricsLog(self.path)
+            settings = dataclasses.replace(config, **_OF_ONE_START).to_toml()
+            if config.resume is None:
+                (self.path / "config.toml").write_text(settings, encoding="utf-8")
+            else:
+                replace_file(self.path / "config.toml", settings)
+            self._log = MetricsLog(self.path, append=config.resume is not None)
         except OSError as error:
-            with contextlib.suppress(OSError):  # half a config.toml would keep the folder from being used again
-                drop_run_files(self.path)
-            drop_empty_run_dir(config)
+            if config.resume is None:
+                with contextlib.suppress(OSError):  # half a config.toml would keep the folder from being used again
+                    drop_run_files(self.path)
+                drop_empty_run_dir(config)
             raise ConfigError(
                 "write the run folder", where=self.path, got=error.strerror, remedy="choose another --run-dir"
             ) from error
 
+    def go_on(self, epochs: int, steps: int) -> None:
+        """Drop the records of what comes after ``epochs`` whole epochs and ``steps`` steps; a failure is kept in
+        `failure`."""
+        try:
+            self._log.go_on(epochs, steps)
+        except (OSError, ValueError) as error:
+            self.failure = error if isinstance(error, OSError) else OSError(0, str(error))
+
     def write(self, record: Record) -> None:
         """Log ``record`` at once; a failure is kept in `failure` and does not raise."""
         self._log.write(record)
-        self.failure = self._log.failure
+        self.failure = self.failure or self._log.failure
 
     def __enter__(self) -> RunFolder:
         return self

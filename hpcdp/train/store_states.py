@@ -1,20 +1,90 @@
-"""The optimizer's state of a trainer on a store as a file: that of the store, whoever updates.
+"""The state of a trainer on a store: for checkpoints, and as a file of the optimizer's state alone.
 
-See `kvstore.states`; keys are the numbers of the parameters.
+The file is that of the store, whoever updates: see `kvstore.states`; keys are the numbers of the parameters.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..arrays import from_host, to_host
 from ..comm.agreement import on_every_rank, on_rank_0
+from ..errors import ConfigError
 from ..kvstore.arguments import Key
 from ..kvstore.states import States, read_states, write_states
+from ..state import Part, Sharded, take
+from .trainer import unfinished
 
 if TYPE_CHECKING:
     from .store_trainer import StoreTrainer
+
+
+def state_of(trainer: StoreTrainer) -> dict[str, Any]:
+    """See `Trainer.state_dict`."""
+    _refuse_unfinished(trainer, "state_dict")
+    if not trainer.steps_together:
+        trainer.synchronize()
+    state: dict[str, Any] = {
+        "step_count": trainer.step_count,
+        "loss_scale": trainer.loss_scale,
+        "num_nonfinite": trainer.num_nonfinite,
+    }
+    if _needs_store(trainer):
+        state["store"] = trainer.store.state_dict()
+    if not trainer.update_on_kvstore:
+        state |= {"optimizer": json.dumps(trainer.optimizer.config()), "states": _states(trainer)}
+    return state
+
+
+def _refuse_unfinished(trainer: StoreTrainer, operation: str) -> None:
+    def check() -> None:
+        if trainer.holds_gradients:
+            raise unfinished(operation)
+
+    check() if trainer.world is None else on_every_rank(trainer.world.comm, check)
+
+
+def _needs_store(trainer: StoreTrainer) -> bool:
+    """Whether the store has something that training goes on from: values that it updates, or what it has not sent."""
+    return trainer.update_on_kvstore or trainer.compression is not None
+
+
+def _states(trainer: StoreTrainer) -> dict[str, dict[str, Sharded]]:
+    """The optimizer's state by parameter and name, where every rank updates, and so has all of it."""
+    copies, copy = (1, 0) if trainer.world is None else (trainer.world.size, trainer.world.rank)
+    return {
+        param.name: {
+            name: Sharded(tuple(param.data.shape), np.dtype(array.dtype), [Part(0, array)], copies, copy)
+            for name, array in state.items()
+        }
+        for param, state in zip(trainer.params.values(), trainer.states, strict=True)
+        if state
+    }
+
+
+def take_over(trainer: StoreTrainer, state: dict[str, Any]) -> None:
+    """See `Trainer.load_state_dict`."""
+    _refuse_unfinished(trainer, "load_state_dict")
+    needed = ["store"] * _needs_store(trainer) + ["states"] * (not trainer.update_on_kvstore)
+    if any(name not in state for name in needed):
+        raise ConfigError(
+            "load_state_dict", where="update_on_kvstore", expected=f"a state with {' and '.join(needed)}",
+            got=f"one with {', '.join(state)}", remedy="make the Trainer as it was then",
+        )  # fmt: skip
+    if not trainer.update_on_kvstore:
+        trainer.optimizer.take_config(json.loads(state["optimizer"]))
+        for name, states in _states(trainer).items():
+            for each, own in states.items():
+                take(f"{name}/{each}", own, state["states"][name][each])
+    if _needs_store(trainer):
+        trainer.store.load_state_dict(state["store"])
+    trainer.step_count = state["step_count"]
+    trainer.loss_scale = state["loss_scale"]
+    trainer.num_nonfinite = state["num_nonfinite"]
 
 
 def save(trainer: StoreTrainer, path: Path) -> None:

@@ -218,6 +218,24 @@ class StoreTrainer(Trainer):
             self.store.assign(self._keys, [param.data for param in self._params])
             self._pull_first()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that a later update will use."""
+        return self._holds_sums or self._held_count > 0 or self._grad_reqs is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Trainer.state_dict`; where ranks do not step together they meet."""
+        return store_states.state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Trainer.load_state_dict`; of a store that updates, parameters become the values that it had."""
+        store_states.take_over(self, state)
+        self._known_steps = self.step_count
+        if self.update_on_kvstore:
+            self._pull()
+            self._await_values()
+            self.store.barrier()  # nobody pushes before all have them
+
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""
         store_states.save(self, Path(path))

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..comm import World
 from ..compression import Codec, Compression
-from ..errors import ConfigError
+from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer
@@ -229,6 +229,33 @@ class Trainer:
         """
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        """What training goes on from, beside the network's parameters; every rank must call.
+
+        Returns:
+            ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, or ``store``: that
+            of the store that updates; ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as
+            JSON; ``step_count``, ``loss_scale``, ``num_nonfinite``; and what decides the bits: ``virtual_shards``,
+            ``arithmetic``, ``layout``. Arrays are the trainer's own, which the next `step` changes.
+
+        Raises:
+            StaleGradientError: a step is under way: some, but not all virtual shards of it are computed, or gradients
+                are accumulated or summed; on every rank.
+        """
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`; every rank must call. Settings of the optimizer become those of then.
+
+        A checkpoint restores that of any number of ranks and any owner. From another layout of buckets, or on another
+        kind of processor, it warns that last bits may differ.
+
+        Raises:
+            ConfigError: it is of another optimizer, other parameters or another number of virtual shards.
+            StaleGradientError: as `state_dict`.
+        """
+        raise NotImplementedError
+
 
 def trained(params: Sequence[Parameter]) -> list[Parameter]:
     """Those that want a gradient; `ConfigError` where there are none, or two of one name."""
@@ -265,3 +292,11 @@ def checked_count(operation: str, count: int) -> int:
     if checked < 0:
         raise ConfigError(operation, where="count", expected="a number of samples, 0 or more", got=repr(count))
     return checked
+
+
+def unfinished(operation: str) -> StaleGradientError:
+    """There are gradients that a later update would have used."""
+    return StaleGradientError(
+        operation, expected="the end of a step", got="gradients that no_sync() or allreduce_grads() holds",
+        remedy="call it after step(count), or drop them by step(0)",
+    )  # fmt: skip

@@ -1,12 +1,14 @@
-"""The optimizer's state as a file: one array a parameter and name, whoever owned it.
+"""A trainer's state: for checkpoints, of which each rank has its parts, and as a file of the optimizer's state alone.
 
-A NumPy .npz archive, read with pickles refused. Names are ``"<parameter>/<state>"``, so any number of ranks, any owner
-and any bucket size can read it. With compression there is what each node has not sent yet, too, as
-``"<parameter>/residual"`` of shape ``(nodes, *shape)``; with another number of nodes each gets the same share of it.
+The file has one array a parameter and name, whoever owned it. It is a NumPy .npz archive, read with pickles refused.
+Names are ``"<parameter>/<state>"``, so any number of ranks, any owner and any bucket size can read it. With compression
+there is what each node has not sent yet, too, as ``"<parameter>/residual"`` of shape ``(nodes, *shape)``; with another
+number of nodes each gets the same share of it.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import archive
-from ..arrays import from_host, to_host
+from ..arrays import to_host
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..comm.communicator import join_parts
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..gradients.residuals import gather_residuals, give_residuals
+from ..gradients.sharded_state import optimizer_states, residuals
+from ..state import take
 from .reproducible import arithmetic
 
 if TYPE_CHECKING:
@@ -26,6 +30,83 @@ if TYPE_CHECKING:
 
 _HEADER = "hpcdp/trainer"
 _RESIDUAL = "residual"
+
+
+def state_of(trainer: BucketTrainer) -> dict[str, Any]:
+    """See `Trainer.state_dict`."""
+    layout, reproducible = trainer.reducer.layout, trainer.virtual_shards is not None
+    state = {
+        "step_count": trainer.step_count,
+        "loss_scale": trainer.loss_scale,
+        "num_nonfinite": trainer.num_nonfinite,
+        "optimizer": json.dumps(trainer.optimizer.config()),
+        "states": optimizer_states(trainer.owner, trainer.reducer),
+        "virtual_shards": trainer.virtual_shards,
+        "arithmetic": arithmetic() if reproducible else None,
+        "layout": {
+            "digest": layout.digest,
+            "counts": list(layout.counts),
+            "slots": {slot.name: {"bucket": slot.bucket, "offset": slot.offset} for slot in layout.slots},
+        },
+    }
+    own = residuals(trainer.reducer, trainer.compression)
+    return state | ({"residuals": own} if own else {})
+
+
+def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
+    """See `Trainer.load_state_dict`."""
+    num_shards = state["virtual_shards"] or trainer.virtual_shards
+    if trainer.virtual_shards not in (None, num_shards):
+        raise ConfigError(
+            "load_state_dict", where="virtual_shards", expected=trainer.virtual_shards, got=num_shards,
+            remedy=f"Trainer(reproducible=True, virtual_shards={num_shards})",
+        )  # fmt: skip
+    own = optimizer_states(trainer.owner, trainer.reducer)
+    if set(state["states"]) != set(own):
+        odd = min(set(state["states"]) ^ set(own))
+        held, lacks = ("the trainer", "the state") if odd in own else ("the state", "the trainer")
+        raise ConfigError("load_state_dict", where=odd, expected=f"it in {lacks}", got=f"it in {held} only")
+    trainer.optimizer.take_config(json.loads(state["optimizer"]))
+    for param, states in own.items():
+        for name, mine in states.items():
+            take(f"{param}/{name}", mine, state["states"][param][name])
+    _take_residuals(trainer, state.get("residuals", {}))
+    trainer.step_count = state["step_count"]
+    trainer.loss_scale = state["loss_scale"]
+    trainer.num_nonfinite = state["num_nonfinite"]
+    if trainer.world.rank:
+        return
+    _warn_of_arithmetic(trainer, "load_state_dict", state["arithmetic"] or "")
+    if trainer.virtual_shards is None and state["layout"]["digest"] != trainer.reducer.layout.digest:
+        warnings.warn(
+            "load_state_dict: buckets were laid out in another way when this was saved (bucket_cap_mb): last bits may "
+            "differ from here on",
+            stacklevel=4,
+        )
+
+
+def _take_residuals(trainer: BucketTrainer, given: dict[str, Any]) -> None:
+    own = residuals(trainer.reducer, trainer.compression)
+    for name, mine in own.items():
+        if name in given:
+            take(f"{name}/{_RESIDUAL}", mine, given[name])
+        else:
+            for part in mine.parts:
+                part.values[...] = 0
+    if given and not own and trainer.world.rank == 0:
+        warnings.warn(
+            "load_state_dict: what compression had not sent yet is lost: nothing is compressed here", stacklevel=5
+        )
+
+
+def _warn_of_arithmetic(trainer: BucketTrainer, where: object, saved_by: str) -> None:
+    """On rank 0: say that the last bits of a reproducible trainer may differ from those of another processor."""
+    if trainer.virtual_shards is not None and saved_by not in ("", arithmetic()):
+        warnings.warn(
+            f"{where}: saved where arithmetic was {saved_by}, and here it is {arithmetic()}: last bits may differ from "
+            "here on",
+            stacklevel=5,
+        )
 
 
 def save(trainer: BucketTrainer, path: Path) -> None:
@@ -63,22 +144,13 @@ def _gather(trainer: BucketTrainer, number: int, name: str) -> np.ndarray:
 def load(trainer: BucketTrainer, path: Path) -> None:
     """See `Trainer.load_states`."""
     header, arrays = on_every_rank(trainer.world.comm, lambda: _read(trainer, path))
-    for number, bucket in enumerate(trainer.reducer.buckets):
-        first, last = trainer.owner.span(bucket)
-        for name, state in trainer.owner.states[number].items():
-            whole = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
-            for slot in bucket.slots:
-                whole[slot.offset : slot.offset + slot.count] = arrays[f"{slot.name}/{name}"].reshape(-1)
-            state[...] = from_host(whole[first:last], state)
+    for param, states in optimizer_states(trainer.owner, trainer.reducer).items():
+        for name, own in states.items():
+            take(f"{param}/{name}", own, arrays[f"{param}/{name}"])
     give_residuals(trainer.reducer, {name: arrays.get(f"{name}/{_RESIDUAL}") for name in trainer.reducer.params})
     trainer.step_count = header["step_count"]
-    saved_by = header.get("arithmetic", "")
-    if trainer.virtual_shards is not None and saved_by not in ("", arithmetic()) and trainer.world.rank == 0:
-        warnings.warn(
-            f"{path}: saved where arithmetic was {saved_by}, and here it is {arithmetic()}: last bits may differ from "
-            "here on",
-            stacklevel=3,
-        )
+    if trainer.world.rank == 0:
+        _warn_of_arithmetic(trainer, path, header.get("arithmetic", ""))
 
 
 def _read(trainer: BucketTrainer, path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -87,6 +87,30 @@ def test_the_example_of_compression_runs(tmp_path):
     run("hpcdp launch -n 2 -- python page.py", tmp_path)
 
 
+def test_the_example_of_checkpoints_goes_on_where_it_ended(tmp_path):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "checkpoints.md").read_text(), re.M | re.S)
+    (tmp_path / "page.py").write_text(code)
+    step = "            trainer.step(len(labels))\n"
+    ending = f"{step}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
+    assert step in code
+    (tmp_path / "ended.py").write_text(code.replace(step, ending))
+    run("hpcdp launch -n 2 -- python ended.py", tmp_path)
+    assert [each.name for each in (tmp_path / "checkpoints").glob("step-*")] == ["step-0000000010"]
+    run("hpcdp launch -n 3 -- python page.py", tmp_path)
+    assert (tmp_path / "checkpoints" / "step-0000000020" / "manifest.json").exists()
+
+
+def test_the_example_of_stopping_goes_on_where_it_ended(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "training.md").read_text(), re.M | re.S)
+    (code,) = [block for block in blocks if "Checkpoints(" in block]
+    (tmp_path / "page.py").write_text(code)
+    (tmp_path / "ended.py").write_text(code.replace("epochs=3", "epochs=2"))
+    run("hpcdp launch -n 2 -- python ended.py", tmp_path)
+    run("hpcdp launch -n 3 -- python page.py", tmp_path)
+    names = sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == ["step-0000000016", "step-0000000020", "step-0000000024"]
+
+
 def test_quotations_are_what_the_files_say():
     quoted = [block.partition("\n") for block in COLLECTIVES if block.startswith("# hpcdp/")]
     assert quoted

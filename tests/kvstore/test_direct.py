@@ -241,6 +241,26 @@ def test_arrays_that_overlap_are_read_before_they_are_written():
     assert all(threads.run(3, one))
 
 
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("rule", [None, optim.SGD(lr=0.1)])
+def test_who_is_late_reads_the_value_of_its_round_while_others_push_the_next(ranks, rule):
+    def one(world):
+        store, out, kept = kvstore.create("dist_sync", world), np.empty(2003, "f4"), np.empty(2003, "f4")
+        store.init("w", np.zeros(2003, "f4"))
+        if rule is not None:
+            store.set_optimizer(rule)
+        for turn in range(12):
+            store.pushpull("w", pushed(world.rank, turn, 2003, "f4"), out)
+            if turn % ranks == world.rank:
+                time.sleep(2e-3)
+            store.pull("w", kept)
+            assert kept.tobytes() == out.tobytes()
+        return True
+
+    assert all(threads.run(ranks, one))
+
+
 @pytest.mark.mpi
 def test_on_real_ranks_in_place_and_to_another_array():
     world = hpcdp.init()

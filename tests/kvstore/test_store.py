@@ -490,11 +490,10 @@ def test_what_is_no_array_is_refused_by_name(kind):
         store.init("p", param.data)
         store.init("n", np.zeros(()))
         store.set_optimizer(optim.SGD(lr=0.1))
-        for name, wrong in (("float64", np.float64(3)), ("Parameter", param), ("MaskedArray", masked), ("float", 3.0)):
+        for name, wrong in (("Parameter", param), ("MaskedArray", masked), ("float", 3.0)):
             with pytest.raises(ConfigError, match=rf"init \[key 'x'\]: expected one array, got a {name}$"):
                 store.init("x", wrong)
         for key, name, wrong in (
-            ("n", "float64", np.float64(3)),
             ("p", "Parameter", param),
             ("w", "MaskedArray", masked),
         ):
@@ -502,6 +501,12 @@ def test_what_is_no_array_is_refused_by_name(kind):
                 UnsupportedError, match=rf"push \[key '{key}'\]: expected an array of .*, got a {name}$"
             ):
                 store.push(key, wrong)
+        store.push("n", np.float64(-10))  # what NumPy makes of arrays without dimensions
+        assert store.pull("n").wait() == 1
+        with pytest.raises(
+            UnsupportedError, match=r"pull \[key 'n'\]: expected an array of \(\) float64, got a float64"
+        ):
+            store.pull("n", out=np.float64(3))
         with pytest.raises(ConfigError, match=r"push \[key 'w'\]: expected an array or more, got an empty list"):
             store.push("w", [])
 
@@ -512,8 +517,9 @@ def test_what_is_no_array_is_refused_by_name(kind):
 def test_a_key_that_one_rank_cannot_make_is_an_error_on_all(kind):
     def one(world):
         store = kvstore.create(kind, world)
-        with pytest.raises(ConfigError, match=r"rank 1: init \[key 'a'\]: expected one array, got a float64"):
-            store.init("a", np.float64(3) if world.rank == 1 else np.array(3.0))
+        with pytest.raises(ConfigError, match=r"rank 1: init \[key 'a'\]: expected one array, got a float"):
+            store.init("a", 3.0 if world.rank == 1 else np.array(3.0))
+        store.init("n", np.float64(3) if world.rank == 1 else np.array(3.0))
         with pytest.raises(
             UnsupportedError, match=r"rank 1: init \[key 'a'\]: expected a NumPy array of .*on a device"
         ):

@@ -97,3 +97,24 @@ def test_device_arrays_give_the_same():
 
     for device, host in zip(train(standin.asarray), train(np.asarray), strict=True):
         np.testing.assert_allclose(device, host, rtol=1e-4, atol=1e-4)
+
+
+def test_generators_are_named_by_their_paths_each_once():
+    shared = nn.Dropout(0.5, seed=1)
+    net = nn.Sequential(nn.Dense(3, 4), shared, nn.Sequential(nn.Dropout(0.2, seed=2), shared))
+    named = dict(net.named_generators())
+    assert list(named) == ["1.generator", "2.0.generator"]
+    assert named["1.generator"] is shared.generator
+    assert not dict(nn.Dense(3, 4).named_generators())
+    assert not any("generator" in name for name in net.state_dict())
+
+
+def test_a_dropout_whose_generator_is_restored_drops_the_same():
+    x = np.ones((20, 30), "f4")
+    first, second = nn.Dropout(0.5), nn.Dropout(0.5)
+    with autograd.train_mode():
+        first(x)
+        state = dict(first.named_generators())["generator"].bit_generator.state
+        expected = first(x).data
+        dict(second.named_generators())["generator"].bit_generator.state = state
+        np.testing.assert_array_equal(second(x).data, expected)

@@ -53,6 +53,20 @@ def test_parts_see_what_one_reader_sees_and_epochs_differ(parts):
     assert read(1, epoch=1) != read(1, epoch=2)
 
 
+def test_a_loop_that_goes_on_sees_the_shifts_of_its_epoch():
+    def make() -> ShiftedLoader:
+        return ShiftedLoader(ShiftedImages(DATASET, 2, seed=5), ShardedSampler(40, 16, seed=5))
+
+    first = make()
+    first.set_epoch(2)
+    images = iter(first)
+    next(images)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    for (x, _), (again, _) in zip(images, second, strict=True):
+        np.testing.assert_array_equal(again, x)
+
+
 def test_one_sample_loses_its_axis_and_none_are_fine():
     images = ShiftedImages(DATASET, 2, seed=3)
     np.testing.assert_array_equal(images[7][0], images[np.array([7])][0][0])

@@ -7,7 +7,7 @@ import pytest
 from hpcdp import cli
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
-from hpcdp.train import config, run_folder
+from hpcdp.train import config, run_dir, run_folder
 from hpcdp.train.config import TrainConfig
 
 
@@ -26,6 +26,10 @@ from hpcdp.train.config import TrainConfig
         ({"warmup_epochs": 9, "epochs": 3}, "setting warmup_epochs: expected at most epochs = 3, got 9"),
         ({"kv_store": "dist"}, "unknown kv_store 'dist'; did you mean 'dist_sync'?"),
         ({"staleness": 2}, "setting staleness: expected kv_store=dist_async with it, got 2"),
+        ({"checkpoint_every": "epochs"}, "setting checkpoint_every: expected an integer or 'epoch', got 'epochs'"),
+        ({"checkpoint_every": 0}, "setting checkpoint_every: expected at least 1, got 0"),
+        ({"resume": "auto", "overwrite": True}, "setting overwrite: expected false with resume, got true"),
+        ({"resume": "a", "run_dir": "b"}, "setting run_dir: expected none with resume=a, got b"),
         ({"staleness": 2, "kv_store": "dist_sync"}, "setting staleness: expected kv_store=dist_async with it, got 2"),
         ({"servers": 1}, "setting servers: expected kv_store=dist_async, which alone has servers, got kv_store=None"),
         ({"servers": 1, "kv_store": "dist_sync"}, "which alone has servers, got kv_store=dist_sync"),
@@ -123,9 +127,9 @@ def test_servers_that_contradict_the_launcher() -> None:
 
 def test_new_run_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = [config.reserve_run_dir(TrainConfig()).run_dir for _ in range(2)]
+    folders = [run_dir.reserve_run_dir(TrainConfig()).run_dir for _ in range(2)]
     assert folders == ["runs/lenet-digits-001", "runs/lenet-digits-002"]
-    config.drop_empty_run_dir(TrainConfig(run_dir=folders[0]))
+    run_dir.drop_empty_run_dir(TrainConfig(run_dir=folders[0]))
     assert not Path(folders[0]).exists()
 
 
@@ -134,26 +138,26 @@ def test_results_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     for name in ("config.toml", "metrics.jsonl", "notes.txt"):
         (tmp_path / name).write_text("a result")
     with pytest.raises(ConfigError, match=r"exists and is not empty .*; choose another --run-dir, or add --overwrite"):
-        config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path)))
+        run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path)))
     assert len(list(tmp_path.iterdir())) == 3
-    config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
+    run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
     assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_what_is_no_run_folder_is_never_emptied(tmp_path: Path) -> None:
     (tmp_path / "photo.png").touch()
     with pytest.raises(ConfigError, match=r"expected the config\.toml of an earlier run"):
-        config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
+        run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
     assert (tmp_path / "photo.png").exists()
 
 
 def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path) -> None:
+    def full(folder: Path, append: bool) -> None:
         assert (folder / "config.toml").exists()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_folder, "MetricsLog", full)
-    reserved = config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "run")))
+    reserved = run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="got No space left on device"):
         run_folder.RunFolder(reserved)
     assert list(tmp_path.iterdir()) == []
@@ -162,7 +166,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: py
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"make the run folder .*: got Not a directory: {tmp_path / 'file'}; choose"):
-        config.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
+        run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "file" / "run")))
 
 
 @pytest.mark.parametrize(

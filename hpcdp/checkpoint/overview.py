@@ -1,0 +1,126 @@
+"""What is in a folder, at a glance: which checkpoints, whole by their sizes or not, left-overs, who writes here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, DataError, listed
+from . import folder, lock, manifest
+
+RUN_SUBFOLDER = "checkpoints"
+"""Where checkpoints are in the folder of a run."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint as far as its manifest and the sizes of its files tell."""
+
+    step: int
+    path: Path
+    manifest: manifest.Manifest | None
+    """None where it cannot be read."""
+    damage: str | None
+    """What is wrong, None where nothing is seen to be."""
+    nbytes: int
+    """Of its files."""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What is in a folder of checkpoints."""
+
+    path: Path
+    checkpoints: list[Seen]
+    """Oldest first."""
+    left_over: dict[Path, int]
+    """What does not count as a checkpoint, with its bytes; while `writer` is somebody, one may be being written."""
+    writer: str | None
+    """Who saves here now."""
+
+
+def overview(path: Path) -> Overview:
+    """What is in a folder of checkpoints, or of a run.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    path = checkpoints_folder(path)
+    writer = lock.holder(path / lock.NAME)  # first: what it has just completed is then no left-over
+    left_over = {each: size_of(each) for each in folder.left_over(path)}
+    named = {folder.step_of(each): each for each in sorted(path.iterdir(), reverse=True) if folder.is_final(each)}
+    found = {step: each for step, each in named.items() if each not in left_over} | folder.find(path)
+    return Overview(path, [look_at(found[step], step) for step in sorted(found)], left_over, writer)
+
+
+def look_at(path: Path, step: int) -> Seen:
+    """One checkpoint; reads its manifest alone."""
+    try:
+        found = manifest.read(path)
+    except DataError as error:
+        return Seen(step, path, None, f"{manifest.NAME}: {error.got}", size_of(path))
+    return Seen(step, path, found, next(wrong_sizes(path, found), None), size_of(path))
+
+
+def wrong_sizes(path: Path, found: manifest.Manifest) -> Iterator[str]:
+    """Which files are missing or have other sizes than the manifest says."""
+    for file in found.files:
+        try:
+            nbytes = (path / file.name).stat().st_size
+        except OSError as error:
+            yield f"{file.name}: {error.strerror}"
+            continue
+        if nbytes != file.nbytes:
+            yield f"{file.name}: expected {file.nbytes:,} bytes, got {nbytes:,}"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files in a folder."""
+    total = 0
+    for each in path.rglob("*"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            total += each.lstat().st_size if not each.is_dir() else 0
+    return total
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """Where checkpoints are: ``path``, or its subfolder of a run.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    if not path.is_dir():
+        got = "a file" if path.exists() else "no such folder"
+        raise DataError("read checkpoints", where=path, expected="a folder of checkpoints, or of a run", got=got)
+    inner = path / RUN_SUBFOLDER
+    return inner if inner.is_dir() and not any(map(folder.is_named, path.iterdir())) else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the folder of one checkpoint, be it damaged."""
+    return path.is_dir() and (folder.is_named(path) or (path / manifest.NAME).exists())
+
+
+def chosen(path: Path, step: int | None = None) -> Path:
+    """One checkpoint.
+
+    Args:
+        path: of it; or of a folder of checkpoints, or of a run, of which it is the newest that is complete.
+        step: which one of a folder, instead of the newest.
+
+    Raises:
+        ConfigError: ``path`` is one, and ``step`` says another.
+        DataError: there is none.
+    """
+    if is_checkpoint(path):
+        if step is not None:
+            raise ConfigError("--step", expected="a folder of several checkpoints", got=f"{path}, which is one")
+        return path
+    inner = checkpoints_folder(path)
+    found = folder.find(inner)
+    if not found or (step is not None and step not in found):
+        expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, found)]) or step}"
+        raise DataError("read checkpoints", where=inner, expected=expected, got="none" if step is None else step)
+    return found[max(found) if step is None else step]

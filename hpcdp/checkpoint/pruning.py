@@ -1,0 +1,84 @@
+"""Removing checkpoints that need not be kept: never the last good one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DataError
+from . import folder, lock, overview, verify
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What is to be removed from a folder."""
+
+    steps: dict[int, int]
+    """Bytes by step."""
+    left_over: dict[Path, int]
+    """Bytes by path."""
+    good: int | None
+    """The newest step that stays and is undamaged; None where nothing is removed."""
+    damaged: dict[int, str]
+    """Newer ones that stay, and the first thing that is wrong with each."""
+
+
+def prune(
+    path: Path,
+    keep: int,
+    keep_every: int | None = None,
+    best: str | None = None,
+    dry_run: bool = False,
+    tell: Callable[[int], object] = lambda nbytes: None,
+) -> Pruning:
+    """Remove what `folder.dropped` says, and left-overs; holds the lock of the folder meanwhile.
+
+    Args:
+        path: of a folder of checkpoints.
+        best: ``"metric"`` or ``"-metric"``, see `Manager`.
+        dry_run: remove nothing.
+        tell: see `verify.faults`, which is called for what stays, from the newest on, until one is good.
+
+    Raises:
+        DataError: another job saves here, or nothing that stays is good. Nothing is removed then.
+    """
+    if dry_run:
+        lock.require_free(path)
+        return _remove(path, keep, keep_every, best, True, tell)
+    writer = lock.WriterLock(path)
+    try:
+        return _remove(path, keep, keep_every, best, False, tell)
+    finally:
+        writer.release()
+
+
+def _remove(
+    path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
+) -> Pruning:
+    found = folder.find(path)
+    values = folder.worth(found, best)
+    if best is not None and found and not values:
+        raise DataError("prune", where=path, expected=f"checkpoints with the metric {best.removeprefix('-')}",
+                        got="none")  # fmt: skip
+    dropped = folder.dropped(found, keep, keep_every, values)
+    left_over = {each: overview.size_of(each) for each in folder.left_over(path)}
+    good, damaged = None, dict[int, str]()
+    if dropped or left_over:
+        for step in sorted(set(found) - set(dropped), reverse=True):
+            wrong = next(verify.faults(found[step], tell), None)
+            if wrong is None:
+                good = step
+                break
+            damaged[step] = wrong
+        if found and good is None:
+            step, wrong = next(iter(damaged.items()))
+            raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
+                            got=f"step {step}, {wrong}", remedy="keep more")  # fmt: skip
+    pruning = Pruning({step: overview.size_of(found[step]) for step in dropped}, left_over, good, damaged)
+    if not dry_run:
+        folder.clean(path, True)
+        for step in dropped:
+            shutil.rmtree(folder.retire(path, step))
+    return pruning

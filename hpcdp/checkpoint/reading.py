@@ -1,0 +1,52 @@
+"""The elements of whole tensors, whichever files they are in: some of them, or all, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .leaves import BFLOAT16
+from .manifest import Tensor
+from .shard import ShardReader
+
+PIECE_NBYTES = 16 << 20
+
+
+def read_elements(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarray) -> None:
+    """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
+
+    Raises:
+        DataError: a file is missing or too short; names file and data set. What else is wrong, the reader says later.
+    """
+    last = first + out.size
+    for part in tensor.parts:
+        begin, end = max(first, part.first), min(last, part.first + part.count)
+        if begin < end:
+            reader.read(part, begin - part.first, out[begin - first : end - first])
+
+
+def read_whole(reader: ShardReader, tensor: Tensor) -> np.ndarray:
+    """A new array of a tensor's shape and stored dtype. Raises what `read_elements` does."""
+    array = np.empty(tensor.shape, tensor.stored_dtype)
+    read_elements(reader, tensor, 0, array.reshape(-1))
+    return array
+
+
+def pieces(reader: ShardReader, tensor: Tensor) -> Iterator[np.ndarray]:
+    """All elements in C order, at most `PIECE_NBYTES` at once, in memory that the next piece takes, too.
+
+    Raises:
+        DataError: a file is missing or damaged, or elements are not those that were written.
+    """
+    buffer = np.empty(min(tensor.count, PIECE_NBYTES // tensor.stored_dtype.itemsize), tensor.stored_dtype)
+    for first in range(0, tensor.count, max(1, buffer.size)):
+        piece = buffer[: min(buffer.size, tensor.count - first)]
+        read_elements(reader, tensor, first, piece)
+        reader.settle()
+        yield piece
+
+
+def widened(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Elements as numbers that NumPy has: bfloat16, whose bits come as uint16, as float32, which is exact."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values

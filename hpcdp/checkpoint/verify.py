@@ -1,0 +1,174 @@
+"""Whether a checkpoint is what was written: every byte of every file against the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from . import folder, index, manifest, overview
+from .reading import PIECE_NBYTES
+from .shard import File, ShardReader, Stored, crc32_beside, failing
+
+Tell = Callable[[int], object]
+"""Is told of so many bytes more that have been looked at."""
+
+
+def faults(path: Path, tell: Tell = lambda nbytes: None) -> Iterator[str]:
+    """What is wrong with a checkpoint, a line each that names file and data set; nothing where it is good.
+
+    Checks sizes, all checksums, that HDF5 finds each data set where the manifest says, that the index shows all
+    tensors through files that are there, and that there are no other files.
+
+    Args:
+        path: of the checkpoint.
+    """
+    try:
+        found = manifest.read(path)
+    except DataError as error:
+        yield f"{manifest.NAME}: {error.got}"
+        return
+    if found.commit_file and not (path / folder.COMMITTED).is_file():
+        yield f"{folder.COMMITTED}: No such file, so it is not complete"
+    yield from overview.wrong_sizes(path, found)
+    parts: dict[str, list[tuple[manifest.Tensor, Stored]]] = {file.name: [] for file in found.files}
+    for tensor in found.tensors.values():
+        for part in tensor.parts:
+            parts[part.file].append((tensor, part))
+    with ShardReader(path) as reader:
+        for file in found.files:
+            if (path / file.name).is_file():
+                yield from _file_faults(path, file, parts[file.name], reader, tell)
+    yield from _index_faults(path, found)
+    known = {file.name for file in found.files} | {manifest.NAME, *([folder.COMMITTED] if found.commit_file else [])}
+    for each in sorted(path.iterdir()):
+        if each.name not in known:
+            yield f"{each.name}: not a file of this checkpoint"
+
+
+def _file_faults(
+    path: Path, file: File, parts: list[tuple[manifest.Tensor, Stored]], reader: ShardReader, tell: Tell
+) -> Iterator[str]:
+    sound = False
+    try:
+        with failing("verify", lambda: file.name):
+            beside = _beside(path / file.name, parts)
+        sound = beside == file.crc32_beside
+        if not sound:
+            yield f"{file.name}: checksum of what is not elements: expected {file.crc32_beside:08x}, got {beside:08x}"
+    except DataError as error:
+        yield _line(error, path)
+    elements = 0
+    for tensor, part in sorted(parts, key=lambda each: each[1].offset or 0):
+        nbytes = part.count * tensor.stored_dtype.itemsize
+        elements += nbytes
+        try:
+            _read(reader, part, tensor.stored_dtype, tell)
+        except DataError as error:
+            yield _line(error, path)
+    tell(max(0, file.nbytes - elements))
+    if sound and parts:
+        yield from _layout_faults(path / file.name, parts)
+
+
+def _beside(path: Path, parts: list[tuple[manifest.Tensor, Stored]]) -> int:
+    covered = [(part.offset, part.offset + part.count * tensor.stored_dtype.itemsize)
+               for tensor, part in parts if part.offset is not None]  # fmt: skip
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return crc32_beside(file, covered)
+    finally:
+        os.close(file)
+
+
+def _read(reader: ShardReader, part: Stored, dtype: np.dtype, tell: Tell) -> None:
+    """Read all elements; stops at the first that are wrong."""
+    buffer = np.empty(min(part.count, PIECE_NBYTES // dtype.itemsize), dtype)
+    told = 0
+    try:
+        for first in range(0, part.count, max(1, buffer.size)):
+            piece = buffer[: min(buffer.size, part.count - first)]
+            reader.read(part, first, piece)
+            reader.settle()
+            tell(piece.nbytes)
+            told += piece.nbytes
+    except DataError:
+        with contextlib.suppress(DataError):  # one fault of a data set is enough, and none is another's
+            reader.settle()
+        tell(part.count * dtype.itemsize - told)
+        raise
+
+
+def _layout_faults(path: Path, parts: list[tuple[manifest.Tensor, Stored]]) -> Iterator[str]:
+    """Whether those who read through HDF5 get the elements that have been checked."""
+    import h5py  # type: ignore[import-untyped]
+
+    try:
+        with failing("verify", lambda: path.name), h5py.File(path, "r", locking="best-effort") as file:
+            for tensor, part in parts:
+                dataset = file.get(part.dataset)
+                expected = (part.count,), tensor.stored_dtype, part.offset if part.count else None
+                got = _layout(dataset)
+                if got != expected:
+                    yield f"{path.name}, {part.dataset}: expected {_told(expected)}, got {_told(got)}"
+    except DataError as error:
+        yield _line(error, path.parent)
+
+
+def _layout(dataset: Any) -> tuple[Any, ...] | None:
+    return None if dataset is None else (dataset.shape, dataset.dtype, dataset.id.get_offset())
+
+
+def _told(layout: tuple[Any, ...] | None) -> str:
+    return "no such data set" if layout is None else f"{layout[0][0]} elements of {layout[1]} at byte {layout[2]}"
+
+
+def _index_faults(path: Path, found: manifest.Manifest) -> Iterator[str]:
+    """HDF5 reads zeros through an index where a file or a data set is missing."""
+    import h5py
+
+    if index.NAME not in {file.name for file in found.files}:
+        yield f"{index.NAME}: not in the manifest"
+    if not (path / index.NAME).is_file():
+        return  # which the sizes of files have said
+    try:
+        with failing("verify", lambda: index.NAME), h5py.File(path / index.NAME, "r", locking="best-effort") as file:
+            for name, tensor in found.tensors.items():
+                yield from (f"{index.NAME}, {name}: {what}" for what in _view_faults(path, file.get(name), tensor))
+    except DataError as error:
+        yield _line(error, path)
+
+
+def _view_faults(path: Path, dataset: Any, tensor: manifest.Tensor) -> Iterator[str]:
+    if dataset is None:
+        yield "no such data set"
+        return
+    if (dataset.shape, dataset.dtype) != (tensor.shape, tensor.stored_dtype):
+        expected = f"expected shape {tensor.shape} {tensor.stored_dtype}"
+        yield f"{expected}, got {dataset.shape} {dataset.dtype}"
+        return
+    if not tensor.count:
+        return
+    sources = dataset.virtual_sources() if dataset.is_virtual else []
+    for name in sorted({source.file_name for source in sources}):
+        if not (path / name).is_file():
+            yield f"shows elements of {name}, which is not there: they read as zeros"
+    pointed = {(source.file_name, source.dset_name) for source in sources}
+    count = sum(source.vspace.get_select_npoints() for source in sources)
+    if (
+        pointed != {(part.file, index.as_pattern(part.dataset)) for part in tensor.parts if part.count}
+        or count != tensor.count
+    ):
+        yield f"expected {tensor.count} elements of the manifest's files, got {count} of {len(pointed)} data sets"
+
+
+def _line(error: DataError, path: Path) -> str:
+    """An error as a fault: its files are those of the checkpoint."""
+    where = str(error.where).removeprefix(f"{path}/")
+    facts = [f"expected {error.expected}"] if error.expected is not None else []
+    return " ".join(f"{where}: {', '.join([*facts, f'got {error.got}' if facts else str(error.got)])}".split())

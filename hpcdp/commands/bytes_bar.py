@@ -1,0 +1,63 @@
+"""How many bytes of long work are done: a bar on a terminal, a line every ten seconds in a log; on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from ..train.progress import terminal_columns
+from .texts import size
+
+_REFRESH_S = 0.1
+_LOG_EVERY_S = 10.0
+
+
+class BytesBar:
+    """Shows progress inside a ``with`` statement; nothing stays of the bar.
+
+    Args:
+        what: is being done.
+        total: bytes in all.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._shown = time.monotonic()
+        self._bars: Any = None
+
+    def __enter__(self) -> BytesBar:
+        columns = terminal_columns(sys.stderr)
+        if columns:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+            console = Console(file=sys.stderr, width=columns - 1, force_terminal=True, highlight=False)
+            # Refreshed by hand: rich's own refresh is a thread.
+            self._bars = Progress(
+                TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+                console=console, auto_refresh=False, transient=True,
+            )  # fmt: skip
+            self._task = self._bars.add_task(self._what, total=self._total)
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def tell(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._shown < (_LOG_EVERY_S if self._bars is None else _REFRESH_S):
+            return
+        self._shown = now
+        if self._bars is None:
+            print(f"{self._what}: {size(self._done)} of {size(self._total)}", file=sys.stderr, flush=True)
+        else:
+            self._bars.update(self._task, completed=self._done)
+            self._bars.refresh()

@@ -1,0 +1,245 @@
+"""`hpcdp checkpoint`: look at checkpoints, check and compare them, export and remove them. Needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..benchmarks.options import Parser, at_least
+from ..errors import ConfigError, DataError
+from ..train.config import check_name
+
+if TYPE_CHECKING:
+    from ..checkpoint.export import Writer
+
+_EPILOG = """\
+PATH is the folder of a checkpoint (step-0000000100), or a folder of several,
+or a run folder with checkpoints/ in it; of several the newest is taken.
+
+examples:
+  hpcdp checkpoint ls runs/lenet-digits-001
+  hpcdp checkpoint verify runs/lenet-digits-001
+  hpcdp checkpoint show runs/lenet-digits-001 net/0.weight
+  hpcdp checkpoint diff runs/a runs/b --rtol 1e-5
+  hpcdp checkpoint export runs/a net.pt --name net
+  hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
+
+exit status: 0; 1 for faults (verify) or differences (diff); 2 for what was
+asked wrongly, or cannot be read
+"""
+_SUFFIXES = {".npz": "npz", ".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp checkpoint``."""
+    made = Parser(
+        prog="hpcdp checkpoint",
+        usage="hpcdp checkpoint ls | show | verify | diff | export | prune ...",
+        description="Look at checkpoints, check and compare them, export and remove them.",
+        epilog=_EPILOG,
+    )
+    made.set_defaults(run=None)
+    commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp checkpoint")
+
+    ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
+    ls.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
+    ls.add_argument("--json", action="store_true", help="print JSON")
+
+    show = _command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")
+    show.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
+    show.add_argument("name", metavar="NAME", nargs="?", default="", help="one tensor, or what lies below a name")
+    show.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
+
+    verify = _command(commands, "verify", _verify, "every byte of every file against the manifest")
+    verify.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder: all in it")
+
+    diff = _command(commands, "diff", _diff, "in what two checkpoints differ; status 1 if they do")
+    diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
+    diff.add_argument("b", metavar="B", type=Path, help="the other")
+    for name in ("rtol", "atol"):
+        diff.add_argument(f"--{name}", metavar="X", type=_tolerance, default=0.0,
+                          help="no difference: |a - b| <= atol + rtol |b| (0: the same bits)")  # fmt: skip
+
+    export = _command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
+    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
+    export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
+    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, with it taken off; e.g. net")
+    export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
+    export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
+    export.add_argument("--overwrite", action="store_true", help="replace OUT")
+
+    prune = _command(commands, "prune", _prune, "remove old checkpoints, never the last good one")
+    prune.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
+    prune.add_argument("--keep", metavar="N", type=at_least(1), required=True, help="the newest N stay")
+    prune.add_argument("--keep-every", metavar="M", type=at_least(1), help="and those whose step M divides")
+    prune.add_argument("--best", metavar="METRIC", help="and the one with the greatest; --best=-loss: the smallest")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
+    return made
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str) -> Parser:
+    made: Parser = commands.add_parser(name, help=about, description=f"{name}: {about}.")
+    made.set_defaults(run=run)
+    return made
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text!r}")
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status, see the epilog.
+
+    Raises:
+        ConfigError: it cannot be done.
+        DataError: something cannot be read or written.
+    """
+    if argv and not argv[0].startswith("-"):
+        check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
+    given = parser().parse_args(argv)
+    if given.run is None:
+        raise ConfigError("checkpoint", expected="a command", got="none", remedy="hpcdp checkpoint -h lists them")
+    status: int = given.run(given)
+    return status
+
+
+def _ls(given: argparse.Namespace) -> int:
+    from ..checkpoint.overview import overview
+    from . import listing
+
+    seen = overview(given.path)
+    if given.json:
+        print(json.dumps(listing.as_json(seen), indent=2))
+    else:
+        print("\n".join(listing.lines(seen)))
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from ..checkpoint import manifest, statistics
+    from ..checkpoint.overview import chosen
+    from . import showing
+    from .bytes_bar import BytesBar
+
+    path = chosen(given.path, given.step)
+    found = manifest.read(path)
+    name = given.name.strip("/")
+    tensor = showing.tensor_called(found, name) if name else None
+    if tensor is None:
+        print("\n".join(showing.part(found, name) if name else showing.whole(found, path)).lstrip("\n"))
+        return 0
+    with BytesBar(name, tensor.nbytes) as bar:
+        of = statistics.statistics(path, tensor, bar.tell)
+    print("\n".join(showing.one(name, tensor, of)))
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from ..checkpoint import folder, overview, verify
+    from . import texts
+    from .bytes_bar import BytesBar
+
+    paths: list[Path] = []
+    for path in given.paths:
+        if overview.is_checkpoint(path):
+            paths.append(path)
+            continue
+        found = [each.path for each in overview.overview(path).checkpoints]
+        if not found:
+            raise DataError("verify", where=path, expected="checkpoints", got="none")
+        paths += found
+    good: list[Path] = []
+    for path in paths:
+        nbytes, began = overview.size_of(path), time.monotonic()
+        with BytesBar(path.name, nbytes) as bar:
+            faults = list(verify.faults(path, bar.tell))
+        took = time.monotonic() - began
+        what = texts.counted(len(faults), "fault") if faults else "good"
+        print(f"{path}: {what}, {texts.size(nbytes)} in {took:.1f} s", flush=True)
+        for fault in faults:
+            print(f"  {fault}")
+        if not faults:
+            good.append(path)
+    if len(paths) > 1:
+        newest = max((each for each in good if folder.is_named(each)), key=folder.step_of, default=None)
+        print(f"newest good: {newest or 'none'}")
+    return 0 if len(good) == len(paths) else 1
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from ..checkpoint import difference, manifest
+    from ..checkpoint.overview import chosen
+    from . import texts
+    from .bytes_bar import BytesBar
+
+    a, b = chosen(given.a), chosen(given.b)
+    of = manifest.read(a)
+    print(f"A  {a}\nB  {b}", flush=True)
+    with BytesBar("compared", of.nbytes) as bar:
+        found = list(difference.differences(a, b, given.rtol, given.atol, bar.tell))
+    for each in found:
+        print(f"{each.name or 'the state'}: {each.what}")
+    same = f"no difference in {texts.counted(len(of.tensors), 'tensor')} and all values"
+    print(texts.counted(len(found), "difference") if found else same)
+    return 1 if found else 0
+
+
+def _export(given: argparse.Namespace) -> int:
+    from ..checkpoint import export
+    from ..checkpoint.overview import chosen
+    from . import texts
+    from .bytes_bar import BytesBar
+
+    kind = given.format or _SUFFIXES.get(given.out.suffix)
+    if kind is None:
+        raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
+                          got=given.out.suffix or "no suffix", remedy="--format says it, too")  # fmt: skip
+    check_name("format", kind, [*export.WRITERS, "pt"])
+    found = export.choose(chosen(given.path, given.step), given.name)
+    writer = _torch_writer() if kind == "pt" else export.WRITERS[kind]
+    with BytesBar(given.out.name, found.nbytes) as bar:
+        nbytes = export.write(found, given.out, writer, given.overwrite, bar.tell)
+    told = f"{given.out}: {texts.counted(len(found.tensors), 'tensor')} of step {found.step}, {texts.size(nbytes)}"
+    left_out = [] if kind == "pt" or not found.others else [texts.counted(len(found.others), "value")]
+    if found.per_rank:
+        left_out.append(f"{texts.counted(len(found.per_rank), 'entry', 'entries')} that each rank has for itself")
+    print(told + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    return 0
+
+
+def _torch_writer() -> Writer:
+    from ..torch import export
+
+    return export.write
+
+
+def _prune(given: argparse.Namespace) -> int:
+    from ..checkpoint import overview, pruning
+    from . import texts
+    from .bytes_bar import BytesBar
+
+    path = overview.checkpoints_folder(given.path)
+    with BytesBar("verify what stays", overview.size_of(path)) as bar:
+        done = pruning.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
+    for step, fault in done.damaged.items():
+        print(f"step {step} stays, but is damaged: {fault}")
+    verb = "would remove" if given.dry_run else "removed"
+    for each, nbytes in done.left_over.items():
+        print(f"{verb} {each.name}, left over: {texts.size(nbytes)}")
+    for step, nbytes in done.steps.items():
+        print(f"{verb} step {step}: {texts.size(nbytes)}")
+    nbytes = sum(done.steps.values()) + sum(done.left_over.values())
+    stays = f"; step {done.good} stays and is good" if done.good is not None else ""
+    print(f"{verb} {texts.size(nbytes)} in all{stays}" if done.steps or done.left_over else "nothing to remove")
+    return 0

@@ -1,0 +1,218 @@
+"""What a store keeps, as part of a run's state: for checkpoints, and the optimizer's alone as a file."""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import ConfigError
+from ..state import Part, Sharded, take
+from .arguments import Key
+from .compress import Codes
+from .entry import Entry
+from .states import read_states, write_states
+from .updaters import ByOptimizer, Replace, Updater, new_state
+
+T = TypeVar("T")
+
+
+class KeepsState(abc.ABC):
+    """The part of a `KVStore` that gives and takes its state."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Entry] = {}
+        self._updater: Updater = Replace()
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This worker's number."""
+
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """How many workers push."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Wait until all workers have come here, and this one's pushes have taken effect."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Until all pushes of this worker have taken effect; raises what one of them raised."""
+
+    def _agreed(self, check: Callable[[], T]) -> T:
+        """What ``check()`` returns; what it raises on one worker is raised on all."""
+        return check()
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        """Call ``write()`` on the first worker; what it raises is raised on all."""
+        write()
+
+    def _own_part(self, entry: Entry, whole: Array) -> Array:
+        """Of an array of the key's shape what this worker updates, flat."""
+        return whole.reshape(-1)
+
+    def _joined(self, entry: Entry, part: Array) -> Array:
+        """An array of the key's shape from every worker's part; every worker must call."""
+        return part.reshape(entry.stored.shape)
+
+    def _held(self, entry: Entry, part: Array) -> Sharded | Array:
+        """An array of the key's shape of which this worker has ``part``, flat, for a state."""
+        return part.reshape(entry.stored.shape)
+
+    def _values_of(self, entry: Entry) -> Sharded | Array:
+        """The value of a key, for a state."""
+        return entry.stored
+
+    def _states_of(self, entry: Entry, rule: ByOptimizer) -> dict[str, Sharded | Array]:
+        """The optimizer's state of a key by name, for a state."""
+        own = rule.states.get(entry.key)
+        if own is None:
+            own = rule.states[entry.key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
+        return {name: self._held(entry, part) for name, part in own.items()}
+
+    def _updates_of(self, entry: Entry, rule: ByOptimizer) -> int:
+        """How often a key was updated."""
+        return rule.steps.get(entry.key, 0)
+
+    def _residuals_of(self, entry: Entry) -> list[Part]:
+        """What this worker has not sent yet of a key; nothing where it sends no codes."""
+        return []
+
+    def _put(self, entry: Entry, values: Any, states: Mapping[str, Any], updates: int | None) -> None:
+        """Let a key go on with ``values`` and ``states``, which are what `_values_of` and `_states_of` gave.
+
+        Args:
+            updates: how often it was updated; None without an optimizer.
+        """
+        if isinstance(self._updater, ByOptimizer):
+            self._updater.steps.pop(entry.key, None)
+            if updates:
+                self._updater.steps[entry.key] = updates
+
+    def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
+        """Take over the settings of an optimizer."""
+        rule.optimizer.take_config(config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the store keeps; every worker must call.
+
+        Returns:
+            ``values`` by key; ``optimizer``, its settings as JSON, None without one; with one ``states`` by key and
+            name, and ``updates`` by key; with compression ``residuals`` by key, shape ``(workers, *shape)``. Arrays may
+            be the store's own, which the next push changes.
+        """
+        self.barrier()
+        rule = self._updater if isinstance(self._updater, ByOptimizer) else None
+        entries = self._entries.items()
+        state: dict[str, Any] = {
+            "values": {key: self._values_of(entry) for key, entry in entries},
+            "optimizer": None if rule is None else json.dumps(rule.optimizer.config()),
+        }
+        if rule is not None:
+            updatable = [(key, entry) for key, entry in entries if entry.stored.dtype.kind == "f"]
+            state["states"] = {key: self._states_of(entry, rule) for key, entry in updatable}
+            state["updates"] = {key: self._updates_of(entry, rule) for key, entry in updatable}
+        residuals = {key: self._residuals_of(entry) for key, entry in entries}
+        if any(residuals.values()):
+            state["residuals"] = {key: self._by_workers(self._entries[key], own) for key, own in residuals.items()}
+        self.barrier()
+        return state
+
+    def _by_workers(self, entry: Entry, own: list[Part]) -> Sharded:
+        shape = tuple(entry.stored.shape)
+        parts = [Part(self.rank * int(entry.stored.size) + part.first, part.values) for part in own]
+        return Sharded((self.num_workers, *shape), np.dtype(entry.stored.dtype), parts, shares=True)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; every worker must call, with the keys and the kind of updater that it had then.
+
+        A checkpoint restores that of any number of workers, on any kind of store.
+
+        Raises:
+            ConfigError: it is of other keys or another optimizer.
+        """
+        own = self.state_dict()
+        odd = next(iter(set(own["values"]) ^ set(state["values"])), None)
+        if odd is not None:
+            held, lacks = ("the store", "the state") if odd in own["values"] else ("the state", "the store")
+            raise ConfigError("load_state_dict", where=f"key {odd!r}", expected=f"it in {lacks}", got=f"in {held} only")
+        if (state["optimizer"] is None) != (own["optimizer"] is None):
+            held, lacks = ("one", "none") if own["optimizer"] is None else ("none", "one")
+            raise ConfigError("load_state_dict", where="optimizer", expected=f"{lacks}, as the store has", got=held)
+        if isinstance(self._updater, ByOptimizer) and state["optimizer"] != own["optimizer"]:
+            self._renew(self._updater, json.loads(state["optimizer"]))
+        residuals = state.get("residuals", {})
+        for key, mine in own.get("residuals", {}).items():
+            if key in residuals:
+                take(f"key {key!r}, residual", mine, residuals[key])
+        for key, entry in self._entries.items():
+            values = _taken(f"key {key!r}", own["values"][key], state["values"][key])
+            states = {name: _taken(f"key {key!r}, {name}", each, state["states"][key][name])
+                      for name, each in own.get("states", {}).get(key, {}).items()}  # fmt: skip
+            self._put(entry, values, states, state.get("updates", {}).get(key))
+        self.barrier()
+
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            DataError: the file cannot be written; on every worker.
+        """
+        rule = self._by_optimizer("save_optimizer_states")
+        states = {
+            (key, name): self._joined(entry, part)
+            for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
+            for name, part in (rule.states[key].items() if rule.steps.get(key) else ())
+        }
+        self._by_first(lambda: write_states(Path(path), rule.optimizer, rule.steps, states))
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
+
+        Keys that had not been updated then begin anew.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            DataError: the file is missing, damaged or of another optimizer, or other keys; on every worker.
+        """
+        rule = self._by_optimizer("load_optimizer_states")
+        shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
+        rule.steps, states = self._agreed(lambda: read_states(Path(path), rule.optimizer, shapes))
+        rule.states = {}
+        for key in rule.steps:
+            entry = self._entries[key]
+            rule.states[key] = new_state(rule.optimizer, self._own_part(entry, entry.stored))
+            for name, place in rule.states[key].items():
+                place[...] = self._own_part(entry, states[key, name])
+
+    def _by_optimizer(self, operation: str) -> ByOptimizer:
+        if not isinstance(self._updater, ByOptimizer):
+            raise ConfigError(
+                operation, expected="a store with an optimizer", got="none", remedy="set_optimizer() first"
+            )
+        self.wait()
+        return self._updater
+
+
+def _taken(where: str, own: Sharded | Array, given: Any) -> Sharded | Array:
+    """``own``, filled from ``given``."""
+    if isinstance(own, Sharded):
+        take(where, own, given)
+    else:
+        whole = Sharded(tuple(own.shape), np.dtype(own.dtype), [Part(0, own.reshape(-1))])
+        take(where, whole, given)
+    return own
+
+
+def residuals_of(codes: Codes | None) -> list[Part]:
+    """What has not been sent of a key whose codes are made in one."""
+    return [] if codes is None else [Part(0, codes.residual)]

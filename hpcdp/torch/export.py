@@ -1,0 +1,36 @@
+"""A checkpoint as a file for `torch.load`: nested as it was saved, so a part of it is the state dict of a module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..checkpoint import tree
+from ..checkpoint.export import Chosen, Tell, read
+from ..errors import UnsupportedError
+from .state import tensor
+
+
+def write(chosen: Chosen, path: Path, tell: Tell) -> None:
+    """By `torch.save`, of dicts, lists, tuples, numbers and tensors, which `torch.load` takes with ``weights_only``.
+
+    All elements must fit in memory.
+
+    Raises:
+        UnsupportedError: PyTorch has no such dtype.
+        DataError: a file is missing or damaged.
+    """
+    wanted = [node["tensor"] for _, node in tree.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
+    tensors = {name: chosen.manifest.tensors[name] for name in wanted}
+    arrays = dict(read(chosen.folder, tensors, tell))
+    torch.save(tree.built(chosen.form, lambda name: _made(name, arrays[name], tensors[name].dtype)), path)
+
+
+def _made(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
+    try:
+        return tensor(array, dtype)
+    except TypeError as error:
+        raise UnsupportedError("export", where=name, expected="a dtype that PyTorch has", got=dtype,
+                               remedy="--format npz") from error  # fmt: skip

@@ -1,0 +1,170 @@
+"""When a run is saved, what of it, and where it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcdp.comm import World
+from hpcdp.errors import ConfigError
+
+from .metrics import Record
+from .preemption import Agreement, Reason, StopRequests
+
+if TYPE_CHECKING:
+    from hpcdp.checkpoint import Manager
+
+EPOCH = "epoch"
+"""``every`` for a checkpoint at the end of each epoch."""
+
+
+class Position(NamedTuple):
+    """Where a run is."""
+
+    epoch: int
+    """The epoch under way, from 1."""
+    step: int
+    """Steps of it that are done; where ranks do not step together, batches that they have taken."""
+    total: int
+    """Steps since the start of the run."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Where a run stopped early, and why; alike on all ranks."""
+
+    position: Position
+    reason: Reason
+
+
+class Checkpoints:
+    """What `fit` saves, and when: every rank makes it, alike.
+
+    The last checkpoint is that of the end of the training, or of the step after which ranks have agreed to stop; others
+    are written beside the steps that follow. After a restart on as many ranks the run goes on to the bit.
+
+    Args:
+        manager: of the folder.
+        every: steps between two checkpoints; ``"epoch"``: one after each epoch, with its numbers as ``metrics``; None:
+            none until the end. Where ranks do not step together they have a common state at the end of an epoch alone,
+            and so a checkpoint there.
+        stop: asks for an early end; see `stopped`.
+        resume: go on from the newest good checkpoint of the folder, which must have one.
+        extra: further entries of the state, e.g. the moving average of a network, restored in place where they can be;
+            their numbers are in `restored`.
+        config: the settings, for the checkpoint's own record.
+
+    Raises:
+        ConfigError: ``every`` is none of that.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        *,
+        every: int | str | None = None,
+        stop: StopRequests | None = None,
+        resume: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        whole = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+        if not (whole or every in (None, EPOCH)):
+            expected = f"a number of steps, {EPOCH!r} or None"
+            raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
+        self.manager, self.stop, self.resume = manager, stop, resume
+        self.stopped: Stopped | None = None
+        """Set where `fit` returned before all epochs were done."""
+        self.restored: dict[str, Any] = {}
+        """What ``extra`` was, as far as the run was restored."""
+        self._every, self._config = every, None if config is None else dict(config)
+        self._extra = dict(extra or {})
+        self._parts: dict[str, Any] = {}
+        self._saved: int | None = None
+        """Steps that were done at the last checkpoint."""
+        self._just_saved = False
+        """Whether a save has begun since ranks have last said whether the one before is over."""
+
+    def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
+        """Take in what the state consists of, and restore it where the run goes on; every rank must call.
+
+        Raises:
+            DataError: there is no good checkpoint.
+        """
+        self._agreement = world.keep(Agreement, lambda: Agreement(world, 2))
+        self._agreement.finish()  # of a `fit` that has failed
+        self._parts = dict(parts) | {"extra": self._extra}
+        if not self.resume:
+            return Position(1, 0, 0)
+        restored = self.manager.restore(into=self._state(Position(1, 0, 0)))
+        self.restored = restored.state["extra"]
+        position = Position(**{name: int(restored.state["position"][name]) for name in Position._fields})
+        self._saved = position.total
+        return position
+
+    def _state(self, position: Position) -> dict[str, Any]:
+        return self._parts | {"position": position._asdict()}
+
+    def after_step(self, position: Position, steps: int) -> bool:
+        """After a step of all ranks: save where it is time; whether the run stops here. Every rank must call.
+
+        Args:
+            steps: of an epoch.
+        """
+        is_over = self.manager.pending and self.manager.over
+        asked, is_under_way = self._agreement.exchange(self._asked, not is_over)
+        if not is_under_way and not self._just_saved:
+            self.manager.wait()  # nobody waits: it is over on all ranks
+        self._just_saved = False
+        if asked:
+            self._stop_here(position, Reason(self._agreement.finish()[0]))  # who is asked stays so
+            return True
+        if isinstance(self._every, int) and position.total % self._every == 0 and position.step < steps:
+            self._save(position, wait=False)
+        return False
+
+    def where_all_meet(self, position: Position) -> bool:
+        """At the end of an epoch in which ranks made steps of their own: whether the run stops here; all must call."""
+        self._agreement.exchange(self._asked, 0)
+        reason = self._agreement.finish()[0]
+        if reason:
+            self._stop_here(position, Reason(reason))
+        return bool(reason)
+
+    def after_epoch(self, position: Position, record: Record, together: bool) -> None:
+        """After an epoch, with its record; every rank must call.
+
+        Args:
+            position: the beginning of the next epoch.
+            together: whether ranks make their steps together.
+        """
+        due = self._every == EPOCH
+        if isinstance(self._every, int):
+            due = not together or position.total % self._every == 0
+        if due:
+            self._save(position, wait=not together, record=record)
+
+    def at_end(self, position: Position, record: Record | None) -> None:
+        """After the last epoch: save its state, and wait until that is done; every rank must call."""
+        self._agreement.finish()
+        if self._saved != position.total:
+            self._save(position, wait=True, record=record)
+        self.manager.wait()
+
+    @property
+    def _asked(self) -> Reason:
+        return Reason.NONE if self.stop is None else self.stop.reason
+
+    def _stop_here(self, position: Position, reason: Reason) -> None:
+        if self._saved != position.total:
+            self._save(position, wait=True)
+        self.manager.wait()
+        self.stopped = Stopped(position, reason)
+
+    def _save(self, position: Position, *, wait: bool, record: Record | None = None) -> None:
+        numbers = {} if record is None else record
+        metrics = {name: float(value) for name, value in numbers.items() if type(value) in (int, float)}
+        state = self._state(position)
+        self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
+        self._saved, self._just_saved = position.total, True

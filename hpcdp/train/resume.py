@@ -1,0 +1,88 @@
+"""Which run ``--resume`` goes on with, and under which settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdp.checkpoint import folder as checkpoint_folder
+from hpcdp.errors import ConfigError, listed
+
+from .config import AUTO, TrainConfig, load, read_toml
+from .run_dir import CHECKPOINTS, RUNS
+
+_MAY_DIFFER = (
+    "ranks", "servers", "owner", "threads", "eval_batch_size", "data_dir", "run_dir", "overwrite", "resume", "trace",
+    "checkpoint_every", "keep", "keep_every", "time_limit_s",
+)  # fmt: skip
+"""Settings that may be others when a run goes on: they decide how fast it is and what it leaves, not what it computes.
+So may ``epochs``, unless the learning rate follows them."""
+
+
+def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
+    """The settings of a run for which ``resume`` was said; one process of the job calls it.
+
+    Where there is a checkpoint to go on from, ``resume`` and ``run_dir`` are its run's folder, and what was not said is
+    as it was. Else ``resume`` is None, and the run starts anew: in ``run_dir``, over what a start without a checkpoint
+    has left there, or in a new folder.
+
+    Args:
+        said: settings by name, of a file or flags; without those that were not said.
+        launched: whether ranks run already, whose number is then not that of before.
+
+    Raises:
+        ConfigError: there is no checkpoint in the folder that was named, or settings differ that would change the run.
+    """
+    config = load(None, said)
+    folder = _find(config)
+    if folder is None:
+        left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
+        return dataclasses.replace(config, resume=None, overwrite=left)
+    before = read_toml(folder / "config.toml")
+    others = ("ranks", "servers") if launched else ()
+    kept = {name: value for name, value in before.items() if name not in others}
+    config = load(None, kept | dict(said) | {"run_dir": str(folder), "resume": str(folder)})
+    _refuse_others(config, load(None, before), folder)
+    return config
+
+
+def _find(config: TrainConfig) -> Path | None:
+    """The folder of the run that goes on."""
+    if config.resume != AUTO:
+        folder = Path(str(config.resume))
+        if not _has_checkpoint(folder):
+            raise ConfigError(
+                "resume", where=folder, expected=f"a checkpoint in {folder / CHECKPOINTS}", got="none",
+                remedy="name another run folder, or leave --resume out",
+            )  # fmt: skip
+        return folder
+    if config.run_dir is not None:
+        folder = Path(config.run_dir)
+        return folder if _has_checkpoint(folder) else None
+    stem = re.escape(f"{config.model}-{config.data}")
+    numbered = {
+        int(match[1]): path
+        for path in Path(RUNS).glob("*")
+        if (match := re.fullmatch(f"{stem}-([0-9]+)", path.name)) and _has_checkpoint(path)
+    }
+    return numbered[max(numbered)] if numbered else None
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return (folder / "config.toml").is_file() and bool(checkpoint_folder.find(folder / CHECKPOINTS))
+
+
+def _refuse_others(config: TrainConfig, before: TrainConfig, folder: Path) -> None:
+    free = (*_MAY_DIFFER, *(() if config.schedule == before.schedule == "cosine" else ("epochs",)))
+    names = [field.name for field in dataclasses.fields(config) if field.name not in free]
+    odd = [name for name in names if getattr(config, name) != getattr(before, name)]
+    if odd:
+        raise ConfigError(
+            "resume", where=folder,
+            expected=listed([f"{name} = {getattr(before, name)}" for name in odd]),
+            got=listed([f"{name} = {getattr(config, name)}" for name in odd]),
+            remedy="leave out what would change the run, or start another one without --resume",
+        )  # fmt: skip

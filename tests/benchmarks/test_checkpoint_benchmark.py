@@ -1,0 +1,49 @@
+"""The benchmark of checkpoints: what it measures comes back right, and what it prints fits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdp.benchmarks.checkpoint import Disk, main, make_state, measure
+from hpcdp.comm import World, threads
+
+
+def test_all_ranks_read_what_they_saved(tmp_path: Path) -> None:
+    state = make_state(1 << 20)
+
+    def run(world: World) -> dict[str, object]:
+        return measure(world, Disk(world, tmp_path, state, None), turns=1, with_torch=False)
+
+    for found in threads.run(2, run):
+        assert found["wrong"] == 0
+        assert set(found["ratio"]["save"]) == {"raw", "hpcdp"}  # type: ignore[index]
+
+
+def test_a_tensor_that_comes_back_changed_is_counted(tmp_path: Path) -> None:
+    def run(world: World) -> tuple[int, int]:
+        disk = Disk(world, tmp_path, make_state(1 << 20), None)
+        disk.save()
+        disk.restore()
+        disk._into["layer3"]["momentum"][0, 0] += 1
+        return disk.wrong(), disk.wrong()
+
+    assert threads.run(1, run) == [(1, 48)]
+
+
+def test_the_program_prints_a_table(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "hpcdp.benchmarks.checkpoint", "-m", "4M", "-i", "1", "--folder", str(tmp_path)]
+    done = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    found = json.loads(report.read_text())
+    assert found["wrong"] == 0 and found["ratio"]["load"]["raw"] == 1
+    assert not list(tmp_path.glob("checkpoint-*")), "it leaves nothing behind"
+
+
+def test_a_wrong_size_is_one_line() -> None:
+    with pytest.raises(Exception, match="expected a number with K, M or G"):
+        main(["-m", "much"])

@@ -1,0 +1,222 @@
+"""Saves that are written behind: of what the state was, complete at the end, and their errors are not lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import samples
+
+from hpcdp.checkpoint import Manager, files
+from hpcdp.comm import threads
+from hpcdp.errors import DataError
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Files are written once the event is set."""
+    event, write = threading.Event(), files.fill
+
+    def waiting(*arguments):
+        assert event.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(files, "fill", waiting)
+    yield event
+    event.set()
+
+
+def failing_on(monkeypatch, rank, error):
+    """Of the file of one rank."""
+    write = files.fill
+
+    def failing(path, *arguments):
+        if path.name == f"shard-{rank:05d}.h5":
+            raise error
+        return write(path, *arguments)
+
+    monkeypatch.setattr(files, "fill", failing)
+
+
+def change(state):
+    state["weights"][...] = -1
+    for part in state["moments"].parts:
+        part.values[...] = -1
+    state["own"].value["values"][...] = -1
+    state["schedule"]["at"] = -1
+    state["half"][...] = -1
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_state_may_change_at_once(n, held, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            state = samples.state(6, world)
+            manager.save(6, state, wait=False)
+            change(state)
+            assert manager.pending and not manager.over and not manager.poll() and manager.pending
+            assert manager.steps() == []
+            world.comm.barrier()
+            held.set()
+            manager.wait()
+            assert not manager.pending and manager.over and manager.poll()
+            samples.check(manager.restore().state, 6, world.rank, n, n)
+
+    threads.run(n, one)
+
+
+def test_the_next_save_waits_for_the_last(held, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            for step in range(0, 20, 2):
+                state = samples.state(step, world)
+                if step == 4 and world.rank == 0:
+                    held.set()
+                if step == 2:
+                    threading.Timer(0.2, held.set).start()
+                manager.save(step, state, wait=False)
+                change(state)
+            manager.wait()
+            for step in manager.steps():
+                samples.check(manager.restore(step).state, step, world.rank, 2, 2)
+            assert manager.steps() == [*range(0, 20, 2)]
+
+    threads.run(2, one)
+
+
+@pytest.mark.parametrize("how", ["wait", "poll", "save", "restore", "close"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_errors_surface_on_all_ranks_and_the_next_save_works(rank, how, tmp_path, monkeypatch):
+    def one(world):
+        manager = Manager(tmp_path, world)
+        manager.save(2, samples.state(2, world))
+        world.comm.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 0:
+                failing_on(patch, rank, DataError("save", where="x", got="No space left on device"))
+            world.comm.barrier()
+            manager.save(4, samples.state(4, world), wait=False)
+            with pytest.raises(DataError, match=f"rank {rank}: save .x.: got No space left on device"):
+                if how == "poll":
+                    while not manager.poll():
+                        time.sleep(0.001)
+                elif how == "save":
+                    manager.save(6, samples.state(6, world))
+                else:
+                    getattr(manager, how)()
+            world.comm.barrier()
+        assert not manager.pending
+        if how == "close":
+            manager = Manager(tmp_path, world)
+        assert manager.steps() == [2] and not any(path.name.endswith(".tmp") for path in tmp_path.iterdir())
+        manager.save(8, samples.state(8, world), wait=False)
+        manager.close()
+        assert manager.steps() == [2, 8]
+
+    threads.run(2, one)
+
+
+def test_what_no_one_expects_ends_the_job_at_the_next_step(tmp_path, monkeypatch):
+    """A defect of one rank alone: the others wait for it in vain, it must not wait for them."""
+    failing_on(monkeypatch, 1, ZeroDivisionError("a defect"))
+
+    def one(world):
+        manager = Manager(tmp_path, world)
+        manager.save(4, samples.state(4, world), wait=False)
+        for _ in range(10_000):
+            manager.poll()
+            time.sleep(0.001)
+
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        threads.run(2, one)
+
+
+def test_a_program_may_end_without_waiting(tmp_path):
+    def one(world):
+        Manager(tmp_path, world).save(4, samples.state(4, world), wait=False)
+
+    threads.run(2, one)
+    for rank, restored in enumerate(threads.run(2, lambda world: Manager(tmp_path, world).restore())):
+        samples.check(restored.state, 4, rank, 2, 2)
+
+
+@pytest.mark.parametrize("way", ["with", "without"])
+def test_errors_at_the_end_of_a_program_are_said(way, tmp_path, monkeypatch):
+    failing_on(monkeypatch, 0, DataError("save", where="x", got="No space left on device"))
+    kept = []
+
+    def one(world):
+        manager = Manager(tmp_path, world)
+        kept.append(manager)  # until the end
+        manager.save(4, samples.state(4, world), wait=False)
+        if way == "with":
+            with manager:
+                pass
+
+    if way == "with":
+        with pytest.raises(DataError, match="No space left"):
+            threads.run(2, one)
+    else:
+        with pytest.warns(UserWarning, match="No space left"):
+            threads.run(2, one)
+
+
+def test_ctrl_c_ends_the_waiting_not_the_save(held, tmp_path):
+    """What is being written is not overwritten by the next save, nor lost."""
+    script = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    manager = Manager(tmp_path, world_of_one())
+    manager.save(2, samples.state(2, manager.world), wait=False)
+    script.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.wait()
+    assert manager.pending
+    threading.Timer(0.2, held.set).start()
+    manager.save(4, samples.state(4, manager.world), wait=False)
+    manager.close()
+    for step in (2, 4):
+        samples.check(manager.restore(step).state, step, 0, 1, 1)
+
+
+def world_of_one():
+    (world,) = threads.run(1, lambda world: world)
+    return world
+
+
+PROGRAM = """
+import sys, threading, numpy, samples, hpcdp, os, signal
+from hpcdp.checkpoint import Manager, files
+world = hpcdp.init()
+manager = Manager(sys.argv[1])
+manager.save(2, samples.state(2, world))
+write = files.fill
+def slow(*arguments):
+    threading.Event().wait(0.3)
+    return write(*arguments)
+files.fill = slow
+manager.save(4, samples.state(4, world), wait=False)
+if sys.argv[2] == "interrupted":
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(5)
+elif sys.argv[2] == "failing":
+    with manager:
+        raise ValueError("mine")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "ranks", "status"), [("end", 1, 0), ("end", 2, 0), ("interrupted", 1, -signal.SIGINT), ("failing", 1, 1)]
+)
+def test_processes_that_end_while_a_save_is_under_way(ending, ranks, status, tmp_path):
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path), ending]
+    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--"] if ranks > 1 else []
+    done = subprocess.run([*launch, *program], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == status, done.stderr
+    manager = Manager(tmp_path, world_of_one())
+    found = manager.restore()
+    assert found.step == 4  # under way, and let end
+    assert np.array_equal(found.state["weights"], samples.weights(4))

@@ -1,0 +1,219 @@
+"""From nested states to forms and back."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdp import nn
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, tree
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, UnsupportedError
+
+KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.integers(-3, 2**70)
+ARRAYS = st.builds(
+    lambda dtype, shape: np.arange(math.prod(shape)).astype(dtype).reshape(shape),
+    st.sampled_from(["?", "i1", "u8", "f2", "f4", "f8", "F", "D", ">f4", ">i8"]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+LEAVES = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(max_size=5) | ARRAYS
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3).filter(lambda x: len({str(key) for key in x}) == len(x))
+    ),
+    max_leaves=8,
+)
+
+
+def assert_same(found, saved):
+    if isinstance(saved, np.ndarray):
+        assert found.dtype in (saved.dtype, saved.dtype.newbyteorder("=")) and found.shape == saved.shape
+        assert np.array_equal(found, saved)
+    elif isinstance(saved, dict):
+        assert found.keys() == saved.keys()
+        for key in saved:
+            assert_same(found[key], saved[key])
+    elif isinstance(saved, list | tuple):
+        assert type(found) is type(saved) and len(found) == len(saved)
+        for one, other in zip(found, saved, strict=True):
+            assert_same(one, other)
+    else:
+        assert type(found) is type(saved)
+        assert found == saved or (found != found and saved != saved)
+
+
+def flat_of(state, n=1):
+    return threads.run(n, lambda world: tree.flatten(state(world) if callable(state) else state, world))
+
+
+@given(STATES)
+def test_a_form_is_what_json_can_carry(state):
+    (flat,) = flat_of(state)
+    assert flat.error is None
+    text = json.dumps(flat.form, allow_nan=False)
+    assert json.loads(text) == flat.form
+    names = [held.name for held in flat.held]
+    assert len({*names}) == len(names) and all(names)
+    assert not any(part in ("", ".", "..") or "@" in part for name in names for part in name.split("/"))
+
+
+@settings(max_examples=50)
+@given(STATES, st.booleans())
+def test_states_come_back(tmp_path_factory, state, into):
+    folder = tmp_path_factory.mktemp("states")
+
+    def saved(world):
+        with Manager(folder, world) as manager:
+            manager.save(1, state)
+            return manager.restore(into=blank(state) if into else None).state
+
+    for found in threads.run(1, saved):
+        assert_same(found, state)
+
+
+def blank(state):
+    """Of the same arrays, with zeros."""
+    if isinstance(state, dict):
+        return {key: blank(each) for key, each in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(blank(each) for each in state)
+    return np.zeros_like(state) if isinstance(state, np.ndarray) else state
+
+
+def test_what_ranks_have_for_themselves_is_joined():
+    flats = flat_of(lambda world: {"a": PerRank([world.rank, PerRank(np.zeros(world.rank))]), "b": [1]}, 3)
+    assert [*tree.alike(flats[2].form)] == [
+        "the state = a dict of 2",
+        "a = for each rank",
+        "b = a list of 1",
+        "b/0 = 1",
+    ]
+    joined = tree.with_ranks(flats[1].form, [iter(tree.own_nodes(flat.form)) for flat in flats])
+    nodes = [{"list": [rank, {"tensor": f"a/rank-{rank}/1"}]} for rank in range(3)]
+    assert joined == {"dict": [["a", {"ranks": nodes}], ["b", {"list": [1]}]]}
+    assert [held.is_own for held in flats[1].held] == [True]
+
+
+class Object:
+    def state_dict(self):
+        return {"a": np.zeros(2), "inner": Object.Inner()}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+    class Inner:
+        def state_dict(self):
+            return 3.5
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+
+def test_objects_are_their_states():
+    (flat,) = flat_of([Object(), np.random.default_rng(0)])
+    assert flat.form["list"][0] == {"dict": [["a", {"tensor": "0/a"}], ["inner", 3.5]]}
+    assert [name for name, _ in tree.leaves(flat.form)][:3] == ["0/a", "0/inner", "1/bit_generator"]
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "got"),
+    [
+        ({"a": [{1, 2}]}, "a/0", "got set"),
+        ({"a": np.array([None])}, "a", "got an array of object"),
+        ({"a": np.array(["x"])}, "a", "got an array of <U1"),
+        ({"a": np.array(["2020-01-01"], "M8[D]")}, "a", "got an array of datetime64"),
+        ({"a": {True: 1}}, "a", "got True"),
+        ({"a": {1: 1, "1": 2}}, "a", "expected keys that differ as text"),
+        ({(1, 2): 1}, "the state", "expected keys that are str or int"),
+        ({"a": Object}, "a", "got type"),
+        (b"x", "the state", "got bytes"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(state, where, got):
+    (flat,) = flat_of(state)
+    assert isinstance(flat.error, UnsupportedError)
+    assert f"save [{where}]" in str(flat.error) and got in str(flat.error)
+
+
+def test_a_state_within_itself_and_one_too_deep():
+    within: dict = {"a": {}}
+    within["a"]["b"] = [within]
+    assert "save [a/b/0]: expected no state within itself" in str(flat_of(within)[0].error)
+    assert tree.outline(within) == []
+    deep: list = []
+    for _ in range(tree.DEEPEST - 1):
+        deep = [deep]
+    assert flat_of(deep)[0].error is None
+    assert "expected at most 100 levels" in str(flat_of([deep])[0].error)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Part(0, np.zeros(3, "f8")), "contiguous, float32"),
+        (Part(0, np.zeros((1, 3), "f4")), "contiguous, float32"),
+        (Part(0, np.zeros(6, "f4")[::2]), "contiguous, float32"),
+        (Part(8, np.zeros(3, "f4")), "got a part from 8 to 11"),
+        (Part(-1, np.zeros(3, "f4")), "got a part from -1 to 2"),
+    ],
+)
+def test_parts_that_are_none(part, message, tmp_path):
+    whole = Sharded((2, 5), np.dtype("f4"), [part])
+    (flat,) = flat_of({"a": whole})
+    assert "save [a]" in str(flat.error) and message in str(flat.error)
+
+    def restored(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, {"a": np.zeros((2, 5), "f4")})
+            manager.restore(into={"a": whole})
+
+    with pytest.raises(UnsupportedError, match=message):
+        threads.run(1, restored)
+
+
+def test_the_outline_has_what_has_a_state_of_its_own():
+    net = nn.Dense(2, 2)
+    state = {"net": net, "a": [np.zeros(1), 3, {"own": PerRank(3), "text": "x"}]}
+    assert tree.outline(state) == ["net Dense", "a/2/own PerRank"]
+
+
+FORM = {"dict": [["net", {"dict": [["a", 1], ["b", {"dict": []}]]}], ["netto", 2], [3, {"list": [4]}]]}
+
+
+@pytest.mark.parametrize(
+    ("rename", "expected"),
+    [
+        ({}, FORM),
+        ({"net": "model/inner"}, {"model": {"inner": {"a": 1, "b": {}}}, "netto": 2, 3: [4]}),
+        ({"net/a": "net/c", "3": "four"}, {"net": {"c": 1, "b": {}}, "netto": 2, "four": [4]}),
+        (lambda name: name.upper(), {"NET": {"A": 1, "B": {}}, "NETTO": 2, 3: [4]}),
+    ],
+)
+def test_renaming(rename, expected):
+    def plain(form):
+        ((tag, content),) = form.items() if isinstance(form, dict) else (("", form),)
+        return {key: plain(each) for key, each in content} if tag == "dict" else content
+
+    found = tree.renamed(FORM, rename)
+    assert plain(found) == (plain(expected) if expected is FORM else expected)
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"nett": "x"}, "got 'nett'"),
+        ({"netto": "net/a"}, "'net/a' twice"),
+        ({"netto": "net"}, "names that do not meet"),
+        ({"netto": "net/a/b"}, "names that do not meet"),
+        (lambda name: "same", "'same' twice"),
+    ],
+)
+def test_renames_that_cannot_be(rename, message):
+    with pytest.raises(ConfigError, match=message):
+        tree.renamed(FORM, rename)

@@ -1,0 +1,182 @@
+"""What other programs read from an exported checkpoint is what was saved."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from saved import Bfloat16, arrays, flip, save
+
+from hpcdp.checkpoint import PerRank, export, manifest
+from hpcdp.checkpoint.export import WRITERS, choose, write
+from hpcdp.errors import ConfigError, DataError, UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("saved"), ranks=3)[0]
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+def torch_writer():
+    from hpcdp.torch import export
+
+    return export.write
+
+
+def test_numpy_reads_an_npz(path, tmp_path):
+    told = []
+    nbytes = write(choose(path), tmp_path / "all.npz", WRITERS["npz"], tell=told.append)
+    assert nbytes == (tmp_path / "all.npz").stat().st_size
+    with np.load(tmp_path / "all.npz", allow_pickle=False) as file:
+        assert set(file.files) == {f"net/{name}" for name in arrays()}
+        for name, expected in arrays().items():
+            if name == "brain":
+                expected = np.array([[1.0, -2.0], [3.0, 0.15625]], np.float32)
+            assert file[f"net/{name}"].dtype == expected.dtype
+            np.testing.assert_array_equal(file[f"net/{name}"], expected, strict=True)
+    assert sum(told) == manifest.read(path).nbytes - 72  # without what each rank has for itself
+    assert [each.name for each in tmp_path.iterdir()] == ["all.npz"]
+
+
+def test_safetensors_reads_a_safetensors_file(path, tmp_path):
+    safe_numpy = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    write(choose(path, "net"), tmp_path / "net.safetensors", WRITERS["safetensors"])
+    with safe_numpy.safe_open(tmp_path / "net.safetensors", "np") as file:
+        assert set(file.keys()) == set(arrays())
+        assert file.metadata() == {"format": "pt", "step": "100"}
+        assert file.get_slice("brain").get_dtype() == "BF16"
+        for name, expected in arrays().items():
+            if name != "brain":
+                np.testing.assert_array_equal(file.get_tensor(name), expected)
+
+
+def test_pytorch_reads_the_bfloat16_of_safetensors(path, tmp_path, torch):
+    safe_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    write(choose(path, "net"), tmp_path / "net.safetensors", WRITERS["safetensors"])
+    brain = safe_torch.load_file(tmp_path / "net.safetensors")["brain"]
+    assert brain.dtype == torch.bfloat16
+    assert brain.tolist() == [[1.0, -2.0], [3.0, 0.15625]]
+
+
+def test_pytorch_reads_a_pt_file_nested_as_it_was_saved(path, tmp_path, torch):
+    write(choose(path), tmp_path / "all.pt", torch_writer())
+    state = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert set(state) == {"net", "optimizer"}
+    assert state["optimizer"].pop("loss") != 0
+    assert state["optimizer"] == {"epoch": 3, "lr": 0.5, "milestones": [1, 2], "name": "sgd"}
+    assert state["net"]["brain"].dtype == torch.bfloat16
+    assert state["net"]["brain"].tolist() == [[1.0, -2.0], [3.0, 0.15625]]
+    for name, expected in arrays().items():
+        if name != "brain":
+            np.testing.assert_array_equal(state["net"][name].numpy(), expected)
+
+
+def test_a_part_is_the_state_dict_of_a_module_and_of_its_optimizer(tmp_path, torch):
+    torch.manual_seed(1)
+
+    def parts():
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        return module, torch.optim.Adam(module.parameters(), lr=0.25)
+
+    module, optimizer = parts()
+    module(torch.randn(8, 3)).sum().backward()
+    optimizer.step()
+
+    import hpcdp.torch  # noqa: F401
+
+    (path,) = save(tmp_path / "saved", ranks=1, state=lambda step, world: {"net": module, "optimizer": optimizer})
+    other, its = parts()
+    for name, into in (("net", other), ("optimizer", its)):
+        write(choose(path, name), tmp_path / f"{name}.pt", torch_writer())
+        into.load_state_dict(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    assert its.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert torch.equal(its.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_names(tmp_path):
+    x = np.ones(2)
+    state = {"net": {"a/b": x, "": x, "per%": x, "c": {"d": x, 1: x}, "rng": PerRank(x)}, "netto": x, "n": 1}
+    (path,) = save(tmp_path, state=lambda step, world: state)
+    assert set(choose(path, "net").tensors) == {"a/b", "", "per%", "c/d", "c/1"}
+    assert choose(path, "net").per_rank == ["net/rng"]
+    assert set(choose(path, "net/c/").tensors) == {"d", "1"}
+    assert set(choose(path, "net/c/d").tensors) == {"d"}
+    assert choose(path).others == ["n"]
+    with pytest.raises(ConfigError, match=r"--name.*a name of the state, which has n, net, netto, got 'ne'"):
+        choose(path, "ne")
+    with pytest.raises(ConfigError, match="expected tensors, got none"):
+        choose(path, "n")
+
+
+def test_what_is_there_stays(path, tmp_path):
+    out = tmp_path / "x.npz"
+    out.write_text("mine")
+    with pytest.raises(ConfigError, match="a file that exists; --overwrite replaces it"):
+        write(choose(path), out, WRITERS["npz"])
+    with pytest.raises(ConfigError, match="got a folder"):
+        write(choose(path), tmp_path, WRITERS["npz"], overwrite=True)
+    assert out.read_text() == "mine"
+    write(choose(path), out, WRITERS["npz"], overwrite=True)
+    assert len(np.load(out).files) == len(arrays())
+
+
+@pytest.mark.parametrize("kind", [*WRITERS, "pt"])
+def test_a_damaged_checkpoint_is_not_exported(kind, tmp_path):
+    if kind != "npz":
+        pytest.importorskip({"pt": "torch"}.get(kind, kind), reason="not installed")
+    (path,) = save(tmp_path / "saved", ranks=1)
+    part = manifest.read(path).tensors["net/weight"].parts[0]
+    flip(path / part.file, part.offset)
+    out = tmp_path / "out"
+    out.write_text("mine")
+    with pytest.raises(DataError, match=r"^export .*net/weight.*checksum"):
+        write(choose(path), out, torch_writer() if kind == "pt" else WRITERS[kind], overwrite=True)
+    assert out.read_text() == "mine"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "saved"]
+
+
+def test_a_file_that_cannot_be_written(path, tmp_path):
+    with pytest.raises(DataError, match="No such file or directory"):
+        write(choose(path), tmp_path / "no" / "x.npz", WRITERS["npz"])
+
+
+def test_dtypes_that_a_format_does_not_have(tmp_path, torch):
+    (path,) = save(tmp_path, state=lambda step, world: {"x": np.ones(2, np.longdouble), "y": np.ones(2, complex)})
+    with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that safetensors has.*--format npz"):
+        write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
+    with pytest.raises(UnsupportedError, match=r"\[x\]: expected a dtype that PyTorch has.*--format npz"):
+        write(choose(path), tmp_path / "x.pt", torch_writer())
+
+
+def test_a_missing_package_is_one_line_with_the_remedy(path, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hpcdp\[safetensors\]'"):
+        write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
+    code = (
+        "import sys; sys.modules['torch'] = None; from hpcdp import cli\n"
+        f"sys.exit(cli.main(['checkpoint', 'export', {str(path)!r}, {str(tmp_path / 'x.pt')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'hpcdp[torch]'" in done.stderr
+
+
+def test_pieces(tmp_path, monkeypatch):
+    from hpcdp.checkpoint import reading
+
+    monkeypatch.setattr(reading, "PIECE_NBYTES", 1 << 20)
+    x = np.arange(1_000_001, dtype=np.float64)
+    (path,) = save(tmp_path, state=lambda step, world: {"x": x, "brain": Bfloat16(x)})
+    write(choose(path), tmp_path / "x.npz", export.write_npz)
+    with np.load(tmp_path / "x.npz") as file:
+        np.testing.assert_array_equal(file["x"], x)
+        assert file["brain"].shape == x.shape

@@ -1,0 +1,360 @@
+"""What is damaged is refused by name, what is undamaged is found, and nothing else changes."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import samples
+
+from hpcdp.checkpoint import Manager, folder, manifest
+from hpcdp.comm import threads
+from hpcdp.errors import DataError
+
+OLDER, NEWER = 7, 14
+MANIFEST, INDEX, FIRST, SECOND = FILES = "manifest.json", "index.h5", "shard-00000.h5", "shard-00001.h5"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+
+    def one(world):
+        with Manager(path, world) as manager:
+            for step in (OLDER, NEWER):
+                manager.save(step, samples.state(step, world))
+
+    threads.run(2, one)
+    return path
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run", copy_function=os.link)
+
+
+def damage(path, change):
+    """Another content for a file, of which there may be further links."""
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    changed = change(content)
+    path.write_bytes(content if changed is None else changed)
+
+
+def refusal(run, n=2):
+    """What is said of the newer checkpoint, on all of ``n`` ranks; None where it is restored as it was saved."""
+
+    def one(world):
+        with Manager(run, world) as manager:
+            try:
+                restored = manager.restore(NEWER)
+            except DataError as error:
+                return str(error)
+            samples.check(restored.state, NEWER, world.rank, 2, n)
+            return None
+
+    said = threads.run(n, one)
+    assert len({*said}) == 1
+    return said[0]
+
+
+def assert_older_is_taken(run, n=2):
+    def one(world):
+        with Manager(run, world) as manager:
+            restored = manager.restore(into=samples.blank(world))
+            assert restored.step == OLDER
+            samples.check(restored.state, OLDER, world.rank, 2, n)
+
+    with pytest.warns(UserWarning, match=f"taking step {OLDER} instead"):
+        threads.run(n, one)
+
+
+def elements_of(run, name):
+    """Where the elements in a file are: data set, first and last byte."""
+    found = manifest.read(folder.path_of(run, NEWER))
+    for tensor in found.tensors.values():
+        for part in tensor.parts:
+            if part.file == name and part.count:
+                yield part.dataset, part.offset, part.offset + part.count * tensor.stored_dtype.itemsize
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_flipped_bits_of_elements(name, run):
+    path = folder.path_of(run, NEWER) / name
+    places = [*elements_of(run, name)]
+    assert len(places) >= 3
+    for dataset, first, last in places:
+        for at in {first, (first + last) // 2, last - 1}:
+            damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x10))
+            said = refusal(run)
+            assert re.search(
+                rf"restore \[{re.escape(str(path))}, {re.escape(dataset)}\]: expected checksum \w+ of MiB", said
+            )
+            assert f"restore(step={OLDER}) takes another checkpoint" in said
+            damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x10))
+        assert refusal(run) is None
+    damage(path, lambda content: content.__setitem__(places[0][1], content[places[0][1]] ^ 1))
+    assert_older_is_taken(run, 3)
+
+
+def test_flipped_bits_of_what_hdf5_wrote_give_no_wrong_numbers(run):
+    for name in (FIRST, INDEX):
+        path = folder.path_of(run, NEWER) / name
+        places = [*elements_of(run, name)]
+        beside = [at for at in range(path.stat().st_size) if not any(first <= at < last for _, first, last in places)]
+        for at in beside[:: len(beside) // 30]:
+            damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0xFF))
+            said = refusal(run)
+            assert said is None or str(path) in said
+            damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0xFF))
+
+
+def test_flipped_bits_of_the_manifest(run):
+    path = folder.path_of(run, NEWER) / MANIFEST
+    for at in range(0, path.stat().st_size, 97):
+        damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x01))
+        said = refusal(run)
+        assert said.startswith(f"read the checkpoint [{path}]: expected a manifest of format version 1, got ")
+        damage(path, lambda content, at=at: content.__setitem__(at, content[at] ^ 0x01))
+    damage(path, lambda content: content.__setitem__(5, 0))
+    assert_older_is_taken(run)
+
+
+@pytest.mark.parametrize("length", ["nothing", "half", "a byte less", "a byte more"])
+@pytest.mark.parametrize("name", FILES)
+def test_other_lengths(name, length, run):
+    path = folder.path_of(run, NEWER) / name
+    cut = {"nothing": lambda x: b"", "half": lambda x: x[: len(x) // 2], "a byte less": lambda x: x[:-1]}
+    damage(path, cut.get(length, lambda x: x + b"x"))
+    said = refusal(run)
+    assert f"[{path}]: expected" in said and f"restore(step={OLDER})" in said
+    assert_older_is_taken(run)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a folder", "a link to nowhere", "that of another step"])
+@pytest.mark.parametrize("name", [INDEX, FIRST, SECOND])
+def test_missing_files(name, instead, run):
+    path = folder.path_of(run, NEWER) / name
+    path.unlink()
+    if instead == "a folder":
+        path.mkdir()
+    elif instead == "a link to nowhere":
+        path.symlink_to("nowhere")
+    elif instead == "that of another step":
+        shutil.copy(folder.path_of(run, OLDER) / name, path)
+    said = refusal(run)
+    if instead == "that of another step" and name == INDEX:
+        assert said is None  # it is for other readers
+        return
+    assert said.startswith(f"restore [{path}") and f"restore(step={OLDER})" in said
+    assert_older_is_taken(run)
+
+
+def test_the_file_of_another_rank(run):
+    first, second = (folder.path_of(run, NEWER) / name for name in (FIRST, SECOND))
+    first.rename(run / "kept")
+    second.rename(first)
+    (run / "kept").rename(second)
+    assert str(first.parent) in refusal(run)
+    assert_older_is_taken(run)
+
+
+def test_without_a_manifest_it_is_no_checkpoint(run):
+    (folder.path_of(run, NEWER) / MANIFEST).unlink()
+    said = refusal(run)
+    assert f"restore [{run}]: expected a complete checkpoint of step {NEWER}, got none; restore(step={OLDER})" in said
+
+    def one(world):
+        with Manager(run, world) as manager:
+            samples.check(manager.restore().state, OLDER, world.rank, 2, 2)
+
+    threads.run(2, one)
+
+
+def test_where_all_are_damaged(run):
+    for step in (OLDER, NEWER):
+        (folder.path_of(run, step) / FIRST).unlink()
+
+    def one(world):
+        with Manager(run, world) as manager:
+            with pytest.raises(DataError, match=f"restore .*step-{OLDER:010d}/{FIRST}.*restore.step={NEWER}"):
+                manager.restore()
+            state = samples.state(21, world)
+            manager.save(21, state)
+            samples.check(manager.restore().state, 21, world.rank, 2, 2)
+
+    with pytest.warns(UserWarning, match="instead"):
+        threads.run(2, one)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_empty_folder(n, tmp_path):
+    def one(world):
+        with Manager(tmp_path / "none", world) as manager:
+            assert (manager.steps(), manager.latest()) == ([], None)
+            with pytest.raises(DataError, match="expected a complete checkpoint, got none"):
+                manager.restore()
+            with pytest.raises(DataError, match="expected a complete checkpoint of step 3, got none"):
+                manager.restore(3)
+
+    threads.run(n, one)
+    assert not (tmp_path / "none").exists()
+
+
+def refused_save(manager, world, step, state):
+    """What is said, on all ranks, of a save that cannot be; the state is as it was."""
+    before = state["weights"].copy()
+    with pytest.raises(DataError) as info:
+        manager.save(step, state)
+    assert np.array_equal(before, state["weights"])
+    assert len({*world.comm.allgather_json(str(info.value))}) == 1
+    return str(info.value)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", place], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a file system of its own needs root: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk(small_disk):
+    run, filler = small_disk / "run", small_disk / "filler"
+
+    def one(world):
+        refused = 0
+        with Manager(run, world, keep=1) as manager:
+            manager.save(7, samples.state(7, world))
+            assert "No space left on device" in refused_save(manager, world, 14, samples.state(14, world, 3_000_000))
+            for room in (0, 16 << 10, 600 << 10, *range(1160 << 10, 1240 << 10, 4 << 10)):
+                if world.rank == 0:
+                    filler.unlink(missing_ok=True)
+                    with open(filler, "xb") as file:
+                        status = os.statvfs(small_disk)
+                        file.truncate(max(0, status.f_bavail * status.f_bsize - room))
+                        os.posix_fallocate(file.fileno(), 0, max(1, status.f_bavail * status.f_bsize - room))
+                world.comm.barrier()
+                before = manager.latest()
+                step = before + 7
+                try:
+                    manager.save(step, samples.state(step, world))
+                except DataError as error:
+                    assert "No space left" in str(error) or "HDF5" in str(error) or "synchronously" in str(error), error
+                    assert manager.steps() == [before]
+                    names = {path.name for path in run.iterdir()}
+                    assert names == {"writer.lock", folder.path_of(run, before).name}
+                    step, refused = before, refused + 1
+                samples.check(manager.restore().state, step, world.rank, 2, 2)
+                world.comm.barrier()
+            if world.rank == 0:
+                filler.unlink()
+            world.comm.barrier()
+            manager.save(700, samples.state(700, world))
+            samples.check(manager.restore().state, 700, world.rank, 2, 2)
+        return refused
+
+    assert 5 <= threads.run(2, one)[0] <= 20  # of 23
+
+
+def test_a_read_only_disk(small_disk):
+    run = small_disk / "run"
+
+    def one(world):
+        with Manager(run, world) as manager:
+            manager.save(7, samples.state(7, world))
+        world.comm.barrier()
+        if world.rank == 0:
+            subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        world.comm.barrier()
+        with Manager(run, world) as manager:
+            assert "Read-only file system" in refused_save(manager, world, 14, samples.state(14, world))
+            samples.check(manager.restore().state, 7, world.rank, 2, 2)
+
+    threads.run(2, one)
+
+
+def test_a_path_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("x")
+
+    def one(world, path):
+        with Manager(path, world) as manager:
+            said = refused_save(manager, world, 7, samples.state(7, world))
+            assert manager.steps() == []
+            return said
+
+    assert "File exists" in threads.run(2, lambda world: one(world, tmp_path / "file"))[0]
+    assert "Not a directory" in threads.run(2, lambda world: one(world, tmp_path / "file" / "below"))[0]
+
+
+def test_no_permission(tmp_path):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed").chmod(0o555)
+    user = os.geteuid()
+    tmp_path.chmod(0o755)
+
+    def one(world):
+        with Manager(tmp_path / "closed", world) as manager:
+            return refused_save(manager, world, 7, samples.state(7, world))
+
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert "Permission denied" in threads.run(2, one)[0]
+    finally:
+        os.seteuid(user)
+
+
+JOB = """
+import sys, time, numpy
+from hpcdp.checkpoint import Manager
+manager = Manager(sys.argv[1])
+manager.save(7, {"a": numpy.ones(3)})
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_job_is_refused_until_the_first_has_gone(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", JOB, tmp_path], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "saved\n"
+
+        def one(world):
+            with Manager(tmp_path, world) as manager:
+                said = refused_save(manager, world, 14, samples.state(14, world))
+                assert f"expected no other job that saves here, got process {first.pid} of" in said
+                assert manager.restore().state["a"][2] == 1  # others may read
+                world.comm.barrier()
+                if world.rank == 0:
+                    first.send_signal(signal.SIGKILL)
+                    first.wait()
+                world.comm.barrier()
+                manager.save(14, samples.state(14, world))
+                assert manager.steps() == [7, 14]
+
+        threads.run(2, one)
+
+
+def test_what_was_left_behind_is_named_and_removed(run):
+    torn = folder.partial_path(run, 21)
+    shutil.copytree(folder.path_of(run, NEWER), torn)
+
+    def one(world):
+        with Manager(run, world) as manager:
+            manager.save(28, {})
+            manager.save(35, {})
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        threads.run(2, one)
+    assert [str(each.message) for each in said] == [f"{torn}: removed, a save that did not end had left it behind"]
+    assert not torn.exists()

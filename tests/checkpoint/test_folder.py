@@ -1,0 +1,104 @@
+"""Names of checkpoints; which are complete, left over, no longer kept."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdp.checkpoint import folder
+from hpcdp.checkpoint.manifest import NAME, Manifest
+from hpcdp.checkpoint.shard import File
+
+
+def make(path: Path, *, commit_file: bool = False, files: tuple[str, ...] = ("shard-00000.h5",)) -> Path:
+    path.mkdir()
+    for name in files:
+        (path / name).write_bytes(b"x")
+    whole = Manifest(3, {"dict": []}, {}, [File(name, 1, 0) for name in files], commit_file=commit_file)
+    (path / NAME).write_bytes(whole.to_json())
+    return path
+
+
+def test_complete_ones_are_found_by_step_oldest_first(tmp_path):
+    for step in (100, 7, 10**17, 99):
+        make(folder.path_of(tmp_path, step))
+    make(folder.partial_path(tmp_path, 101))
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-0000000012").mkdir()  # without a manifest
+    (tmp_path / "notes.txt").touch()
+    assert list(folder.find(tmp_path)) == [7, 99, 100, 10**17]
+    assert folder.left_over(tmp_path) == [folder.partial_path(tmp_path, 101)]
+    assert folder.find(tmp_path / "nowhere") == folder.find(tmp_path / "notes.txt") == {}
+    assert folder.left_over(tmp_path / "nowhere") == folder.left_over(tmp_path / "notes.txt") == []
+
+
+def test_one_that_was_being_replaced_counts_and_gets_its_name_back(tmp_path):
+    old = make(tmp_path / "step-0000000005.old.tmp")
+    partial = make(folder.partial_path(tmp_path, 5))
+    assert folder.find(tmp_path) == {5: old}
+    assert folder.clean(tmp_path, True) == [partial]
+    assert folder.find(tmp_path) == {5: folder.path_of(tmp_path, 5)}
+
+
+def test_one_that_was_replaced_is_left_over(tmp_path):
+    old, new = make(tmp_path / "step-0000000005.old.tmp"), make(folder.path_of(tmp_path, 5))
+    assert folder.find(tmp_path) == {5: new} and folder.clean(tmp_path, True) == [old]
+
+
+def test_without_atomic_renames_complete_is_what_has_its_mark_and_all_files(tmp_path):
+    path = make(folder.path_of(tmp_path, 3), commit_file=True)
+    assert not folder.is_complete(path) and folder.left_over(tmp_path, False) == [path]
+    (path / folder.COMMITTED).touch()
+    assert folder.is_complete(path) and folder.left_over(tmp_path, False) == []
+    (path / "shard-00000.h5").unlink()
+    assert not folder.is_complete(path)
+
+
+def test_a_damaged_manifest_is_said_where_it_is_read(tmp_path):
+    path = make(folder.path_of(tmp_path, 3))
+    (path / NAME).write_bytes(b"")
+    assert list(folder.find(tmp_path)) == [3] and folder.left_over(tmp_path, False) == []
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_checkpoint_of_the_same_step_is_put_aside_then_removed(atomic, tmp_path):
+    make(folder.partial_path(tmp_path, 4), commit_file=not atomic)
+    first = folder.commit(tmp_path, 4, atomic)
+    (first / "first").touch()
+    make(folder.partial_path(tmp_path, 4), commit_file=not atomic)
+    second = folder.commit(tmp_path, 4, atomic)
+    assert first == second and not (second / "first").exists() and len(list(tmp_path.iterdir())) == 2
+    make(folder.partial_path(tmp_path, 4), commit_file=not atomic)
+    folder.commit(tmp_path, 4, atomic)  # although what was put aside is still there
+    folder.remove_old(tmp_path, 4)
+    assert list(tmp_path.iterdir()) == [second]
+    assert folder.left_over(tmp_path, atomic) == []
+    retired = folder.retire(tmp_path, 4)
+    assert folder.find(tmp_path) == {} and folder.left_over(tmp_path, atomic) == list(tmp_path.iterdir()) == [retired]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "values", "stay"),
+    [
+        (None, None, {}, [0, 5, 10, 15, 20, 25]),
+        (1, None, {}, [25]),
+        (2, 10, {}, [0, 10, 20, 25]),
+        (1, None, {5: 2.0, 15: 2.0, 20: 1.0}, [15, 25]),
+        (9, 10, {}, [0, 5, 10, 15, 20, 25]),
+    ],
+)
+def test_what_is_kept(keep, keep_every, values, stay):
+    steps = [10, 0, 5, 25, 15, 20]
+    assert folder.dropped(steps, keep, keep_every, values) == sorted({*steps} - {*stay})
+
+
+@given(
+    st.sets(st.integers(0, 1000)),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 50),
+    st.dictionaries(st.integers(0, 1000), st.floats(allow_nan=False)),
+)
+def test_the_newest_are_never_dropped(steps, keep, keep_every, values):
+    dropped = folder.dropped(steps, keep, keep_every, {step: values[step] for step in steps & {*values}})
+    assert {*sorted(steps)[-keep:]}.isdisjoint(dropped) and {*dropped} <= steps

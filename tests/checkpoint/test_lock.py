@@ -1,0 +1,78 @@
+"""One writer a folder."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hpcdp.checkpoint import lock
+from hpcdp.errors import DataError
+
+HOLDER = """
+import pathlib, sys, time
+from hpcdp.checkpoint.lock import WriterLock
+held = WriterLock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_is_told_who_is_first(tmp_path):
+    first = lock.WriterLock(tmp_path)
+    with pytest.raises(
+        DataError, match=rf"writer.lock\]: expected no other job .* got process {os.getpid()} of .* on "
+    ):
+        lock.WriterLock(tmp_path)
+    first.release()
+    first.release()
+    lock.WriterLock(tmp_path).release()
+
+
+def test_a_job_that_was_killed_holds_nothing(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(DataError, match=f"got process {holder.pid} of"):
+            lock.WriterLock(tmp_path)
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        lock.WriterLock(tmp_path).release()
+
+
+def test_a_child_made_by_fork_does_not_hold_what_was_released(tmp_path):
+    held = lock.WriterLock(tmp_path)
+    context = multiprocessing.get_context("fork")
+    ended = context.Event()
+    child = context.Process(target=ended.wait, args=(30,))
+    child.start()
+    try:
+        held.release()
+        lock.WriterLock(tmp_path).release()
+    finally:
+        ended.set()
+        child.join()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'"x"', b"null"])
+def test_an_owner_who_does_not_say_who_it_is(content, tmp_path):
+    (tmp_path / lock.NAME).write_bytes(content)
+    assert lock.owner(tmp_path / lock.NAME) == ""
+    assert lock.owner(tmp_path / "nowhere") == ""
+
+
+def test_the_job_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    held = lock.WriterLock(tmp_path)
+    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+    assert re.fullmatch(r"process \d+ of .+ on .+, job 4711, since \d{4}-.*", lock.owner(tmp_path / lock.NAME))
+    held.release()
+
+
+def test_a_file_that_cannot_be_made(tmp_path):
+    (tmp_path / lock.NAME).mkdir()
+    with pytest.raises(DataError, match=r"lock the checkpoints \[.*writer.lock\]: got Is a directory"):
+        lock.WriterLock(tmp_path)

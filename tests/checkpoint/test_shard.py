@@ -1,0 +1,90 @@
+"""One file of a checkpoint."""
+
+import errno
+import os
+
+import h5py
+import numpy as np
+import pytest
+from samples import write_shard
+
+from hpcdp.checkpoint.plan import Piece
+from hpcdp.checkpoint.shard import BLOCK_NBYTES, ShardReader
+from hpcdp.errors import DataError
+
+DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "F", "D", "G"]
+
+
+def values_of(dtype, count):
+    bits = np.random.default_rng(count).integers(0, 2 if dtype == "?" else 256, count * np.dtype(dtype).itemsize)
+    return bits.astype(np.uint8).view(dtype)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("compression", [None, "lzf", "gzip"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_come_back_bit_by_bit(dtype, compression, tmp_path):
+    pieces = [Piece(f"a/{count}", 0, values_of(dtype, count), np.dtype(dtype).name) for count in (1, 7, 0, 1000)]
+    stored, file = write_shard(tmp_path / "shard-00000.h5", pieces, compression)
+    assert file.nbytes == (tmp_path / "shard-00000.h5").stat().st_size
+    with ShardReader(tmp_path) as reader:
+        for piece, each in zip(pieces, stored, strict=True):
+            out = np.empty_like(piece.values)
+            reader.read(each, 0, out)
+            assert same_bits(out, piece.values)
+    with h5py.File(tmp_path / "shard-00000.h5") as file:
+        assert same_bits(file["a/1000"][...], pieces[-1].values)
+
+
+@pytest.mark.parametrize("compression", [None, "lzf"])
+def test_a_run_of_elements_is_read_and_no_more(compression, tmp_path):
+    values = np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 8 * 2 + 77)
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")], compression)
+    block = BLOCK_NBYTES // 8
+    with ShardReader(tmp_path) as reader:
+        edges = [0, 1, block - 1, block, block + 1, 2 * block, values.size]
+        for first in edges:
+            for last in (each for each in edges if each >= first):
+                around = np.full(last - first + 2, 1e9)
+                reader.read(stored, first, around[1:-1])
+                assert np.array_equal(around[1:-1], values[first:last]) and around[0] == around[-1] == 1e9
+
+
+def test_bfloat16_has_a_mark(tmp_path):
+    write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, np.arange(3, dtype=np.uint16), "bfloat16")])
+    with h5py.File(tmp_path / "shard-00000.h5") as file:
+        assert file["a"].attrs["dtype"] == "bfloat16" and file["a"].dtype == np.uint16
+
+
+def test_long_data_sets_begin_on_pages(tmp_path):
+    pieces = [Piece(name, 0, np.zeros(100_001, np.uint8), "uint8") for name in "abc"]
+    stored, _ = write_shard(tmp_path / "shard-00000.h5", pieces)
+    assert all(each.offset is not None and each.offset % 4096 == 0 for each in stored)
+
+
+def test_no_file_is_overwritten(tmp_path):
+    write_shard(tmp_path / "shard-00000.h5", [])
+    with pytest.raises(DataError, match=r"save \[.*shard-00000.h5\]"):
+        write_shard(tmp_path / "shard-00000.h5", [])
+
+
+def test_the_data_set_on_its_way_is_named(tmp_path, monkeypatch):
+    def full(file, data, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(DataError, match=r"save \[.*shard-00000.h5, layer/a\]: got No space left on device"):
+        write_shard(tmp_path / "shard-00000.h5", [Piece("layer/a", 0, np.zeros(3), "float64")])
+
+
+def test_writes_may_be_short(tmp_path, monkeypatch):
+    pwrite, values = os.pwrite, np.random.default_rng(0).standard_normal(1000)
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[: max(1, len(data) // 2)], offset))
+    (stored,), _ = write_shard(tmp_path / "shard-00000.h5", [Piece("a", 0, values, "float64")])
+    out = np.empty_like(values)
+    with ShardReader(tmp_path) as reader:
+        reader.read(stored, 0, out)
+    assert np.array_equal(out, values)

@@ -1,0 +1,256 @@
+"""Loops that are left and gone on with, on the same and other numbers of parts."""
+
+import threading
+from itertools import chain, islice, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdp.data import (
+    ArrayDataset,
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    ShardedSampler,
+    SharedSampler,
+    VirtualShardSampler,
+)
+from hpcdp.errors import ConfigError
+
+N = 23
+
+
+def loader(sampler, prefetch=0) -> DataLoader:
+    return DataLoader(ArrayDataset(np.zeros((N, 1), "f4"), np.arange(N)), sampler, prefetch)
+
+
+def labels(batches) -> list[list[int]]:
+    return [y.tolist() for _, y in batches]
+
+
+def sharded(part, parts, **settings) -> ShardedSampler:
+    return ShardedSampler(N, 4, parts, part, seed=3, **settings)
+
+
+def virtual(part, parts, **settings) -> VirtualShardSampler:
+    return VirtualShardSampler(N, 4, 4, parts, part, seed=3, **settings)
+
+
+def global_batches(kind, parts, state=None, epoch=None, count=None, last="keep"):
+    """What all parts yield together, global batch by batch, after a ``state``; and their states then."""
+    found, states = [], []
+    for part in range(parts):
+        mine = loader(kind(part, parts, last=last))
+        if state is not None:
+            mine.load_state_dict(state)
+        if epoch is not None:
+            mine.set_epoch(epoch)
+        each = len(mine.sampler.numbers) if kind is virtual else 1
+        had = labels(islice(mine, None if count is None else count * each))
+        found.append([list(chain(*had[k : k + each])) for k in range(0, len(had), each)])
+        states.append(mine.state_dict())
+    assert all(state == states[0] for state in states)
+    return [list(chain(*pieces)) for pieces in zip(*found, strict=True)], states[0]
+
+
+@given(st.sampled_from([sharded, virtual]), st.integers(1, 4), st.integers(1, 4), st.integers(0, 6),
+       st.sampled_from(["keep", "discard", "pad"]))  # fmt: skip
+def test_any_number_of_parts_goes_on_in_the_same_global_order(kind, before, after, count, last):
+    whole, _ = global_batches(kind, 1, epoch=5, last=last)
+    count = min(count, len(whole))
+    first, state = global_batches(kind, before, epoch=5, count=count, last=last)
+    assert state["epoch"] == 5 and state["done"] == count
+    rest, ended = global_batches(kind, after, state, last=last)
+    assert first + rest == whole
+    assert ended["done"] == len(whole) and ended["ended"]
+    assert first + global_batches(kind, after, state, epoch=5, last=last)[0] == whole
+    assert global_batches(kind, after, state, epoch=6, last=last) == global_batches(kind, 1, epoch=6, last=last)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("last", ["keep", "discard", "rollover"])
+@pytest.mark.parametrize("order", [lambda: RandomSampler(N, seed=2), lambda: SequentialSampler(N)])
+def test_batches_of_one_process_go_on_from_anywhere(order, last, prefetch):
+    def make():
+        return loader(BatchSampler(order(), 4, last), prefetch)
+
+    straight = make()
+    epochs = []
+    for epoch in range(4):
+        straight.set_epoch(epoch)
+        epochs.append(labels(straight))
+    for count in range(len(epochs[0]) + 1):
+        first = make()
+        first.set_epoch(0)
+        had = labels(islice(first, count))
+        second = make()
+        second.load_state_dict(first.state_dict())
+        for epoch in range(4):
+            second.set_epoch(epoch)
+            assert had + labels(second) == epochs[epoch]
+            had = []
+
+
+def test_reads_ahead_do_not_count_and_skipped_batches_are_not_read():
+    class Recording(ArrayDataset):
+        def __init__(self):
+            super().__init__(np.zeros((N, 1), "f4"), np.arange(N))
+            self.read = []
+
+        def __getitem__(self, index):
+            self.read.append(int(index[0]))
+            return super().__getitem__(index)
+
+    data = Recording()
+    first = DataLoader(data, BatchSampler(SequentialSampler(N), 4), prefetch=3)
+    for _ in islice(first, 2):
+        pass
+    assert first.state_dict()["done"] == 2
+    second = DataLoader(data, BatchSampler(SequentialSampler(N), 4), prefetch=3)
+    second.load_state_dict(first.state_dict())
+    data.read.clear()
+    assert [y[0] for _, y in second] == data.read == [8, 12, 16, 20]
+    assert [y[0] for _, y in second] == [0, 4, 8, 12, 16, 20]  # whole again
+
+
+def test_where_a_loop_has_ended_its_epoch_is_over():
+    first = loader(sharded(0, 1))
+    first.set_epoch(3)
+    whole = labels(first)
+    state = first.state_dict()
+    assert state["done"] == 6 and state["ended"]
+    second = loader(sharded(0, 1))
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert labels(second) == whole  # as the first loader's next iteration would be
+    second.load_state_dict(state)
+    second.set_epoch(3)
+    assert labels(second) == []
+    assert labels(second) == whole
+
+
+def test_states_before_and_between_loops():
+    first = loader(sharded(0, 2))
+    assert first.state_dict() | {"sampler": None} == {
+        "epoch": 0, "done": 0, "begun": False, "ended": False, "sampler": None
+    }  # fmt: skip
+    next(iter(first))
+    first.set_epoch(1)  # the loop was given up
+    assert first.state_dict()["done"] == 0
+    second = loader(sharded(0, 2))
+    second.load_state_dict(first.state_dict())
+    assert second.epoch == 1
+    assert labels(second) == labels(first)
+
+
+def test_a_state_that_was_restored_can_be_saved_again():
+    first = loader(sharded(0, 1))
+    whole = labels(first)
+    for _ in islice(first, 1):
+        pass
+    for done, step in pairwise([1, 2, 2, 5]):
+        second = loader(sharded(0, 1))
+        second.load_state_dict(first.state_dict())
+        assert second.state_dict() == first.state_dict()
+        assert labels(islice(second, step - done)) == whole[done:step]
+        assert second.state_dict()["done"] == step
+        first = second
+
+
+def test_parts_that_take_batches_go_on_after_those_that_were_taken():
+    class Numbers:
+        lock = threading.Lock()
+
+        def __iter__(self):
+            self.count = 0
+            return self
+
+        def __next__(self):
+            with self.lock:
+                self.count += 1
+                return self.count - 1
+
+        def given(self):
+            return self.count
+
+    def make():
+        numbers = Numbers()
+        return numbers, loader(SharedSampler(N, 4, numbers, seed=3))
+
+    _, straight = make()
+    whole = labels(straight)
+    numbers, first = make()
+    had = labels(islice(first, 2))
+    next(numbers)  # another part's
+    assert first.state_dict()["done"] == 3
+    _, second = make()
+    second.load_state_dict(first.state_dict())
+    batches = iter(second)
+    assert [*had, *labels(islice(batches, 1))] == whole[:2] + whole[3:4]
+    assert second.sampler.taken == 4
+    assert second.state_dict()["done"] == 4
+    assert labels(batches) == whole[4:]
+    assert second.state_dict()["done"] == 6
+
+
+def test_samplers_of_the_users_own_are_gone_on_with_by_counting():
+    class Own:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return (np.array([10 * self.epoch + k]) % N for k in range(3))
+
+    first = loader(Own())
+    first.set_epoch(1)
+    next(iter(first))
+    second = loader(Own())
+    second.load_state_dict(first.state_dict())
+    assert labels(second) == [[11], [12]]
+
+
+@pytest.mark.parametrize(
+    ("make", "other", "message"),
+    [
+        (sharded(0, 1), ShardedSampler(N, 5, seed=3), r"\[ShardedSampler batch_size\]: expected 5, got 4"),
+        (sharded(0, 1), ShardedSampler(N, 4, seed=4), r"\[ShardedSampler seed\]: expected 4, got 3"),
+        (sharded(0, 1), ShardedSampler(N + 1, 4, seed=3), r"\[ShardedSampler n\]: expected 24, got 23"),
+        (sharded(0, 1), sharded(0, 1, shuffle=False), r"\[ShardedSampler shuffle\]: expected False, got True"),
+        (sharded(0, 1), sharded(0, 1, last="pad"), r"\[ShardedSampler last\]: expected pad, got keep"),
+        (sharded(0, 1), virtual(0, 1), r"\[VirtualShardSampler num_shards\]: expected 4, got nothing"),
+        (virtual(0, 1), VirtualShardSampler(N, 4, 2, seed=3), r"num_shards\]: expected 2, got 4"),
+        (virtual(0, 1), VirtualShardSampler(N, 5, 4, seed=3), r"batch_size\]: expected 5, got 4"),
+        (BatchSampler(RandomSampler(N), 4), BatchSampler(RandomSampler(N, 1), 4), r"\[RandomSampler seed\]"),
+        (BatchSampler(RandomSampler(N), 4), BatchSampler(RandomSampler(N), 4, "discard"), r"\[BatchSampler last\]"),
+    ],
+)
+def test_states_of_another_order_are_refused_by_name(make, other, message):
+    state = loader(make).state_dict()
+    state["epoch"] = state["sampler"]["epoch"] = 7
+    mine = loader(other)
+    with pytest.raises(ConfigError, match=message):
+        mine.load_state_dict(state)
+    assert mine.epoch == mine.sampler.epoch == 0
+
+
+def test_weights_and_parts_may_differ():
+    first = loader(sharded(1, 3))
+    next(iter(first))
+    second = loader(sharded(0, 2, weights=[3, 1]))
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == 5
+
+
+def test_between_virtual_shards_there_is_no_state():
+    first = loader(virtual(0, 2))
+    next(iter(first))
+    with pytest.raises(ConfigError, match="expected a loop that has all shards of a global batch, got 1 of 2"):
+        first.state_dict()

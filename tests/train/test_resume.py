@@ -1,0 +1,282 @@
+"""Runs that are killed, or stopped, and go on from their checkpoints: to the bit as if nothing had happened."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+from hpcdp import data, nn, optim
+from hpcdp.checkpoint import Manager
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, DataError
+from hpcdp.train.callbacks import Callback
+from hpcdp.train.checkpoints import Checkpoints
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.preemption import Reason, StopRequests
+from hpcdp.train.shared_count import SharedCount
+from hpcdp.train.trainer import Trainer
+
+RNG = np.random.default_rng(11)
+CENTRES = RNG.normal(size=(3, 1, 4, 4)) * 2
+LABELS = RNG.integers(0, 3, size=70)
+SAMPLES = data.ArrayDataset((CENTRES[LABELS] + RNG.normal(size=(70, 1, 4, 4))).astype(np.float32), LABELS)
+EPOCHS, BATCH, STEPS = 3, 6, 12
+TIMES = ("seconds", "samples_per_s", "comm_s", "comm_exposed_s", "data_s", "compute_s", "critical_path_s",
+         "critical_path", "slowest_rank", "slowest_host", "slowest_ratio", "stragglers")  # fmt: skip
+
+OPTIMIZERS = {
+    "momentum": lambda: optim.SGD(lr=optim.CosineSchedule(0.1, steps=EPOCHS * STEPS), momentum=0.9),
+    "adam": lambda: optim.Adam(lr=0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_blas_thread():
+    """As ``hpcdp train`` has; several, shared by thread ranks, do not give the same bits twice."""
+    with threadpool_limits(1, user_api="blas"):
+        yield
+
+
+class Killed(BaseException):
+    pass
+
+
+class Listen(Callback):
+    """Hears all records; may end the run, or ask for that, after a step."""
+
+    def __init__(
+        self, kill_at: int | None = None, stop: StopRequests | None = None, stop_at: int | None = None
+    ) -> None:
+        self.records: list[dict] = []
+        self.resumed: tuple[int, int] | None = None
+        self._kill_at, self._stop, self._stop_at = kill_at, stop, stop_at
+
+    def on_resume(self, epochs: int, steps: int) -> None:
+        self.resumed = epochs, steps
+
+    def on_step(self, epoch: int, step: int) -> None:
+        total = (epoch - 1) * STEPS + step
+        if total == self._stop_at:
+            self._stop.request()
+        if total == self._kill_at:
+            raise Killed
+
+    def on_record(self, record: dict) -> None:
+        self.records.append({name: value for name, value in record.items() if name not in TIMES})
+
+
+def network() -> nn.Module:
+    net = nn.Sequential(nn.Conv2D(1, 3, 3), nn.Tanh(), nn.BatchNorm(3), nn.Flatten(), nn.Dropout(0.2, seed=3),
+                        nn.Dense(12, 3))  # fmt: skip
+    rng = np.random.default_rng(5)
+    for name, param in net.named_parameters():
+        if not name.startswith("2."):
+            param.data[...] = rng.normal(size=param.shape) * 0.3
+    return net
+
+
+def train(world, folder: Path, optimizer="momentum", reproducible=False, owner="auto", overlap=None, resume=False,
+          every=None, kill_at=None, stop_at=None, kvstore=None, epochs=EPOCHS):  # fmt: skip
+    net = network()
+    arguments = {"kvstore": kvstore} if kvstore else {"owner": owner, "overlap": overlap, "reproducible": reproducible}
+    if reproducible:
+        arguments["virtual_shards"] = 4
+        sampler = data.VirtualShardSampler(len(SAMPLES), BATCH, 4, world.size, world.rank, seed=2)
+    else:
+        sampler = data.ShardedSampler(len(SAMPLES), BATCH, world.size, world.rank, seed=2)
+    trainer = Trainer(net.parameters(), OPTIMIZERS[optimizer](), world=world, **arguments)
+    stop = StopRequests(environ={})
+    listen = Listen(kill_at, stop, stop_at if world.rank == world.size - 1 else None)
+    with Manager(folder, world, keep=2) as manager:
+        checkpoints = Checkpoints(manager, every=every, stop=stop, resume=resume)
+        fit(
+            net,
+            trainer,
+            data.DataLoader(SAMPLES, sampler, prefetch=1),
+            epochs=epochs,
+            evaluate=lambda: evaluate(net, SAMPLES, world, num_parts=trainer.virtual_shards),
+            callbacks=[listen],
+            checkpoints=checkpoints,
+            world=world,
+        )
+        return listen, [np.array(param.data) for param in net.parameters()], checkpoints.stopped, manager.steps()
+
+
+def killed(ranks: int, folder: Path, **arguments) -> None:
+    with pytest.raises(Killed):
+        threads.run(ranks, lambda world: train(world, folder, **arguments))
+
+
+def whole_run(ranks: int, folder: Path, **arguments):
+    return threads.run(ranks, lambda world: train(world, folder, **arguments))[0]
+
+
+def assert_goes_on_as(whole, resumed) -> None:
+    """To the bit: the records from where it went on, and the parameters at the end."""
+    listen, params, *_ = resumed
+    records = whole[0].records
+    assert records[-1]["test_loss"] < 0.7 * records[0]["loss"]
+    assert listen.records
+    assert listen.records == records[len(records) - len(listen.records) :]
+    for a, b in zip(params, whole[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_killed_run_goes_on_to_the_bit(ranks, optimizer, tmp_path):
+    whole = whole_run(ranks, tmp_path / "whole", optimizer=optimizer)
+    kill_at = int(np.random.default_rng([ranks, len(optimizer)]).integers(9, EPOCHS * STEPS))
+    killed(ranks, tmp_path / "a", optimizer=optimizer, every=4, kill_at=kill_at)
+    results = threads.run(ranks, lambda world: train(world, tmp_path / "a", optimizer=optimizer, resume=True))
+    for resumed in results:
+        assert_goes_on_as(whole, resumed)
+        epochs, steps = resumed[0].resumed
+        assert (steps % 4, epochs) == (0, steps // STEPS)
+        assert 0 <= kill_at - steps <= 8  # the last save may have been under way
+
+
+@pytest.mark.parametrize(("owner", "overlap"), [("rank", False), ("shard", True)])
+def test_with_either_owner_and_overlap(owner, overlap, tmp_path):
+    options = {"owner": owner, "overlap": overlap}
+    whole = whole_run(2, tmp_path / "whole", **options)
+    killed(2, tmp_path / "a", every=5, kill_at=17, **options)
+    assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, **options))
+
+
+@pytest.mark.parametrize("stop_at", [1, 5, STEPS - 1, STEPS + 7])
+def test_a_rank_that_is_asked_to_stop_stops_all(stop_at, tmp_path):
+    whole = whole_run(3, tmp_path / "whole")
+    results = threads.run(3, lambda world: train(world, tmp_path / "a", stop_at=stop_at))
+    for _, _, stopped, steps in results:
+        assert stopped.reason is Reason.PROGRAM
+        assert stopped.position.total == stop_at + 1
+        assert steps == [stop_at + 1]
+    resumed = whole_run(3, tmp_path / "a", resume=True)
+    assert_goes_on_as(whole, resumed)
+    assert resumed[0].resumed == (stop_at // STEPS, stop_at + 1)
+    assert resumed[2] is None
+
+
+def test_a_run_is_stopped_again_and_again(tmp_path):
+    whole = whole_run(2, tmp_path / "whole", optimizer="adam")
+    records: list[dict] = []
+    for stop_at in (3, 11, 13, 30, None):
+        listen, params, stopped, _ = whole_run(
+            2, tmp_path / "a", optimizer="adam", resume=stop_at != 3, stop_at=stop_at
+        )
+        assert (stopped is None) == (stop_at is None)
+        records += listen.records
+    assert records == whole[0].records
+    for a, b in zip(params, whole[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (3, 4)])
+def test_a_reproducible_run_goes_on_with_other_ranks(before, after, tmp_path):
+    whole = whole_run(2, tmp_path / "whole", reproducible=True)
+    killed(before, tmp_path / "a", reproducible=True, every=5, kill_at=18)
+    for resumed in threads.run(after, lambda world: train(world, tmp_path / "a", reproducible=True, resume=True)):
+        assert_goes_on_as(whole, resumed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
+def test_any_run_goes_on_with_other_ranks(before, after, tmp_path):
+    whole = whole_run(before, tmp_path / "whole")
+    assert threads.run(before, lambda world: train(world, tmp_path / "a", stop_at=STEPS + 4))[0][2]
+    listen, *_ = whole_run(after, tmp_path / "a", resume=True)
+    records = whole[0].records[-len(listen.records) :]
+    for record, other in zip(listen.records, records, strict=True):
+        assert record["samples"] == other["samples"]
+        assert record["step"] == other["step"]
+        assert record["loss"] == pytest.approx(other["loss"], abs=0.1)  # dropout and batch norm are others
+
+
+def test_a_checkpoint_an_epoch_has_its_numbers_and_the_last_is_of_the_end(tmp_path):
+    listen, _, _, steps = whole_run(2, tmp_path / "a", every="epoch")
+    assert steps == [2 * STEPS, 3 * STEPS]
+
+    def job(world):
+        with Manager(tmp_path / "a", world) as manager:
+            return [manager.restore(step) for step in steps]
+
+    epochs = [record for record in listen.records if record["kind"] == "epoch"]
+    for restored, record in zip(threads.run(1, job)[0], epochs[1:], strict=True):
+        assert restored.metrics["test_accuracy"] == record["test_accuracy"]
+        assert restored.state["position"]["step"] == 0
+    again = whole_run(2, tmp_path / "a", resume=True)
+    assert again[0].records == []
+    assert again[3] == steps
+
+
+def test_more_epochs_go_on_after_the_last(tmp_path):
+    whole = whole_run(2, tmp_path / "whole", optimizer="adam", epochs=3)
+    whole_run(2, tmp_path / "a", optimizer="adam", epochs=2)
+    assert_goes_on_as(whole, whole_run(2, tmp_path / "a", optimizer="adam", epochs=3, resume=True))
+
+
+def test_the_users_own_entries_are_saved_and_restored(tmp_path):
+    def job(world, resume):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
+        sampler = data.ShardedSampler(len(SAMPLES), BATCH, world.size, world.rank)
+        mean = np.zeros(3) if resume else np.arange(3.0)
+        extra = {"mean": mean, "best": 0 if resume else 7}
+        with Manager(tmp_path / "a", world) as manager:
+            checkpoints = Checkpoints(manager, resume=resume, extra=extra)
+            fit(net, trainer, data.DataLoader(SAMPLES, sampler), epochs=1, checkpoints=checkpoints, world=world)
+        return mean, checkpoints.restored
+
+    threads.run(2, lambda world: job(world, False))
+    for mean, restored in threads.run(2, lambda world: job(world, True)):
+        np.testing.assert_array_equal(mean, [0, 1, 2])
+        assert restored["best"] == 7
+
+
+def test_on_a_synchronous_store(tmp_path):
+    whole = whole_run(2, tmp_path / "whole", kvstore="dist_sync")
+    assert whole_run(2, tmp_path / "a", kvstore="dist_sync", stop_at=STEPS + 4)[2]
+    assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, kvstore="dist_sync"))
+
+
+def test_one_rank_stops_ranks_that_do_not_wait_for_each_other(tmp_path):
+    class Ask(Listen):
+        def on_step(self, epoch, step):
+            if epoch == 2 and step >= 4:
+                self._stop.request()
+
+    def stopped(world, resume):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.03), world=world, kvstore="dist_async")
+        sampler = data.SharedSampler(len(SAMPLES), 2, SharedCount(world), seed=2)
+        stop = StopRequests(environ={})
+        listen = Listen() if resume or world.rank else Ask(stop=stop)
+        with Manager(tmp_path / "a", world) as manager:
+            checkpoints = Checkpoints(manager, stop=stop, resume=resume)
+            fit(net, trainer, data.DataLoader(SAMPLES, sampler, prefetch=1), epochs=3, callbacks=[listen],
+                checkpoints=checkpoints, world=world)  # fmt: skip
+        return checkpoints.stopped, listen
+
+    results = threads.run(3, lambda world: stopped(world, False))
+    position = results[0][0].position
+    assert all(each.position == position for each, _ in results)
+    assert position.epoch == 2
+    assert 4 <= position.step <= 35
+    assert position.total == 35 + position.step
+    for none, listen in threads.run(2, lambda world: stopped(world, True)):
+        assert none is None
+        epochs = [record for record in listen.records if record["kind"] == "epoch"]
+        assert [record["samples"] for record in epochs] == [70, 70]
+        assert [record["step"] for record in epochs] == [70, 105]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path):
+    with pytest.raises(DataError, match="a complete checkpoint"):
+        whole_run(2, tmp_path / "a", resume=True)
+
+
+def test_what_every_may_be():
+    with pytest.raises(ConfigError, match="a number of steps, 'epoch' or None"):
+        Checkpoints(None, every=0)

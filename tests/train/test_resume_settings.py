@@ -1,0 +1,98 @@
+"""Which run ``--resume`` means, and what may be said beside it."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcdp.checkpoint import Manager
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+from hpcdp.train import run_dir
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.resume import settled
+
+
+def leave_run(folder: Path, *, complete: bool = True, **settings) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(TrainConfig(**settings).to_toml())
+    (folder / "metrics.jsonl").write_text("")
+    if complete:
+
+        def save(world):
+            with Manager(folder / "checkpoints", world) as manager:
+                manager.save(7, {"x": 1})
+
+        threads.run(1, save)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_what_was_not_said_is_as_it_was(here):
+    leave_run(here / "a", model="mlp", ranks=2, lr=0.1, checkpoint_every=5)
+    found = settled({"resume": "a", "keep": 9}, launched=False)
+    assert (found.model, found.ranks, found.lr, found.checkpoint_every, found.keep) == ("mlp", 2, 0.1, 5, 9)
+    assert (found.resume, found.run_dir) == ("a", "a")
+    assert settled({"resume": "a"}, launched=True).ranks is None
+    assert settled({"resume": "a", "ranks": 3, "threads": 2, "owner": "rank"}, launched=False).ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"lr": 0.2}, "expected lr = 0.1, got lr = 0.2"),
+        ({"model": "lenet", "seed": 1}, "expected model = mlp, seed = 0, got model = lenet, seed = 1"),
+        ({"epochs": 30}, "expected epochs = 20, got epochs = 30"),
+        ({"batch_size": 64}, "expected batch_size = 32, got batch_size = 64"),
+        ({"reproducible": True}, "expected reproducible = False, virtual_shards = None, got reproducible = True, virt"),
+    ],
+)
+def test_what_would_change_the_run_is_refused_by_name(said, says, here):
+    leave_run(here / "a", model="mlp", lr=0.1)
+    with pytest.raises(ConfigError) as caught:
+        settled({"resume": "a"} | said, launched=False)
+    assert f"resume [a]: {says}" in str(caught.value)
+
+
+def test_a_constant_rate_allows_more_epochs(here):
+    leave_run(here / "a", schedule="constant", epochs=2)
+    assert settled({"resume": "a", "epochs": 5}, launched=False).epochs == 5
+
+
+def test_a_folder_that_is_named_must_have_a_checkpoint(here):
+    leave_run(here / "a", complete=False)
+    for name in ("a", "b"):
+        with pytest.raises(ConfigError, match=f"a checkpoint in {name}/checkpoints, got none"):
+            settled({"resume": name}, launched=False)
+
+
+def test_auto_takes_the_run_folder_or_starts_anew_in_it(here):
+    said = {"resume": "auto", "run_dir": "a", "model": "mlp"}
+    fresh = settled(said, launched=False)
+    assert (fresh.resume, fresh.run_dir, fresh.overwrite) == (None, "a", False)
+    leave_run(here / "a", complete=False, lr=0.3)
+    (here / "a" / "checkpoints" / "step-0000000003.tmp").mkdir(parents=True)
+    fresh = settled(said, launched=False)
+    assert (fresh.resume, fresh.run_dir, fresh.lr) == (None, "a", 0.05)
+    run_dir.reserve_run_dir(fresh)
+    assert list((here / "a").iterdir()) == []
+    (here / "a").rmdir()
+    leave_run(here / "a", model="mlp")
+    assert settled(said, launched=False).resume == "a"
+    (here / "b").mkdir()
+    (here / "b" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        run_dir.reserve_run_dir(settled(said | {"run_dir": "b"}, launched=False))
+
+
+def test_auto_without_a_run_folder_takes_the_newest_of_the_same_model_and_data(here):
+    said = {"resume": "auto", "model": "mlp"}
+    assert settled(said, launched=False).run_dir is None
+    leave_run(here / "runs" / "mlp-digits-009", model="mlp")
+    leave_run(here / "runs" / "mlp-digits-010", model="mlp")
+    leave_run(here / "runs" / "mlp-digits-011", model="mlp", complete=False)
+    leave_run(here / "runs" / "lenet-digits-012")
+    assert settled(said, launched=False).run_dir == "runs/mlp-digits-010"

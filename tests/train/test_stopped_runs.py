@@ -1,0 +1,120 @@
+"""Whole runs over real ranks that are stopped or killed, and go on: their curves are those of one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdp.train import config as settings
+from hpcdp.train.metrics import read_metrics
+
+ENVIRONMENT = {
+    key: value
+    for key, value in os.environ.items()
+    if not key.startswith(("OMPI_", "PMI", "PRTE", "SLURM_", "TTY_")) and key != "COLUMNS"
+}
+RUN = ("mlp", "--data", "digits", "--ranks", "2", "--epochs", "12", "--batch-size", "50")
+SAME = ("kind", "step", "epoch", "loss", "accuracy", "samples", "learning_rate", "test_loss", "test_accuracy")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hpcdp.cli", "train", *arguments]
+
+
+def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+
+
+def numbers(run_dir: Path) -> list[list[object]]:
+    return [[record.get(name) for name in SAME] for record in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done = train(folder, *RUN, "--run-dir", "a")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "a"
+
+
+def started(folder: Path, *arguments: str, epochs: int) -> subprocess.Popen[str]:
+    """A run that has done so many epochs."""
+    process = subprocess.Popen(
+        command(*arguments), cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 40
+    assert process.stdout is not None
+    while process.stdout.readline()[:6] != "epoch " or (epochs := epochs - 1):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+    return process
+
+
+def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
+    process = started(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto", epochs=3)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR1)
+    shown, errors = process.communicate(timeout=50)
+    assert process.returncode == 75
+    assert "Traceback" not in errors
+    (step,) = [path.name for path in (tmp_path / "a" / "checkpoints").glob("step-*")]
+    assert f"stopped early after step {int(step[5:])} (SIGUSR1): a checkpoint is in a" in shown
+    assert (tmp_path / "a" / "curves.png").exists()
+    again = train(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert numbers(tmp_path / "a") == numbers(whole)
+    assert (tmp_path / "a" / "config.toml").read_text() == (whole / "config.toml").read_text()
+    finished = train(tmp_path, "--resume", "a")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "all epochs are done" in finished.stdout
+    assert numbers(tmp_path / "a") == numbers(whole)
+
+
+def test_a_run_with_a_killed_rank_goes_on_from_its_last_checkpoint(whole, tmp_path):
+    run = (*RUN, "--run-dir", "a", "--checkpoint-every", "40", "--keep", "2")
+    process = started(tmp_path, *run, epochs=3)
+    (rank,) = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if b"\0OMPI_COMM_WORLD_RANK=1\0" in _bytes(path) and f"PWD={tmp_path}\0".encode() in _bytes(path)
+    ]
+    os.kill(rank, signal.SIGKILL)
+    process.communicate(timeout=50)
+    assert process.returncode == 128 + signal.SIGKILL
+    again = train(tmp_path, "--resume", "a")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert numbers(tmp_path / "a") == numbers(whole)
+    assert not list((tmp_path / "a" / "checkpoints").glob("*.tmp"))
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return b"\0" + path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_time_limit(tmp_path):
+    done = train(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--time-limit-s", "0.1")
+    assert done.returncode == 75
+    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in done.stdout
+
+
+def test_what_a_killed_start_has_left_is_started_over(tmp_path):
+    quick = ("mlp", "--epochs", "1", "--warmup-epochs", "0", "--run-dir", "a")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.toml").write_text("model = 'lenet'\n")
+    (tmp_path / "a" / "metrics.jsonl").write_text("{")
+    assert "is not empty" in train(tmp_path, *quick).stderr
+    done = train(tmp_path, *quick, "--resume", "auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert settings.load(tmp_path / "a" / "config.toml").model == "mlp"
+    refused = train(tmp_path, *quick, "--resume", "auto", "--lr", "0.2", "--threads", "2", "--seed", "3")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "hpcdp: resume [a]: expected lr = 0.05, seed = 0, got lr = 0.2, seed = 3; leave out what would change the run, "
+        "or start another one without --resume\n"
+    )

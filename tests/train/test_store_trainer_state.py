@@ -1,0 +1,139 @@
+"""The state of a trainer on a store, with the network's beside it."""
+
+import numpy as np
+import pytest
+from whole_state import held, joined, restore
+
+import hpcdp
+from hpcdp import nn, optim
+from hpcdp.autograd import record
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, StaleGradientError
+
+BATCH = 6
+KINDS = [
+    {"kvstore": "dist_sync"},
+    {"kvstore": "dist_sync", "update_on_kvstore": False},
+    {"kvstore": "dist_sync", "compression": "2bit:threshold=0.01"},
+    {"kvstore": "dist_sync", "compression": "2bit:threshold=0.01", "update_on_kvstore": False},
+]
+
+
+def network():
+    return nn.models.mlp(input_shape=5, num_classes=3, hidden=(4, 6), seed=1)
+
+
+def rule():
+    return optim.SGD(lr=optim.StepSchedule(0.1, 2), momentum=0.9)
+
+
+def train(net, trainer, world, steps, alone=False):
+    for step in range(trainer.step_count, trainer.step_count + steps):
+        rng = np.random.default_rng([1, step])
+        x, y = rng.standard_normal((BATCH, 5)).astype("f4"), rng.integers(0, 3, BATCH)
+        mine = np.arange(BATCH) if alone else np.arange(world.rank, BATCH, world.size)
+        with record():
+            loss = nn.functional.softmax_cross_entropy(net(x[mine]), y[mine])
+        loss.backward()
+        trainer.step(len(mine))
+
+
+def values_of(net):
+    return np.concatenate([param.asnumpy().reshape(-1) for param in net.parameters()])
+
+
+def run(n, per_node, options, steps, state=None, restored_first="net"):
+    def rank(world):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), rule(), world, **options)
+        if state is not None:
+            whole = {"net": net, "trainer": trainer}
+            for name in (restored_first, *(set(whole) - {restored_first})):
+                restore(whole[name], state[name], world)
+            assert trainer.step_count == state["trainer"]["step_count"]
+        train(net, trainer, world, steps)
+        found = held({"trainer": trainer, "net": net}), values_of(net)
+        world.comm.barrier()
+        return found
+
+    states, values = zip(*threads.run(n, rank, per_node), strict=True)
+    return joined(list(states)), values[0]
+
+
+@pytest.mark.parametrize("first", ["net", "trainer"])
+@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, 1), (4, 2)])
+def test_the_same_ranks_go_on_with_the_same_bits(n, per_node, options, first):
+    state, _ = run(n, per_node, options, 3)
+    after, values = run(n, per_node, options, 3, state, first)
+    straight, wanted = run(n, per_node, options, 6)
+    np.testing.assert_array_equal(values, wanted)
+    assert repr(after) == repr(straight)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_any_number_of_ranks_takes_it_over(options):
+    state, values = run(3, 2, options, 3)
+    again, same = run(2, 1, options, 0, state)
+    np.testing.assert_array_equal(same, values)
+    for each in (state, again):
+        each["trainer"].get("store", {}).pop("residuals", None)
+    if "compression" not in options or "update_on_kvstore" not in options:
+        assert repr(again) == repr(state)
+
+
+def test_ranks_that_do_not_step_together_meet_and_go_on_from_what_the_store_has():
+    def rank(world, state, steps):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), rule(), world, kvstore="dist_async")
+        if state is not None:
+            restore(trainer, state["trainer"], world)
+        if world.rank == world.size - 1:
+            train(net, trainer, world, steps, alone=True)
+        found = held({"trainer": trainer, "net": net})  # meets, so that all have the same values
+        return found, values_of(net)
+
+    states, values = zip(*threads.run(3, lambda world: rank(world, None, 4)), strict=True)
+    state = joined(list(states))
+    assert state["trainer"]["step_count"] == 4
+    for per_node in (None, 1):
+        states, again = zip(*threads.run(2, lambda world: rank(world, state, 0), per_node), strict=True)
+        assert repr(joined(list(states))) == repr(state)
+        np.testing.assert_array_equal(again, [values[0]] * 2)
+
+
+def test_a_trainer_of_one_process():
+    def make():
+        net = network()
+        return net, hpcdp.Trainer(net.parameters(), rule(), kvstore="local")
+
+    def some(net, trainer, steps):
+        threads.run(1, lambda world: train(net, trainer, world, steps))
+
+    net, trainer = make()
+    some(net, trainer, 2)
+    again, other = make()
+    restore(other, joined([held(trainer)]), None)
+    np.testing.assert_array_equal(values_of(again), values_of(net))
+    some(net, trainer, 2)
+    some(again, other, 2)
+    np.testing.assert_array_equal(values_of(again), values_of(net))
+
+
+def test_states_of_another_way_to_update_and_of_a_step_under_way_are_refused():
+    def rank(world):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), rule(), world, kvstore="dist_sync", update_on_kvstore=False)
+        state = trainer.state_dict()
+        other = hpcdp.Trainer(network().parameters(), rule(), world, kvstore="dist_sync")
+        with pytest.raises(ConfigError, match=r"update_on_kvstore\]: expected a state with store, got one with"):
+            other.load_state_dict(state)
+        with trainer.no_sync():
+            train(net, trainer, world, 1)
+        for call in (trainer.state_dict, lambda: trainer.load_state_dict(state)):
+            with pytest.raises(StaleGradientError, match="expected the end of a step"):
+                call()
+        train(net, trainer, world, 1)
+        trainer.load_state_dict(state)
+
+    threads.run(2, rank)
