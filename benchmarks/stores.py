@@ -49,6 +49,7 @@ STORES: dict[str, dict[str, Any]] = {
     "buckets": {},
     "dist_sync": {"kv_store": "dist_sync"},
     "dist_async": _ASYNC,
+    "dist_async -s 2": {**_ASYNC, "servers": 2},
     "dist_async staleness=2": {**_ASYNC, "staleness": 2},
     "dist_async 2bit": {**_ASYNC, "compression": "2bit"},
 }
@@ -131,7 +132,8 @@ def _run(args: argparse.Namespace, store: str, seed: int) -> dict[str, Any]:
         path = Path(folder, "found.json")
         program = [sys.executable, "-m", "hpcdp.benchmarks.stores", "--stores", store, "--seeds", str(seed)]
         program += ["--epochs", str(args.epochs), "--pace-ms", str(args.pace_ms), "--slow", str(args.slow)]
-        launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(args.ranks), "--"]
+        launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(args.ranks)]
+        launch += ["-s", str(STORES[store].get("servers", 0)), "--"]
         done = subprocess.run(
             [*launch, *program, "--json", str(path)], env={**os.environ, "HPCDP_RANKS_PER_NODE": "1"},
             capture_output=True, text=True, timeout=_JOB_TIMEOUT_S, check=False,

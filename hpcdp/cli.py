@@ -31,7 +31,7 @@ examples:
   hpcdp train lenet --data mnist --data-dir ~/data --epochs 10 --lr 0.1
   hpcdp train --config run.toml --lr 0.1       a flag overrides the file
   mpirun -n 4 hpcdp train mlp --data digits    the ranks that mpirun starts
-  hpcdp train lenet --ranks 4 --servers 2      two more processes serve keys
+  hpcdp train lenet --ranks 4 --kv-store dist_async --servers 2
   hpcdp train --resume runs/lenet-digits-001   goes on where that run ended
 
 Exit status 75: stopped early, with a checkpoint (SIGUSR1, --time-limit-s, the

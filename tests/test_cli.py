@@ -141,36 +141,19 @@ def test_ranks_that_contradict_mpirun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
-    done = hpcdp("launch", "-n", "2", "--", *command("train", "-s", "1", *QUICK), cwd=tmp_path)
+    done = hpcdp(
+        "launch", "-n", "2", "--", *command("train", "-s", "1", "--kv-store", "dist_async", *QUICK), cwd=tmp_path
+    )
     assert done.returncode == 2
     assert "expected 0, the servers that the launcher started, got 1" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-SERVER = """
-import numpy as np
-from hpcdp.comm.roles import ENDED
-from hpcdp.comm.world import init_server
-whole = init_server()
-for worker in range(whole.size - whole.num_servers):
-    whole.comm.irecv(np.empty(0, np.uint8), worker, ENDED).wait()
-"""
-TRAIN = """
-import sys
-from hpcdp import cli
-from hpcdp.launch import local
-local._SERVER = ("-c", sys.argv[1])
-sys.exit(cli.main(["train", *sys.argv[2:]]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [["-s", "1"], ["--servers", "2"]])
 def test_train_beside_servers(said: list[str], tmp_path: Path) -> None:
-    arguments = [SERVER, "mlp", "--ranks", "2", *said, *QUICK, "--run-dir", "run"]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, *arguments], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    arguments = command("train", "mlp", "--ranks", "2", "--kv-store", "dist_async", *said, *QUICK, "--run-dir", "run")
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "samples/s over 2 ranks" in done.stdout
     config = (tmp_path / "run" / "config.toml").read_text()

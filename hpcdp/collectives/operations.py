@@ -264,7 +264,7 @@ def _found(
 ) -> tuple[Algorithm, Reduction]:
     """What to run, and with which reduction: looked up once per size class, dtype, op and algorithm."""
     if world.debug:
-        with Watchdog.of(world).watching(operation, x):
+        with world.meeting(), Watchdog.of(world).watching(operation, x):
             _compare(operation, x, op, algorithm, world, root)
     by_monoid = isinstance(op, Monoid)
     try:
@@ -276,7 +276,7 @@ def _found(
         got = f"{op!r} and {algorithm!r}"
         raise UnsupportedError(operation, where="op and algorithm", expected="names", got=got) from None
     if found is None:
-        with Watchdog.of(world).watching(operation, x):
+        with world.meeting(), Watchdog.of(world).watching(operation, x):
             Progress.of(world).finish()  # others may wait for what is under way before they come to choose, too
             found = _validated(operation, x, op, algorithm, world)
             if found[0].name == "native" and operation != "iallreduce":  # which returns at once

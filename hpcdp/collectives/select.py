@@ -40,6 +40,13 @@ class Algorithm:
 
     def run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
         """Do it, and return when it is done; whatever was started before is ended first."""
+        if not world.meetings:
+            self._run(world, operation, x, *others)
+            return
+        with world.meeting():
+            self._run(world, operation, x, *others)
+
+    def _run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
         progress = Progress.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1

@@ -69,6 +69,8 @@ class Communicator(Protocol):
     size: int
     signatures: int
     """How many different signatures its tags can carry."""
+    lost: set[int]
+    """Ranks of which the library has told that they have died; always empty where it ends the job instead."""
     users: set[int]
     """Signatures of those who share it, each with operations of its own under way; empty where there is one user. A
     message of another one's is not taken for one of an operation that its sender has called differently."""
@@ -86,6 +88,10 @@ class Communicator(Protocol):
 
         Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.
         """
+        ...
+
+    def takes_note(self, error: Exception) -> bool:
+        """Whether an error of the library's tells that ranks have died; they are among the `lost` then."""
         ...
 
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:

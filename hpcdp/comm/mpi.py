@@ -22,7 +22,7 @@ _TESTS_A_LOOK = 1 << 14
 """After so many tests in vain, some 10 ms of spinning or 2 s of naps, a receive looks for what else has come."""
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
-
+_DEATHS = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -131,6 +131,7 @@ class MpiCommunicator:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.users: set[int] = set()
+        self.lost: set[int] = set()
         # Of the world: libraries need not know it of other communicators, and Open MPI does not.
         self.signatures = (int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) + 1) >> LANE_BITS + OPERATION_BITS
 
@@ -147,9 +148,22 @@ class MpiCommunicator:
             return MpiReceive(self.mpi, x, source, tag, self.users)
         return Pieces(self.irecv(piece, source, tag) for piece in _pieces(x))
 
+    def takes_note(self, error: Exception) -> bool:
+        if not isinstance(error, MPI.Exception) or error.Get_error_class() not in _DEATHS:
+            return False
+        self.mpi.Ack_failed()  # messages of whomever can be looked for again
+        failed = self.mpi.Get_failed()
+        self.lost = set(failed.Translate_ranks(None, self.mpi.Get_group()))
+        return True
+
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, Request] | None:
         status = MPI.Status()
-        message = self.mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+        try:
+            message = self.mpi.Improbe(MPI.ANY_SOURCE, tag, status)
+        except MPI.Exception as error:
+            if not self.takes_note(error):
+                raise
+            message = None
         if message is None:
             return None
         x = np.empty(status.Get_count(MPI.BYTE), np.uint8)

@@ -144,6 +144,7 @@ class ThreadCommunicator:
         self.size = group.size
         self.traffic = Traffic()
         self.users = group.users
+        self.lost: set[int] = set()
         self._group = group
         self._meetings = 0
 
@@ -173,6 +174,9 @@ class ThreadCommunicator:
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> _Receive:
         return _Receive(self._group, (source, self.rank, tag), x)
+
+    def takes_note(self, error: Exception) -> bool:
+        return False
 
     def irecv_any(self, tag: int) -> tuple[int, np.ndarray, _Sent] | None:
         with self._group.job.lock:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,10 +80,33 @@ class World:
     """See `keep`."""
     endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
     """Called by `finish`, the last first."""
+    meetings: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False, compare=False)
+    """What makes the contexts of `meeting`; alike on all ranks."""
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """A context for what all ranks call: what might keep them from coming, while this one waits, lets them go."""
+        if not self.meetings or "meeting" in self.kept:
+            yield
+            return
+        self.kept["meeting"] = True
+        try:
+            with contextlib.ExitStack() as stack:
+                for each in tuple(self.meetings):
+                    stack.enter_context(each())
+                yield
+                self._meet()  # nothing keeps anybody waiting again before all have come
+            self._meet()
+        finally:
+            del self.kept["meeting"]
+
+    def _meet(self) -> None:
+        with Watchdog.of(self).watching("a call of all ranks"):
+            self.comm.barrier()
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
-        with Watchdog.of(self).watching("barrier"):
+        with self.meeting(), Watchdog.of(self).watching("barrier"):
             if self.debug:
                 require_same(self.comm, "barrier", ["barrier"], "call it alike, and in the same order, on all ranks")
             self.comm.barrier()

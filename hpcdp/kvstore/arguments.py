@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, is_host
 from ..errors import ConfigError, UnsupportedError
+from .pulled import can_wait
 
 Key = int | str
 
@@ -43,7 +44,12 @@ def grouped(operation: str, key: object, value: Any) -> dict[Key, list[Any]]:
         raise ConfigError(operation, where="value", expected=f"a list of {len(keys)}, one for each key", got=got)
     found: dict[Key, list[Any]] = {}
     for each, of_key in zip(keys, values, strict=True):
-        found.setdefault(each, []).extend(of_key if isinstance(of_key, list | tuple) else [of_key])
+        arrays = of_key if isinstance(of_key, list | tuple) else [of_key]
+        if operation != "pull":  # to which nothing can be written
+            arrays = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
+        found.setdefault(each, []).extend(arrays)
+        if not found[each]:
+            raise ConfigError(operation, where=f"key {each!r}", expected="an array or more", got="an empty list")
     return found
 
 
@@ -64,8 +70,9 @@ def new_keys(key: object, value: Any, there: Collection[Key]) -> dict[Key, Array
             raise ConfigError("init", where=f"key {each!r}", expected="a new key", got="one that was made before")
         if len(kinds) > 1:
             raise ConfigError("init", where=f"key {each!r}", expected="keys that are all int or all str", got="both")
-        if len(arrays) != 1 or not hasattr(arrays[0], "dtype"):
-            raise ConfigError("init", where=f"key {each!r}", expected="one array", got=repr(arrays)[:80])
+        if len(arrays) != 1 or not is_array(arrays[0]):
+            got = f"a {type(arrays[0]).__name__}" if len(arrays) == 1 else f"a list of {len(arrays)}"
+            raise ConfigError("init", where=f"key {each!r}", expected="one array", got=got)
         values[each] = arrays[0]
     return values
 
@@ -76,12 +83,25 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     Raises:
         ConfigError: there are no such rows.
     """
-    rows = np.asarray([] if row_ids is None else row_ids)
+    rows = np.asarray(row_ids)
+    if isinstance(row_ids, list | tuple) and not row_ids:
+        rows = np.empty(0, np.int64)
     num_rows = shape[0] if shape else 0
-    if rows.ndim != 1 or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows)):
+    if (
+        row_ids is None
+        or rows.ndim != 1
+        or (rows.size and (rows.dtype.kind not in "iu" or rows.min() < 0 or rows.max() >= num_rows))
+    ):
         expected = f"integers from 0 to {num_rows - 1}"
         raise ConfigError(operation, where="row_ids", expected=expected, got=repr(row_ids)[:80])
     return np.unique(rows).astype(np.int64)
+
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` is an array: no number, no parameter of a network, nothing masked."""
+    if isinstance(x, np.ndarray | np.generic):
+        return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
+    return hasattr(x, "__array_namespace__") or type(x).__module__.partition(".")[0] == "cupy"
 
 
 STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"))
@@ -98,9 +118,13 @@ def check_storable(values: Mapping[Key, Array]) -> None:
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype."""
-    got = f"{tuple(value.shape)} {value.dtype}" if hasattr(value, "dtype") else repr(value)
-    if not hasattr(value, "dtype") or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
+    """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype.
+
+    A parameter of a network, which can wait for its value, is a place to pull to, too.
+    """
+    fits = is_array(value) or (operation == "pull" and can_wait(value))
+    if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
+        got = f"{tuple(value.shape)} {value.dtype}" if fits else f"a {type(value).__name__}"
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
 
 

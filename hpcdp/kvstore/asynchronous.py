@@ -13,10 +13,11 @@ descent with servers); Ho et al., "More effective distributed ML via a stale syn
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
 from ..gradients.reducer import weakly
-from ..optim import Optimizer
+from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
 from .arguments import Key, merged
-from .cell import AWAY
+from .cell import AWAY, BACK
 from .compress import check_codable
 from .pulled import Pulled, can_wait
 from .replay import Replay
@@ -47,7 +48,7 @@ from .states import States, read_states, write_states
 from .store import Entry
 from .table import Table, no_updater
 from .transfer import Own, Transfer
-from .updaters import ByOptimizer, Function, name_of, state_dtype
+from .updaters import ByOptimizer, Function, Rate, name_of, rate_of, state_dtype
 from .wire import NO_STATE, VALUE, Kind, Message
 from .world_store import WorldStore
 
@@ -68,12 +69,26 @@ class AsyncStore(WorldStore):
 
     def __init__(self, kind: str, world: World, staleness: int | None = None, replay: int | None = None) -> None:
         group = world if world.whole is None else world.whole
-        has_servers = group.size > world.size
-        if (group.num_nodes > 1 or has_servers) and not group.concurrent:
+        if (group.num_nodes > 1 or group.size > world.size) and not group.concurrent:
             raise ConfigError("kvstore", where=kind, expected="an MPI library with MPI_THREAD_MULTIPLE", got="less")
-        self._replay = None if replay is None else Replay.of(world, replay)
         self._of_group = Lane.of(group)
         super().__init__(kind, world, self._of_group.engine, COMMUNICATION)
+        self._own: dict[Key, Own] = {}
+        self._told: Schedule | None = None
+        """That of this worker's learning rate which servers know."""
+        self._watchdog = Progress.of(world).watchdog
+        with world.meeting():
+            self._begin(group, staleness, replay)
+        self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
+        self._dropped.atexit = False
+        world.endings.append(weakly(self._leave))
+        if staleness is not None:
+            world.meetings.append(_aside_of(self))
+
+    def _begin(self, group: World, staleness: int | None, replay: int | None) -> None:
+        """What all do together."""
+        world, has_servers = self._world, group.size > self._world.size
+        self._replay = Replay.of(world, replay)
         self._own_servers = range(world.size, group.size)
         number = group.kept["async stores"] = group.kept.get("async stores", 0) + 1
         self._number = number
@@ -85,14 +100,9 @@ class AsyncStore(WorldStore):
         if self._server is not None:
             self._server.stores[number] = Requests(self._table)
         if self._replay is not None:
-            self._replay.share(world, self._table)
+            self._shared = self._replay.share(world, self._table)
         self._transfer = StateTransfer(self._table, number, self._server, world.rank)
-        self._own: dict[Key, Own] = {}
-        self._watchdog = Progress.of(world).watchdog
         group.comm.barrier()
-        self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
-        self._dropped.atexit = False
-        world.endings.append(weakly(self._leave))
 
     def _command(self, do: str, **arguments: Any) -> None:
         """Have the servers do what all workers do now."""
@@ -113,18 +123,26 @@ class AsyncStore(WorldStore):
             self._own[key] = Own(item)
             self._own[key].compress(self._compression)
 
+    def _assign(self, values: dict[Key, Array]) -> None:
+        self._check_assigned(values)
+        self._command("assign", keys=list(values))
+        together.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
+
     def set_updater(self, updater: Function) -> None:
-        super().set_updater(updater)
-        self._install({"function": name_of(updater)})
+        with self._world.meeting():
+            super().set_updater(updater)
+            self._install({"function": name_of(updater)})
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        super().set_optimizer(optimizer)
-        self._install({"optimizer": optimizer.config()})
+        with self._world.meeting():
+            super().set_optimizer(optimizer)
+            self._install({"optimizer": optimizer.config()})
 
     def _install(self, described: dict[str, Any]) -> None:
         self._settle()
         self._command("update", described=described)
         together.set_updater(self._table, lambda: self._updater)
+        self._told = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
         said = "" if compression is None else str(compression)
@@ -157,8 +175,7 @@ class AsyncStore(WorldStore):
         own, rate = self._own[entry.key], self._rate()
         entry.count(own.codes_nbytes)
         if self._replay is not None:
-            replay = self._replay
-            with replay.turn(self.rank, lambda: replay.may_push(self.rank, entry.key)):
+            with self._replay.turn(self.rank, lambda: self._may_push_anywhere(entry.key)):
                 drive(self._transfer.push(own, merged(arrays).reshape(-1), rate, out, None))
         elif self._is_quick(own) and self._engine.hold(entry.variable):
             failure: BaseException | None = None
@@ -179,10 +196,15 @@ class AsyncStore(WorldStore):
 
             self._of_group.launch(steps, [entry.variable], priority, f"push of {entry.variable.name}")
 
-    def _rate(self) -> float:
-        """The learning rate that is assigned now; NaN: the rule knows it."""
-        lr = self._updater.optimizer.lr if isinstance(self._updater, ByOptimizer) else math.nan
-        return float(lr) if isinstance(lr, int | float) else math.nan
+    def _rate(self) -> Rate:
+        """The learning rate that is assigned now, which all servers know if it is a schedule; NaN without a rule."""
+        if not isinstance(self._updater, ByOptimizer):
+            return math.nan
+        rate = rate_of(self._updater.optimizer)
+        if isinstance(rate, Schedule) and rate != self._told:
+            self._transfer.tell_schedule(rate)
+            self._told = copy.deepcopy(rate)
+        return rate
 
     def _is_quick(self, own: Own) -> bool:
         """Whether a push needs nobody else, and so takes about as long now as to copy it for later."""
@@ -192,6 +214,11 @@ class AsyncStore(WorldStore):
     def _may_push(self, own: Own) -> bool:
         cell = own.item.cells[0]
         return cell is None or self._table.may_go_on(cell, self.rank)
+
+    def _may_push_anywhere(self, key: Key) -> bool:
+        """As `_may_push`, wherever the key lies: thread ranks see all."""
+        cells = (table.items[key].cells[0] for table in self._shared)
+        return all(self._table.may_go_on(cell, self.rank) for cell in cells if cell is not None)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         own, versions = self._own[entry.key], list[int]()
@@ -232,13 +259,19 @@ class AsyncStore(WorldStore):
     def barrier(self) -> None:
         """Wait until all workers have come here and their pushes have taken effect; holds nobody back meanwhile."""
         self.wait()
-        self._transfer.set_clocks(AWAY)
-        if self._replay is None:
-            self._world.barrier()
-        else:
-            self._replay.meet(self.rank, self._world.barrier)
+        self._world.barrier()
         self._transfer.set_clocks(0)
         self._world.comm.barrier()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Within it this worker, which waits for all others, holds none back; nothing of its own is on its way."""
+        self._settle()
+        self._transfer.set_clocks(AWAY)
+        try:
+            yield
+        finally:
+            self._transfer.set_clocks(BACK)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         with self._watching(f"wait for {variable.name}"):
@@ -254,7 +287,14 @@ class AsyncStore(WorldStore):
         _let_go(self._transfer, self._replay, self.rank)
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
-        """How many workers and servers have died, or have not answered for ``timeout_s`` seconds."""
+        """How many workers and servers have died, or have not answered for ``timeout_s`` seconds.
+
+        Raises:
+            ConfigError: that is no positive number.
+        """
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            expected = "a positive number of seconds"
+            raise ConfigError("num_dead_node", where="timeout_s", expected=expected, got=repr(timeout_s))
         return self._transfer.num_dead(timeout_s)
 
     def statistics(self) -> dict[str, float]:
@@ -321,14 +361,27 @@ class AsyncStore(WorldStore):
         def read() -> None:
             shapes = {key: own.item.shape for key, own in self._own.items()}
             steps, states = read_states(Path(path), rule, shapes)
-            for key in steps:
-                item = self._own[key].item
-                self._transfer.write_steps(item, steps[key])
+            for key, own in self._own.items():
+                item = own.item
+                self._transfer.write_steps(item, steps.get(key, 0))
                 for which, name in enumerate(sorted(rule.state_names())):
-                    whole = np.ascontiguousarray(states[key, name], state_dtype(item.dtype))
+                    found = states.get((key, name))
+                    value = np.zeros(item.shape) if found is None else found
+                    whole = np.ascontiguousarray(value, state_dtype(item.dtype))
                     self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
 
         self._by_first(read)
+
+
+def _aside_of(store: AsyncStore) -> Callable[[], AbstractContextManager[None]]:
+    """For `World.meetings`, which must not keep a store alive."""
+    weak = weakref.WeakMethod(store._aside)
+
+    def aside() -> AbstractContextManager[None]:
+        living = weak()
+        return contextlib.nullcontext() if living is None else living()
+
+    return aside
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:

@@ -19,6 +19,8 @@ from .updaters import apply_rule, new_state
 _COUNT, _HOLDER, _STEPS, _TICKETS, _TURN, _NUMBERS = 0, 1, 2, 3, 4, 8
 AWAY = np.iinfo(np.int64).max
 """The clock of a worker that holds nobody back."""
+BACK = -1
+"""Instead of a clock: as before it was `AWAY`."""
 
 Change = Callable[[np.ndarray], object]
 """Changes a flat value in place."""
@@ -46,6 +48,7 @@ class Cell:
         """The optimizer's, by name, like `flat`."""
         self.clocks = memory.alloc((num_workers,), np.int64)
         """How often each worker has pushed; `AWAY` for one that holds nobody back."""
+        self._clocks_before = memory.alloc((num_workers,), np.int64)
         self._numbers = memory.alloc((_NUMBERS,), np.int64)
         self._memory, self._locks, self._lock = memory, locks, lock
 
@@ -71,8 +74,9 @@ class Cell:
             return int(self._numbers[_TICKETS]) - 1
 
     def may_push(self, worker: int, staleness: int) -> bool:
-        """Whether a worker leads by no more than ``staleness`` pushes."""
-        return int(self.clocks[worker]) - int(self.clocks.min()) <= staleness
+        """Whether a worker leads by no more than ``staleness`` pushes, or has been away."""
+        clock = int(self.clocks[worker])
+        return clock == AWAY or clock - int(self.clocks.min()) <= staleness
 
     def behind(self, worker: int, staleness: int) -> list[int]:
         """The workers that hold it back."""
@@ -84,6 +88,15 @@ class Cell:
             others = self.clocks[self.clocks != AWAY]
             self.clocks[worker] = others.min() if others.size else 0
         self.clocks[worker] += 1
+
+    def set_clock(self, worker: int, number: int) -> None:
+        """Set a worker's clock to 0, to `AWAY`, or `BACK` to what it was before that."""
+        if number == BACK and self.clocks[worker] == AWAY:
+            self.clocks[worker] = self._clocks_before[worker]
+        elif number != BACK:
+            if self.clocks[worker] != AWAY:
+                self._clocks_before[worker] = self.clocks[worker]
+            self.clocks[worker] = number
 
     def change(self, change: Change, rank: int, ticketed: bool = False) -> int:
         """Let a push take effect, alone. Returns the version that it has made.
@@ -129,6 +142,11 @@ class Cell:
                 return int(self._numbers[_COUNT]) // 2
             finally:
                 self._numbers[_TURN] += ticketed
+
+    def assign(self, value: np.ndarray) -> None:
+        """Set the value; that is no new version."""
+        with self._locks.hold(self._lock):
+            self.flat[:] = value
 
     def write_state(self, name: str, value: np.ndarray) -> None:
         """Set one of the states."""

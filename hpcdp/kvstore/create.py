@@ -45,7 +45,8 @@ def create(
         world: for those; default `hpcdp.init()`. The others start no MPI.
         staleness: for ``dist_async``: by how many pushes of a key a worker may lead the slowest one before it waits.
             None: by any. 0: pushes go in rounds, which are merged: that is ``dist_sync``, and that is what is made.
-        replay: for ``dist_async`` on thread ranks: a seed that decides in which order operations take effect.
+        replay: for ``dist_async`` on thread ranks: a seed that decides in which order operations take effect, of this
+            store and of those of ``dist_async`` that are made later in ``world``.
 
     Raises:
         ConfigError: there is no such kind, or it has no such setting.

@@ -178,6 +178,8 @@ class KeepsState(abc.ABC):
     def load_optimizer_states(self, path: str) -> None:
         """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
 
+        Keys that had not been updated then begin anew.
+
         Raises:
             ConfigError: there is no optimizer.
             DataError: the file is missing, damaged or of another optimizer, or other keys; on every worker.

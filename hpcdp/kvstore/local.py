@@ -38,6 +38,10 @@ class LocalStore(KVStore):
             self._entries[key] = Entry(key, value.copy(), self._engine.variable(f"key {key!r}"))
             self._code(key)
 
+    def _assign(self, values: dict[Key, Array]) -> None:
+        for key, value in values.items():
+            self._entries[key].stored[...] = value
+
     def _compress(self, compression: Compression | None) -> None:
         if compression is not None:
             check_codable("set_gradient_compression", ((key, each.stored) for key, each in self._entries.items()))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
 from ..comm import World
 from ..comm.threads import ThreadCommunicator
 from ..errors import ConfigError
-from .arguments import Key
 from .table import Table
 
 _LOOK_S = 0.2
@@ -26,42 +26,47 @@ class Replay:
     """Who may act, decided by a seed; workers are threads. Use `of`.
 
     Args:
-        seed: of the order.
         world: the workers, as one of them sees it.
     """
 
-    def __init__(self, seed: int, world: World) -> None:
-        self._random = np.random.default_rng(seed)
+    def __init__(self, world: World) -> None:
+        self._random = np.random.default_rng()
         self._check = world.node_memory.check
-        self._active = set(range(world.size))
+        self._stores = [0] * world.size
+        """That each worker has."""
+        self._away: set[int] = set()
         self._asking: dict[int, Callable[[], bool]] = {}
         self._chosen: int | None = None
         self._changed = threading.Condition()
-        self._tables: list[Table] = []
 
     @classmethod
-    def of(cls, world: World, seed: int) -> Replay:
-        """One for all workers of ``world``; every rank must call.
+    def of(cls, world: World, seed: int | None) -> Replay | None:
+        """One for all workers and asynchronous stores of ``world``, from the first on that has a seed; all ranks call.
 
         Raises:
             ConfigError: they are processes, or there are servers.
         """
+        kept: Replay | None = world.kept.get(cls)
+        if seed is None:
+            return kept
         if not isinstance(world.comm, ThreadCommunicator) or world.whole is not None:
             got = f"{world.library} ranks" if world.whole is None else "servers, too"
             raise ConfigError("kvstore", where="replay", expected="thread ranks alone, hpcdp.comm.threads.run", got=got)
-        made: list[Replay | None] = world.comm.meet(cls(seed, world) if world.rank == 0 else None)
-        assert made[0] is not None
-        return made[0]
+        if kept is None:
+            made: list[Replay | None] = world.comm.meet(cls(world) if world.rank == 0 else None)
+            kept = world.kept[cls] = made[0]
+            assert kept is not None
+            world.meetings.append(partial(kept.meeting, world.rank))
+        if world.rank == 0:
+            kept._random = np.random.default_rng(seed)
+        return kept
 
-    def share(self, world: World, table: Table) -> None:
-        """Let each worker see the clocks of keys that lie elsewhere; every rank must call."""
+    def share(self, world: World, table: Table) -> list[Table]:
+        """A store more of each worker; all workers' tables of it, which see the clocks of keys that lie elsewhere."""
         assert isinstance(world.comm, ThreadCommunicator)
-        self._tables = world.comm.meet(table)
-
-    def may_push(self, worker: int, key: Key) -> bool:
-        """Whether the bound of staleness lets a worker push, wherever the key lies."""
-        cells = (table.items[key].cells[0] for table in self._tables)
-        return all(self._tables[0].may_go_on(cell, worker) for cell in cells if cell is not None)
+        with self._changed:
+            self._stores[world.rank] += 1
+        return world.comm.meet(table)
 
     @contextlib.contextmanager
     def turn(self, worker: int, may_act: Callable[[], bool]) -> Iterator[None]:
@@ -79,22 +84,25 @@ class Replay:
                 self._chosen = None
                 self._choose()
 
-    def meet(self, worker: int, barrier: Callable[[], None]) -> None:
-        """Wait in ``barrier()`` for all workers; the others go on meanwhile."""
-        self.end(worker)
-        barrier()
+    @contextlib.contextmanager
+    def meeting(self, worker: int) -> Iterator[None]:
+        """Within it this worker, which waits for all others, is not waited for; all workers come here."""
         with self._changed:
-            self._active.add(worker)
-        barrier()
+            self._away.add(worker)
+            self._choose()
+        yield
+        with self._changed:
+            self._away.discard(worker)
 
     def end(self, worker: int) -> None:
-        """This worker does nothing any more."""
+        """A store less of this worker; after the last one it does nothing any more."""
         with self._changed:
-            self._active.discard(worker)
+            self._stores[worker] -= 1
             self._choose()
 
     def _choose(self) -> None:
-        if self._chosen is None and self._active and self._active <= self._asking.keys():
+        active = {worker for worker, stores in enumerate(self._stores) if stores} - self._away
+        if self._chosen is None and active and active <= self._asking.keys():
             able = [worker for worker in sorted(self._asking) if self._asking[worker]()]
             if able:
                 self._chosen = able[int(self._random.integers(len(able)))]

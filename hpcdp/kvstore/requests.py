@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from ..errors import MismatchError
-from .cell import AWAY, Cell, Change
+from ..optim import Schedule
+from ..optim.schedules import schedule_from_config
+from .cell import AWAY, BACK, Cell, Change
+from .delay import Delay
 from .server import Attempt
 from .table import Item, Table, no_updater, take
 from .wire import NO_STATE, Kind, Message
@@ -30,9 +35,13 @@ class Requests:
             raise MismatchError("key-value store message", expected="a worker's", got=f"one of rank {source}")
         if kind is Kind.CLOCK:
             return lambda: self._set_clocks(source, message.number)
+        if kind is Kind.SCHEDULE:  # now: pushes that follow may not be tried in their order
+            self.table.schedules[source] = _schedule(message.text())
+            return lambda: Message(Kind.DONE)
         item, cell = self._addressed(message)
         if kind is Kind.TICKET:
-            return lambda: self._ticket(cell, source, bool(message.number))
+            delay = Delay(self.table, cell, source)
+            return lambda: self._ticket(cell, source, bool(message.number), delay)
         if kind is Kind.TAKE:
             return lambda: Message(Kind.DONE, number=take(item, cell, self.table.group.rank, message.number))
         if kind in (Kind.READ_STATE, Kind.WRITE_STATE):
@@ -44,8 +53,9 @@ class Requests:
             received = self._received(item, message)
             if self.table.updater is None:
                 raise no_updater("push")
-            change = self.table.change(item, message.part, received, message.rate)
-            return lambda: self._push(item, cell, source, change, message)
+            change = self.table.change(item, message.part, received, self.table.rate(source, message.rate))
+            delay = Delay(self.table, cell, source)
+            return lambda: self._push(item, cell, change, message, delay)
         raise MismatchError("key-value store message", expected="a request", got=kind.name)
 
     def _addressed(self, message: Message) -> tuple[Item, Cell]:
@@ -79,20 +89,20 @@ class Requests:
             raise MismatchError("push", where=f"key {item.key!r}", expected=f"{count} {item.dtype}", got=got)
         return payload
 
-    def _ticket(self, cell: Cell, source: int, pushes: bool) -> Message | None:
-        if pushes and not self.table.may_go_on(cell, source):
-            return None
-        return Message(Kind.DONE, ticket=self.table.draw(cell, source, pushes))
+    def _ticket(self, cell: Cell, source: int, pushes: bool, delay: Delay) -> Message | None:
+        if pushes and not delay.may_go_on():
+            return _held(delay)
+        return Message(Kind.DONE, ticket=self.table.draw(cell, source, pushes), rate=delay.held_s)
 
-    def _push(self, item: Item, cell: Cell, source: int, change: Change, message: Message) -> Message | None:
-        in_order = item.in_order
+    def _push(self, item: Item, cell: Cell, change: Change, message: Message, delay: Delay) -> Message | None:
+        in_order, source = item.in_order, delay.worker
         if in_order and cell.turn != message.ticket:
             return None
         if not in_order and self.table.staleness is not None:
-            if not self.table.may_go_on(cell, source):
-                return None
+            if not delay.may_go_on():
+                return _held(delay)
             cell.tick(source)
-        answer = Message(Kind.DONE)
+        answer = Message(Kind.DONE, rate=delay.held_s)
 
         def change_and_look(flat: np.ndarray) -> None:
             change(flat)
@@ -132,7 +142,21 @@ class Requests:
         return Message(Kind.DONE, number=cell.steps, payload=payload)
 
     def _set_clocks(self, source: int, number: int) -> Message:
-        if number not in (0, AWAY):
-            raise MismatchError("key-value store message", expected="a clock that begins or is away", got=number)
+        if number not in (0, AWAY, BACK):
+            expected = "a clock that begins, is away or comes back"
+            raise MismatchError("key-value store message", expected=expected, got=number)
         self.table.set_clocks(source, number)
         return Message(Kind.DONE)
+
+
+def _held(delay: Delay) -> Message | None:
+    behind = delay.to_report()
+    return Message(Kind.HELD, payload=np.array(behind, np.int64)) if behind else None
+
+
+def _schedule(text: str) -> Schedule:
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    return schedule_from_config(config)

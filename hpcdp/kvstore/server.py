@@ -8,8 +8,8 @@ Source: Li et al., "Scaling distributed machine learning with the parameter serv
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -31,6 +31,9 @@ REQUESTS, ANSWERS = 1, 2
 _FOLLOWING = 4
 """What is added to them for what follows a message; `ENDED` is another tag of the same communicator."""
 
+_ENDING = 9
+"""Of a message that needs no answer: a worker's program has ended, where some have died."""
+
 _LANE = "server"
 _LINGER_S, _NAP_S = 1e-3, 50e-6
 """After a message the next one is looked for so long, after naps."""
@@ -40,7 +43,7 @@ _AT_ONCE = 64
 """So many messages are received before any is answered."""
 
 Attempt = Callable[[], Message | None]
-"""What answers a request; None: not yet."""
+"""What answers a request; None, or a message of kind HELD: not yet."""
 
 
 class Answers(Protocol):
@@ -54,27 +57,34 @@ class Answers(Protocol):
 class Asked:
     """A request under way, complete when its answer is there."""
 
-    def __init__(self, server: Server, number: int, dest: int) -> None:
+    def __init__(self, server: Server, number: int, dest: int, say_held: Callable[[Message], None] | None) -> None:
         self._server, self._number, self.dest = server, number, dest
+        self._say_held = say_held
         self._answer: Message | None = None
 
     def test(self) -> bool:
         """Whether the answer has come."""
         if self._answer is None:
-            try:
-                self._answer = self._server.answer_to(self._number)
-            except Exception as error:  # the MPI library's, where it tells of processes that have died
+            answer = self._server.answer_to(self._number)
+            if answer is None and self.dest in self._server.comm.lost:
                 raise HpcdpError(
-                    "key-value store",
-                    where=f"on rank {self.dest}",
-                    expected="an answer",
-                    got=f"it may have died: {error}",
-                ) from error
+                    "key-value store", where=f"on rank {self.dest}", expected="an answer", got="none: it has died",
+                    remedy="start again from the last checkpoint",
+                )  # fmt: skip
+            if answer is None or answer.kind is not Kind.HELD:
+                self._answer = answer
+            elif self._say_held is not None:
+                self._say_held(answer)
         return self._answer is not None
 
     def wait(self) -> None:
         """Block until it has."""
         wait_for(self.test)
+
+    @property
+    def held_s(self) -> float:
+        """For how many seconds a push was held back there, once the answer is here."""
+        return 0.0 if self._answer is None or math.isnan(self._answer.rate) else self._answer.rate
 
     def answer(self) -> Message:
         """The answer, once it is there.
@@ -126,6 +136,7 @@ class Server:
     def __init__(self, group: World, has_servers: bool) -> None:
         # Behind servers of their own there is nobody else; they may never hear of a store, and wait for nothing.
         self.comm = group.comm if has_servers else group.comm.duplicate()
+        self._ending = None if has_servers else group.comm.duplicate()  # what fails on it spoils no other messages
         self.stores: dict[int, Answers] = {}
         self.commands: deque[dict[str, Any]] = deque()
         """What the first worker has told this server to do together with all others."""
@@ -152,13 +163,13 @@ class Server:
         """That of ``group``; all its ranks must call."""
         return group.kept.get(cls) or group.keep(cls, lambda: cls(group, has_servers))
 
-    def ask(self, dest: int, message: Message) -> Asked:
-        """Send a request to another rank."""
+    def ask(self, dest: int, message: Message, say_held: Callable[[Message], None] | None = None) -> Asked:
+        """Send a request to another rank; ``say_held`` is given what that says while it holds a push back."""
         with self._counting:
             self._requests += 1
             message.request = number = self._requests
         self._send(dest, message, REQUESTS)
-        return Asked(self, number, dest)
+        return Asked(self, number, dest, say_held)
 
     def tell(self, dest: int, message: Message) -> None:
         """Send a request to another rank, and drop its answer."""
@@ -177,9 +188,24 @@ class Server:
         first, following = message.encode()
         with self._counting:  # what follows one message comes before what follows the next
             self.sent_nbytes += first.nbytes + sum(piece.nbytes for piece in following)
-            self._sending = [each for each in self._sending if not each.test()]
-            self._sending.append(self.comm.isend(first, dest, tag))
-            self._sending.extend(self.comm.isend(piece, dest, tag + _FOLLOWING) for piece in following)
+            self._sending = [each for each in self._sending if not self._has_ended(each)]
+            if dest in self.comm.lost:
+                return  # who waits for its answer is told
+            try:
+                self._sending.append(self.comm.isend(first, dest, tag))
+                self._sending.extend(self.comm.isend(piece, dest, tag + _FOLLOWING) for piece in following)
+            except Exception as error:
+                if not self.comm.takes_note(error):
+                    raise
+
+    def _has_ended(self, moving: Request | _Arriving) -> bool:
+        """Whether a message is here, or there, or its other end has died."""
+        try:
+            return moving.test()
+        except Exception as error:
+            if not self.comm.takes_note(error):
+                raise
+            return True
 
     def _poll(self) -> bool:
         if self._look():
@@ -202,7 +228,7 @@ class Server:
                 break
             self._arriving.append(_Arriving(self.comm, REQUESTS, *found))
         busy = bool(self._arriving)
-        for each in _take_complete(self._arriving):
+        for each in self._take_complete(self._arriving):
             self._receive(each)
         for waiting in tuple(self._waiting):
             if self._try(*waiting):
@@ -210,7 +236,7 @@ class Server:
                 busy = True
         if self._sending:
             with self._counting:
-                self._sending = [each for each in self._sending if not each.test()]
+                self._sending = [each for each in self._sending if not self._has_ended(each)]
         with self._looking:
             self._collect_answers()
         return busy or bool(self._answering)
@@ -218,10 +244,25 @@ class Server:
     def _collect_answers(self) -> None:
         while (found := self.comm.irecv_any(ANSWERS)) is not None:
             self._answering.append(_Arriving(self.comm, ANSWERS, *found))
-        for each in _take_complete(self._answering):
+        for each in self._take_complete(self._answering):
             message = each.decoded()
             if message.request:
                 self._answers[message.request] = message
+
+    def _take_complete(self, arriving: list[_Arriving]) -> list[_Arriving]:
+        """Those that are here, in their order; none before an earlier one of its sender. They leave the list.
+
+        What the dead have sent in part is dropped.
+        """
+        complete, left, behind = [], [], set[int]()
+        for each in arriving:
+            if each.source in behind or not self._has_ended(each):
+                behind.add(each.source)
+                left.append(each)
+            elif each.source not in self.comm.lost:
+                complete.append(each)
+        arriving[:] = left
+        return complete
 
     def _receive(self, arrived: _Arriving) -> None:
         source = arrived.source
@@ -252,7 +293,7 @@ class Server:
             answer = Message.of_text(Kind.FAILED, f"{type(error).__name__}: {error}")
         if answer is not None:
             self._answer(source, request, answer)
-        return answer is not None
+        return answer is not None and answer.kind is not Kind.HELD
 
     def _answer(self, dest: int, request: int, answer: Message) -> None:
         answer.request = request
@@ -265,10 +306,28 @@ class Server:
 
     def end(self) -> None:
         """Go on answering until all workers have ended, those whose keys lie elsewhere, too; every worker must call."""
-        with contextlib.suppress(Exception):  # the MPI library's, where some have died
-            ended = self.comm.native_iallreduce(np.ones(1), "sum")
+        count = np.ones(1)
+        assert self._ending is not None
+        try:
+            ended = self._ending.native_iallreduce(count, "sum")
             while not ended.test():
                 time.sleep(_LONG_NAP_S)
+        except Exception as error:
+            if not self._ending.takes_note(error):
+                raise
+        if count[0] != self.comm.size:  # Open MPI says so only on some ranks
+            self._end_without_the_dead()
+
+    def _end_without_the_dead(self) -> None:
+        missing = set(range(self.comm.size)) - {self.comm.rank}
+        for rank in missing:
+            self._send(rank, Message(Kind.DONE), _ENDING)
+        while missing - self.comm.lost:
+            found = self.comm.irecv_any(_ENDING)
+            if found is None:
+                time.sleep(_LONG_NAP_S)
+            else:
+                missing.discard(found[0])
 
     def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
         """The commands to a server, one after another, until all workers have ended."""
@@ -280,19 +339,6 @@ class Server:
                 ended += 1
             else:
                 time.sleep(_LONG_NAP_S)
-
-
-def _take_complete(arriving: list[_Arriving]) -> list[_Arriving]:
-    """Those that are here, in their order; none before an earlier one of its sender. They leave the list."""
-    complete, left, behind = [], [], set[int]()
-    for each in arriving:
-        if each.source not in behind and each.test():
-            complete.append(each)
-        else:
-            behind.add(each.source)
-            left.append(each)
-    arriving[:] = left
-    return complete
 
 
 def _command(source: int, text: str) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class KVStore(KeepsState):
         """Make keys that are new."""
 
     @abc.abstractmethod
+    def _assign(self, values: dict[Key, Array]) -> None:
+        """Overwrite keys, of which this worker has nothing on its way."""
+
+    @abc.abstractmethod
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
         """Let a push take effect, and return at once; the ``arrays``, one a device, are the caller's: see `merged`."""
 
@@ -65,6 +69,31 @@ class KVStore(KeepsState):
             MismatchError: workers differ in the key, shape or dtype; on all of them.
         """
         self._make(self._agreed(lambda: new_keys(key, value, self._entries.keys())))
+
+    def assign(self, key: Any, value: Any) -> None:
+        """Overwrite one key or several; every worker must call, alike. The first worker's value wins.
+
+        What was pushed before has taken effect then. Versions and the optimizer's state stay as they are.
+
+        Raises:
+            ConfigError: there is no such key, or there is more than one array for it.
+            UnsupportedError: an array of another shape or dtype than the key's.
+            MismatchError: workers differ in the keys; all of these on all workers.
+        """
+
+        def check() -> dict[Key, Array]:
+            named = self._named("assign", key, value)
+            odd = next((entry for entry, arrays in named if len(arrays) != 1), None)
+            if odd is not None:
+                raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several")
+            return {entry.key: arrays[0] for entry, arrays in named}
+
+        values = self._agreed(check)
+        for each in values:  # behind pulls that are on their way, too
+            entry = self._entries[each]
+            self._engine.push(lambda: None, [], [entry.variable], self._lane, 0, f"assignment of {each!r}")
+            self._wait_for(entry, entry.variable)
+        self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
         """Add to the next value of one key or several; returns at once. In a ``dist`` store every worker must push.
@@ -136,17 +165,29 @@ class KVStore(KeepsState):
         self.pull(key, out, priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, row_ids: Any = None, priority: int = 0) -> Any:
-        """Some rows of a value, all others zero.
+        """Some rows of a value, all others zero; those of a value of one dimension are its elements.
 
         Args:
-            key: one key, of a value of two or more dimensions.
-            out: as for `pull`, one array.
+            key: one key, or a list of them; then ``out`` and ``row_ids`` are lists, too.
+            out: as for `pull`, one array, or a list of it.
             row_ids: integers of shape ``(count,)``, in any order, maybe repeated.
 
         Raises:
-            ConfigError: rows that there are not.
+            ConfigError: no rows are named, or some that there are not; there are other than as many lists as keys.
         """
-        entry = self._entry("row_sparse_pull", key)
+        keys = listed_keys("row_sparse_pull", key)
+        if isinstance(key, list | tuple):
+            outs = [None] * len(keys) if out is None else out
+            for where, given in (("out", outs), ("row_ids", row_ids)):
+                if not isinstance(given, list | tuple) or len(given) != len(keys):
+                    got = f"{len(given)}" if isinstance(given, list | tuple) else type(given).__name__
+                    expected = f"a list of {len(keys)}, one for each key"
+                    raise ConfigError("row_sparse_pull", where=where, expected=expected, got=got)
+            all_of_them = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
+            return all_of_them if out is None else None
+        entry = self._entry("row_sparse_pull", keys[0])
+        if isinstance(out, list | tuple) and len(out) == 1:
+            out = out[0]
         rows = checked_rows("row_sparse_pull", row_ids, entry.stored.shape)
         place = like(entry.stored) if out is None else out
         check_array("row_sparse_pull", entry.key, place, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))

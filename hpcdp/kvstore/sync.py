@@ -95,6 +95,15 @@ class SyncStore(WorldStore):
             self._entries[key] = self._new(key, first)
         self._world.barrier()
 
+    def _assign(self, values: dict[Key, Array]) -> None:
+        self._check_assigned(values)
+        for key, value in values.items():
+            first = np.array(value, order="C")
+            self._world.comm.native_broadcast(first, 0)
+            if self._memory.rank == 0:
+                self._entries[key].stored[...] = first
+        self._world.barrier()
+
     def _new(self, key: Key, value: np.ndarray) -> Entry:
         alone = min(range(self._memory.size), key=self._held_nbytes.__getitem__)
         self._held_nbytes[alone] += value.nbytes
@@ -188,7 +197,7 @@ class SyncStore(WorldStore):
     def _push_and_pull(self, push: _Push, exchange: Exchange | None, x: np.ndarray, out: np.ndarray) -> None:
         """What is more than an exchange, or not alike on all ranks."""
         entry, rows, updater = push.entry, push.rows, push.updater
-        rows.say_rate(updater.rate)
+        rows.say_rate(updater.rate(entry.key))
         if exchange is not None and updater.by_parts and (summed := exchange.gather(x)) is not None:
             drive(self._update(push, summed))
             out[...] = entry.stored
@@ -208,7 +217,7 @@ class SyncStore(WorldStore):
         """
         rows = push.rows
         bucket = rows.bucket
-        rows.say_rate(push.updater.rate)
+        rows.say_rate(push.updater.rate(push.entry.key))
         if push.coded is not None:
             yield from push.coded.sum(value, push.number, turn)
         else:

@@ -20,11 +20,11 @@ from ..comm import World
 from ..comm.locks import NodeLocks
 from ..compression import Compression
 from ..errors import ConfigError, MismatchError
-from ..optim import from_config
+from ..optim import Schedule, from_config
 from .arguments import Key
 from .cell import AWAY, Cell
 from .placement import Part, Placement
-from .updaters import ByFunction, ByOptimizer, Updater
+from .updaters import ByFunction, ByOptimizer, Rate, Updater
 from .wire import NO_STATE, VALUE, Message
 
 MOST_STEPS = 1 << 53
@@ -83,6 +83,10 @@ class Table:
         self.items: dict[Key, Item] = {}
         self.by_number: list[Item] = []
         self.updater: Updater | None = None
+        self.schedule: Schedule | None = None
+        """Of the learning rate, as it was when the updater was set; None: it was a number."""
+        self.schedules: dict[int, Schedule] = {}
+        """Those that workers of other nodes have assigned since."""
         self.compression: Compression | None = None
         self._memory = memory
         self._locks = NodeLocks(group.node_comm if shares else None)
@@ -99,12 +103,16 @@ class Table:
             parts = self.placement.place(math.prod(shape), kind.itemsize, width)
             cells = [self._cell(key, part, kind) if self._is_near(part) else None for part in parts]
             item = Item(len(self.by_number), key, tuple(shape), kind, width, parts, cells)
-            for part, cell in zip(parts, cells, strict=True):
-                if cell is not None and self._memory.rank == 0:
-                    cell.flat[:] = value.reshape(-1)[part.first : part.last]
+            self.assign(item, value)
             self.items[key] = item
             self.by_number.append(item)
             self._keep_states(item)
+
+    def assign(self, item: Item, value: np.ndarray) -> None:
+        """Overwrite a key, by one of any shape; every process must call."""
+        for part, cell in zip(item.parts, item.cells, strict=True):
+            if cell is not None and self._memory.rank == 0:
+                cell.assign(value.reshape(-1)[part.first : part.last])
 
     def _is_near(self, part: Part) -> bool:
         return self.homes[part.server] == self.own_home
@@ -116,7 +124,9 @@ class Table:
 
     def set_updater(self, updater: Updater) -> None:
         """Let pushes be applied by this; states begin anew."""
-        self.updater = updater
+        self.updater, self.schedules, self.schedule = updater, {}, None
+        if isinstance(updater, ByOptimizer) and isinstance(updater.optimizer.lr, Schedule):
+            self.schedule = copy.deepcopy(updater.optimizer.lr)
         if isinstance(updater, ByOptimizer):  # compiled now, not in the first push, under a key's lock
             flat, rule = np.zeros(1, np.float32), updater.optimizer
             rule.update(flat, np.zeros_like(flat), rule.init_state(flat), step=1)
@@ -129,14 +139,13 @@ class Table:
                 if cell is not None:
                     cell.keep_states_of(self.updater.optimizer)
 
-    def change(self, item: Item, part: int, received: np.ndarray, rate: float) -> Callable[[np.ndarray], object]:
+    def change(self, item: Item, part: int, received: np.ndarray, rate: Rate) -> Callable[[np.ndarray], object]:
         """What applies a push to a part that lies here; to be called with its value."""
         updater, cell = self.updater, item.cells[part]
         assert cell is not None
         if isinstance(updater, ByOptimizer):
             rule = copy.copy(updater.optimizer)  # whose rate this rank's program may assign meanwhile
-            if not math.isnan(rate):
-                rule.lr = rate
+            rule.lr = rate
             return lambda flat: cell.update(rule, received, flat)
         assert isinstance(updater, ByFunction)
         shape = (-1,) if item.in_order else item.shape
@@ -150,6 +159,19 @@ class Table:
                 raise
 
         return apply
+
+    def rate(self, worker: int, said: float) -> Rate:
+        """The learning rate of a push of a worker of another node, which has ``said`` a number, or NaN.
+
+        Raises:
+            MismatchError: it has named none, and no schedule before.
+        """
+        if not math.isnan(said) or not isinstance(self.updater, ByOptimizer):
+            return said
+        known = self.schedules.get(worker, self.schedule)
+        if known is None:
+            raise MismatchError("push", where=f"rank {worker}", expected="a learning rate", got="none")
+        return known
 
     def decoded(self, item: Item, part: int, codes: np.ndarray) -> np.ndarray:
         """What a codec made, as an array again."""
@@ -208,11 +230,11 @@ class Table:
             cell.write_state(name, values)
 
     def set_clocks(self, worker: int, number: int) -> None:
-        """Set a worker's clock of all keys whose order is kept here."""
+        """Set a worker's clock of all keys whose order is kept here: see `Cell.set_clock`."""
         for item in self.by_number:
             cell = item.cells[0]
             if cell is not None:
-                cell.clocks[worker] = number
+                cell.set_clock(worker, number)
 
     def leave(self) -> None:
         """This process ends as it should."""

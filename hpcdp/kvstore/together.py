@@ -12,6 +12,7 @@ from ..comm import World
 from ..comm.agreement import on_every_rank
 from ..compression import Compression
 from ..errors import ConfigError
+from .arguments import Key
 from .requests import Requests
 from .server import Server
 from .table import Described, Table, updater_of
@@ -20,11 +21,22 @@ from .updaters import Updater
 
 def make(table: Table, described: Sequence[Described], values: Sequence[np.ndarray]) -> None:
     """Make keys, with rank 0's ``values``; those of other ranks are overwritten."""
-    comm = table.group.comm
-    for value in values:
-        comm.native_broadcast(value.reshape(-1).view(np.uint8), 0)
+    _broadcast(table, values)
     table.make(described, values)
-    comm.barrier()
+    table.group.comm.barrier()
+
+
+def assign(table: Table, keys: Sequence[Key], values: Sequence[np.ndarray]) -> None:
+    """Overwrite keys by rank 0's ``values``; those of other ranks are overwritten."""
+    _broadcast(table, values)
+    for key, value in zip(keys, values, strict=True):
+        table.assign(table.items[key], value)
+    table.group.comm.barrier()
+
+
+def _broadcast(table: Table, values: Sequence[np.ndarray]) -> None:
+    for value in values:
+        table.group.comm.native_broadcast(value.reshape(-1).view(np.uint8), 0)
 
 
 def set_updater(table: Table, find: Callable[[], Updater]) -> None:
@@ -64,6 +76,9 @@ def serve(whole: World) -> None:
         if command["do"] == "make":
             described = [(key, tuple(shape), dtype) for key, shape, dtype in command["described"]]
             make(table, described, [np.empty(shape, dtype) for _, shape, dtype in described])
+        elif command["do"] == "assign":
+            items = [table.items[key] for key in command["keys"]]
+            assign(table, command["keys"], [np.empty(item.shape, item.dtype) for item in items])
         elif command["do"] == "update":
             with contextlib.suppress(ConfigError):  # which all workers raise, too
                 set_updater(table, partial(updater_of, command["described"]))

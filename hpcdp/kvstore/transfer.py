@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -15,15 +18,15 @@ from ..arrays import Array
 from ..collectives.progress import Steps, Until
 from ..comm import Request
 from ..compression import Compression, ErrorFeedback
-from ..errors import MismatchError
+from ..errors import HpcdpError, MismatchError
 from ..gradients.lane import Turn
+from ..optim import Schedule
 from .cell import AWAY, Cell, Change
+from .delay import Delay
 from .server import Asked, Server
 from .table import Item, Table, take
+from .updaters import Rate
 from .wire import Kind, Message
-
-_REPORTED_S = 5.0
-"""A worker that is held back so long says by whom, once a push."""
 
 
 @dataclass
@@ -121,7 +124,7 @@ class Transfer:
         self.statistics = Statistics()
         self._table, self._number, self._server, self._worker = table, number, server, worker
 
-    def push(self, own: Own, value: np.ndarray, rate: float, out: Array | None, turn: Turn | None) -> Steps:
+    def push(self, own: Own, value: np.ndarray, rate: Rate, out: Array | None, turn: Turn | None) -> Steps:
         """Push ``value``, flat; what the key is then goes to ``out``, of the key's shape, if there is one."""
         item, table = own.item, self._table
         if turn is not None:
@@ -137,9 +140,10 @@ class Transfer:
         asked: list[tuple[_Place, Asked]] = []
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
-                message = self._message(kind, item, number, ticket=ticket, rate=rate)
+                message = self._message(kind, item, number, ticket=ticket)
+                message.rate = math.nan if isinstance(rate, Schedule) else rate
                 message.payload, message.coded = own.encoded(number, value), bool(own.feedback)
-                asked.append((_Place(item, number), self._ask(part.server, message)))
+                asked.append((_Place(item, number), self._ask(part.server, message, item)))
         version = 0
         for number, (part, cell) in enumerate(zip(item.parts, item.cells, strict=True)):
             if cell is None:
@@ -156,6 +160,7 @@ class Transfer:
         for place, each in asked:
             yield [each]
             version = place.take_answer(each, flat)
+            self.statistics.waited_s += each.held_s
         self._count(own, version, out is not None)
         if out is not None and flat is not None:
             _put_back(flat, out)
@@ -194,9 +199,11 @@ class Transfer:
     def _message(self, kind: Kind, item: Item, part: int, **fields: Any) -> Message:
         return Message(kind, self._number, item.number, part, **fields)
 
-    def _ask(self, dest: int, message: Message) -> Asked:
+    def _ask(self, dest: int, message: Message, item: Item | None = None) -> Asked:
+        """Ask a server; for a push of ``item`` say for whom it waits there."""
         assert self._server is not None
-        return self._server.ask(dest, message)
+        say = None if item is None else lambda held: self._say(f"key {item.key!r}", held.payload.tolist())
+        return self._server.ask(dest, message, say)
 
     def _ask_and_wait(self, dest: int, message: Message) -> Message:
         asked = self._ask(dest, message)
@@ -210,32 +217,33 @@ class Transfer:
             if pushes:
                 yield from self._held_back(cell)
             return self._table.draw(cell, self._worker, pushes)
-        asked = self._ask(item.parts[0].server, self._message(Kind.TICKET, item, 0, number=int(pushes)))
+        asked = self._ask(item.parts[0].server, self._message(Kind.TICKET, item, 0, number=int(pushes)), item)
         yield [asked]
+        self.statistics.waited_s += asked.held_s
         return asked.answer().ticket
 
     def _held_back(self, cell: Cell) -> Steps:
         """Wait where this worker leads by too many pushes, and say by whom it is held back."""
-        table, began, said = self._table, time.monotonic(), False
+        delay = Delay(self._table, cell, self._worker)
 
         def may_go_on() -> bool:
-            nonlocal said
-            if table.may_go_on(cell, self._worker):
-                return True
-            if not said and time.monotonic() - began > _REPORTED_S:
-                said = True
-                behind = ", ".join(f"rank {rank}" for rank in cell.behind(self._worker, table.staleness or 0))
-                print(
-                    f"rank {self._worker} of {table.num_workers}: {cell.name}: waits for {behind}, "
-                    f"more than {table.staleness} pushes behind (staleness={table.staleness})",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return False
+            may = delay.may_go_on()
+            if behind := delay.to_report():
+                self._say(cell.name, behind)
+            return may
 
         if not may_go_on():
             yield [Until(may_go_on)]
-            self.statistics.waited_s += time.monotonic() - began
+        self.statistics.waited_s += delay.held_s
+
+    def _say(self, name: str, behind: list[int]) -> None:
+        table, ranks = self._table, ", ".join(f"rank {rank}" for rank in behind)
+        print(
+            f"rank {self._worker} of {table.num_workers}: {name}: waits for {ranks}, "
+            f"more than {table.staleness} pushes behind (staleness={table.staleness})",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _count(self, own: Own, version: int, pulled: bool) -> None:
         counted = self.statistics
@@ -262,6 +270,14 @@ class Transfer:
             each.wait()
             each.answer()
 
+    def tell_schedule(self, schedule: Schedule) -> None:
+        """From the next push on this worker's learning rate is that of ``schedule`` where it names none."""
+        message = partial(Message.of_text, Kind.SCHEDULE, json.dumps(schedule.config()), store=self._number)
+        strangers = [rank for rank in self._table.servers if self._table.homes[rank] != self._table.own_home]
+        for asked in [self._ask(dest, message()) for dest in strangers]:
+            asked.wait()
+            asked.answer()
+
     def leave(self) -> None:
         """Hold nobody back from now on, and count as ended, not as dead; waits for nobody."""
         self._table.set_clocks(self._worker, AWAY)
@@ -272,21 +288,27 @@ class Transfer:
 
     def num_dead(self, timeout_s: float) -> int:
         """How many processes have died, or are of homes that have not answered in time."""
-        homes = self._table.homes
+        homes, deadline = self._table.homes, time.monotonic() + timeout_s
         asked = {dest: self._ask(dest, Message(Kind.GONE, self._number)) for dest in self._one_a_home()}
-        dead, deadline = len(self._table.gone()), time.monotonic() + timeout_s
+        dead = set(self._table.gone())
         for dest, each in asked.items():
-            while not each.test() and time.monotonic() < deadline:
-                time.sleep(1e-3)
-            payload = each.answer().payload if each.test() else None
-            dead += homes.count(homes[dest]) if payload is None else payload.size
-        return dead
+            with contextlib.suppress(HpcdpError):  # it has died meanwhile
+                while not each.test() and time.monotonic() < deadline:
+                    time.sleep(1e-3)
+                payload = each.answer().payload if each.test() else None
+                silent = [rank for rank, home in enumerate(homes) if home == homes[dest]]
+                dead.update(silent if payload is None else payload.tolist())
+        return len(dead | self._lost)
+
+    @property
+    def _lost(self) -> set[int]:
+        return set() if self._server is None else self._server.comm.lost
 
     def _one_a_home(self) -> list[int]:
-        """A server of each other home."""
+        """A server of each other home, one that lives."""
         table, found = self._table, dict[int, int]()
         for rank in table.servers:
-            if table.homes[rank] != table.own_home:
+            if table.homes[rank] != table.own_home and rank not in self._lost:
                 found.setdefault(table.homes[rank], rank)
         return list(found.values())
 

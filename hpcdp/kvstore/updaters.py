@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,11 +12,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import Array
-from ..optim import Optimizer
+from ..errors import ConfigError
+from ..optim import Optimizer, Schedule
 from .arguments import Key
 
 Function = Callable[[Key, Array, Array], object]
 """``updater(key, received, stored)``: changes ``stored`` in place; both have the key's shape."""
+
+Rate = float | Schedule
+"""A learning rate; a schedule counts the updates of a key."""
 
 
 class Updater(Protocol):
@@ -24,8 +29,7 @@ class Updater(Protocol):
     by_parts: bool
     """Whether it treats each element by itself, so that the ranks of a node can share a value among them."""
 
-    @property
-    def rate(self) -> float:
+    def rate(self, key: Key) -> float:
         """What may be assigned between updates, alike on all ranks, for them to compare: a learning rate, or 0."""
         ...
 
@@ -43,7 +47,9 @@ class Replace:
     """Without an updater the stored value becomes the sum."""
 
     by_parts = True
-    rate = 0.0
+
+    def rate(self, key: Key) -> float:
+        return 0.0
 
     def now(self) -> Updater:
         return self
@@ -58,7 +64,9 @@ class ByFunction:
 
     function: Function
     by_parts = False
-    rate = 0.0
+
+    def rate(self, key: Key) -> float:
+        return 0.0
 
     def now(self) -> Updater:
         return self
@@ -77,10 +85,11 @@ class ByOptimizer:
     steps: dict[Key, int] = field(default_factory=dict)
     by_parts = True
 
-    @property
-    def rate(self) -> float:
-        lr = self.optimizer.lr
-        return lr if isinstance(lr, float) else 0.0  # a schedule was compared when the optimizer was set
+    def rate(self, key: Key) -> float:
+        try:
+            return self.optimizer.learning_rate(self.steps.get(key, 0) + 1)
+        except ConfigError:
+            return math.inf  # the update says what is wrong, on all ranks
 
     def now(self) -> Updater:
         return ByOptimizer(copy.copy(self.optimizer), self.states, self.steps)
@@ -91,6 +100,15 @@ class ByOptimizer:
             self.states[key] = new_state(self.optimizer, flat)
         self.steps[key] = self.steps.get(key, 0) + 1
         apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], self.steps[key])
+
+
+def rate_of(rule: Optimizer) -> Rate:
+    """The learning rate that a rule has now.
+
+    Raises:
+        ConfigError: what was assigned is none.
+    """
+    return rule.lr if isinstance(rule.lr, Schedule) else rule.learning_rate(1)
 
 
 def state_dtype(dtype: np.dtype) -> np.dtype:

@@ -49,6 +49,10 @@ class Kind(IntEnum):
     """The answer to all of these."""
     FAILED = 12
     """Instead of it: a text says why."""
+    SCHEDULE = 13
+    """A request, too: the sender's learning rate from now on, as JSON."""
+    HELD = 14
+    """Before the answer to a push: by whom it is held back."""
 
 
 @dataclass
@@ -67,7 +71,7 @@ class Message:
     number: int = 0
     """A version, or what else `kind` says."""
     rate: float = float("nan")
-    """The learning rate of the moment; NaN: as the rule's schedule says."""
+    """The learning rate of the moment; NaN: as a schedule says. Of an answer to a push: how long it was held back."""
     which: int = 0
     """Of the optimizer's states, in the order of their names."""
     coded: bool = False

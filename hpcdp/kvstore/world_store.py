@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..arrays import Array
 from ..comm import World
@@ -12,7 +12,7 @@ from ..compression import Compression
 from ..engine import Engine
 from ..optim import Optimizer
 from .arguments import Key, check_storable
-from .compress import check_codable
+from .compress import Settings, check_codable
 from .store import KVStore
 from .updaters import Function, name_of
 
@@ -35,6 +35,18 @@ class WorldStore(KVStore):
     def num_workers(self) -> int:
         return self._world.size
 
+    def init(self, key: Any, value: Any) -> None:
+        with self._world.meeting():
+            super().init(key, value)
+
+    def assign(self, key: Any, value: Any) -> None:
+        with self._world.meeting():
+            super().assign(key, value)
+
+    def set_gradient_compression(self, settings: Settings) -> None:
+        with self._world.meeting():
+            super().set_gradient_compression(settings)
+
     def set_updater(self, updater: Function) -> None:
         require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")
         super().set_updater(updater)
@@ -48,9 +60,18 @@ class WorldStore(KVStore):
         """Refuse keys that ranks do not make alike, or cannot share; on all of them."""
         items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
         require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
-        check_storable(values)
-        if self._compression is not None:
-            check_codable("init", values.items())
+
+        def check() -> None:
+            check_storable(values)
+            if self._compression is not None:
+                check_codable("init", values.items())
+
+        self._agreed(check)
+
+    def _check_assigned(self, values: dict[Key, Array]) -> None:
+        """Refuse keys that ranks do not assign alike, on all of them; when it returns all have come."""
+        items = [f"key {key!r}" for key in values]
+        require_same(self._world.comm, "assign", items, "assign the same keys in the same order on all ranks")
 
     def _agreed(self, check: Callable[[], T]) -> T:
         return on_every_rank(self._world.comm, check)

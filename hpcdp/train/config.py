@@ -151,6 +151,9 @@ class TrainConfig:
             object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else LEARNING_RATE)
         if kind != "dist_async" and self.staleness is not None:
             raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
+        if self.servers and (kind != "dist_async" or self.staleness == 0):
+            got = f"kv_store={kind}" if kind != "dist_async" else "staleness=0, which is dist_sync"
+            raise ConfigError("setting servers", expected="kv_store=dist_async, which alone has servers", got=got)
         if kind in (None, "dist_async") and not self.update_on_kvstore:
             raise ConfigError("setting update_on_kvstore", expected=f"true with kv_store={kind}", got="false")
         if kind is None:

@@ -25,11 +25,18 @@ def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy,
     if not isinstance(kind, str) or kind not in KINDS:
         expected = f"a KVStore or one of {', '.join(KINDS)}"
         raise ConfigError("Trainer", where="kvstore", expected=expected, got=repr(kind))
+    if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
+        raise ConfigError(
+            "Trainer", where="update_on_kvstore", expected="True, False or None", got=repr(update_on_kvstore)
+        )
     if update_on_kvstore is False and kind == "dist_async":
         raise ConfigError(
             "Trainer", where="update_on_kvstore", expected="True with dist_async", got="False",
             remedy="leave it out, or take dist_sync: pushes that do not wait for each other have no sum",
         )  # fmt: skip
+    if not isinstance(policy, Policy):
+        expected = "a Policy, e.g. Policy(unused='zero')"
+        raise ConfigError("Trainer", where="policy", expected=expected, got=repr(policy))
     if policy.nonfinite != "ignore":
         raise ConfigError(
             "Trainer", where="policy", expected="nonfinite='ignore' with a kvstore", got=repr(policy.nonfinite),

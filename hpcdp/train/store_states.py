@@ -118,5 +118,5 @@ def load(trainer: StoreTrainer, path: Path) -> None:
     else:
         for key, state in enumerate(trainer.states):
             for name, place in state.items():
-                place[...] = from_host(states[key, name].reshape(-1), place) if steps else 0
+                place[...] = from_host(states[key, name].reshape(-1), place) if key in steps else 0
     trainer.step_count = max(steps.values(), default=0)

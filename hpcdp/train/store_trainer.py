@@ -6,6 +6,7 @@ parameter server", 2014.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from ..arrays import array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
 from ..comm.agreement import require_same
+from ..comm.sanity import launched
 from ..comm.watchdog import WatchedGate
 from ..compression import Codec, Compression
 from ..errors import ConfigError, StaleGradientError
@@ -68,8 +70,8 @@ class StoreTrainer(Trainer):
             self.world = init() if world is None else world
             items = [f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"]
             require_same(self.world.comm, "Trainer", what_ranks_share(self._params, optimizer) + items)
-        elif world is not None and world.size > 1:
-            raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {world.size} ranks", got=kind)
+        elif (size := launched(os.environ) if world is None else world.size) > 1:
+            raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
         """Keys 0, 1, 2, ... are the parameters, in their order."""
         check_unused(self.store, self.world)
@@ -99,10 +101,7 @@ class StoreTrainer(Trainer):
             self.store.set_optimizer(optimizer)
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
-        self._pull()
-        if not self.steps_together:
-            self._await_values()
-            self.store.barrier()  # nobody pushes before all have the first values
+        self._pull_first()
 
     @property
     def _keys(self) -> list[int]:
@@ -154,8 +153,8 @@ class StoreTrainer(Trainer):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         total = checked_count("update", count) + self._held_count
-        if self._closing is not None:
-            total = int(self._closing.tally(total)[0])
+        if self._closing is not None and self.world is not None:
+            total = self._tally("update", self._closing, self.world, total)[0]
         if total:
             self._update(total)
         self._begin_step()
@@ -164,6 +163,7 @@ class StoreTrainer(Trainer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Trainer.no_sync`."""
+        self._refuse_sums("no_sync")
         if self._grad_reqs is None:
             self._fill_unwritten_with_zeros()
             self._grad_reqs = {param.name: param.grad_req for param in self._params}
@@ -211,6 +211,12 @@ class StoreTrainer(Trainer):
             "waited_s": sum(each["waited_s"] for each in found) / len(found),
             "sent_nbytes": sum(each["sent_nbytes"] for each in found),
         }
+
+    def take_parameters(self) -> None:
+        """See `Trainer.take_parameters`."""
+        if self.update_on_kvstore:
+            self.store.assign(self._keys, [param.data for param in self._params])
+            self._pull_first()
 
     @property
     def holds_gradients(self) -> bool:
@@ -272,21 +278,25 @@ class StoreTrainer(Trainer):
         missing = [param.name for param in self._params if param.name not in self._written]
         refused = self._unwritten.refused(missing) if count else []
         if self._closing is not None and self.world is not None:
-            settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
-            (total, num_stale), alike = self._closing.tally_alike(settings, count, bool(refused))
-            if not alike:
-                self._begin_step()
-                items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
-                require_same(self.world.comm, "step", items, "change them alike on all ranks")
+            count, num_stale = self._tally("step", self._closing, self.world, count, bool(refused))
             if num_stale:
                 self._begin_step()
                 raise stale_anywhere(self.world.comm, refused)
-            count = int(total)
         elif refused:
             self._begin_step()
             raise stale(self.store.rank, refused)
         self._fill_unwritten_with_zeros()
         return count
+
+    def _tally(self, operation: str, closing: ClosingExchange, world: World, *numbers: int) -> list[int]:
+        """The sums of ``numbers`` over all ranks, which must have the same settings now."""
+        settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
+        sums, alike = closing.tally_alike(settings, *numbers)
+        if not alike:
+            self._begin_step()
+            items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
+            require_same(world.comm, operation, items, "change them alike on all ranks")
+        return [int(each) for each in sums]
 
     def _fill_unwritten_with_zeros(self) -> None:
         for param in self._params:
@@ -304,6 +314,12 @@ class StoreTrainer(Trainer):
         for key, param in self.params.items():
             self.store.pull(key, out=_place(param), priority=-key)
             self._time(param)
+
+    def _pull_first(self) -> None:
+        self._pull()
+        if not self.steps_together:
+            self._await_values()
+            self.store.barrier()  # nobody pushes before all have the first values
 
     def _await_values(self) -> None:
         for param in self._params:

@@ -7,6 +7,7 @@ store.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -86,8 +87,8 @@ class Trainer:
     Raises:
         MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
             every rank, naming ranks and the first difference.
-        ConfigError: no parameters, an unknown owner, codec or store, a clip_norm that is not positive; what a store
-            cannot do; what would keep a run from being reproducible.
+        ConfigError: no parameters or two of one name, an unknown owner, codec or store, a clip_norm that is not
+            positive; what a store cannot do; what would keep a run from being reproducible.
     """
 
     optimizer: Optimizer
@@ -201,6 +202,13 @@ class Trainer:
         """
         raise NotImplementedError
 
+    def take_parameters(self) -> None:
+        """Go on from what the parameters hold now; every rank must call when it has written to them by itself.
+
+        A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
+        so do all ranks. In buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
+        """
+
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.
 
@@ -250,10 +258,16 @@ class Trainer:
 
 
 def trained(params: Sequence[Parameter]) -> list[Parameter]:
-    """Those that want a gradient; `ConfigError` where there are none."""
+    """Those that want a gradient; `ConfigError` where there are none, or two of one name."""
     found = [param for param in params if param.grad_req != "null"]
     if not found:
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
+    twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]
+    if twice:
+        raise ConfigError(
+            "Trainer", where="params", expected="different names", got=f"{twice[0]!r} twice",
+            remedy="make two networks children of one Module, which puts their names before those of their parameters",
+        )  # fmt: skip
     return found
 
 

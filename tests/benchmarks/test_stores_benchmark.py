@@ -57,6 +57,19 @@ def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1].startswith("dist_async 2bit ")
 
 
+@pytest.mark.slow
+@pytest.mark.alone
+def test_beside_a_slow_rank_servers_get_to_an_accuracy_sooner_than_rounds(tmp_path: Path) -> None:
+    """Four workers, one of them three times as slow; steps sleep for so long that the machine does not decide."""
+    path = str(tmp_path / "found.json")
+    options = ["--ranks", "4", "--slow", "3", "--epochs", "9", "--pace-ms", "40", "--json", path]
+    assert stores.main([*options, "--stores", "dist_sync", "dist_async -s 2"]) == 0
+    runs = json.loads(Path(path).read_text())["runs"]
+    in_rounds, at_servers = (stores.seconds_to(*of_seeds, 0.97) for of_seeds in runs.values())
+    assert in_rounds is not None and at_servers is not None
+    assert at_servers < in_rounds
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [(["--stores", "dist_snyc"], "did you mean 'dist_sync'"), (["--slow", "-1"], "--slow]: expected a number from 0")],

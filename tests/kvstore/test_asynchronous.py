@@ -13,6 +13,8 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 from hpcdp.kvstore import placement
+from hpcdp.kvstore.together import serve
+from hpcdp.kvstore.wire import Kind, Message
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 SHAPE = (2, 3)
@@ -99,6 +101,64 @@ def test_an_optimizer_and_a_rate_that_is_assigned(ranks, per_node, split):
         np.testing.assert_allclose(big, wanted, rtol=1e-12)
         np.testing.assert_allclose(small, wanted[0], rtol=1e-12)
         assert pushes == 8
+
+
+RATES = {
+    "np.float32": lambda step: np.float32(0.5 / step),
+    "a schedule": lambda step: optim.ConstantSchedule(0.25) if step < 3 else optim.StepSchedule(0.5, 2, 0.5),
+    "a schedule, then a number": lambda step: optim.ConstantSchedule(0.25) if step < 3 else 0.125,
+    "one that changes": lambda step: CHANGED,
+}
+CHANGED = optim.ConstantSchedule(0.0)
+
+
+@pytest.mark.parametrize("rates", list(RATES))
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(1, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
+def test_whatever_rate_a_worker_assigns_is_that_of_its_pushes(ranks, per_node, num_servers, rates, split):
+    """The last worker pushes; the others have assigned another rate, with which nothing is pushed."""
+    rate_at, start = RATES[rates], np.zeros(7)
+
+    def rule_at(rule, step):
+        rule.lr = rate_at(step)
+        if rule.lr is CHANGED:
+            CHANGED.lr = 0.1 * step
+
+    wanted, rule = start.copy(), optim.SGD(lr=9.0)
+    for step in range(1, 6):
+        rule_at(rule, step)
+        rule.update(wanted, np.ones(7), {}, step=step)
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["w", "v"], [start, start])
+        rule = optim.SGD(lr=9.0)
+        store.set_optimizer(rule)
+        rule.lr = 77.0
+        world.barrier()
+        for step in range(1, 6) if world.rank == ranks - 1 else ():
+            rule_at(rule, step)
+            store.push(["w", "v"], [np.ones(7), np.ones(7)])
+            store.wait()
+        store.barrier()
+        return [np.asarray(each) for each in store.pull(["w", "v"])]
+
+    for found in threads.run(ranks, one, per_node, num_servers, serve):
+        for each in found:
+            np.testing.assert_allclose(each, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_rate_that_is_none_is_told_where_it_is_pushed(per_node):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["w", "v"], [full(1), full(1)])
+        rule = optim.SGD(lr=0.1)
+        store.set_optimizer(rule)
+        rule.lr = np.array(0.5)
+        with pytest.raises(ConfigError, match=r"sgd lr.*expected a number >= 0, got array\(0\.5\)"):
+            store.push(["w", "v"], [full(1), full(1)])
+
+    threads.run(2, one, per_node)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
@@ -311,6 +371,36 @@ def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path, spli
     local.load_optimizer_states(path)
 
 
+@pytest.mark.parametrize("saved_by", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_keys_that_a_state_does_not_cover_begin_anew(kind, saved_by, tmp_path):
+    path = str(tmp_path / "states.npz")
+
+    def one(world, kind, loads):
+        store = kvstore.create(kind) if kind == "local" else kvstore.create(kind, world)
+        store.init([0, 1], [np.zeros(3), np.zeros(5)])
+        store.set_optimizer(optim.SGD(lr=1.0, momentum=0.5))
+        ones = [np.full(3, -1.0), np.full(5, -1.0)]
+        if not loads:
+            store.push(0, ones[0])
+            store.barrier()
+            return store.save_optimizer_states(path)
+        for _ in range(2):
+            store.push([0, 1], ones)
+            store.barrier()
+        store.load_optimizer_states(path)
+        before = [np.asarray(each) for each in store.pull([0, 1])]
+        store.barrier()
+        store.push([0, 1], ones)
+        store.barrier()
+        return [float((np.asarray(each) - old)[0]) for each, old in zip(store.pull([0, 1]), before, strict=True)]
+
+    threads.run(1, lambda world: one(world, saved_by, False))
+    assert threads.run(1, lambda world: one(world, kind, True)) == [
+        [1.5, 1.0]
+    ]  # with the momentum of one push, or none
+
+
 def test_no_updater_is_an_error_with_the_remedy():
     def one(world):
         store = kvstore.create("dist_async", world)
@@ -465,9 +555,42 @@ def test_what_is_refused():
 def test_nobody_is_dead_among_the_living():
     def one(world):
         store = kvstore.create("dist_async", world)
+        for wrong in ("x", -1, 0, True):
+            with pytest.raises(
+                ConfigError, match=r"num_dead_node \[timeout_s\]: expected a positive number of seconds"
+            ):
+                store.num_dead_node(wrong)
         return store.num_dead_node(timeout_s=10)
 
     assert threads.run(4, one, 2) == [0] * 4
+
+
+def test_the_dead_of_all_nodes_count_once():
+    """Four workers on two nodes; what the kernel and the MPI library would tell is put in their place."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init(["a", "b"], [full(0), full(0)])
+        store.set_optimizer(optim.SGD(lr=1.0))
+        table, lost = store._table, store._server.comm.lost
+        world.barrier()
+        if world.node == 1:
+            table.gone = lambda: [3]
+        world.barrier()
+        found = [store.num_dead_node(10)]
+        world.barrier()
+        if world.rank < 2:
+            lost.add(3)
+            found.append(store.num_dead_node(10))
+            lost.add(2)  # whom it has asked so far
+            found.append(store.num_dead_node(10))
+            with pytest.raises(HpcdpError, match=r"\[on rank 2\]: expected an answer, got none: it has died; start"):
+                store._transfer._ask_and_wait(2, Message(Kind.GONE, store._number))
+        world.barrier()
+        lost.clear()
+        return found
+
+    assert threads.run(4, one, 2) == [[1, 1, 2]] * 2 + [[1]] * 2
 
 
 def test_a_large_key_goes_to_all_servers_and_small_ones_to_the_least_loaded():

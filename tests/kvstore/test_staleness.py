@@ -5,13 +5,26 @@ import time
 import numpy as np
 import pytest
 
+import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore import placement, transfer
+from hpcdp.kvstore import delay, placement
 from hpcdp.kvstore.together import serve
 
 WORLDS = [(2, None, 0), (3, None, 0), (3, 1, 0), (4, 2, 0), (2, 1, 1), (3, 2, 2)]
+
+
+counts = np.zeros(0, int)
+leads: list[int] = []
+
+
+def notes(key, received, stored):
+    """A server finds it by its name, so what it notes is global."""
+    who = int(received[0])
+    if who >= 0:  # the first part
+        leads.append(counts[who] - counts.min())
+        counts[who] += 1
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "split"])
@@ -24,19 +37,14 @@ def split(request, monkeypatch):
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
     """A worker's push number c takes effect when all have pushed c - 1 - staleness times, at least."""
+    global counts
     counts = np.zeros(ranks, int)
-    leads = []
-
-    def notes(key, received, stored):
-        who = int(received[0])
-        if who >= 0:  # the first part
-            leads.append(counts[who] - counts.min())
-            counts[who] += 1
+    leads.clear()
 
     def one(world):
         store = kvstore.create("dist_async", world, staleness=staleness)
         store.init("w", np.zeros(4, np.int64))
-        store.set_updater(notes if num_servers == 0 else added)
+        store.set_updater(notes)
         for _ in range(12):
             if world.rank == ranks - 1:
                 time.sleep(3e-3)
@@ -44,12 +52,8 @@ def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
         store.barrier()
 
     threads.run(ranks, one, per_node, num_servers, serve)
-    if num_servers == 0:
-        assert max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
-
-
-def added(key, received, stored):
-    stored += received
+    assert len(leads) == 12 * ranks
+    assert max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), WORLDS)
@@ -108,8 +112,9 @@ def test_none_is_without_bound_and_0_is_dist_sync():
     threads.run(2, runs_ahead, 1)
 
 
-def test_who_holds_others_back_is_named(monkeypatch, capfd):
-    monkeypatch.setattr(transfer, "_REPORTED_S", 0.05)
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
+def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, monkeypatch, capfd):
+    monkeypatch.setattr(delay, "REPORTED_S", 0.05)
 
     def one(world):
         store = kvstore.create("dist_async", world, staleness=1)
@@ -122,10 +127,10 @@ def test_who_holds_others_back_is_named(monkeypatch, capfd):
         store.barrier()
         return store.statistics()["waited_s"]
 
-    waited = threads.run(2, one)
-    assert waited[0] > waited[1] == 0
+    waited = threads.run(ranks, one, per_node, num_servers, serve)
+    assert waited[1] == 0 and 0.3 < waited[0] < 10
     said = capfd.readouterr().err
-    assert "rank 0 of 2: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
+    assert f"rank 0 of {ranks}: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (3, None), (3, 1), (4, 2)])
@@ -156,3 +161,73 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
 def test_replay_is_for_thread_ranks():
     with pytest.raises(ConfigError, match=r"\[replay\]: expected thread ranks"):
         kvstore.create("dist_async", replay=1)
+
+
+MEETINGS = {
+    "allreduce": lambda world, store, rule: hpcdp.allreduce(np.ones(3), world=world),
+    "barrier": lambda world, store, rule: world.barrier(),
+    "optimizer": lambda world, store, rule: store.set_optimizer(rule),
+    "updater": lambda world, store, rule: store.set_updater(added),
+    "compression": lambda world, store, rule: store.set_gradient_compression("fp16"),
+    "init": lambda world, store, rule: store.init("v", np.zeros(3)),
+    "assign": lambda world, store, rule: store.assign("w", np.zeros(4)),
+}
+
+
+def added(key, received, stored):
+    stored += received
+
+
+@pytest.mark.parametrize("meet", list(MEETINGS))
+@pytest.mark.parametrize("waits", [False, True], ids=["push", "pushpull"])
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (3, 1, 0), (3, 2, 2)])
+def test_who_waits_for_all_others_holds_none_back(ranks, per_node, num_servers, waits, meet):
+    """Uneven numbers of pushes, and then a call of all ranks."""
+
+    def one(world):
+        store, rule = kvstore.create("dist_async", world, staleness=1), optim.SGD(lr=1.0)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(rule)
+        for _ in range(3 if world.rank == 0 else 9):
+            if waits:
+                store.pushpull("w", np.full(4, -1.0), np.empty(4))
+            else:
+                store.push("w", np.full(4, -1.0))
+        MEETINGS[meet](world, store, rule)
+        store.push("w", np.full(4, -1.0))
+        store.barrier()
+
+    threads.run(ranks, one, per_node, num_servers, serve)
+
+
+def test_a_bound_goes_on_behind_a_call_of_all_ranks():
+    def one(world):
+        store = kvstore.create("dist_async", world, staleness=1)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for _ in range(3):
+            hpcdp.allreduce(np.ones(3), world=world)
+            if world.rank == 1:
+                time.sleep(0.2)
+            for _ in range(4):
+                store.push("w", np.ones(4))
+        return store.statistics()["waited_s"]
+
+    waited = threads.run(2, one)
+    assert waited[0] > 0.3 and waited[1] == 0
+
+
+@pytest.mark.parametrize("meet", ["allreduce", "barrier"])
+def test_a_replay_goes_on_where_ranks_meet(meet):
+    def one(world):
+        store = kvstore.create("dist_async", world, replay=3)
+        store.init("w", np.zeros(4))
+        store.set_optimizer(optim.SGD(lr=1.0))
+        for turn in range(4):
+            for _ in range(world.rank + turn):
+                store.push("w", np.full(4, -1.0))
+            MEETINGS[meet](world, store, None)
+        store.barrier()
+        return float(store.pull("w")[0])
+
+    assert threads.run(3, one) == [4 * 3 + 3 * 6] * 3

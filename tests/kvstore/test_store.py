@@ -321,6 +321,33 @@ def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path):
     local.save_optimizer_states(path)
 
 
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2)])
+def test_values_can_be_assigned(kind, ranks, per_node):
+    def one(store):
+        store.init(["a", "b"], [full(1), full(2, (5,))])
+        store.set_optimizer(optim.SGD(lr=1.0))
+        store.push("a", full(1))
+        earlier = store.pull("a")
+        store.assign(["a", "b"], [full(7 + store.rank), full(8 + store.rank, (5,))])
+        assert (earlier[...] <= 0).all()
+        store.barrier()
+        store.push("b", full(-1, (5,)))
+        store.barrier()
+        assert (store.pull("a")[...] == 7).all() and (store.pull("b")[...] == 8 + store.num_workers).all()
+        for wrong, message in (
+            (("c", full(1)), "one of the keys"),
+            (("a", [full(1)] * 2), "one array, got several"),
+            (("a", full(1, (3,))), r"an array of \(2, 3\) float32"),
+        ):
+            with pytest.raises((ConfigError, UnsupportedError), match=rf"assign \[key .*{message}"):
+                store.assign(*wrong)
+
+    if kvstore.KINDS[kind].scope == "process":
+        one(kvstore.create(kind))
+    else:
+        threads.run(ranks, lambda world: one(kvstore.create(kind, world)), per_node)
+
+
 def test_an_updater_that_fails_is_told_to_every_rank_that_waits():
     def one(world):
         store = kvstore.create("dist_sync", world)
@@ -350,7 +377,7 @@ def _fails(key, received, stored):
         (lambda store: store.init(3, full(1)), r"init \[key 3\]: expected keys that are all int or all str, got both"),
         (lambda store: store.init(True, full(1)), r"init \[key\]: expected an int, a str or a list of them, got True"),
         (lambda store: store.init("x", [full(1), full(2)]), r"init \[key 'x'\]: expected one array"),
-        (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got \[1.0\]"),
+        (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got a float"),
         (
             lambda store: store.push("x", full(1)),
             r"push \[key 'x'\]: expected one of the keys that init\(\) has made: 'w'",
@@ -390,6 +417,119 @@ def test_arrays_that_do_not_fit_are_refused_before_anything_is_pushed(kind, wron
                 store.pull("w", out=wrong)
 
     on_one_worker(kind, refused)
+
+
+@pytest.mark.parametrize("shape", [(40_000,), (3,)])
+@pytest.mark.parametrize("rate", [int, np.float32, optim.ConstantSchedule], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("at_once", [True, False], ids=["pushpull", "push"])
+def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", np.zeros(shape, "f4"))
+        rule = optim.SGD(lr=1.0)
+        store.set_optimizer(rule)
+        rule.lr = rate(1 + world.rank)
+        if at_once:
+            store.pushpull("w", np.ones(shape, "f4"), np.empty(shape, "f4"))
+        else:
+            store.push("w", np.ones(shape, "f4"))
+            store.wait()
+
+    with pytest.raises(MismatchError, match=r"expected the same learning rate on all ranks, got 1 on rank 0, 2 on ra"):
+        threads.run(2, one)
+
+
+def test_rows_of_several_keys(kind):
+    values = np.arange(12, dtype="f4").reshape(4, 3)
+
+    def one(store):
+        store.init([1, 2], [values, values[:, 0].copy()])
+        first, second = store.row_sparse_pull([1, 2], row_ids=[[3, 0], np.array([2])])
+        assert (np.asarray(first) == values * [[1], [0], [0], [1]]).all()
+        assert (np.asarray(second) == values[:, 0] * [0, 0, 1, 0]).all()
+        out = [np.empty((4, 3), "f4")]
+        assert store.row_sparse_pull(np.int64(1), out=out, row_ids=[1]) is None
+        assert (out[0] == values * [[0], [1], [0], [0]]).all()
+        with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected integers from 0 to 3, got None"):
+            store.row_sparse_pull(1)
+        with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected a list of 2, one for each key"):
+            store.row_sparse_pull([1, 2], row_ids=[[1]])
+
+    on_one_worker(kind, one)
+
+
+def test_keys_of_higher_priority_come_first(kind):
+    def order(store):
+        begun, go_on, updated = threading.Event(), threading.Event(), []
+
+        def notes(key, received, stored):
+            updated.append(key)
+            if key == 0:
+                begun.set()
+                assert go_on.wait(20)
+
+        store.init([0, 1, 2, 3], [full(0)] * 4)
+        store.set_updater(notes)
+        store.push(0, full(1))
+        assert begun.wait(20)
+        for key, priority in ((1, -5), (2, 5), (3, 0)):  # while the first one keeps the thread that updates
+            store.push(key, full(1), priority=priority)
+        go_on.set()
+        store.wait()
+        return updated
+
+    assert on_one_worker(kind, order) == [0, 2, 3, 1]
+
+
+def test_what_is_no_array_is_refused_by_name(kind):
+    param = nn.models.mlp(input_shape=3, num_classes=2, hidden=()).parameters()[0]
+    masked = np.ma.masked_array(np.zeros(SHAPE, "f4"), np.zeros(SHAPE, bool))
+
+    def one(store):
+        store.init("w", full(1))
+        store.init("p", param.data)
+        store.init("n", np.zeros(()))
+        store.set_optimizer(optim.SGD(lr=0.1))
+        for name, wrong in (("Parameter", param), ("MaskedArray", masked), ("float", 3.0)):
+            with pytest.raises(ConfigError, match=rf"init \[key 'x'\]: expected one array, got a {name}$"):
+                store.init("x", wrong)
+        for key, name, wrong in (
+            ("p", "Parameter", param),
+            ("w", "MaskedArray", masked),
+        ):
+            with pytest.raises(
+                UnsupportedError, match=rf"push \[key '{key}'\]: expected an array of .*, got a {name}$"
+            ):
+                store.push(key, wrong)
+        store.push("n", np.float64(-10))  # what NumPy makes of arrays without dimensions
+        assert store.pull("n").wait() == 1
+        with pytest.raises(
+            UnsupportedError, match=r"pull \[key 'n'\]: expected an array of \(\) float64, got a float64"
+        ):
+            store.pull("n", out=np.float64(3))
+        with pytest.raises(ConfigError, match=r"push \[key 'w'\]: expected an array or more, got an empty list"):
+            store.push("w", [])
+
+    on_one_worker(kind, one)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_key_that_one_rank_cannot_make_is_an_error_on_all(kind):
+    def one(world):
+        store = kvstore.create(kind, world)
+        with pytest.raises(ConfigError, match=r"rank 1: init \[key 'a'\]: expected one array, got a float"):
+            store.init("a", 3.0 if world.rank == 1 else np.array(3.0))
+        store.init("n", np.float64(3) if world.rank == 1 else np.array(3.0))
+        with pytest.raises(
+            UnsupportedError, match=r"rank 1: init \[key 'a'\]: expected a NumPy array of .*on a device"
+        ):
+            store.init("a", standin.asarray(np.zeros(3, "f4")) if world.rank == 1 else np.zeros(3, "f4"))
+        store.init("a", np.zeros(3, "f4"))
+        with pytest.raises(MismatchError, match=r"assign .*expected key 'a' as on rank 0, got key 'b' on rank 1"):
+            store.init("b", np.zeros(3, "f4"))
+            store.assign("ab"[world.rank], np.zeros(3, "f4"))
+
+    threads.run(2, one)
 
 
 def test_ranks_that_differ_are_told():

@@ -11,7 +11,7 @@ from hpcdp.comm import threads
 from hpcdp.comm.roles import ENDED
 from hpcdp.errors import HpcdpError, MismatchError
 from hpcdp.kvstore import server
-from hpcdp.kvstore.cell import AWAY
+from hpcdp.kvstore.cell import AWAY, BACK
 from hpcdp.kvstore.requests import Requests
 from hpcdp.kvstore.server import REQUESTS
 from hpcdp.kvstore.together import serve
@@ -87,13 +87,13 @@ def random_messages(rng, count):
         if rng.random() < 0.2:
             size, dtype = rng.randrange(9), rng.choice(DTYPES)
         message = Message(
-            Kind(rng.randrange(1, 13)),
+            rng.choice(list(Kind)),
             store=rng.choice([0, 1, 1, 1, 2]),
             key=key,
             part=part,
             request=rng.randrange(2**40),
             ticket=ticket - 1,
-            number=rng.choice([0, 1, -5, AWAY]),
+            number=rng.choice([0, 1, -5, AWAY, BACK]),
             rate=rng.choice([0.1, math.nan, math.inf, -1.0]),
             which=rng.choice([0, 1, 2**32 - 1]),
             coded=rng.random() < 0.1,
@@ -141,7 +141,7 @@ def test_a_hundred_thousand_random_messages(table):
         waits += answer is None
         answered += answer is not None
         assert answer is None or answer.kind is Kind.DONE
-    assert refused > 30_000 and answered > 1_000 and waits > 100
+    assert refused > 30_000 and answered > 1_000 and waits > 10
     for item in table.by_number:
         cell = item.cells[0]
         assert cell.flat.dtype == item.dtype and cell.flat.size == item.count

@@ -118,6 +118,30 @@ def test_a_bound_on_staleness_holds_fast_ranks_back():
     assert found[0][0][-1]["waited_s"] > 0
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, None), (3, 2)])
+def test_a_replay_is_that_of_the_whole_loop(ranks, per_node, prefetch):
+    """Batches that are taken, too, whatever the times."""
+
+    def rank(world, seed):
+        net, hurry = network(), np.random.default_rng()
+        store = kvstore.create("dist_async", world, replay=seed)
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.3, momentum=0.5), world, kvstore=store)
+        loader = DataLoader(SAMPLES, SharedSampler(len(SAMPLES), BATCH, SharedCount(world), seed=4), prefetch=prefetch)
+
+        def loss(output, labels):
+            time.sleep(hurry.random() * 3e-3)
+            return softmax_cross_entropy(output, labels)
+
+        fit(net, trainer, loader, epochs=2, loss=loss, world=world, evaluate=lambda: evaluate(net, SAMPLES, world))
+        return np.concatenate([param.asnumpy().reshape(-1) for param in net.parameters()]).tobytes()
+
+    def run(seed):
+        return threads.run(ranks, lambda world: rank(world, seed), per_node)
+
+    assert run(5) == run(5) != run(6)
+
+
 def test_one_push_of_each_weighs_as_much_as_a_global_batch():
     """Without momentum, and where nobody pushes between a pull and a push of another."""
 

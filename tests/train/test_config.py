@@ -31,6 +31,9 @@ from hpcdp.train.config import TrainConfig
         ({"resume": "auto", "overwrite": True}, "setting overwrite: expected false with resume, got true"),
         ({"resume": "a", "run_dir": "b"}, "setting run_dir: expected none with resume=a, got b"),
         ({"staleness": 2, "kv_store": "dist_sync"}, "setting staleness: expected kv_store=dist_async with it, got 2"),
+        ({"servers": 1}, "setting servers: expected kv_store=dist_async, which alone has servers, got kv_store=None"),
+        ({"servers": 1, "kv_store": "dist_sync"}, "which alone has servers, got kv_store=dist_sync"),
+        ({"servers": 1, "kv_store": "dist_async", "staleness": 0}, "got staleness=0, which is dist_sync"),
         ({"staleness": -1, "kv_store": "dist_async"}, "setting staleness: expected at least 0, got -1"),
         ({"update_on_kvstore": False}, "setting update_on_kvstore: expected true with kv_store=None, got false"),
         ({"update_on_kvstore": False, "kv_store": "dist_async"}, "expected true with kv_store=dist_async, got false"),
@@ -107,12 +110,17 @@ def test_ranks_that_contradict_the_launcher() -> None:
 
 
 def test_servers_that_contradict_the_launcher() -> None:
-    assert TrainConfig(servers=2).for_world(3, 2).servers == TrainConfig().for_world(3, 2).servers == 2
+    there_are = {"kv_store": "dist_async"}
+    assert (
+        TrainConfig(servers=2, **there_are).for_world(3, 2).servers
+        == TrainConfig(**there_are).for_world(3, 2).servers
+        == 2
+    )
     assert TrainConfig(servers=0).for_world(3) == TrainConfig().for_world(3) == TrainConfig(ranks=3)
     assert "servers" not in TrainConfig(servers=0).for_world(3).to_toml()
     for said, there in ((1, 2), (0, 2), (1, 0)):
         with pytest.raises(ConfigError, match=f"expected {there}, the servers that the launcher started, got {said}"):
-            TrainConfig(servers=said).for_world(3, there)
+            TrainConfig(servers=said, **there_are).for_world(3, there)
     with pytest.raises(ConfigError, match="setting servers: expected at least 0, got -1"):
         TrainConfig(servers=-1)
 

@@ -8,6 +8,7 @@ from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, StaleGradientError
+from hpcdp.kvstore.together import serve
 from hpcdp.train.bucket_trainer import BucketTrainer
 from hpcdp.train.policy import Policy
 from hpcdp.train.store_trainer import StoreTrainer
@@ -135,6 +136,13 @@ def test_a_local_store_starts_no_mpi(monkeypatch):
     np.testing.assert_allclose(values_of(net), before - 0.1 * gradients / 3, rtol=1e-5, atol=1e-6)
 
 
+def test_a_local_store_beside_other_ranks_is_refused_without_mpi_too(monkeypatch):
+    """Each rank would train a model of its own."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"Trainer \[kvstore\]: expected a dist store on 3 ranks, got local"):
+        hpcdp.Trainer(network().parameters(), optim.SGD(lr=0.1), kvstore="local")
+
+
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (3, None), (4, 2)])
 def test_gradients_can_be_changed_between_sum_and_update(ranks, per_node):
     expected = threads.run(ranks, lambda world: train(world, split=uneven), per_node)[0]
@@ -201,6 +209,38 @@ def test_states_go_on_on_any_number_of_ranks_and_with_either_updating(optimizer,
     threads.run(2, lambda world: part(world, range(3), False, there))
     for found in threads.run(3, lambda world: part(world, range(3, 5), True, not there), 2):
         np.testing.assert_allclose(found, whole, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_state_of_some_parameters_or_of_none(kind, there, tmp_path):
+    """Saved by a store of the same keys, of which one was updated, or none."""
+
+    def rank(world, updated):
+        if kind == "dist_async" and not there:
+            return
+        net = network()
+        store = kvstore.create("dist_sync", world)
+        store.init([0, 1, 2], [param.data for param in net.parameters()][:3])
+        store.set_optimizer(rule("sgd"))
+        if updated:
+            store.push(0, np.ones_like(store.pull(0).wait()))
+            store.wait()
+        store.save_optimizer_states(str(tmp_path / "some"))
+        params = net.parameters()[:3]
+        trainer = hpcdp.Trainer(params, rule("sgd"), world, kvstore=kind, update_on_kvstore=there)
+        backward(net, 0, [0])
+        trainer.step(1)
+        trainer.load_states(tmp_path / "some")
+        assert trainer.step_count == int(updated)
+        trainer.save_states(tmp_path / "again")
+        with np.load(tmp_path / "again") as states:
+            for name in states.files:
+                if name.endswith("/momentum"):
+                    assert states[name].any() == (updated and name.startswith("int:0/"))
+
+    for updated in (True, False):
+        threads.run(1, lambda world, u=updated: rank(world, u))
 
 
 def test_states_of_another_model_are_refused_on_every_rank(tmp_path):
@@ -307,6 +347,46 @@ def test_learning_rates_that_differ_are_told():
             threads.run(2, lambda world, t=there: rank(world, t))
 
 
+def test_learning_rates_that_differ_after_the_sum_are_told_too():
+    def rank(world):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), rule("sgd"), world, kvstore="dist_sync", update_on_kvstore=False)
+        backward(net, 0, [0])
+        trainer.allreduce_grads()
+        trainer.optimizer.lr = 0.1 * (world.rank + 1)
+        trainer.update(1)
+
+    with pytest.raises(MismatchError, match=r"update .*learning rate 0\.1 as on rank 0, got learning rate 0.2 on rank"):
+        threads.run(2, rank)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(1, None, 0), (3, None, 0), (3, 2, 0), (2, None, 1)])
+@pytest.mark.parametrize("kind", [None, "dist_sync", "dist_async"])
+def test_what_is_written_to_parameters_counts_when_it_is_taken(kind, ranks, per_node, num_servers):
+    def rank(world, there):
+        net = network()
+        trainer = hpcdp.Trainer(
+            net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, kvstore=kind, update_on_kvstore=there
+        )
+        backward(net, 0, [0])
+        trainer.step(1)
+        world.barrier()
+        for param in net.parameters():
+            param.data[...] = 7 + (world.rank if there else 0)  # rank 0's counts
+        world.barrier()
+        trainer.take_parameters()
+        trainer.optimizer.lr = 0.0
+        backward(net, 0, [0])
+        trainer.step(1)
+        if kind == "dist_async":
+            trainer.synchronize()
+        assert (values_of(net) == 7).all()
+        world.barrier()
+
+    for there in (True, False) if kind == "dist_sync" else (None if kind is None else True,):
+        threads.run(ranks, lambda world, t=there: rank(world, t), per_node, num_servers, serve)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_parameters_are_arrays_of_the_ranks_own(there):
     def rank(world):
@@ -320,6 +400,28 @@ def test_parameters_are_arrays_of_the_ranks_own(there):
         assert all((param.data == world.rank).all() for param in net.parameters())
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_the_first_layers_come_first(kind):
+    """Which the next forward reads first."""
+
+    def rank(world):
+        net, given = network(), {}
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=kind)
+        pushpull = trainer.store.pushpull
+
+        def notes(key, value, out=None, priority=0):
+            given[key] = priority
+            pushpull(key, value, out, priority)
+
+        trainer.store.pushpull = notes
+        backward(net, 0, [0])
+        trainer.step(1)
+        assert len(given) > 2 and sorted(given, key=given.get, reverse=True) == sorted(given)
+        assert len(set(given.values())) == len(given)
+
+    threads.run(1, rank)
 
 
 def test_which_trainer_it_is():
@@ -357,10 +459,13 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
     ({"reproducible": True}, r"\[reproducible\]: expected False with a kvstore, got True"),
     ({"virtual_shards": 8}, r"\[virtual_shards\]: expected None with a kvstore, got 8"),
     ({"policy": Policy(nonfinite="skip")}, r"\[policy\]: expected nonfinite='ignore' with a kvstore, got 'skip'"),
+    ({"policy": "skip"}, r"\[policy\]: expected a Policy, e\.g\. Policy\(unused='zero'\), got 'skip'"),
     ({"kvstore": "dist_snyc"}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 'dist_snyc'"),
     ({"kvstore": 3}, r"\[kvstore\]: expected a KVStore or one of local, .*, got 3"),
     ({"kvstore": None, "update_on_kvstore": True}, r"\[update_on_kvstore\]: expected None without a kvstore, got True"),
+    *[({"update_on_kvstore": wrong}, "update_on_kvstore.: expected True, False or None") for wrong in (0, "no", [1])],
     ({"params": []}, "expected at least one trainable parameter, got none"),
+    ({"params": [*network(1).parameters(), *network(2).parameters()]}, r"\[params\]: expected different names, got '"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(options, message):
     arguments = {"params": network().parameters(), "kvstore": "dist_sync"} | options
@@ -425,7 +530,7 @@ def test_sums_are_neither_written_over_nor_summed_again_before_the_update():
         trainer.allreduce_grads()
         with pytest.raises(StaleGradientError, match=r"expected one backward before each step.*got another one"):
             backward(net, 0, [world.rank])
-        for again in (trainer.allreduce_grads, lambda: trainer.step(1)):
+        for again in (trainer.allreduce_grads, lambda: trainer.step(1), trainer.no_sync().__enter__):
             with pytest.raises(StaleGradientError, match=r"call update\(count\), or step\(0\) to drop them"):
                 again()
         trainer.step(0)
