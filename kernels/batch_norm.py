@@ -1,7 +1,7 @@
 """Floor 0: batch normalisation of NumPy arrays. Imports: numba.
 
 `reference` is the specification. Sums over a plane run in as many lanes as a vector register has (``reassoc``), the
-same in every run, and are added up in float64.
+same in every run since those loops store nothing, and are added up in float64.
 """
 
 from __future__ import annotations

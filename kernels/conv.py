@@ -113,9 +113,18 @@ def _finish(product, bias, relu, out, span):  # type: ignore[no-untyped-def]
                     target[i] = source[i] + b
 
 
+@numba.njit([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"}, **_OPTIONS)
+def _total(x):  # type: ignore[no-untyped-def]
+    # Reassociated, so it may store nothing: a loop that also stores is vectorised only where its arrays lie far enough
+    # apart, which changes the order of the sum, and so its last bits, from one call to the next.
+    total = x.dtype.type(0)
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
 @numba.njit(
     [numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], f[::1], _PAIR) for f in _FLOATS],
-    fastmath={"reassoc", "contract"},
     **_OPTIONS,
 )
 def _gather_through_relu(gy, out, g, dbias, span):  # type: ignore[no-untyped-def]
@@ -126,17 +135,13 @@ def _gather_through_relu(gy, out, g, dbias, span):  # type: ignore[no-untyped-de
         for c in range(gy.shape[1]):
             source, result = gy[n, c, span[0] : span[1]], out[n, c, span[0] : span[1]]
             target = g[c, n * size : (n + 1) * size]
-            total = zero
             for i in range(size):
-                value = source[i] if result[i] > zero else zero
-                target[i] = value
-                total += value
-            dbias[c] += total
+                target[i] = source[i] if result[i] > zero else zero
+            dbias[c] += _total(target)
 
 
 @numba.njit(
     [numba.void(f[:, :, ::1], f[:, ::1], f[::1], _PAIR) for f in _FLOATS],
-    fastmath={"reassoc", "contract"},
     **_OPTIONS,
 )
 def _gather(gy, g, dbias, span):  # type: ignore[no-untyped-def]
@@ -145,11 +150,9 @@ def _gather(gy, g, dbias, span):  # type: ignore[no-untyped-def]
     for n in range(gy.shape[0]):
         for c in range(gy.shape[1]):
             source, target = gy[n, c, span[0] : span[1]], g[c, n * size : (n + 1) * size]
-            total = gy.dtype.type(0)
             for i in range(size):
                 target[i] = source[i]
-                total += source[i]
-            dbias[c] += total
+            dbias[c] += _total(target)
 
 
 class _Block(NamedTuple):
