@@ -1,6 +1,7 @@
 """Manifests and files with any bytes: refused, or what was saved; no crash, no wrong numbers, no memory for nothing."""
 
 import json
+import os
 import random
 import resource
 import zlib
@@ -14,7 +15,8 @@ from hpcdp.checkpoint.shard import ShardReader
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 
-MUTATIONS = 100_000
+MUTATIONS = int(os.environ.get("HPCDP_TEST_FUZZ", "20000"))
+"""``make test-fuzz`` makes 100,000."""
 TOKENS = [
     '"',
     "[",

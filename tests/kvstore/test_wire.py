@@ -1,6 +1,7 @@
 """Messages of asynchronous stores: what is sent arrives, and whatever else arrives is refused and breaks nothing."""
 
 import math
+import os
 import random
 
 import numpy as np
@@ -16,6 +17,9 @@ from hpcdp.kvstore.requests import Requests
 from hpcdp.kvstore.server import REQUESTS
 from hpcdp.kvstore.together import serve
 from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
+
+MESSAGES = int(os.environ.get("HPCDP_TEST_FUZZ", "20000"))
+"""``make test-fuzz`` makes 100,000."""
 
 
 @pytest.mark.parametrize("dtype", [str(dtype) for dtype in DTYPES])
@@ -125,11 +129,11 @@ def table():
     return found[0]
 
 
-def test_a_hundred_thousand_random_messages(table):
+def test_random_messages(table):
     """Each is refused by an error of ours, is not due yet, or is answered; and values are those of valid pushes."""
     rng, requests = random.Random(11), Requests(table)
     refused = answered = waits = 0
-    for message in random_messages(rng, 100_000):
+    for message in random_messages(rng, MESSAGES):
         before = message.copy()
         try:
             answer = requests.answer(rng.randrange(2), decode(message))()
@@ -141,7 +145,7 @@ def test_a_hundred_thousand_random_messages(table):
         waits += answer is None
         answered += answer is not None
         assert answer is None or answer.kind is Kind.DONE
-    assert refused > 30_000 and answered > 1_000 and waits > 10
+    assert refused > 0.3 * MESSAGES and answered > 0.01 * MESSAGES and waits > MESSAGES / 10_000
     for item in table.by_number:
         cell = item.cells[0]
         assert cell.flat.dtype == item.dtype and cell.flat.size == item.count
