@@ -28,6 +28,7 @@ from .updaters import ByFunction, ByOptimizer, Rate, Updater
 from .wire import NO_STATE, VALUE, Message
 
 MOST_STEPS = 1 << 53
+_INT64 = np.iinfo(np.int64)
 _LOOK_S = 0.5
 """Between looks who has died, of those who are held back."""
 
@@ -249,7 +250,7 @@ def take(item: Item, cell: Cell, rank: int, count: int) -> int:
     """The integer under a key, which is ``count`` greater then.
 
     Raises:
-        ConfigError: it is no single integer.
+        ConfigError: it is no single integer, or would be none any more.
     """
     if item.dtype != np.int64 or item.count != 1:
         got = f"{item.shape} {item.dtype}"
@@ -258,7 +259,10 @@ def take(item: Item, cell: Cell, rank: int, count: int) -> int:
 
     def add(flat: np.ndarray) -> None:
         taken[0] = int(flat[0])
-        flat[0] += count
+        following = taken[0] + count
+        if not _INT64.min <= following <= _INT64.max:
+            raise ConfigError("take", where=f"key {item.key!r}", expected="a sum that int64 holds", got=following)
+        flat[0] = following
 
     cell.change(add, rank)
     return taken[0]
