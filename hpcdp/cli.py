@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, commands, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -249,9 +249,12 @@ def _ended_by(status: int) -> str:
 
 
 def _draw_what_there_is(run_dir: str) -> None:
+    from hpcdp.checkpoint.lock import require_free
+    from hpcdp.train.run_dir import CHECKPOINTS
     from hpcdp.train.run_folder import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
+        require_free(Path(run_dir) / CHECKPOINTS)  # the folder of another job, which has refused this one
         draw_run(Path(run_dir))
 
 

@@ -90,9 +90,13 @@ class Checkpoints:
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
         """Take in what the state consists of, and restore it where the run goes on; every rank must call.
 
+        From here on no other job saves in the folder.
+
         Raises:
-            DataError: there is no good checkpoint.
+            DataError: there is no good checkpoint; or another job saves there.
         """
+        if not self.resume or self.manager.steps():  # else there is nothing to keep others from
+            self.manager.claim()
         self._agreement = world.keep(Agreement, lambda: Agreement(world, 2))
         self._agreement.finish()  # of a `fit` that has failed
         self._parts = dict(parts) | {"extra": self._extra}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdp.checkpoint import folder as checkpoint_folder
+from hpcdp.checkpoint import lock
 from hpcdp.errors import ConfigError, listed
 
 from .config import AUTO, TrainConfig, load, read_toml
@@ -35,12 +36,14 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
 
     Raises:
         ConfigError: there is no checkpoint in the folder that was named, or settings differ that would change the run.
+        DataError: the run still goes on: another job saves there, which is named.
     """
     config = load(None, said)
     folder = _find(config)
     if folder is None:
         left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
         return dataclasses.replace(config, resume=None, overwrite=left)
+    lock.require_free(folder / CHECKPOINTS)
     before = read_toml(folder / "config.toml")
     others = ("ranks", "servers") if launched else ()
     kept = {name: value for name, value in before.items() if name not in others}

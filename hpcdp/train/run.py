@@ -37,8 +37,8 @@ from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .preemption import StopRequests
-from .run_dir import CHECKPOINTS
-from .run_folder import RunFolder, open_run_folder
+from .run_dir import CHECKPOINTS, drop_empty_run_dir
+from .run_folder import RunFolder, make_run_folder, open_run_folder
 from .shared_count import SharedCount
 from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
@@ -78,12 +78,15 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             _load_kernels(config, train_set, world)
             trainer = make_trainer(config, net, train_set, world)
             loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, trainer.steps_together))
-            config, folder = open_run_folder(config, world)
+            config = make_run_folder(config, world)
+            if world.rank == 0:
+                stack.callback(drop_empty_run_dir, config)
+            checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
+            folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
             if folder is not None:
                 stack.enter_context(folder)
                 callbacks = [ShowProgress(), KeepMetrics(folder)]
-            checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
             records = fit(
                 net,
                 trainer,
@@ -117,10 +120,11 @@ def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFol
 
 @contextlib.contextmanager
 def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> Iterator[Checkpoints]:
-    """When the run is saved, and whether it goes on; every rank must call."""
+    """When the run is saved, and whether it goes on; every rank must call. No other job may save there from here on."""
     with Manager(
         Path(str(config.run_dir)) / CHECKPOINTS, world, keep=config.keep, keep_every=config.keep_every
     ) as manager:
+        manager.claim()
         yield Checkpoints(
             manager,
             every=config.checkpoint_every,

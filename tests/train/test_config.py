@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import cli
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
 from hpcdp.train import config, run_dir, run_folder
@@ -160,7 +161,24 @@ def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: py
     reserved = run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="got No space left on device"):
         run_folder.RunFolder(reserved)
+    run_dir.drop_empty_run_dir(reserved)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_but_claimed_is_empty_and_that_of_another_job_is_left_alone(tmp_path: Path) -> None:
+    config = TrainConfig(run_dir=str(tmp_path / "run"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    lock = WriterLock(tmp_path / "run" / "checkpoints")
+    assert run_dir.reserve_run_dir(config) == config
+    run_dir.drop_empty_run_dir(config)
+    assert (tmp_path / "run" / "checkpoints" / "writer.lock").exists()
+    lock.release()
+    run_dir.drop_empty_run_dir(config)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "mine.pt").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        run_dir.reserve_run_dir(config)
 
 
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from threadpoolctl import threadpool_limits
 
 from hpcdp import data, nn, optim
 from hpcdp.checkpoint import Manager
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train.callbacks import Callback
@@ -275,6 +276,15 @@ def test_one_rank_stops_ranks_that_do_not_wait_for_each_other(tmp_path):
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path):
     with pytest.raises(DataError, match="a complete checkpoint"):
         whole_run(2, tmp_path / "a", resume=True)
+
+
+def test_in_the_folder_of_another_job_not_a_step_is_made(tmp_path):
+    whole_run(1, tmp_path / "a", epochs=1)
+    lock = WriterLock(tmp_path / "a")
+    for resume in (False, True):
+        with pytest.raises(DataError, match=r"expected no other job that saves here, got process "):
+            whole_run(2, tmp_path / "a", resume=resume, kill_at=1)
+    lock.release()
 
 
 def test_what_every_may_be():

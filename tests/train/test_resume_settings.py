@@ -70,6 +70,16 @@ def test_a_folder_that_is_named_must_have_a_checkpoint(here):
             settled({"resume": name}, launched=False)
 
 
+def test_a_run_that_still_goes_on_is_refused(here):
+    leave_run(here / "a")
+    lock = WriterLock(here / "a" / "checkpoints")
+    for said in ({"resume": "a"}, {"resume": "auto", "run_dir": "a"}):
+        with pytest.raises(DataError, match=r"no other job that saves here, got process [0-9]+ of "):
+            settled(said, launched=True)
+    lock.release()
+    assert settled({"resume": "a"}, launched=True).resume == "a"
+
+
 def test_auto_takes_the_run_folder_or_starts_anew_in_it(here):
     said = {"resume": "auto", "run_dir": "a", "model": "mlp"}
     fresh = settled(said, launched=False)

@@ -7,19 +7,23 @@ from hpcdp.errors import ConfigError
 from hpcdp.train import config as settings
 from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.run_folder import RunFolder, draw_run, open_run_folder
+from hpcdp.train.run_folder import RunFolder, draw_run, make_run_folder, open_run_folder
 
 STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
 
 
 def open_on(ranks: int, config: TrainConfig) -> list:
-    return threads.run(ranks, lambda world: open_run_folder(config.for_world(world.size), world))
+    def job(world):
+        made = make_run_folder(config.for_world(world.size), world)
+        return made, open_run_folder(made, world)
+
+    return threads.run(ranks, job)
 
 
 def error_on(ranks: int, config: TrainConfig) -> list[str]:
     def job(world):
         with pytest.raises(ConfigError) as caught:
-            open_run_folder(config, world)
+            make_run_folder(config, world)
         return str(caught.value)
 
     return threads.run(ranks, job)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.train import config as settings
 from hpcdp.train.metrics import read_metrics
 
@@ -71,6 +72,34 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "all epochs are done" in finished.stdout
     assert numbers(tmp_path / "a") == numbers(whole)
+
+
+def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
+    process = started(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--checkpoint-every", "30", epochs=3)
+    files = {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()}
+    for arguments in (("--resume", "a"), ("--run-dir", "a", "--resume", "auto"), ("mlp", "--run-dir", "a")):
+        refused = train(tmp_path, *arguments)
+        assert refused.returncode == 2
+        assert refused.stdout == ""
+        assert refused.stderr.count("\n") == 1
+        named = "got process" in refused.stderr and "another folder" in refused.stderr
+        assert named or arguments[0] == "mlp"
+    assert {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()} == files
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=50)
+    assert process.returncode == 75
+
+
+def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path):
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    lock = WriterLock(tmp_path / "a" / "checkpoints")
+    refused = train(tmp_path, *RUN, "--run-dir", "a")
+    lock.release()
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"hpcdp: lock the checkpoints [a/checkpoints/writer.lock]: expected no other job "
+                                     f"that saves here, got process {os.getpid()} of ")  # fmt: skip
+    assert refused.stdout == ""
+    assert [path.name for path in (tmp_path / "a").rglob("*")] == ["checkpoints", "writer.lock"]
 
 
 def test_a_run_with_a_killed_rank_goes_on_from_its_last_checkpoint(whole, tmp_path):
