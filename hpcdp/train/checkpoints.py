@@ -82,8 +82,8 @@ class Checkpoints:
         self._every, self._config = every, None if config is None else dict(config)
         self._extra = dict(extra or {})
         self._parts: dict[str, Any] = {}
-        self._saved: int | None = None
-        """Steps that were done at the last checkpoint."""
+        self._saved: Position | None = None
+        """That of the last checkpoint."""
         self._just_saved = False
         """Whether a save has begun since ranks have last said whether the one before is over."""
 
@@ -105,7 +105,7 @@ class Checkpoints:
         restored = self.manager.restore(into=self._state(Position(1, 0, 0)))
         self.restored = restored.state["extra"]
         position = Position(**{name: int(restored.state["position"][name]) for name in Position._fields})
-        self._saved = position.total
+        self._saved = position
         return position
 
     def _state(self, position: Position) -> dict[str, Any]:
@@ -151,9 +151,12 @@ class Checkpoints:
             self._save(position, wait=not together, record=record)
 
     def at_end(self, position: Position, record: Record | None) -> None:
-        """After the last epoch: save its state, and wait until that is done; every rank must call."""
+        """After the last epoch: save its state, and wait until that is done; every rank must call.
+
+        Also over a checkpoint after the last step, where the run was stopped before the epoch had ended.
+        """
         self._agreement.finish()
-        if self._saved != position.total:
+        if self._saved != position:
             self._save(position, wait=True, record=record)
         self.manager.wait()
 
@@ -162,7 +165,7 @@ class Checkpoints:
         return Reason.NONE if self.stop is None else self.stop.reason
 
     def _stop_here(self, position: Position, reason: Reason) -> None:
-        if self._saved != position.total:
+        if self._saved is None or self._saved.total != position.total:
             self._save(position, wait=True)
         self.manager.wait()
         self.stopped = Stopped(position, reason)
@@ -172,4 +175,4 @@ class Checkpoints:
         metrics = {name: float(numbers[name]) for name in _METRICS if name in numbers}
         state = self._state(position)
         self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
-        self._saved, self._just_saved = position.total, True
+        self._saved, self._just_saved = position, True

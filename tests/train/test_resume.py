@@ -212,6 +212,16 @@ def test_a_checkpoint_an_epoch_has_its_numbers_and_the_last_is_of_the_end(tmp_pa
     assert again[3] == steps
 
 
+def test_a_run_that_was_stopped_after_its_last_step_is_done_when_it_has_gone_on(tmp_path):
+    whole = whole_run(2, tmp_path / "whole")
+    stopped = whole_run(2, tmp_path / "a", stop_at=EPOCHS * STEPS - 1)
+    assert stopped[2].position == (EPOCHS, STEPS, EPOCHS * STEPS)
+    resumed = whole_run(2, tmp_path / "a", resume=True)
+    assert stopped[0].records + resumed[0].records == whole[0].records
+    again = whole_run(2, tmp_path / "a", resume=True)
+    assert (again[0].records, again[3]) == ([], [EPOCHS * STEPS])
+
+
 def test_more_epochs_go_on_after_the_last(tmp_path):
     whole = whole_run(2, tmp_path / "whole", optimizer="adam", epochs=3)
     whole_run(2, tmp_path / "a", optimizer="adam", epochs=2)

@@ -68,10 +68,12 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
     assert again.returncode == 0, again.stderr[-3000:]
     assert numbers(tmp_path / "a") == numbers(whole)
     assert (tmp_path / "a" / "config.toml").read_text() == (whole / "config.toml").read_text()
+    assert "going on in a\n" in again.stdout
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     finished = train(tmp_path, "--resume", "a")
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "all epochs are done" in finished.stdout
-    assert numbers(tmp_path / "a") == numbers(whole)
+    assert finished.stdout == "a: all epochs are done, there is nothing to go on with\n"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
 
 
 def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
