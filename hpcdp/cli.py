@@ -62,8 +62,13 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["train"]:  # first of all: what follows takes seconds
+        from hpcdp.train import early_stop
+
+        early_stop.note()
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        arguments = _parse(argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
         status = command(arguments)
         sys.stdout.flush()
@@ -189,7 +194,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from hpcdp.launch.ending import fail
     from hpcdp.launch.local import launch, launched_ranks
     from hpcdp.train import config as settings
-    from hpcdp.train import run_dir
+    from hpcdp.train import early_stop, run_dir
 
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     path = getattr(arguments, "config", None)
@@ -208,7 +213,7 @@ def _train(arguments: argparse.Namespace) -> int:
         config = run_dir.reserve_run_dir(config)
     try:
         program = [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)]
-        status = launch(ranks, program, servers=servers)
+        status = launch(ranks, program, servers=servers, usr1_has_come=early_stop.has_come)
     finally:
         run_dir.drop_empty_run_dir(config)
     if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on

@@ -22,6 +22,8 @@ from hpcdp.comm.communicator import Request
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import ConfigError
 
+from . import early_stop
+
 STOPPED = os.EX_TEMPFAIL
 """The exit status 75 of a run that has stopped early and can go on: start it again with ``--resume auto``."""
 
@@ -109,6 +111,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {each: signal.signal(each, self._note) for each in self._signals}
+            if early_stop.has_come():
+                self._noted = Reason.SIGUSR1
         return self
 
     def __exit__(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.launch import watch
 from hpcdp.train import config as settings
 from hpcdp.train.metrics import read_metrics
 
@@ -74,6 +75,29 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout == "a: all epochs are done, there is nothing to go on with\n"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
+
+
+@pytest.mark.parametrize("moment", ["the launcher", "mpirun", "ranks"])
+def test_a_signal_while_it_starts_is_not_lost_and_ends_nobody(moment, tmp_path):
+    process = subprocess.Popen(
+        command(*RUN, "--epochs", "4000", "--run-dir", "a"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not has_come_to(moment, process.pid):
+        assert process.poll() is None and time.monotonic() < deadline
+    process.send_signal(signal.SIGUSR1)
+    shown, errors = process.communicate(timeout=80)
+    assert process.returncode == 75, errors[-3000:]
+    assert "stopped early after step 2 (SIGUSR1): a checkpoint is in a/checkpoints\n" in shown
+
+
+def has_come_to(moment: str, launcher: int) -> bool:
+    if moment == "the launcher":  # its handler
+        return watch._takes(launcher, signal.SIGUSR1)
+    if moment == "mpirun":
+        return bool(Path(f"/proc/{launcher}/task/{launcher}/children").read_text())
+    return any(watch._ranks_below(launcher))
 
 
 def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
