@@ -169,8 +169,8 @@ def _supervise(
     environ: Mapping[str, str],
     ranks: int,
     family: str,
-    servers: int,
-    usr1_has_come: Callable[[], bool] | None,
+    servers: int = 0,
+    usr1_has_come: Callable[[], bool] | None = None,
 ) -> int:
     watched = {*_FORWARDED, signal.SIGCHLD}
     libc = ctypes.CDLL(None)
