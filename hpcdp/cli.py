@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hpcdp
-from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
+from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:
     from hpcdp.benchmarks.options import Parser
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hpcdp.launch import ProgramMissingError
         from hpcdp.launch.ending import fail
 
-        asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError)
+        asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
 
 

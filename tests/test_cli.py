@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp import cli
+from hpcdp.errors import SaveError
+
 COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
 
@@ -120,6 +123,17 @@ def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp
 
 
 @pytest.mark.slow
+def test_what_cannot_be_written_was_not_asked_wrongly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> int:
+        raise SaveError("save", got="No space left on device")
+
+    monkeypatch.setattr(cli, "_train", fail)
+    assert cli.main(["train"]) == 1
+    assert capsys.readouterr().err == "hpcdp: save: got No space left on device\n"
+
+
 def test_train_over_two_ranks(tmp_path: Path) -> None:
     done = hpcdp("train", "lenet", "--data", "digits", "--ranks", "2", *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
