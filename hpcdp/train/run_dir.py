@@ -16,8 +16,12 @@ from hpcdp.errors import ConfigError, DataError
 
 from .config import TrainConfig
 
-RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
-"""What a run leaves in its folder, and so all that ``overwrite`` may remove from one, with `CHECKPOINTS`."""
+RUN_FILES = (
+    "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.tmp",
+    "metrics.jsonl.tmp",
+)  # fmt: skip
+"""What a run leaves, or one that was killed while it wrote that, in its folder, and so all that ``overwrite`` may
+remove from one, with `CHECKPOINTS`."""
 
 RUNS = "runs"
 """Where new run folders are made."""

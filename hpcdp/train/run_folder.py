@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,6 +86,8 @@ class RunFolder:
                 (self.path / "config.toml").write_text(settings, encoding="utf-8")
             else:
                 replace_file(self.path / "config.toml", settings)
+                if not (self.path / "metrics.jsonl").exists():
+                    warnings.warn(f"{self.path / 'metrics.jsonl'} is gone: what came before is not shown", stacklevel=2)
             self._log = MetricsLog(self.path, append=config.resume is not None)
         except OSError as error:
             if config.resume is None:

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 
 import pytest
@@ -98,6 +99,15 @@ def test_an_interrupted_run_keeps_its_numbers_and_gets_its_curves(tmp_path):
         raise KeyboardInterrupt
     assert read_metrics(tmp_path / "metrics.jsonl") == [STEP]
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_a_resumed_run_says_that_its_numbers_are_gone(tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path), ranks=2)
+    with RunFolder(config) as folder:
+        folder.write(STEP)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"metrics.jsonl is gone: what came before is not shown"):
+        RunFolder(dataclasses.replace(config, resume=str(tmp_path)))
 
 
 def test_a_run_that_fails_before_its_first_number_has_no_curves(tmp_path):
