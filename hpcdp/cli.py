@@ -13,9 +13,10 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import hpcdp
 from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
@@ -62,7 +63,27 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
-    argv = sys.argv[1:] if argv is None else argv
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Those of hpcdp are for who runs the command: a line, without that of the source; others are for who writes it."""
+    text = f"hpcdp: {message}\n" if category is UserWarning else None
+    text = text or warnings.formatwarning(message, category, filename, lineno, line)
+    with contextlib.suppress(OSError):
+        (file or sys.stderr).write(text)
+
+
+def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["train"]:  # first of all: what follows takes seconds
         from hpcdp.train import early_stop
 

@@ -345,6 +345,7 @@ class Manager:
         self.wait()
         comm = self.world.comm
         steps = self.steps() if step is None else [step]
+        count = len(steps)
         if not steps:
             raise DataError("restore", where=self.path, expected="a complete checkpoint", got="none")
         while True:
@@ -353,7 +354,10 @@ class Manager:
                 return self._restore(chosen, into, strict, rename)
             except DataError as error:
                 if not steps:
-                    error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
+                    if step is not None:
+                        error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
+                    elif count > 1:
+                        error.remedy = f"no other is left: all {count} checkpoints are damaged"
                     raise
                 if self.world.rank == 0:
                     warnings.warn(f"{error}: taking step {steps[-1]} instead", stacklevel=2)

@@ -1,6 +1,7 @@
 """Whole runs over real ranks that are stopped or killed, and go on: their curves are those of one that was not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -156,6 +157,21 @@ def test_a_time_limit(tmp_path):
     done = train(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--time-limit-s", "0.1")
     assert done.returncode == 75
     assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in done.stdout
+
+
+def test_a_damaged_checkpoint_is_named_in_a_line_and_the_one_before_is_taken(tmp_path):
+    done = train(tmp_path, *RUN, "--epochs", "2", "--run-dir", "a", "--checkpoint-every", "20")
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, older, newest = sorted((tmp_path / "a" / "checkpoints").glob("step-*"))
+    for path in (newest, older):
+        (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes().replace(b"step", b"stop", 1))
+    again = train(tmp_path, "--resume", "a")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert [re.sub(r"step-0+", "", line) for line in again.stderr.splitlines()] == [
+        f"hpcdp: read the checkpoint [a/checkpoints/{damaged}/manifest.json]: expected an undamaged manifest, "
+        f"got a checksum that does not fit: taking step {step} instead"
+        for damaged, step in ((int(newest.name[5:]), int(older.name[5:])), (int(older.name[5:]), 20))
+    ]
 
 
 def test_what_a_killed_start_has_left_is_started_over(tmp_path):
