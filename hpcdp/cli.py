@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, comm, commands, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -13,12 +13,13 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import hpcdp
-from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError
+from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
 
 if TYPE_CHECKING:
     from hpcdp.benchmarks.options import Parser
@@ -62,8 +63,33 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Those of hpcdp are for who runs the command: a line, without that of the source; others are for who writes it."""
+    text = f"hpcdp: {message}\n" if category is UserWarning else None
+    text = text or warnings.formatwarning(message, category, filename, lineno, line)
+    with contextlib.suppress(OSError):
+        (file or sys.stderr).write(text)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["train"]:  # first of all: what follows takes seconds
+        from hpcdp.train import early_stop
+
+        early_stop.note()
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        arguments = _parse(argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
         status = command(arguments)
         sys.stdout.flush()
@@ -79,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from hpcdp.launch import ProgramMissingError
         from hpcdp.launch.ending import fail
 
-        asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError)
+        asked_wrongly = isinstance(error, ConfigError | DataError | LaunchError) and not isinstance(error, SaveError)
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
 
 
@@ -189,7 +215,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from hpcdp.launch.ending import fail
     from hpcdp.launch.local import launch, launched_ranks
     from hpcdp.train import config as settings
-    from hpcdp.train import run_dir
+    from hpcdp.train import early_stop, run_dir
 
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     path = getattr(arguments, "config", None)
@@ -208,7 +234,7 @@ def _train(arguments: argparse.Namespace) -> int:
         config = run_dir.reserve_run_dir(config)
     try:
         program = [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)]
-        status = launch(ranks, program, servers=servers)
+        status = launch(ranks, program, servers=servers, usr1_has_come=early_stop.has_come)
     finally:
         run_dir.drop_empty_run_dir(config)
     if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on
@@ -249,9 +275,12 @@ def _ended_by(status: int) -> str:
 
 
 def _draw_what_there_is(run_dir: str) -> None:
+    from hpcdp.checkpoint.lock import require_free
+    from hpcdp.train.run_dir import CHECKPOINTS
     from hpcdp.train.run_folder import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
+        require_free(Path(run_dir) / CHECKPOINTS)  # the folder of another job, which has refused this one
         draw_run(Path(run_dir))
 
 

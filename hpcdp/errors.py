@@ -76,6 +76,11 @@ class DataError(HpcdpError):
     """A data file is missing, damaged or of another format."""
 
 
+class SaveError(DataError):
+    """A checkpoint could not be written while training, e.g. on a full disk. The command line exits with 1: what was
+    asked was right."""
+
+
 class ArrayMixError(HpcdpError):
     """Arrays of different namespaces or devices met in one operation."""
 

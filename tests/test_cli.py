@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
+
+from hpcdp import cli
+from hpcdp.errors import SaveError
 
 COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
@@ -120,6 +124,30 @@ def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp
 
 
 @pytest.mark.slow
+def test_what_cannot_be_written_was_not_asked_wrongly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> int:
+        raise SaveError("save", got="No space left on device")
+
+    monkeypatch.setattr(cli, "_train", fail)
+    assert cli.main(["train"]) == 1
+    assert capsys.readouterr().err == "hpcdp: save: got No space left on device\n"
+
+
+def test_a_warning_of_a_command_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def warn(arguments: object) -> int:
+        warnings.warn("taking step 7 instead", stacklevel=1)
+        warnings.warn("of an array", RuntimeWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(cli, "_train", warn)
+    assert cli.main(["train"]) == 0
+    ours, *others = capsys.readouterr().err.splitlines()
+    assert ours == "hpcdp: taking step 7 instead"
+    assert "RuntimeWarning: of an array" in others[0]
+
+
 def test_train_over_two_ranks(tmp_path: Path) -> None:
     done = hpcdp("train", "lenet", "--data", "digits", "--ranks", "2", *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -164,6 +164,16 @@ class Manager:
         if saving.error is not None:
             raise saving.error
 
+    def claim(self) -> None:
+        """Keep other jobs from saving here until `close`; every rank must call. The first `save` does it by itself.
+
+        Makes the folder, and removes what saves that did not end have left behind.
+
+        Raises:
+            DataError: another job saves here, which is named, or the folder cannot be written; on every rank.
+        """
+        on_rank_0(self.world.comm, self._claim)
+
     def save(
         self,
         step: int,
@@ -247,14 +257,19 @@ class Manager:
             "step": number, "metrics": finite, "config": dict(config or {}), "commit_file": not self._atomic_rename,
         }  # fmt: skip
 
-    def _prepare(self, partial: Path) -> None:
-        """On rank 0: the lock, and an empty folder to write to."""
+    def _claim(self) -> None:
+        """On rank 0: the folder, and its lock."""
         with failing("save", lambda: self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = WriterLock(self.path)
                 for path in folder.clean(self.path, self._atomic_rename):
                     warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
+
+    def _prepare(self, partial: Path) -> None:
+        """On rank 0: the lock, and an empty folder to write to."""
+        self._claim()
+        with failing("save", lambda: self.path):
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
                 shutil.rmtree(partial, ignore_errors=True)
@@ -330,6 +345,7 @@ class Manager:
         self.wait()
         comm = self.world.comm
         steps = self.steps() if step is None else [step]
+        count = len(steps)
         if not steps:
             raise DataError("restore", where=self.path, expected="a complete checkpoint", got="none")
         while True:
@@ -338,7 +354,10 @@ class Manager:
                 return self._restore(chosen, into, strict, rename)
             except DataError as error:
                 if not steps:
-                    error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
+                    if step is not None:
+                        error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
+                    elif count > 1:
+                        error.remedy = f"no other is left: all {count} checkpoints are damaged"
                     raise
                 if self.world.rank == 0:
                     warnings.warn(f"{error}: taking step {steps[-1]} instead", stacklevel=2)

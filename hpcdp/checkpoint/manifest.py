@@ -149,9 +149,10 @@ def parse(content: bytes, where: object) -> Manifest:
         DataError: it is damaged, or of another format; names ``where``.
     """
     body, _, line = content.rpartition(b'"crc32": "')
+    if not body or f'{zlib.crc32(body):08x}"}}\n'.encode() != line:
+        expected = "an undamaged manifest"
+        raise DataError("read the checkpoint", where=where, expected=expected, got="a checksum that does not fit")
     try:
-        if not body or f'{zlib.crc32(body):08x}"}}\n'.encode() != line:
-            raise ValueError("a checksum that does not fit")
         members = json.loads(content, parse_constant=_refuse_constant)
         if members["format"] != FORMAT or members["version"] != VERSION or members["block_nbytes"] != BLOCK_NBYTES:
             raise ValueError(f"format {members['format']!r}, version {members['version']!r}")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpcdp.errors import LaunchError
@@ -28,6 +28,7 @@ from .watch import End, Watch, first_failure
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S = 10.0
+_HOLD_S = 0.05
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _RANKS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -55,7 +56,13 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in _RANK_VARIABLES if environ.get(name, "").isdecimal()), None)
 
 
-def launch(ranks: int, program: Sequence[str], mpi_args: str = "", servers: int = 0) -> int:
+def launch(
+    ranks: int,
+    program: Sequence[str],
+    mpi_args: str = "",
+    servers: int = 0,
+    usr1_has_come: Callable[[], bool] | None = None,
+) -> int:
     """Runs ``program`` as ``ranks`` ranks on this machine and returns its exit status; MPI is not started here.
 
     Behind them come ``servers`` servers (`hpcdp.kvstore.serve`) in the same MPI job. One that fails ends it as a rank
@@ -63,8 +70,9 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "", servers: int 
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 reach the ranks through mpirun. Ended by a signal to the launcher the
     status is 128 + its number, as in a shell; else it is that of the rank that failed first, which is named on stderr
-    where mpirun does not. Raises `LaunchError` for a missing program, mpirun or MPI library, and `ConfigError` for a
-    limit of the watchdog that every rank would refuse.
+    where mpirun does not. Of a program whose ranks all take SIGUSR1 at some time, ``usr1_has_come`` says whether it has
+    come before: it is held back until they do, and ends nobody that starts. Raises `LaunchError` for a missing program,
+    mpirun or MPI library, and `ConfigError` for a limit of the watchdog that every rank would refuse.
     """
     if launched_ranks() is not None:
         raise LaunchError(
@@ -93,7 +101,7 @@ def launch(ranks: int, program: Sequence[str], mpi_args: str = "", servers: int 
     if servers:
         command += [":", "-n", str(servers), sys.executable, *_SERVER]
     environ = environment(library, mpirun, ranks, os.environ, servers)
-    return _supervise(command, environ, ranks + servers, library.family, servers)
+    return _supervise(command, environ, ranks + servers, library.family, servers, usr1_has_come)
 
 
 def environment(
@@ -156,7 +164,14 @@ def _check_limits() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, family: str, servers: int = 0) -> int:
+def _supervise(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    ranks: int,
+    family: str,
+    servers: int = 0,
+    usr1_has_come: Callable[[], bool] | None = None,
+) -> int:
     watched = {*_FORWARDED, signal.SIGCHLD}
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -174,7 +189,7 @@ def _supervise(command: Sequence[str], environ: Mapping[str, str], ranks: int, f
                 environ = left_behind.enter_context(segments.own_folder(environ))
             mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec)
             with contextlib.closing(Watch(mpirun.pid, ranks, watched, servers)) as watch:
-                ended_by = _forward_signals(mpirun, watch)
+                ended_by = _forward_signals(mpirun, watch, usr1_has_come)
                 ends = watch.ends()
             _end_orphans()
     finally:
@@ -204,7 +219,9 @@ def _explained(ends: Sequence[End], code: int, family: str) -> int:
     return first.exit_status or 1
 
 
-def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | None:
+def _forward_signals(
+    mpirun: subprocess.Popen[bytes], watch: Watch, usr1_has_come: Callable[[], bool] | None
+) -> int | None:
     """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself.
 
     A second ending signal, or the end of the grace time after the first one, after a rank has failed or after the last
@@ -212,8 +229,12 @@ def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | Non
     """
     ended_by: int | None = None
     deadline = float("inf")
+    is_held = usr1_has_come is not None and usr1_has_come()
     while mpirun.poll() is None:
-        received = watch.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+        received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
+        if is_held and watch.all_take(signal.SIGUSR1):
+            mpirun.send_signal(signal.SIGUSR1)
+            is_held = False
         if watch.failed is not None:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
             deadline = min(deadline, watch.failed.at_s + _GRACE_S)
         alone_s = watch.servers_alone_since_s  # those of a program that has never come to hpcdp.init()
@@ -225,6 +246,8 @@ def _forward_signals(mpirun: subprocess.Popen[bytes], watch: Watch) -> int | Non
                 print(f"hpcdp launch: {why} in {_GRACE_S:g} s: killed", file=sys.stderr, flush=True)
             mpirun.kill()
             mpirun.wait()
+        elif received is not None and received.number == signal.SIGUSR1 and usr1_has_come is not None:
+            is_held = True
         elif received is not None and received.number in _FORWARDED:
             if received.number in _ENDING:
                 deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
@@ -83,7 +84,7 @@ class Watch:
     """
 
     def __init__(self, mpirun: int, ranks: int, signals: set[signal.Signals], servers: int = 0) -> None:
-        self._mpirun, self._missing, self._workers = mpirun, ranks, ranks - servers
+        self._mpirun, self._count, self._missing, self._workers = mpirun, ranks, ranks, ranks - servers
         self._pause_s, self._next_look = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
         self._ends: dict[int, End] = {}  # by pidfd, the first end first
@@ -125,6 +126,11 @@ class Watch:
             end if end.status is not None else end._replace(status=_status_of_reaped(descriptor))
             for descriptor, end in self._ends.items()
         ]
+
+    def all_take(self, number: signal.Signals) -> bool:
+        """Whether all ranks have been started, and a signal has lost its default effect, to end them, on each."""
+        pids = [pid for _, pid in _ranks_below(self._mpirun)]
+        return len(pids) == self._count and all(_takes(pid, number) for pid in pids)
 
     def _see(self, timeout_s: float) -> None:
         for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first
@@ -203,6 +209,15 @@ def _rank(pid: int) -> int | None:
             if variable.startswith(_RANK_VARIABLES):
                 return int(variable.partition(b"=")[2])
     return None
+
+
+def _takes(pid: int, number: signal.Signals) -> bool:
+    """Whether a process catches or ignores a signal (proc(5), SigCgt and SigIgn)."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        masks = re.findall(r"^Sig(?:Cgt|Ign):\s+([0-9a-f]+)$", status, re.MULTILINE)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    return False
 
 
 def _status_of_zombie(pid: int) -> int | None:

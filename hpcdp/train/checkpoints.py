@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdp.comm import World
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, DataError, SaveError
 
 from .metrics import Record
 from .preemption import Agreement, Reason, StopRequests
@@ -51,13 +52,14 @@ class Checkpoints:
             none until the end. Where ranks do not step together they have a common state at the end of an epoch alone,
             and so a checkpoint there.
         stop: asks for an early end; see `stopped`.
-        resume: go on from the newest good checkpoint of the folder, which must have one.
+        resume: go on from the newest good checkpoint of the folder, which must have one. False: the folder must have
+            none.
         extra: further entries of the state, e.g. the moving average of a network, restored in place where they can be;
             their numbers are in `restored`.
         config: the settings, for the checkpoint's own record.
 
     Raises:
-        ConfigError: ``every`` is none of that.
+        ConfigError: ``manager`` or ``every`` is none of that.
     """
 
     def __init__(
@@ -74,6 +76,10 @@ class Checkpoints:
         if not (whole or every in (None, EPOCH)):
             expected = f"a number of steps, {EPOCH!r} or None"
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
+        from hpcdp.checkpoint import Manager  # not before: who does not save needs none of it
+
+        if not isinstance(manager, Manager):
+            raise ConfigError("Checkpoints", where="manager", expected="a checkpoint.Manager", got=repr(manager))
         self.manager, self.stop, self.resume = manager, stop, resume
         self.stopped: Stopped | None = None
         """Set where `fit` returned before all epochs were done."""
@@ -82,17 +88,27 @@ class Checkpoints:
         self._every, self._config = every, None if config is None else dict(config)
         self._extra = dict(extra or {})
         self._parts: dict[str, Any] = {}
-        self._saved: int | None = None
-        """Steps that were done at the last checkpoint."""
+        self._saved: Position | None = None
+        """That of the last checkpoint."""
         self._just_saved = False
         """Whether a save has begun since ranks have last said whether the one before is over."""
 
     def begin(self, world: World, parts: Mapping[str, Any]) -> Position:
         """Take in what the state consists of, and restore it where the run goes on; every rank must call.
 
+        From here on no other job saves in the folder.
+
         Raises:
-            DataError: there is no good checkpoint.
+            ConfigError: there are checkpoints, and the run does not go on from them.
+            DataError: there is no good checkpoint; or another job saves there.
         """
+        if not self.resume or self.manager.steps():  # else there is nothing to keep others from
+            self.manager.claim()
+        if not self.resume and (steps := self.manager.steps()):
+            raise ConfigError(
+                "Checkpoints", where=self.manager.path, expected="no checkpoint of another run",
+                got=f"that of step {steps[-1]}", remedy="pass resume=True to go on, or take another folder",
+            )  # fmt: skip
         self._agreement = world.keep(Agreement, lambda: Agreement(world, 2))
         self._agreement.finish()  # of a `fit` that has failed
         self._parts = dict(parts) | {"extra": self._extra}
@@ -101,7 +117,7 @@ class Checkpoints:
         restored = self.manager.restore(into=self._state(Position(1, 0, 0)))
         self.restored = restored.state["extra"]
         position = Position(**{name: int(restored.state["position"][name]) for name in Position._fields})
-        self._saved = position.total
+        self._saved = position
         return position
 
     def _state(self, position: Position) -> dict[str, Any]:
@@ -116,7 +132,7 @@ class Checkpoints:
         pending = self.manager.pending
         asked, is_under_way = self._agreement.exchange(self._asked, pending and not self.manager.over)
         if pending and not is_under_way and not self._just_saved:
-            self.manager.wait()  # nobody waits: it is over on all ranks
+            self._wait()  # nobody waits: it is over on all ranks
         self._just_saved = False
         if asked:
             self._stop_here(position, Reason(self._agreement.finish()[0]))  # who is asked stays so
@@ -147,25 +163,46 @@ class Checkpoints:
             self._save(position, wait=not together, record=record)
 
     def at_end(self, position: Position, record: Record | None) -> None:
-        """After the last epoch: save its state, and wait until that is done; every rank must call."""
+        """After the last epoch: save its state, and wait until that is done; every rank must call.
+
+        Also over a checkpoint after the last step, where the run was stopped before the epoch had ended.
+        """
         self._agreement.finish()
-        if self._saved != position.total:
+        if self._saved != position:
             self._save(position, wait=True, record=record)
-        self.manager.wait()
+        self._wait()
 
     @property
     def _asked(self) -> Reason:
         return Reason.NONE if self.stop is None else self.stop.reason
 
     def _stop_here(self, position: Position, reason: Reason) -> None:
-        if self._saved != position.total:
+        if self._saved is None or self._saved.total != position.total:
             self._save(position, wait=True)
-        self.manager.wait()
+        self._wait()
         self.stopped = Stopped(position, reason)
 
     def _save(self, position: Position, *, wait: bool, record: Record | None = None) -> None:
         numbers = {} if record is None else record
         metrics = {name: float(numbers[name]) for name in _METRICS if name in numbers}
         state = self._state(position)
-        self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
-        self._saved, self._just_saved = position.total, True
+        with self._writing():
+            self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)
+        self._saved, self._just_saved = position, True
+
+    def _wait(self) -> None:
+        with self._writing():
+            self.manager.wait()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What cannot be written ends the training, and says where it can go on; on all ranks, as the error is."""
+        try:
+            yield
+        except DataError as error:
+            steps = self.manager.steps()
+            newest = f"the newest complete checkpoint is of step {steps[-1]}" if steps else "no checkpoint is complete"
+            raise SaveError(
+                error.operation, where=error.where, expected=error.expected, got=error.got, rank=error.rank,
+                remedy=f"make room there, or make it writable, and go on with --resume: {newest}",
+            ) from error  # fmt: skip

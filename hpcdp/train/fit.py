@@ -66,8 +66,10 @@ def fit(
         what is in it).
 
     Raises:
-        ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them.
-        DataError: there is no checkpoint to go on from, or one could not be written; on every rank.
+        ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them; or
+            there are checkpoints, and the run does not go on from them.
+        DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
+        SaveError: a checkpoint could not be written; on every rank. Older ones are as they were.
     """
     world = world or init()
     on_every_rank(world.comm, lambda: _check_loader(loader, trainer))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import enum
 import math
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -17,12 +20,19 @@ import numpy as np
 from hpcdp.comm import World
 from hpcdp.comm.communicator import Request
 from hpcdp.comm.watchdog import Watchdog
+from hpcdp.errors import ConfigError
+
+from . import early_stop
 
 STOPPED = os.EX_TEMPFAIL
 """The exit status 75 of a run that has stopped early and can go on: start it again with ``--resume auto``."""
 
 _GRACE_S, _GRACE_SHARE = 120.0, 0.1
 """So long before the end of a batch job, but not longer than this share of what is left of it, a run stops."""
+
+_SQUEUE_S = 5.0
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables of launchers, the innermost one first."""
 
 _OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 """Variables of Open MPI's mpirun and of MPICH's; inside of them those of srun describe the launcher's daemons."""
@@ -36,7 +46,7 @@ class Reason(enum.IntEnum):
     """`StopRequests.request`."""
     TIME_LIMIT = 2
     JOB_END = 3
-    """A batch job has little time left (``SLURM_JOB_END_TIME``)."""
+    """A batch job has little time left."""
     SIGTERM = 4
     SIGUSR1 = 5
 
@@ -52,8 +62,12 @@ class StopRequests:
     tear nothing. Under Open MPI's mpirun SIGTERM leaves ranks a quarter of a second, and so stays what it is.
 
     Args:
-        time_limit_s: seconds from now; None: none. A batch job's own end (``SLURM_JOB_END_TIME``) counts in any case.
+        time_limit_s: seconds from now, at least 0; None: none. The end of a Slurm job counts in any case where
+            ``SLURM_JOB_END_TIME`` says it, which older versions do not set; there rank 0 asks ``squeue``, if it can.
         environ: where the launcher's and Slurm's variables are.
+
+    Raises:
+        ConfigError: ``time_limit_s`` is none of that.
     """
 
     def __init__(self, time_limit_s: float | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -66,7 +80,12 @@ class StopRequests:
         self.limit(time_limit_s)
 
     def limit(self, time_limit_s: float | None) -> None:
-        """Stop after so many seconds from now; None: no such limit."""
+        """Stop after so many seconds from now, at least 0; None: no such limit. Raises ConfigError."""
+        number = isinstance(time_limit_s, int | float) and not isinstance(time_limit_s, bool)
+        if not (time_limit_s is None or (number and time_limit_s >= 0)):
+            raise ConfigError(
+                "StopRequests", where="time_limit_s", expected="seconds, at least 0, or None", got=repr(time_limit_s)
+            )
         self._limits[Reason.TIME_LIMIT] = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         self._first_limit = min(self._limits.values())
 
@@ -92,6 +111,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {each: signal.signal(each, self._note) for each in self._signals}
+            if early_stop.has_come():
+                self._noted = Reason.SIGUSR1
         return self
 
     def __exit__(
@@ -112,10 +133,25 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 def _end_of_job(environ: Mapping[str, str]) -> float:
     """When to stop before the batch job ends (monotonic); never outside of one."""
     text = environ.get("SLURM_JOB_END_TIME", "")
-    if not text.isdecimal():
+    end_s = float(text) if text.isdecimal() else 0.0 if text else _end_by_squeue(environ)
+    left_s = end_s - time.time()
+    if left_s <= 0:  # the job runs: that is not its end
         return math.inf
-    left_s = max(0.0, int(text) - time.time())
     return time.monotonic() + left_s - min(_GRACE_S, _GRACE_SHARE * left_s)
+
+
+def _end_by_squeue(environ: Mapping[str, str]) -> float:
+    """When the job ends (seconds since 1970) as ``squeue`` tells rank 0; 0 elsewhere, and where it does not."""
+    job, rank = environ.get("SLURM_JOB_ID", ""), next((environ[name] for name in _RANKS if name in environ), "0")
+    if not job or rank != "0":
+        return 0.0
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        asked = subprocess.run(
+            ["squeue", "-h", "-j", job, "-o", "%e"], capture_output=True, text=True, timeout=_SQUEUE_S, check=True,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        return datetime.datetime.fromisoformat(asked.stdout.strip()).timestamp()
+    return 0.0
 
 
 class Agreement:

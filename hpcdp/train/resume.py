@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcdp.checkpoint import folder as checkpoint_folder
+from hpcdp.checkpoint import lock, tree
+from hpcdp.checkpoint.overview import look_at
 from hpcdp.errors import ConfigError, listed
 
 from .config import AUTO, TrainConfig, load, read_toml
@@ -26,8 +28,9 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
     """The settings of a run for which ``resume`` was said; one process of the job calls it.
 
     Where there is a checkpoint to go on from, ``resume`` and ``run_dir`` are its run's folder, and what was not said is
-    as it was. Else ``resume`` is None, and the run starts anew: in ``run_dir``, over what a start without a checkpoint
-    has left there, or in a new folder.
+    as it was. Without a ``run_dir`` that is the newest run in `RUNS` that is not at its end and has these settings.
+    Else ``resume`` is None, and the run starts anew: in ``run_dir``, over what a start without a checkpoint has left
+    there, or in a new folder.
 
     Args:
         said: settings by name, of a file or flags; without those that were not said.
@@ -35,12 +38,28 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
 
     Raises:
         ConfigError: there is no checkpoint in the folder that was named, or settings differ that would change the run.
+        DataError: the run still goes on: another job saves there, which is named.
     """
     config = load(None, said)
-    folder = _find(config)
+    folder = _find(config, said, launched)
     if folder is None:
         left = config.run_dir is not None and (Path(config.run_dir) / "config.toml").is_file()
         return dataclasses.replace(config, resume=None, overwrite=left)
+    lock.require_free(folder / CHECKPOINTS)
+    return _settled_in(folder, said, launched)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether the run to be resumed is at its end already: its newest checkpoint says so, which looks undamaged."""
+    found = checkpoint_folder.find(Path(str(config.resume)) / CHECKPOINTS)
+    newest = look_at(found[max(found)], max(found)) if found else None
+    if newest is None or newest.manifest is None or newest.damage is not None:
+        return False
+    epoch = tree.below(newest.manifest.state, "position/epoch")
+    return isinstance(epoch, int) and epoch > config.epochs
+
+
+def _settled_in(folder: Path, said: Mapping[str, Any], launched: bool) -> TrainConfig:
     before = read_toml(folder / "config.toml")
     others = ("ranks", "servers") if launched else ()
     kept = {name: value for name, value in before.items() if name not in others}
@@ -49,10 +68,17 @@ def settled(said: Mapping[str, Any], launched: bool) -> TrainConfig:
     return config
 
 
-def _find(config: TrainConfig) -> Path | None:
+def _find(config: TrainConfig, said: Mapping[str, Any], launched: bool) -> Path | None:
     """The folder of the run that goes on."""
     if config.resume != AUTO:
         folder = Path(str(config.resume))
+        if folder.name == CHECKPOINTS and _has_checkpoint(folder.parent):
+            folder = folder.parent
+        if checkpoint_folder.is_named(folder):
+            raise ConfigError(
+                "resume", where=folder, expected="the folder of a run", got="one of its checkpoints",
+                remedy=f"--resume {folder.parent.parent} goes on from its newest one",
+            )  # fmt: skip
         if not _has_checkpoint(folder):
             raise ConfigError(
                 "resume", where=folder, expected=f"a checkpoint in {folder / CHECKPOINTS}", got="none",
@@ -68,7 +94,15 @@ def _find(config: TrainConfig) -> Path | None:
         for path in Path(RUNS).glob("*")
         if (match := re.fullmatch(f"{stem}-([0-9]+)", path.name)) and _has_checkpoint(path)
     }
-    return numbered[max(numbered)] if numbered else None
+    newest_first = (numbered[number] for number in sorted(numbered, reverse=True))
+    return next((folder for folder in newest_first if _can_go_on(folder, said, launched)), None)
+
+
+def _can_go_on(folder: Path, said: Mapping[str, Any], launched: bool) -> bool:
+    try:
+        return not is_finished(_settled_in(folder, said, launched))
+    except ConfigError:  # another run than the one that was asked for
+        return False
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from hpcdp.autograd import record
 from hpcdp.checkpoint import Manager
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
-from hpcdp.comm.agreement import on_every_rank
+from hpcdp.comm.agreement import on_every_rank, on_rank_0
 from hpcdp.compression import pays_below
 from hpcdp.gradients.rail import node_nbytes
 from hpcdp.nn import Module
@@ -37,8 +37,9 @@ from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .preemption import StopRequests
-from .run_dir import CHECKPOINTS
-from .run_folder import RunFolder, open_run_folder
+from .resume import is_finished
+from .run_dir import CHECKPOINTS, drop_empty_run_dir
+from .run_folder import RunFolder, make_run_folder, open_run_folder
 from .shared_count import SharedCount
 from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
@@ -58,16 +59,21 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
 
     Returns:
         ``stopped``: whether the run ended early, with a checkpoint, and then nothing else but ``run_dir`` and
-        ``records``, as where a resumed run was at its end already. Else the numbers of the report, alike on every rank:
-        ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training, all ranks), ``seconds`` (training), ``comm_s``
-        and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share of ``comm_s`` hidden behind computation, None
-        with one rank and on a store), ``compute_s`` and ``data_s`` (mean over ranks), ``critical_path_s``,
-        ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``, ``compression`` (a
-        line about what it saved, None without), ``store`` (names and texts of lines about it), ``run_dir``, ``trace``
-        (a line about the file, None without one) and ``records`` (one for each epoch of this start, see `fit`).
+        ``records``, as where a resumed run was at its end already, whose folder is then left as it is. Else the numbers
+        of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training, all ranks),
+        ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share of
+        ``comm_s`` hidden behind computation, None with one rank and on a store), ``compute_s`` and ``data_s`` (mean
+        over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank),
+        ``ranks``, ``compression`` (a line about what it saved, None without), ``store`` (names and texts of lines about
+        it), ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one for each epoch of
+        this start, see `fit`).
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
+    if config.resume is not None and on_rank_0(world.comm, lambda: is_finished(config)):
+        if world.rank == 0:
+            print(_at_its_end(config.run_dir), flush=True)
+        return {"stopped": False, "run_dir": config.run_dir, "records": []}
     if stop is None:
         stop = StopRequests(config.time_limit_s)
     with _interruptible(stop), threadpool_limits(config.threads, user_api="blas"):
@@ -78,12 +84,17 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             _load_kernels(config, train_set, world)
             trainer = make_trainer(config, net, train_set, world)
             loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, trainer.steps_together))
-            config, folder = open_run_folder(config, world)
+            config = make_run_folder(config, world)
+            if world.rank == 0:
+                stack.callback(drop_empty_run_dir, config)
+            checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
+            folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
             if folder is not None:
                 stack.enter_context(folder)
                 callbacks = [ShowProgress(), KeepMetrics(folder)]
-            checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
+                if config.resume is not None:
+                    print(f"going on in {config.run_dir}", flush=True)
             records = fit(
                 net,
                 trainer,
@@ -110,17 +121,22 @@ def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFol
             f"stopped early after step {stopped.position.total} ({stopped.reason}): a checkpoint is in "
             f"{run_dir}/{CHECKPOINTS}\ngo on with     hpcdp train --resume {run_dir}"
         )
-    if not result["records"]:
-        return f"{run_dir}: all epochs are done, there is nothing to go on with"
+    if not result["records"]:  # its newest checkpoint is damaged, and that of the step before went far enough
+        return _at_its_end(run_dir)
     return report(result, folder.failure)
+
+
+def _at_its_end(run_dir: str | None) -> str:
+    return f"{run_dir}: all epochs are done, there is nothing to go on with"
 
 
 @contextlib.contextmanager
 def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> Iterator[Checkpoints]:
-    """When the run is saved, and whether it goes on; every rank must call."""
+    """When the run is saved, and whether it goes on; every rank must call. No other job may save there from here on."""
     with Manager(
         Path(str(config.run_dir)) / CHECKPOINTS, world, keep=config.keep, keep_every=config.keep_every
     ) as manager:
+        manager.claim()
         yield Checkpoints(
             manager,
             every=config.checkpoint_every,

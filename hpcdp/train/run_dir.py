@@ -1,4 +1,8 @@
-"""Which folder a run has, and what may be removed from one."""
+"""Which folder a run has, and what may be removed from one.
+
+A job takes the lock of the folder's checkpoints before it writes anything else there, so a folder with nothing but that
+counts as empty.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,16 @@ import os
 import shutil
 from pathlib import Path
 
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, DataError
 
 from .config import TrainConfig
 
-RUN_FILES = ("config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png")
-"""What a run leaves in its folder, and so all that ``overwrite`` may remove from one, with `CHECKPOINTS`."""
+RUN_FILES = (
+    "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.tmp",
+    "metrics.jsonl.tmp",
+)  # fmt: skip
+"""What a run leaves, or one that was killed while it wrote that, in its folder, and so all that ``overwrite`` may
+remove from one, with `CHECKPOINTS`."""
 
 RUNS = "runs"
 """Where new run folders are made."""
@@ -33,7 +41,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     folder = Path(config.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if not _is_empty(folder):
             _clear_run_dir(folder, config.overwrite)
     except OSError as error:
         raise _cannot_make(folder, error) from error
@@ -41,9 +49,20 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
 
 
 def drop_empty_run_dir(config: TrainConfig) -> None:
-    """Removes the reserved run folder of a job that ended before it wrote anything."""
-    with contextlib.suppress(OSError):
-        Path(str(config.run_dir)).rmdir()
+    """Removes the reserved run folder of a job that ended before it wrote anything, unless another one has it now."""
+    folder = Path(str(config.run_dir))
+    with contextlib.suppress(OSError, DataError):
+        if _is_empty(folder):
+            if (folder / CHECKPOINTS).is_dir():
+                _drop_checkpoints(folder / CHECKPOINTS)
+            folder.rmdir()
+
+
+def _is_empty(folder: Path) -> bool:
+    from hpcdp.checkpoint.lock import NAME  # not before: NumPy would be loaded for --help, too
+
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return found <= {CHECKPOINTS, f"{CHECKPOINTS}/{NAME}"} and not (folder / CHECKPOINTS).is_file()
 
 
 def _new_run_dir(stem: str) -> Path:
@@ -71,20 +90,14 @@ def _cannot_make(folder: Path, error: OSError) -> ConfigError:
 
 
 def drop_run_files(folder: Path) -> None:
-    """Removes `RUN_FILES` and checkpoints from ``folder``; nothing else.
-
-    Raises:
-        DataError: another job saves there.
-    """
-    if (folder / CHECKPOINTS).is_dir():
-        _drop_checkpoints(folder / CHECKPOINTS)
+    """Removes `RUN_FILES` from ``folder``; nothing else."""
     for pattern in RUN_FILES:
         for path in folder.glob(pattern):
             path.unlink()
 
 
 def _drop_checkpoints(folder: Path) -> None:
-    from hpcdp.checkpoint.lock import NAME, WriterLock  # not before: NumPy would be loaded for --help, too
+    from hpcdp.checkpoint.lock import NAME, WriterLock
 
     lock = WriterLock(folder)
     try:
@@ -109,4 +122,6 @@ def _clear_run_dir(folder: Path, overwrite: bool) -> None:
             expected="the config.toml of an earlier run in it",
             remedy="choose another --run-dir",
         )
+    if (folder / CHECKPOINTS).is_dir():
+        _drop_checkpoints(folder / CHECKPOINTS)
     drop_run_files(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,7 @@ from hpcdp.errors import ConfigError
 from .config import TrainConfig, load
 from .metrics import MetricsLog, Record, read_metrics, replace_file
 from .plots import draw_curves
-from .run_dir import drop_empty_run_dir, drop_run_files, reserve_run_dir
+from .run_dir import drop_run_files, reserve_run_dir
 
 _OF_ONE_START: dict[str, Any] = {
     "run_dir": None,
@@ -26,22 +27,31 @@ _OF_ONE_START: dict[str, Any] = {
 }
 
 
-def open_run_folder(config: TrainConfig, world: World) -> tuple[TrainConfig, RunFolder | None]:
-    """Make the run folder; every rank must call.
+def make_run_folder(config: TrainConfig, world: World) -> TrainConfig:
+    """Make the run folder, which stays empty, unless the run goes on in one; every rank must call.
 
-    Returns the settings with the folder's name, alike on all ranks, and the open folder on rank 0, None elsewhere.
-    A folder that holds another run, or cannot be written, is the same `ConfigError` on every rank.
+    Returns the settings with the folder's name, alike on all ranks. A folder that holds another run, or cannot be made,
+    is the same `ConfigError` on every rank; one in which another job saves, `DataError`.
+    """
+    if config.resume is not None:
+        return config
+    return dataclasses.replace(config, run_dir=on_rank_0(world.comm, lambda: reserve_run_dir(config).run_dir))
+
+
+def open_run_folder(config: TrainConfig, world: World) -> RunFolder | None:
+    """The files of the run folder, on rank 0; None elsewhere. Every rank must call.
+
+    Nothing but the lock of the checkpoints, which is this job's by now, says that no other job writes them. A folder
+    that cannot be written is the same `ConfigError` on every rank.
     """
     folder: RunFolder | None = None
 
-    def reserve() -> str:
+    def make() -> None:
         nonlocal folder
-        reserved = config if config.resume is not None else reserve_run_dir(config)
-        folder = RunFolder(reserved)
-        return str(reserved.run_dir)
+        folder = RunFolder(config)
 
-    run_dir = on_rank_0(world.comm, reserve)
-    return dataclasses.replace(config, run_dir=run_dir), folder
+    on_rank_0(world.comm, make)
+    return folder
 
 
 def draw_run(folder: Path) -> None:
@@ -76,12 +86,13 @@ class RunFolder:
                 (self.path / "config.toml").write_text(settings, encoding="utf-8")
             else:
                 replace_file(self.path / "config.toml", settings)
+                if not (self.path / "metrics.jsonl").exists():
+                    warnings.warn(f"{self.path / 'metrics.jsonl'} is gone: what came before is not shown", stacklevel=2)
             self._log = MetricsLog(self.path, append=config.resume is not None)
         except OSError as error:
             if config.resume is None:
                 with contextlib.suppress(OSError):  # half a config.toml would keep the folder from being used again
                     drop_run_files(self.path)
-                drop_empty_run_dir(config)
             raise ConfigError(
                 "write the run folder", where=self.path, got=error.strerror, remedy="choose another --run-dir"
             ) from error

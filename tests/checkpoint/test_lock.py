@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from hpcdp.checkpoint import lock
+from hpcdp.checkpoint import Manager, lock
+from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
 HOLDER = """
@@ -55,6 +56,20 @@ def test_a_child_made_by_fork_does_not_hold_what_was_released(tmp_path):
     finally:
         ended.set()
         child.join()
+
+
+def test_a_manager_may_claim_its_folder_before_it_saves(tmp_path):
+    def one(world):
+        with Manager(tmp_path / "a", world) as manager:
+            manager.claim()
+            manager.claim()
+            other = Manager(tmp_path / "a", world)
+            with pytest.raises(DataError, match="expected no other job that saves here"):
+                other.claim()
+            manager.save(1, {})
+
+    threads.run(2, one)
+    lock.WriterLock(tmp_path / "a").release()
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'"x"', b"null"])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp import cli
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
 from hpcdp.train import config, run_dir, run_folder
@@ -135,11 +136,11 @@ def test_new_run_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_results_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     kept = tmp_path / "notes.txt"
-    for name in ("config.toml", "metrics.jsonl", "notes.txt"):
+    for name in ("config.toml", "metrics.jsonl", "notes.txt", "curves.png.part", "metrics.jsonl.tmp"):
         (tmp_path / name).write_text("a result")
     with pytest.raises(ConfigError, match=r"exists and is not empty .*; choose another --run-dir, or add --overwrite"):
         run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path)))
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 5
     run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path), overwrite=True))
     assert list(tmp_path.iterdir()) == [kept]
 
@@ -160,7 +161,24 @@ def test_a_full_disk_at_the_start_leaves_nothing(tmp_path: Path, monkeypatch: py
     reserved = run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match="got No space left on device"):
         run_folder.RunFolder(reserved)
+    run_dir.drop_empty_run_dir(reserved)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_but_claimed_is_empty_and_that_of_another_job_is_left_alone(tmp_path: Path) -> None:
+    config = TrainConfig(run_dir=str(tmp_path / "run"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    lock = WriterLock(tmp_path / "run" / "checkpoints")
+    assert run_dir.reserve_run_dir(config) == config
+    run_dir.drop_empty_run_dir(config)
+    assert (tmp_path / "run" / "checkpoints" / "writer.lock").exists()
+    lock.release()
+    run_dir.drop_empty_run_dir(config)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "mine.pt").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        run_dir.reserve_run_dir(config)
 
 
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import time
@@ -5,6 +6,7 @@ import time
 import pytest
 
 from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
 from hpcdp.train.preemption import Agreement, Reason, StopRequests, started_by_srun
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -57,13 +59,49 @@ def test_time_limits():
     assert not stop.reason
     time.sleep(0.06)
     assert stop.reason is Reason.TIME_LIMIT
-    assert StopRequests(environ={"SLURM_JOB_END_TIME": str(int(time.time()) - 5)}).reason is Reason.JOB_END
     later = int(time.time()) + 3600
     assert not StopRequests(environ={"SLURM_JOB_END_TIME": str(later)}).reason
     soon = StopRequests(3600, {"SLURM_JOB_END_TIME": "Unknown"})
     assert not soon.reason
     soon.request()
     assert soon.reason is Reason.PROGRAM
+
+
+@pytest.mark.parametrize("said", ["5", -1, math.nan, True])
+def test_what_is_no_time_limit(said):
+    with pytest.raises(ConfigError, match=r"time_limit_s.: expected seconds, at least 0, or None, got "):
+        StopRequests(said, {})
+
+
+def test_an_end_of_the_job_that_has_passed_is_none():
+    for end in (0, int(time.time()) - 5):
+        assert not StopRequests(environ={"SLURM_JOB_END_TIME": str(end)}).reason
+    stop = StopRequests(environ={"SLURM_JOB_END_TIME": str(int(time.time()) + 2)})
+    assert not stop.reason
+    time.sleep(1.9)
+    assert stop.reason is Reason.JOB_END
+
+
+@pytest.mark.parametrize(
+    ("rank", "says", "asked"),
+    [
+        ({}, "date -d '+2 seconds' +%Y-%m-%dT%H:%M:%S", True),
+        ({"SLURM_PROCID": "0"}, "date -d '+2 seconds' +%Y-%m-%dT%H:%M:%S", True),
+        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1"}, "date -d '+2 seconds' +%Y-%m-%dT%H:%M:%S", False),
+        ({}, "echo N/A", False),
+        ({}, "exit 1", False),
+    ],
+)
+def test_where_slurm_does_not_say_the_end_rank_0_asks_squeue(rank, says, asked, tmp_path, monkeypatch):
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\n[ "$*" = "-h -j 7 -o %e" ] || exit 1\n{says}\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    stop = StopRequests(environ={"SLURM_JOB_ID": "7"} | rank)
+    assert not stop.reason
+    if asked:
+        time.sleep(2)
+    assert stop.reason is (Reason.JOB_END if asked else Reason.NONE)
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (3, None), (3, 2), (4, 1)])

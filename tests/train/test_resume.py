@@ -8,8 +8,10 @@ from threadpoolctl import threadpool_limits
 
 from hpcdp import data, nn, optim
 from hpcdp.checkpoint import Manager
+from hpcdp.checkpoint import folder as folders
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError, DataError
+from hpcdp.errors import ConfigError, DataError, SaveError
 from hpcdp.train.callbacks import Callback
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
@@ -211,6 +213,16 @@ def test_a_checkpoint_an_epoch_has_its_numbers_and_the_last_is_of_the_end(tmp_pa
     assert again[3] == steps
 
 
+def test_a_run_that_was_stopped_after_its_last_step_is_done_when_it_has_gone_on(tmp_path):
+    whole = whole_run(2, tmp_path / "whole")
+    stopped = whole_run(2, tmp_path / "a", stop_at=EPOCHS * STEPS - 1)
+    assert stopped[2].position == (EPOCHS, STEPS, EPOCHS * STEPS)
+    resumed = whole_run(2, tmp_path / "a", resume=True)
+    assert stopped[0].records + resumed[0].records == whole[0].records
+    again = whole_run(2, tmp_path / "a", resume=True)
+    assert (again[0].records, again[3]) == ([], [EPOCHS * STEPS])
+
+
 def test_more_epochs_go_on_after_the_last(tmp_path):
     whole = whole_run(2, tmp_path / "whole", optimizer="adam", epochs=3)
     whole_run(2, tmp_path / "a", optimizer="adam", epochs=2)
@@ -277,6 +289,41 @@ def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path):
         whole_run(2, tmp_path / "a", resume=True)
 
 
-def test_what_every_may_be():
+def test_in_the_folder_of_another_job_not_a_step_is_made(tmp_path):
+    whole_run(1, tmp_path / "a", epochs=1)
+    lock = WriterLock(tmp_path / "a")
+    for resume in (False, True):
+        with pytest.raises(DataError, match=r"expected no other job that saves here, got process "):
+            whole_run(2, tmp_path / "a", resume=resume, kill_at=1)
+    lock.release()
+
+
+def test_what_it_is_made_of():
     with pytest.raises(ConfigError, match="a number of steps, 'epoch' or None"):
         Checkpoints(None, every=0)
+    with pytest.raises(ConfigError, match=r"Checkpoints \[manager\]: expected a checkpoint.Manager, got 'folder'"):
+        Checkpoints("folder")
+
+
+def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
+    _, _, _, steps = whole_run(2, tmp_path / "a", epochs=1)
+    with pytest.raises(ConfigError, match=f"got that of step {STEPS}; pass resume=True to go on, or take another"):
+        whole_run(2, tmp_path / "a", epochs=1, kill_at=1)
+    assert steps == [STEPS]
+
+
+@pytest.mark.parametrize("at", ["in between", "at the end"])
+def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tmp_path, monkeypatch):
+    commit = folders.commit
+
+    def full(folder, step, atomic_rename):
+        if step == (8 if at == "in between" else STEPS):
+            raise OSError(28, "No space left on device")
+        return commit(folder, step, atomic_rename)
+
+    monkeypatch.setattr(folders, "commit", full)
+    newest = 4 if at == "in between" else 8
+    with pytest.raises(SaveError, match=rf"No space left on device; make room .* with --resume: .* of step {newest}\b"):
+        whole_run(2, tmp_path / "a", every=4, epochs=1)
+    monkeypatch.undo()
+    assert whole_run(2, tmp_path / "a", resume=True, epochs=1)[0].resumed == (0, newest)

@@ -10,10 +10,10 @@ from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train import run_dir
 from hpcdp.train.config import TrainConfig
-from hpcdp.train.resume import settled
+from hpcdp.train.resume import is_finished, settled
 
 
-def leave_run(folder: Path, *, complete: bool = True, **settings) -> None:
+def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, **settings) -> None:
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(TrainConfig(**settings).to_toml())
     (folder / "metrics.jsonl").write_text("")
@@ -21,7 +21,7 @@ def leave_run(folder: Path, *, complete: bool = True, **settings) -> None:
 
         def save(world):
             with Manager(folder / "checkpoints", world) as manager:
-                manager.save(7, {"x": 1})
+                manager.save(7, {"position": {"epoch": epoch, "step": 0, "total": 7}})
 
         threads.run(1, save)
 
@@ -70,6 +70,16 @@ def test_a_folder_that_is_named_must_have_a_checkpoint(here):
             settled({"resume": name}, launched=False)
 
 
+def test_a_run_that_still_goes_on_is_refused(here):
+    leave_run(here / "a")
+    lock = WriterLock(here / "a" / "checkpoints")
+    for said in ({"resume": "a"}, {"resume": "auto", "run_dir": "a"}):
+        with pytest.raises(DataError, match=r"no other job that saves here, got process [0-9]+ of "):
+            settled(said, launched=True)
+    lock.release()
+    assert settled({"resume": "a"}, launched=True).resume == "a"
+
+
 def test_auto_takes_the_run_folder_or_starts_anew_in_it(here):
     said = {"resume": "auto", "run_dir": "a", "model": "mlp"}
     fresh = settled(said, launched=False)
@@ -101,3 +111,34 @@ def test_auto_without_a_run_folder_takes_the_newest_of_the_same_model_and_data(h
     leave_run(here / "runs" / "mlp-digits-011", model="mlp", complete=False)
     leave_run(here / "runs" / "lenet-digits-012")
     assert settled(said, launched=False).run_dir == "runs/mlp-digits-010"
+    assert settled(said | {"seed": 3}, launched=False).resume is None
+
+
+def test_auto_passes_over_runs_that_are_done_or_others(here):
+    said = {"resume": "auto", "model": "mlp", "epochs": 4, "lr": 0.05}
+    same = {"model": "mlp", "epochs": 4}
+    leave_run(here / "runs" / "mlp-digits-001", **same)
+    leave_run(here / "runs" / "mlp-digits-002", epoch=5, **same)
+    leave_run(here / "runs" / "mlp-digits-003", lr=0.3, **same)
+    leave_run(here / "runs" / "mlp-digits-004", **same)
+    (here / "runs" / "mlp-digits-004" / "config.toml").write_text("nothing")
+    assert settled(said, launched=False).run_dir == "runs/mlp-digits-001"
+    assert settled(said | {"lr": 0.3}, launched=True).run_dir == "runs/mlp-digits-003"
+    assert is_finished(settled({"resume": "runs/mlp-digits-002"}, launched=True))
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_known_to_be_done(here):
+    leave_run(here / "a", epoch=9, epochs=8)
+    config = settled({"resume": "a"}, launched=True)
+    assert is_finished(config)
+    (here / "a" / "checkpoints" / "step-0000000007" / "index.h5").unlink()
+    assert not is_finished(config)
+
+
+def test_the_folder_of_its_checkpoints_stands_for_a_run(here, monkeypatch):
+    leave_run(here / "a")
+    assert settled({"resume": "a/checkpoints"}, launched=True).run_dir == "a"
+    with pytest.raises(ConfigError, match="got one of its checkpoints; --resume a goes on from its newest one"):
+        settled({"resume": "a/checkpoints/step-0000000007"}, launched=True)
+    monkeypatch.chdir(here / "a")
+    assert settled({"resume": "checkpoints"}, launched=True).run_dir == "."

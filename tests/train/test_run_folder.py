@@ -1,3 +1,4 @@
+import dataclasses
 import os
 
 import pytest
@@ -7,19 +8,23 @@ from hpcdp.errors import ConfigError
 from hpcdp.train import config as settings
 from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.run_folder import RunFolder, draw_run, open_run_folder
+from hpcdp.train.run_folder import RunFolder, draw_run, make_run_folder, open_run_folder
 
 STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
 
 
 def open_on(ranks: int, config: TrainConfig) -> list:
-    return threads.run(ranks, lambda world: open_run_folder(config.for_world(world.size), world))
+    def job(world):
+        made = make_run_folder(config.for_world(world.size), world)
+        return made, open_run_folder(made, world)
+
+    return threads.run(ranks, job)
 
 
 def error_on(ranks: int, config: TrainConfig) -> list[str]:
     def job(world):
         with pytest.raises(ConfigError) as caught:
-            open_run_folder(config, world)
+            make_run_folder(config, world)
         return str(caught.value)
 
     return threads.run(ranks, job)
@@ -94,6 +99,15 @@ def test_an_interrupted_run_keeps_its_numbers_and_gets_its_curves(tmp_path):
         raise KeyboardInterrupt
     assert read_metrics(tmp_path / "metrics.jsonl") == [STEP]
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_a_resumed_run_says_that_its_numbers_are_gone(tmp_path):
+    config = TrainConfig(run_dir=str(tmp_path), ranks=2)
+    with RunFolder(config) as folder:
+        folder.write(STEP)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match=r"metrics.jsonl is gone: what came before is not shown"):
+        RunFolder(dataclasses.replace(config, resume=str(tmp_path)))
 
 
 def test_a_run_that_fails_before_its_first_number_has_no_curves(tmp_path):

@@ -1,6 +1,7 @@
 """Whole runs over real ranks that are stopped or killed, and go on: their curves are those of one that was not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.launch import watch
 from hpcdp.train import config as settings
 from hpcdp.train.metrics import read_metrics
 
@@ -67,10 +70,63 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
     assert again.returncode == 0, again.stderr[-3000:]
     assert numbers(tmp_path / "a") == numbers(whole)
     assert (tmp_path / "a" / "config.toml").read_text() == (whole / "config.toml").read_text()
+    assert "going on in a\n" in again.stdout
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     finished = train(tmp_path, "--resume", "a")
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert "all epochs are done" in finished.stdout
-    assert numbers(tmp_path / "a") == numbers(whole)
+    assert finished.stdout == "a: all epochs are done, there is nothing to go on with\n"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
+
+
+@pytest.mark.parametrize("moment", ["the launcher", "mpirun", "ranks"])
+def test_a_signal_while_it_starts_is_not_lost_and_ends_nobody(moment, tmp_path):
+    process = subprocess.Popen(
+        command(*RUN, "--epochs", "4000", "--run-dir", "a"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not has_come_to(moment, process.pid):
+        assert process.poll() is None and time.monotonic() < deadline
+    process.send_signal(signal.SIGUSR1)
+    shown, errors = process.communicate(timeout=80)
+    assert process.returncode == 75, errors[-3000:]
+    assert "stopped early after step 2 (SIGUSR1): a checkpoint is in a/checkpoints\n" in shown
+
+
+def has_come_to(moment: str, launcher: int) -> bool:
+    if moment == "the launcher":  # its handler
+        return watch._takes(launcher, signal.SIGUSR1)
+    if moment == "mpirun":
+        return bool(Path(f"/proc/{launcher}/task/{launcher}/children").read_text())
+    return any(watch._ranks_below(launcher))
+
+
+def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
+    process = started(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--checkpoint-every", "30", epochs=3)
+    files = {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()}
+    for arguments in (("--resume", "a"), ("--run-dir", "a", "--resume", "auto"), ("mlp", "--run-dir", "a")):
+        refused = train(tmp_path, *arguments)
+        assert refused.returncode == 2
+        assert refused.stdout == ""
+        assert refused.stderr.count("\n") == 1
+        named = "got process" in refused.stderr and "another folder" in refused.stderr
+        assert named or arguments[0] == "mlp"
+    assert {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()} == files
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=50)
+    assert process.returncode == 75
+
+
+def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path):
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    lock = WriterLock(tmp_path / "a" / "checkpoints")
+    refused = train(tmp_path, *RUN, "--run-dir", "a")
+    lock.release()
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"hpcdp: lock the checkpoints [a/checkpoints/writer.lock]: expected no other job "
+                                     f"that saves here, got process {os.getpid()} of ")  # fmt: skip
+    assert refused.stdout == ""
+    assert [path.name for path in (tmp_path / "a").rglob("*")] == ["checkpoints", "writer.lock"]
 
 
 def test_a_run_with_a_killed_rank_goes_on_from_its_last_checkpoint(whole, tmp_path):
@@ -101,6 +157,21 @@ def test_a_time_limit(tmp_path):
     done = train(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--time-limit-s", "0.1")
     assert done.returncode == 75
     assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in done.stdout
+
+
+def test_a_damaged_checkpoint_is_named_in_a_line_and_the_one_before_is_taken(tmp_path):
+    done = train(tmp_path, *RUN, "--epochs", "2", "--run-dir", "a", "--checkpoint-every", "20")
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, older, newest = sorted((tmp_path / "a" / "checkpoints").glob("step-*"))
+    for path in (newest, older):
+        (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes().replace(b"step", b"stop", 1))
+    again = train(tmp_path, "--resume", "a")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert [re.sub(r"step-0+", "", line) for line in again.stderr.splitlines()] == [
+        f"hpcdp: read the checkpoint [a/checkpoints/{damaged}/manifest.json]: expected an undamaged manifest, "
+        f"got a checksum that does not fit: taking step {step} instead"
+        for damaged, step in ((int(newest.name[5:]), int(older.name[5:])), (int(older.name[5:]), 20))
+    ]
 
 
 def test_what_a_killed_start_has_left_is_started_over(tmp_path):

@@ -1,0 +1,25 @@
+"""SIGUSR1 to a command that has just been started: noted, since it must neither end a process nor be lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+_has_come = False
+
+
+def note() -> None:
+    """Note SIGUSR1 from now on, until `StopRequests` takes it; in the main thread, else nothing."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, _note)
+
+
+def has_come() -> bool:
+    """Whether it has come since `note`."""
+    return _has_come
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _has_come
+    _has_come = True
