@@ -1,6 +1,7 @@
 """Floor 5: checkpoint, the state of a run on disk. Imports: arrays, collectives, comm, engine, errors, nn, state.
 
 - `manager`: what programs call: save, restore, how many are kept.
+- `arguments`: what they may give.
 - `saving`: one save, by all ranks. `restoring`: back into arrays and objects.
 - `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it.
 - `plan`: which rank writes what.

@@ -22,6 +22,7 @@ from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import folder, manifest, tree
+from .arguments import absolute
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
@@ -43,7 +44,8 @@ class Manager:
     with `close`.
 
     Args:
-        path: the folder; is made by the first `save`, with the folders above it.
+        path: the folder; is made by the first `save`, with the folders above it. A relative one is taken from where
+            the program is now, which must be the same folder on all ranks.
         world: the ranks; default `hpcdp.init()`.
         keep: so many of the newest checkpoints stay, at least one; None: all.
         keep_every: those stay, too, whose step this divides.
@@ -57,6 +59,7 @@ class Manager:
 
     Raises:
         ConfigError: a value outside of that.
+        MismatchError: the ranks' folders or settings differ; on every rank.
     """
 
     def __init__(
@@ -79,11 +82,15 @@ class Manager:
         if compression not in (None, *COMPRESSIONS):
             raise ConfigError("Manager", where="compression", expected=f"one of {', '.join(COMPRESSIONS)}, or None",
                               got=repr(compression))  # fmt: skip
-        self.path = Path(path)
         self.world = init() if world is None else world
+        self.path = on_every_rank(self.world.comm, lambda: absolute(path))
         self.keep, self.keep_every, self.best = keep, keep_every, best
         self._atomic_rename = atomic_rename
-        settings = [os.fspath(path), f"{keep=} {keep_every=} {best=}", f"{shards=} {compression=} {atomic_rename=}"]
+        settings = [
+            os.fspath(self.path),
+            f"{keep=} {keep_every=} {best=}",
+            f"{shards=} {compression=} {atomic_rename=}",
+        ]
         require_same(self.world.comm, "Manager", settings, "make it alike on all ranks")
         self._group = Group.of(self.world)
         check_shards(shards, compression, self._group)

@@ -1,6 +1,8 @@
 """Checkpoints of all ranks, saved and restored."""
 
 import json
+import os
+import threading
 
 import h5py
 import numpy as np
@@ -278,6 +280,41 @@ def test_arguments_of_save_are_checked(step, options, tmp_path):
         return text
 
     assert len({*threads.run(2, one)}) == 1
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def one(world):
+        with Manager("own", world) as manager:
+            manager.save(1, {"a": 1})
+            if world.rank == 0:
+                monkeypatch.chdir(tmp_path / "there")
+            world.comm.barrier()
+            manager.save(2, {"a": 2})
+            return manager.steps(), manager.restore(1).path
+
+    path = tmp_path / "here" / "own"
+    assert threads.run(2, one) == [([1, 2], path / "step-0000000001")] * 2
+    assert [*(tmp_path / "there").iterdir()] == [] and len([*path.glob("step-*")]) == 2
+
+
+def test_ranks_in_other_folders_are_refused(tmp_path, monkeypatch):
+    places = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr("os.path.abspath", lambda path, own=os.path.abspath: own(place_of_rank() / path))
+    ranks = threading.local()
+
+    def place_of_rank():
+        return places[getattr(ranks, "number", 0)]
+
+    def one(world):
+        ranks.number = world.rank
+        return caught(lambda: Manager("own", world), MismatchError)
+
+    assert len({*threads.run(2, one)}) == 1
+    assert not any(place.exists() for place in places)
 
 
 UNEQUAL = {
