@@ -197,6 +197,36 @@ def test_what_is_missing_and_left_over(tmp_path):
         assert restored.state["other"]["y"] == 3
 
 
+HISTORY = {"losses": [3.0, 2.0], "phases": ({"at": 1, "of": [5]}, 2), "notes": {"a": 1, "b": {"c": None}}, "net": 1}
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        HISTORY,
+        {"losses": [], "phases": (), "notes": {}, "net": 0},
+        {"losses": [1, 2, 3], "phases": ["x"], "notes": {"a": 0, "gone": 2, "b": {"d": "text"}}, "net": 0},
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_plain_lists_and_dicts_come_back_as_they_were(strict, into, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: HISTORY)
+    for restored in restore(tmp_path, 2, lambda world: into, strict=strict):
+        assert restored.state == HISTORY and (restored.missing, restored.left_over) == ([], [])
+    with pytest.raises(ConfigError, match="got more missing, net left over"):
+        restore(tmp_path, 2, lambda world: {"more": 1} | {key: into[key] for key in into if key != "net"})
+
+
+def test_a_list_of_arrays_of_another_length(tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": [np.ones(2), np.ones(3)], "b": 5})
+    into = [{"a": [np.zeros(2)], "b": 0} for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"restore \[a\]: expected 1 elements, got 2 in the checkpoint"):
+        restore(tmp_path, 2, lambda world: into[world.rank])
+    for own, restored in zip(into, restore(tmp_path, 2, lambda world: into[world.rank], strict=False), strict=True):
+        assert (restored.missing, restored.left_over) == (["a"], ["a"]) and restored.state["b"] == 5
+        assert restored.state["a"] is own["a"] and not own["a"][0].any()
+
+
 @pytest.mark.parametrize(
     ("into", "message"),
     [
