@@ -18,7 +18,7 @@ from ..state import Part, PerRank, Sharded
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
-from .reading import read_elements
+from .reading import read_elements, widened
 from .shard import ShardReader
 
 Value = Callable[[], Any]
@@ -134,7 +134,7 @@ class Filling:
         if isinstance(template, PerRank):
             return self._plan(template.value, node, name, takes)
         if tag == "tensor" and (template is _NOTHING or template is None or isinstance(template, bool | int | float)):
-            return self._made(template, node, name)
+            return self._made(template, node, name, takes)
         if isinstance(template, Sharded):
             return self._sharded(template, self._tensor(node, name), name)
         if not (template is _NOTHING or template is None or isinstance(template, Mapping | list | tuple | np.ndarray)):
@@ -154,6 +154,9 @@ class Filling:
             isinstance(template, Mapping | list | tuple) or as_array(template) is not None
         ):
             raise _misfit(name, _told(template), repr(value))
+        kinds = _kind(template), _kind(value)
+        if takes is _Takes.NAMED and template is not _NOTHING and None not in kinds and kinds[0] != kinds[1]:
+            raise _misfit(name, kinds[0], repr(value))
         return lambda: value
 
     def _per_rank(self, template: Any, nodes: list[tree.Form], name: str, takes: _Takes) -> Value:
@@ -210,12 +213,14 @@ class Filling:
             raise _misfit(name, "a tensor", node)
         return self._manifest.tensors[node["tensor"]]
 
-    def _made(self, template: Any, node: tree.Form, name: str) -> Value:
+    def _made(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         tensor = self._tensor(node, name)
+        if isinstance(template, bool | int | float) and takes is not _Takes.ALL and tensor.count != 1:
+            raise _misfit(name, "a number", f"shape {tensor.shape} {tensor.dtype}")
         array = np.empty(tensor.shape, tensor.stored_dtype)
         self._reads.append(_Read(tensor, 0, array.reshape(-1)))
         if isinstance(template, bool | int | float):
-            return lambda: array[()]
+            return lambda: widened(array, tensor.dtype)[()]
         make = MAKERS.get(node.get("kind", ""), MAKERS[""])
         return lambda: make(array, tensor.dtype)
 
@@ -265,6 +270,13 @@ def _misfit(name: str, expected: object, got: object) -> ConfigError:
         "restore", where=name or "the state", expected=expected, got=f"{got} in the checkpoint",
         remedy="restore into what the state was saved from, or rename={old: new}",
     )  # fmt: skip
+
+
+def _kind(value: Any) -> str | None:
+    """What may stand in for each other, None where everything may."""
+    if value is None:
+        return None
+    return "a text" if isinstance(value, str) else "a number" if isinstance(value, bool | int | float) else _told(value)
 
 
 def _is_plain(template: Any) -> bool:

@@ -247,6 +247,31 @@ def test_what_does_not_fit_changes_nothing(into, message, tmp_path):
     assert not isinstance(into, dict) or not np.any(np.asarray(into["a"]) == 1) or isinstance(into["a"], list | dict)
 
 
+@pytest.mark.parametrize(
+    ("saved", "into", "message"),
+    [
+        (3, "text", r"restore \[a\]: expected a text, got 3 in the checkpoint"),
+        ("text", 3.0, "expected a number, got 'text'"),
+        ("text", True, "expected a number, got 'text'"),
+        (3, object(), "expected a object, got 3"),
+        (np.ones(2), 3, r"expected a number, got shape \(2,\) float64"),
+        (np.ones(0), 3, r"expected a number, got shape \(0,\) float64"),
+        (np.ones(1), "text", r"expected a str, got a tensor of shape \(1,\)"),
+        (3, 0.5, None), (0.5, 3, None), (float("inf"), 3, None), (True, 3, None), (np.float32(3), 1, None),
+        (None, 3, None), (None, "text", None), (3, None, None), ("text", None, None), (np.ones(()), 0.5, None),
+    ],
+)  # fmt: skip
+def test_kinds_of_plain_values(saved, into, message, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": saved, "b": {"c": saved}})
+    if message is None:
+        for restored in restore(tmp_path, 2, lambda world: {"a": into, "b": {"c": into}}):
+            assert restored.state == {"a": saved, "b": {"c": saved}}
+    else:
+        for own in ({"a": into, "b": {"c": None}}, {"a": None, "b": {"c": into}}):
+            with pytest.raises(ConfigError, match=message.replace(r"\[a\]", r"\[(a|b/c)\]")):
+                restore(tmp_path, 2, lambda world, own=own: own)
+
+
 def test_retention(tmp_path):
     def one(world):
         with Manager(tmp_path, world, keep=2, keep_every=100, best="-loss") as manager:
