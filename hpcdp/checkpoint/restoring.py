@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +106,9 @@ class Filling:
             DataError: a file is missing or damaged; some elements may have been read by then.
         """
         with ShardReader(path) as reader:
-            for each in self._reads:
+            for each, meets in zip(self._reads, _meeting([each.out for each in self._reads]), strict=True):
+                if meets:  # such as tied parameters: what is there already must not change before it is checked
+                    reader.settle()
                 if each.rows is None:
                     read_elements(reader, each.tensor, each.first, each.out)
                 else:
@@ -263,6 +265,19 @@ class Filling:
         else:
             out = np.empty(part.values.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, part.first, out, rows, part.values))
+
+
+def _meeting(arrays: Sequence[np.ndarray]) -> list[bool]:
+    """Which of some contiguous arrays share memory with others of them."""
+    spans = [(each.__array_interface__["data"][0], each.nbytes) for each in arrays]
+    meets, end, last = [False] * len(arrays), 0, 0
+    for at in sorted((at for at, (_, nbytes) in enumerate(spans) if nbytes), key=spans.__getitem__):
+        first, nbytes = spans[at]
+        if first < end:
+            meets[at] = meets[last] = True
+        if first + nbytes > end:
+            end, last = first + nbytes, at
+    return meets
 
 
 def _misfit(name: str, expected: object, got: object) -> ConfigError:

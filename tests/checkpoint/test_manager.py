@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import warnings
 
 import h5py
 import numpy as np
@@ -11,6 +12,7 @@ import samples
 
 from hpcdp import checkpoint, nn
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded
+from hpcdp.checkpoint.restoring import _meeting
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
@@ -270,6 +272,30 @@ def test_kinds_of_plain_values(saved, into, message, tmp_path):
         for own in ({"a": into, "b": {"c": None}}, {"a": None, "b": {"c": into}}):
             with pytest.raises(ConfigError, match=message.replace(r"\[a\]", r"\[(a|b/c)\]")):
                 restore(tmp_path, 2, lambda world, own=own: own)
+
+
+@pytest.mark.parametrize("count", [5, 40_000, 3_000_000])  # parts of a block, and many blocks
+def test_destinations_that_share_memory(count, tmp_path):
+    def numbers(seed):
+        return np.random.default_rng(seed).random(count, np.float32)
+
+    save(tmp_path, 1, 2, lambda step, world: {"a": numbers(0), "b": numbers(0), "c": numbers(1), "d": numbers(2)})
+    for _ in range(3):
+        tied, memory = np.zeros(count, np.float32), np.zeros(count + 2, np.float32)
+        into = {"a": tied, "b": tied, "c": memory[:count], "d": memory[2:]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (restored,) = restore(tmp_path, 1, lambda world, into=into: into)
+        assert restored.state["a"] is restored.state["b"] is tied and np.array_equal(tied, numbers(0))
+        assert np.array_equal(memory[2:], numbers(2)) and np.array_equal(memory[:2], numbers(1)[:2])
+
+
+def test_which_arrays_meet():
+    x = np.zeros(100, np.uint8)
+    spans = [(0, 50), (50, 60), (10, 20), (30, 40), (70, 70), (60, 61), (60, 100), (100, 100)]
+    found = _meeting([x[first:last] for first, last in spans])
+    assert found == [True, False, True, True, False, True, True, False]
+    assert _meeting([]) == []
 
 
 def test_retention(tmp_path):
