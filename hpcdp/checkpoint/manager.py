@@ -331,6 +331,7 @@ class Manager:
 
         Raises:
             ConfigError: names, shapes or dtypes do not fit; on every rank, nothing is changed.
+            MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
                 that can be restored. ``into`` may then hold some of its elements.
         """
@@ -361,8 +362,10 @@ class Manager:
         path = folder.path_of(self.path, step)
         text, place = on_rank_0(comm, lambda: self._read_manifest(step))
         found = manifest.parse(text.encode(), path / manifest.NAME)
-        form = found.state if rename is None else on_every_rank(comm, lambda: tree.renamed(found.state, rename))
-        require_same(comm, "restore", [f"{strict=}", *tree.outline(into)], "restore into the same on all ranks")
+        names = on_every_rank(comm, lambda: tree.new_names(found.state, rename))
+        items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *tree.outline(into)]
+        require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
+        form = tree.renamed(found.state, names)
         filling = on_every_rank(comm, lambda: Filling(found, form, self.world, into, strict))
         on_every_rank(comm, lambda: filling.read(Path(place)))
         return Restored(found.step, filling.finish(), path, found.metrics, found.config, filling.missing,

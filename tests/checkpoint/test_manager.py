@@ -450,6 +450,26 @@ def test_one_rank_that_cannot_restore_does_not_leave_others_waiting(tmp_path):
         restore(tmp_path, 2, lambda world: {"net": nn.BatchNorm(4)} if world.rank else {})
 
 
+@pytest.mark.parametrize(
+    "rename",
+    [{"a": "b", "b": "a"}, {"b": "c"}, {"nowhere": "c"}, ["a"], lambda name: name.upper(), lambda name: None],
+)
+def test_names_that_differ_between_ranks(rename, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": np.zeros(2), "b": np.ones(2)})
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            texts = []
+            for odd in (0, 1):
+                own = rename if world.rank == odd else None
+                texts.append(caught(lambda own=own: manager.restore(rename=own), (MismatchError, ConfigError)))
+            assert np.all(manager.restore().state["b"] == 1)
+            return texts
+
+    first, second = threads.run(2, one)
+    assert first == second and all("rank " in text for text in first)
+
+
 @pytest.mark.parametrize("first", [0, 3])
 def test_parts_that_leave_some_out_or_overlap(first, tmp_path):
     def one(world):
