@@ -22,7 +22,7 @@ from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
 from . import folder, manifest, tree
-from .arguments import absolute
+from .arguments import absolute, told_alike
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
@@ -188,20 +188,22 @@ class Manager:
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
                 networks are saved averaged, too.
-            metrics: numbers that say how good it is, for ``best``.
-            config: what JSON can carry, for `restore` to give back.
+            metrics: numbers that say how good it is, for ``best``; alike on all ranks.
+            config: what JSON can carry, for `restore` to give back; alike on all ranks.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
                 and errors come from the next `wait`, `poll` or `save`.
 
         Raises:
-            MismatchError: the ranks' states differ; on every rank, names the ranks and the first difference.
+            MismatchError: the ranks' states or arguments differ; on every rank, names ranks and the first difference.
             UnsupportedError: something that cannot be saved.
             DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
         """
         self.wait()
         comm = self.world.comm
         header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
-        require_same(comm, "save", [f"step {step}", f"wait={wait}", *tree.outline(state)], _ALIKE)
+        called = [f"step {header['step']}", f"wait={wait}", *told_alike(metrics or {}, header["config"])]
+        require_same(comm, "save", called, "call save alike on all ranks")
+        require_same(comm, "save", tree.outline(state), _ALIKE)
         flat = tree.flatten(state, self.world)
         on_every_rank(comm, lambda: _raise(flat.error))
         items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
@@ -337,6 +339,7 @@ class Manager:
         """
         self.wait()
         comm = self.world.comm
+        require_same(comm, "restore", [f"step {step}"], "call restore alike on all ranks")
         steps = self.steps() if step is None else [step]
         if not steps:
             raise DataError("restore", where=self.path, expected="a complete checkpoint", got="none")

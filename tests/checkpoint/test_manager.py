@@ -451,6 +451,49 @@ def test_one_rank_that_cannot_restore_does_not_leave_others_waiting(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            lambda rank: {"metrics": {"loss": 0.5 + rank}},
+            "expected metric loss = 0.5 as on rank 0, got metric loss = 1.5",
+        ),
+        (lambda rank: {"metrics": {"loss": 0.5} if rank else {}}, "got metric loss = 0.5 on rank 1"),
+        (lambda rank: {"metrics": {"loss": float("nan") if rank else 0.5}}, "got metric loss = nan on rank 1"),
+        (lambda rank: {"config": {"a": 1, "host": f"n{rank}"}}, 'got config host = "n1" on rank 1'),
+        (lambda rank: {"config": {"a": {"b": [rank]}}}, "got config a = "),
+        (lambda rank: {"step": 2 + rank}, "expected step 2 as on rank 0, got step 3 on rank 1"),
+        (lambda rank: {"wait": rank == 0}, "expected wait=True as on rank 0, got wait=False on rank 1"),
+    ],
+)
+def test_arguments_that_differ_between_ranks(options, message, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            alike = {"metrics": {"x": 1, "y": float("nan")}, "config": {"a": 1, "b": {"c": 2, "d": 3}}}
+            backwards = {"metrics": {"y": float("nan"), "x": 1.0}, "config": {"b": {"d": 3, "c": 2}, "a": 1}}
+            manager.save(1, {"a": 1}, **(backwards if world.rank else alike))
+            text = caught(lambda: manager.save(**({"step": 2, "state": {}} | options(world.rank))), MismatchError)
+            return text, manager.steps()
+
+    first, second = threads.run(2, one)
+    assert first == second and first[1] == [1]
+    assert message in first[0] and first[0].endswith("; call save alike on all ranks")
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (None, 1), (3, None)])
+def test_steps_to_restore_that_differ_between_ranks(steps, tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, 2, lambda step, world: {"a": step})
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            text = caught(lambda: manager.restore(steps[world.rank]), MismatchError)
+            return text, manager.restore().state
+
+    first, second = threads.run(2, one)
+    assert first == second and first[0].endswith("; call restore alike on all ranks") and first[1] == {"a": 2}
+
+
+@pytest.mark.parametrize(
     "rename",
     [{"a": "b", "b": "a"}, {"b": "c"}, {"nowhere": "c"}, ["a"], lambda name: name.upper(), lambda name: None],
 )
