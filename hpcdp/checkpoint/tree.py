@@ -146,6 +146,8 @@ class _Flattening:
         if view is None or view.array.dtype.hasobject or view.array.dtype.kind not in "biufc":
             got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
             remedy = "import hpcdp.torch, too" if type(value).__module__.partition(".")[0] == "torch" else None
+            if isinstance(value, np.ma.MaskedArray):
+                remedy = "save its data and its mask as two arrays"
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
         part, name = Part(0, view.array.reshape(-1)), name or _ROOT
         self.held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))

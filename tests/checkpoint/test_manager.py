@@ -341,6 +341,16 @@ def test_settings_are_checked(arguments, message, n, tmp_path):
         threads.run(n, lambda world: Manager(tmp_path, world, **arguments))
 
 
+def test_masked_arrays_are_refused(tmp_path):
+    masked = np.ma.masked_array(np.arange(4.0), [False, True, False, True])
+    with pytest.raises(UnsupportedError, match=r"save \[a\]: .* got MaskedArray; save its data and its mask"):
+        save(tmp_path / "masked", 1, 2, lambda step, world: {"a": masked})
+    assert not (tmp_path / "masked").exists()
+    save(tmp_path, 1, 2, lambda step, world: {"a": masked.data})
+    with pytest.raises(ConfigError, match=r"restore \[a\]: expected a MaskedArray, got a tensor of shape \(4,\)"):
+        restore(tmp_path, 2, lambda world: {"a": masked})
+
+
 def caught(fn, kind):
     """The text of what ``fn`` raises."""
     with pytest.raises(kind) as info:
