@@ -8,6 +8,7 @@
 - `files`: whose elements lie in one file. `shard`: such an HDF5 file. `index`: one that shows all of them.
 - `manifest`: what says where everything is.
 - `folder`: names, what is complete, what is left over. `lock`: one writer a folder.
+- `notice`: warnings.
 - `overview`, `verify`, `difference`, `statistics`, `export`, `pruning`: what `hpcdp checkpoint` does, by one process.
   `reading`: whole tensors, piece by piece.
 

@@ -21,7 +21,7 @@ from ..comm import World, init
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
-from . import folder, manifest, tree
+from . import folder, manifest, notice, tree
 from .arguments import absolute, told_alike
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
@@ -263,7 +263,7 @@ class Manager:
             if self._lock is None:
                 self._lock = WriterLock(self.path)
                 for path in folder.clean(self.path, self._atomic_rename):
-                    warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
+                    notice.warn(f"{path}: removed, a save that did not end had left it behind")
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
                 shutil.rmtree(partial, ignore_errors=True)
@@ -352,7 +352,7 @@ class Manager:
                     error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
                     raise
                 if self.world.rank == 0:
-                    warnings.warn(f"{error}: taking step {steps[-1]} instead", stacklevel=2)
+                    notice.warn(f"{error}: taking step {steps[-1]} instead")
 
     def _offer(self, damaged: int) -> str | None:
         """Which other checkpoint can be taken."""
