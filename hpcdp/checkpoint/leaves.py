@@ -52,6 +52,11 @@ def _(value: np.ndarray) -> HostView:
 
 
 @as_array.register
+def _(value: np.ma.MaskedArray) -> None:
+    return None  # the mask would be lost; and what it hides is no number
+
+
+@as_array.register
 def _(value: np.generic) -> HostView:
     return HostView(np.array(value), value.dtype.name)
 

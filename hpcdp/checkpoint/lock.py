@@ -11,10 +11,10 @@ import os
 import socket
 import struct
 import time
-import warnings
 from pathlib import Path
 
 from ..errors import DataError
+from . import notice
 
 NAME = "writer.lock"
 _FLOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)  # fcntl(2), "open file description locks"
@@ -51,7 +51,7 @@ class WriterLock:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK)
         except OSError as error:
             if error.errno not in _HELD:
-                warnings.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here", stacklevel=2)
+                notice.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here")
                 return
             raise _held(path, owner(path)) from error
 

@@ -21,7 +21,8 @@ from ..comm import World, init
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
-from . import folder, manifest, tree
+from . import folder, manifest, notice, tree
+from .arguments import absolute, told_alike
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
@@ -43,7 +44,8 @@ class Manager:
     with `close`.
 
     Args:
-        path: the folder; is made by the first `save`, with the folders above it.
+        path: the folder; is made by the first `save`, with the folders above it. A relative one is taken from where
+            the program is now, which must be the same folder on all ranks.
         world: the ranks; default `hpcdp.init()`.
         keep: so many of the newest checkpoints stay, at least one; None: all.
         keep_every: those stay, too, whose step this divides.
@@ -57,6 +59,7 @@ class Manager:
 
     Raises:
         ConfigError: a value outside of that.
+        MismatchError: the ranks' folders or settings differ; on every rank.
     """
 
     def __init__(
@@ -79,11 +82,15 @@ class Manager:
         if compression not in (None, *COMPRESSIONS):
             raise ConfigError("Manager", where="compression", expected=f"one of {', '.join(COMPRESSIONS)}, or None",
                               got=repr(compression))  # fmt: skip
-        self.path = Path(path)
         self.world = init() if world is None else world
+        self.path = on_every_rank(self.world.comm, lambda: absolute(path))
         self.keep, self.keep_every, self.best = keep, keep_every, best
         self._atomic_rename = atomic_rename
-        settings = [os.fspath(path), f"{keep=} {keep_every=} {best=}", f"{shards=} {compression=} {atomic_rename=}"]
+        settings = [
+            os.fspath(self.path),
+            f"{keep=} {keep_every=} {best=}",
+            f"{shards=} {compression=} {atomic_rename=}",
+        ]
         require_same(self.world.comm, "Manager", settings, "make it alike on all ranks")
         self._group = Group.of(self.world)
         check_shards(shards, compression, self._group)
@@ -191,20 +198,22 @@ class Manager:
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
                 networks are saved averaged, too.
-            metrics: numbers that say how good it is, for ``best``.
-            config: what JSON can carry, for `restore` to give back.
+            metrics: numbers that say how good it is, for ``best``; alike on all ranks.
+            config: what JSON can carry, for `restore` to give back; alike on all ranks.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
                 and errors come from the next `wait`, `poll` or `save`.
 
         Raises:
-            MismatchError: the ranks' states differ; on every rank, names the ranks and the first difference.
+            MismatchError: the ranks' states or arguments differ; on every rank, names ranks and the first difference.
             UnsupportedError: something that cannot be saved.
             DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
         """
         self.wait()
         comm = self.world.comm
         header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
-        require_same(comm, "save", [f"step {step}", f"wait={wait}", *tree.outline(state)], _ALIKE)
+        called = [f"step {header['step']}", f"wait={wait}", *told_alike(metrics or {}, header["config"])]
+        require_same(comm, "save", called, "call save alike on all ranks")
+        require_same(comm, "save", tree.outline(state), _ALIKE)
         flat = tree.flatten(state, self.world)
         on_every_rank(comm, lambda: _raise(flat.error))
         items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
@@ -264,7 +273,7 @@ class Manager:
             if self._lock is None:
                 self._lock = WriterLock(self.path)
                 for path in folder.clean(self.path, self._atomic_rename):
-                    warnings.warn(f"{path}: removed, a save that did not end had left it behind", stacklevel=4)
+                    notice.warn(f"{path}: removed, a save that did not end had left it behind")
 
     def _prepare(self, partial: Path) -> None:
         """On rank 0: the lock, and an empty folder to write to."""
@@ -339,11 +348,13 @@ class Manager:
 
         Raises:
             ConfigError: names, shapes or dtypes do not fit; on every rank, nothing is changed.
+            MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
                 that can be restored. ``into`` may then hold some of its elements.
         """
         self.wait()
         comm = self.world.comm
+        require_same(comm, "restore", [f"step {step}"], "call restore alike on all ranks")
         steps = self.steps() if step is None else [step]
         count = len(steps)
         if not steps:
@@ -360,7 +371,7 @@ class Manager:
                         error.remedy = f"no other is left: all {count} checkpoints are damaged"
                     raise
                 if self.world.rank == 0:
-                    warnings.warn(f"{error}: taking step {steps[-1]} instead", stacklevel=2)
+                    notice.warn(f"{error}: taking step {steps[-1]} instead")
 
     def _offer(self, damaged: int) -> str | None:
         """Which other checkpoint can be taken."""
@@ -373,8 +384,10 @@ class Manager:
         path = folder.path_of(self.path, step)
         text, place = on_rank_0(comm, lambda: self._read_manifest(step))
         found = manifest.parse(text.encode(), path / manifest.NAME)
-        form = found.state if rename is None else on_every_rank(comm, lambda: tree.renamed(found.state, rename))
-        require_same(comm, "restore", [f"{strict=}", *tree.outline(into)], "restore into the same on all ranks")
+        names = on_every_rank(comm, lambda: tree.new_names(found.state, rename))
+        items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *tree.outline(into)]
+        require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
+        form = tree.renamed(found.state, names)
         filling = on_every_rank(comm, lambda: Filling(found, form, self.world, into, strict))
         on_every_rank(comm, lambda: filling.read(Path(place)))
         return Restored(found.step, filling.finish(), path, found.metrics, found.config, filling.missing,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +18,21 @@ from ..state import Part, PerRank, Sharded
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
-from .reading import read_elements
+from .reading import read_elements, widened
 from .shard import ShardReader
 
 Value = Callable[[], Any]
 """Gives what is restored, once elements have been read: objects take over their state then."""
 _NOTHING = object()
 """There is nothing to restore into."""
+
+
+class _Takes(enum.Enum):
+    """What the owner of a part of a state does with what the checkpoint has and it has not."""
+
+    NAMED = "the program: names must fit, but dicts and lists of plain values are as long as they were"
+    FITTING = "an object that knows what it has"
+    ALL = "an object that is given it, too"
 
 
 @dataclass
@@ -72,14 +81,14 @@ class Filling:
     """
 
     def __init__(self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool) -> None:
-        self._manifest, self._world = manifest, world
+        self._manifest, self._world, self._strict = manifest, world, strict
         self._reads: list[_Read] = []
         self._write_back: list[Callable[[], object]] = []
         self.missing: list[str] = []
         self.left_over: list[str] = []
         self.kept: list[str] = []
         self._error: HpcdpError | None = None
-        self._value = self._plan(_NOTHING if into is None else into, form, "", False)
+        self._value = self._plan(_NOTHING if into is None else into, form, "", _Takes.NAMED)
         if self._error is not None:
             raise self._error
         if strict and (self.missing or self.left_over):
@@ -97,7 +106,9 @@ class Filling:
             DataError: a file is missing or damaged; some elements may have been read by then.
         """
         with ShardReader(path) as reader:
-            for each in self._reads:
+            for each, meets in zip(self._reads, _meeting([each.out for each in self._reads]), strict=True):
+                if meets:  # such as tied parameters: what is there already must not change before it is checked
+                    reader.settle()
                 if each.rows is None:
                     read_elements(reader, each.tensor, each.first, each.out)
                 else:
@@ -111,33 +122,33 @@ class Filling:
         """Let objects take over their states; the whole state."""
         return self._value()
 
-    def _plan(self, template: Any, node: tree.Form, name: str, takes_more: bool) -> Value:
+    def _plan(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         try:
-            return self._planned(template, node, name, takes_more)
+            return self._planned(template, node, name, takes)
         except HpcdpError as error:  # goes on, or others would wait for this rank
             self._error = self._error or error
             return lambda: template
 
-    def _planned(self, template: Any, node: tree.Form, name: str, takes_more: bool) -> Value:
+    def _planned(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", node)
         if tag == "ranks":
-            return self._per_rank(template, content, name, takes_more)
+            return self._per_rank(template, content, name, takes)
         if isinstance(template, PerRank):
-            return self._plan(template.value, node, name, takes_more)
+            return self._plan(template.value, node, name, takes)
         if tag == "tensor" and (template is _NOTHING or template is None or isinstance(template, bool | int | float)):
-            return self._made(template, node, name)
+            return self._made(template, node, name, takes)
         if isinstance(template, Sharded):
             return self._sharded(template, self._tensor(node, name), name)
         if not (template is _NOTHING or template is None or isinstance(template, Mapping | list | tuple | np.ndarray)):
             stateful = as_stateful(template, self._world)
             if stateful is not None:
-                more = getattr(stateful, "takes_more", True)
+                more = _Takes.ALL if getattr(stateful, "takes_more", True) else _Takes.FITTING
                 inner = self._plan(stateful.state_dict(), node, name, more)
                 return lambda: (stateful.load_state_dict(inner()), template)[1]
         if tag == "dict":
-            return self._dict(template, content, name, takes_more)
+            return self._dict(template, content, name, takes)
         if tag in ("list", "tuple"):
-            return self._list(template, content, name, takes_more, list if tag == "list" else tuple)
+            return self._list(template, content, name, takes, list if tag == "list" else tuple)
         if tag == "tensor":
             return self._filled(template, self._tensor(node, name), name)
         value = float(content) if tag == "float" else content
@@ -145,45 +156,57 @@ class Filling:
             isinstance(template, Mapping | list | tuple) or as_array(template) is not None
         ):
             raise _misfit(name, _told(template), repr(value))
+        kinds = _kind(template), _kind(value)
+        if takes is _Takes.NAMED and template is not _NOTHING and None not in kinds and kinds[0] != kinds[1]:
+            raise _misfit(name, kinds[0], repr(value))
         return lambda: value
 
-    def _per_rank(self, template: Any, nodes: list[tree.Form], name: str, takes_more: bool) -> Value:
+    def _per_rank(self, template: Any, nodes: list[tree.Form], name: str, takes: _Takes) -> Value:
         inner = template.value if isinstance(template, PerRank) else template
         if len(nodes) == self._world.size:
             rank = self._world.rank
-            return self._plan(inner, nodes[rank], tree.joined(name, f"rank-{rank}"), takes_more)
+            return self._plan(inner, nodes[rank], tree.joined(name, f"rank-{rank}"), takes)
         self.kept.append(name)
         return lambda: None
 
-    def _dict(self, template: Any, content: list[Any], name: str, takes_more: bool) -> Value:
+    def _dict(self, template: Any, content: list[Any], name: str, takes: _Takes) -> Value:
         if template is _NOTHING or template is None:
-            return self._dict({}, content, name, True)
+            return self._dict({}, content, name, _Takes.ALL)
         if not isinstance(template, Mapping):
             raise _misfit(name, _told(template), "a dict")
+        as_saved = takes is _Takes.NAMED and name != "" and _is_plain(template)
         names = {str(key): key for key in template}
         planned: dict[Any, Value] = {}
         for key, node in content:
             inner = tree.joined(name, key)
             if str(key) in names:
                 own = names.pop(str(key))
-                planned[own] = self._plan(template[own], node, inner, takes_more)
-            elif takes_more:
-                planned[key] = self._plan(_NOTHING, node, inner, True)
+                planned[own] = self._plan(template[own], node, inner, takes)
+            elif as_saved or takes is _Takes.ALL:
+                planned[key] = self._plan(_NOTHING, node, inner, _Takes.ALL)
             else:
                 self.left_over += [each for each, _ in tree.leaves(node, inner)]
-        for key in names.values():
+        for key in () if as_saved else names.values():
             self.missing.append(tree.joined(name, key))
             planned[key] = _as_is(template[key])
         return lambda: {key: value() for key, value in planned.items()}
 
-    def _list(self, template: Any, content: list[Any], name: str, takes_more: bool, kind: type) -> Value:
-        if not isinstance(template, list | tuple) or (takes_more and len(template) != len(content)):
-            if not (template is _NOTHING or template is None or takes_more):
-                raise _misfit(name, _told(template), f"a {kind.__name__}")
+    def _list(self, template: Any, content: list[Any], name: str, takes: _Takes, kind: type) -> Value:
+        is_nothing = template is _NOTHING or template is None
+        if not (is_nothing or takes is _Takes.ALL or isinstance(template, list | tuple)):
+            raise _misfit(name, _told(template), f"a {kind.__name__}")
+        if is_nothing or not isinstance(template, list | tuple) or (takes is _Takes.NAMED and _is_plain(template)):
             template = [_NOTHING] * len(content)
         if len(template) != len(content):
-            raise _misfit(name, f"{len(template)} elements", len(content))
-        planned = [self._plan(each, node, tree.joined(name, at), takes_more)
+            if takes is _Takes.ALL:
+                template = [_NOTHING] * len(content)
+            elif takes is _Takes.NAMED and not self._strict:
+                self.missing.append(name)
+                self.left_over.append(name)
+                return _as_is(template)
+            else:
+                raise _misfit(name, f"{len(template)} elements", len(content))
+        planned = [self._plan(each, node, tree.joined(name, at), takes)
                    for at, (each, node) in enumerate(zip(template, content, strict=True))]  # fmt: skip
         return lambda: kind(value() for value in planned)
 
@@ -192,12 +215,14 @@ class Filling:
             raise _misfit(name, "a tensor", node)
         return self._manifest.tensors[node["tensor"]]
 
-    def _made(self, template: Any, node: tree.Form, name: str) -> Value:
+    def _made(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         tensor = self._tensor(node, name)
+        if isinstance(template, bool | int | float) and takes is not _Takes.ALL and tensor.count != 1:
+            raise _misfit(name, "a number", f"shape {tensor.shape} {tensor.dtype}")
         array = np.empty(tensor.shape, tensor.stored_dtype)
         self._reads.append(_Read(tensor, 0, array.reshape(-1)))
         if isinstance(template, bool | int | float):
-            return lambda: array[()]
+            return lambda: widened(array, tensor.dtype)[()]
         make = MAKERS.get(node.get("kind", ""), MAKERS[""])
         return lambda: make(array, tensor.dtype)
 
@@ -242,11 +267,38 @@ class Filling:
             self._reads.append(_Read(tensor, part.first, out, rows, part.values))
 
 
+def _meeting(arrays: Sequence[np.ndarray]) -> list[bool]:
+    """Which of some contiguous arrays share memory with others of them."""
+    spans = [(each.__array_interface__["data"][0], each.nbytes) for each in arrays]
+    meets, end, last = [False] * len(arrays), 0, 0
+    for at in sorted((at for at, (_, nbytes) in enumerate(spans) if nbytes), key=spans.__getitem__):
+        first, nbytes = spans[at]
+        if first < end:
+            meets[at] = meets[last] = True
+        if first + nbytes > end:
+            end, last = first + nbytes, at
+    return meets
+
+
 def _misfit(name: str, expected: object, got: object) -> ConfigError:
     return ConfigError(
         "restore", where=name or "the state", expected=expected, got=f"{got} in the checkpoint",
         remedy="restore into what the state was saved from, or rename={old: new}",
     )  # fmt: skip
+
+
+def _kind(value: Any) -> str | None:
+    """What may stand in for each other, None where everything may."""
+    if value is None:
+        return None
+    return "a text" if isinstance(value, str) else "a number" if isinstance(value, bool | int | float) else _told(value)
+
+
+def _is_plain(template: Any) -> bool:
+    """Whether nothing of it could be filled in place."""
+    if isinstance(template, Mapping | list | tuple):
+        return all(map(_is_plain, template.values() if isinstance(template, Mapping) else template))
+    return template is None or isinstance(template, bool | int | float | str)
 
 
 def _told(template: Any) -> str:

@@ -146,6 +146,8 @@ class _Flattening:
         if view is None or view.array.dtype.hasobject or view.array.dtype.kind not in "biufc":
             got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
             remedy = "import hpcdp.torch, too" if type(value).__module__.partition(".")[0] == "torch" else None
+            if isinstance(value, np.ma.MaskedArray):
+                remedy = "save its data and its mask as two arrays"
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
         part, name = Part(0, view.array.reshape(-1)), name or _ROOT
         self.held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))
@@ -295,34 +297,55 @@ def value_of(node: Form) -> Any:
     return float(node["float"]) if isinstance(node, dict) else node
 
 
-def renamed(form: Form, rename: Mapping[str, str] | Callable[[str], str]) -> Form:
-    """A form whose names are others.
+def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | None) -> dict[str, str]:
+    """The names of a form that are to be others, by what they are.
 
     Args:
         rename: a function of a name, or new names by old ones, which stand for all that begins with them, too.
 
     Raises:
-        ConfigError: an old name is none of the form's, or two would have one name.
+        ConfigError: ``rename`` is neither, an old name is none of the form's, or a new one is no text.
     """
-    paths = list(_paths(form, ()))
-    names = ["/".join(map(quoted, path)) for path, _ in paths]
+    if rename is None:
+        return {}
+    names = ["/".join(map(quoted, path)) for path, _ in _paths(form, ())]
     if callable(rename):
-        new = [rename(name) for name in names]
+        given = {name: rename(name) for name in names}
+    elif not isinstance(rename, Mapping):
+        raise ConfigError("restore", where="rename", expected="a dict of names, or a function", got=repr(rename))
     else:
-        strange = next((old for old in rename if not any((name + "/").startswith(old + "/") for name in names)), None)
+        strange = next((old for old in rename if not any((name + "/").startswith(f"{old}/") for name in names)), None)
         if strange is not None:
             raise ConfigError("restore", where="rename", expected="names of the checkpoint", got=repr(strange))
-        new = [_moved(name, rename) for name in names]
+        given = {name: _moved(name, rename) for name in names}
+    odd = next((name for name, new in given.items() if not isinstance(new, str) or not new), None)
+    if odd is not None:
+        raise ConfigError("restore", where="rename", expected=f"a name for {odd!r}", got=repr(given[odd]))
+    return {name: new for name, new in given.items() if new != name}
+
+
+def renamed(form: Form, names: Mapping[str, str]) -> Form:
+    """A form whose names are others, as `new_names` says.
+
+    Raises:
+        ConfigError: two would have one name.
+    """
+    if not names:
+        return form
     root: dict[Any, Any] = {}
-    for (path, node), name, now in zip(paths, names, new, strict=True):
-        keys: tuple[Any, ...] = path if now == name else tuple(part for part in now.split("/"))
+    for path, node in _paths(form, ()):
+        now = names.get("/".join(map(quoted, path)))
+        keys: tuple[Any, ...] = path if now is None else tuple(now.split("/"))
         place = root
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
-                raise ConfigError("restore", where="rename", expected="names that do not meet", got=repr(now))
+                raise ConfigError("restore", where="rename", expected="names that do not meet",
+                                  got=repr("/".join(map(str, keys))))  # fmt: skip
         if keys[-1] in place:
-            raise ConfigError("restore", where="rename", expected="names that do not meet", got=f"{now!r} twice")
+            raise ConfigError(
+                "restore", where="rename", expected="names that do not meet", got=f"{'/'.join(map(str, keys))!r} twice"
+            )
         place[keys[-1]] = _Leaf(node)
     return _form_of(root)
 
@@ -342,8 +365,8 @@ def _paths(form: Form, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
 
 def _moved(name: str, rename: Mapping[str, str]) -> str:
     for old, new in rename.items():
-        if name == old or name.startswith(old + "/"):
-            return new + name[len(old) :]
+        if name == old or name.startswith(f"{old}/"):
+            return f"{new}{name[len(old) :]}" if isinstance(new, str) else new
     return name
 
 

@@ -200,7 +200,7 @@ def test_renaming(rename, expected):
         ((tag, content),) = form.items() if isinstance(form, dict) else (("", form),)
         return {key: plain(each) for key, each in content} if tag == "dict" else content
 
-    found = tree.renamed(FORM, rename)
+    found = tree.renamed(FORM, tree.new_names(FORM, rename))
     assert plain(found) == (plain(expected) if expected is FORM else expected)
 
 
@@ -212,8 +212,13 @@ def test_renaming(rename, expected):
         ({"netto": "net"}, "names that do not meet"),
         ({"netto": "net/a/b"}, "names that do not meet"),
         (lambda name: "same", "'same' twice"),
+        (lambda name: None, "expected a name for 'net/a', got None"),
+        ({"netto": None}, "expected a name for 'netto', got None"),
+        ({"netto": 5}, "expected a name for 'netto', got 5"),
+        ({"netto": ""}, "expected a name for 'netto', got ''"),
+        ({7: "x"}, "expected names of the checkpoint, got 7"),
     ],
 )
 def test_renames_that_cannot_be(rename, message):
     with pytest.raises(ConfigError, match=message):
-        tree.renamed(FORM, rename)
+        tree.renamed(FORM, tree.new_names(FORM, rename))

@@ -359,4 +359,5 @@ def test_what_was_left_behind_is_named_and_removed(run):
         warnings.simplefilter("always")
         threads.run(2, one)
     assert [str(each.message) for each in said] == [f"{torn}: removed, a save that did not end had left it behind"]
+    assert said[0].filename == __file__  # the line of the program that saves
     assert not torn.exists()

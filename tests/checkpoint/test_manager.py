@@ -1,6 +1,9 @@
 """Checkpoints of all ranks, saved and restored."""
 
 import json
+import os
+import threading
+import warnings
 
 import h5py
 import numpy as np
@@ -9,6 +12,7 @@ import samples
 
 from hpcdp import checkpoint, nn
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded
+from hpcdp.checkpoint.restoring import _meeting
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
@@ -195,6 +199,36 @@ def test_what_is_missing_and_left_over(tmp_path):
         assert restored.state["other"]["y"] == 3
 
 
+HISTORY = {"losses": [3.0, 2.0], "phases": ({"at": 1, "of": [5]}, 2), "notes": {"a": 1, "b": {"c": None}}, "net": 1}
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        HISTORY,
+        {"losses": [], "phases": (), "notes": {}, "net": 0},
+        {"losses": [1, 2, 3], "phases": ["x"], "notes": {"a": 0, "gone": 2, "b": {"d": "text"}}, "net": 0},
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_plain_lists_and_dicts_come_back_as_they_were(strict, into, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: HISTORY)
+    for restored in restore(tmp_path, 2, lambda world: into, strict=strict):
+        assert restored.state == HISTORY and (restored.missing, restored.left_over) == ([], [])
+    with pytest.raises(ConfigError, match="got more missing, net left over"):
+        restore(tmp_path, 2, lambda world: {"more": 1} | {key: into[key] for key in into if key != "net"})
+
+
+def test_a_list_of_arrays_of_another_length(tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": [np.ones(2), np.ones(3)], "b": 5})
+    into = [{"a": [np.zeros(2)], "b": 0} for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"restore \[a\]: expected 1 elements, got 2 in the checkpoint"):
+        restore(tmp_path, 2, lambda world: into[world.rank])
+    for own, restored in zip(into, restore(tmp_path, 2, lambda world: into[world.rank], strict=False), strict=True):
+        assert (restored.missing, restored.left_over) == (["a"], ["a"]) and restored.state["b"] == 5
+        assert restored.state["a"] is own["a"] and not own["a"][0].any()
+
+
 @pytest.mark.parametrize(
     ("into", "message"),
     [
@@ -213,6 +247,55 @@ def test_what_does_not_fit_changes_nothing(into, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         restore(tmp_path, 2, lambda world: into)
     assert not isinstance(into, dict) or not np.any(np.asarray(into["a"]) == 1) or isinstance(into["a"], list | dict)
+
+
+@pytest.mark.parametrize(
+    ("saved", "into", "message"),
+    [
+        (3, "text", r"restore \[a\]: expected a text, got 3 in the checkpoint"),
+        ("text", 3.0, "expected a number, got 'text'"),
+        ("text", True, "expected a number, got 'text'"),
+        (3, object(), "expected a object, got 3"),
+        (np.ones(2), 3, r"expected a number, got shape \(2,\) float64"),
+        (np.ones(0), 3, r"expected a number, got shape \(0,\) float64"),
+        (np.ones(1), "text", r"expected a str, got a tensor of shape \(1,\)"),
+        (3, 0.5, None), (0.5, 3, None), (float("inf"), 3, None), (True, 3, None), (np.float32(3), 1, None),
+        (None, 3, None), (None, "text", None), (3, None, None), ("text", None, None), (np.ones(()), 0.5, None),
+    ],
+)  # fmt: skip
+def test_kinds_of_plain_values(saved, into, message, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": saved, "b": {"c": saved}})
+    if message is None:
+        for restored in restore(tmp_path, 2, lambda world: {"a": into, "b": {"c": into}}):
+            assert restored.state == {"a": saved, "b": {"c": saved}}
+    else:
+        for own in ({"a": into, "b": {"c": None}}, {"a": None, "b": {"c": into}}):
+            with pytest.raises(ConfigError, match=message.replace(r"\[a\]", r"\[(a|b/c)\]")):
+                restore(tmp_path, 2, lambda world, own=own: own)
+
+
+@pytest.mark.parametrize("count", [5, 40_000, 3_000_000])  # parts of a block, and many blocks
+def test_destinations_that_share_memory(count, tmp_path):
+    def numbers(seed):
+        return np.random.default_rng(seed).random(count, np.float32)
+
+    save(tmp_path, 1, 2, lambda step, world: {"a": numbers(0), "b": numbers(0), "c": numbers(1), "d": numbers(2)})
+    for _ in range(3):
+        tied, memory = np.zeros(count, np.float32), np.zeros(count + 2, np.float32)
+        into = {"a": tied, "b": tied, "c": memory[:count], "d": memory[2:]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (restored,) = restore(tmp_path, 1, lambda world, into=into: into)
+        assert restored.state["a"] is restored.state["b"] is tied and np.array_equal(tied, numbers(0))
+        assert np.array_equal(memory[2:], numbers(2)) and np.array_equal(memory[:2], numbers(1)[:2])
+
+
+def test_which_arrays_meet():
+    x = np.zeros(100, np.uint8)
+    spans = [(0, 50), (50, 60), (10, 20), (30, 40), (70, 70), (60, 61), (60, 100), (100, 100)]
+    found = _meeting([x[first:last] for first, last in spans])
+    assert found == [True, False, True, True, False, True, True, False]
+    assert _meeting([]) == []
 
 
 def test_retention(tmp_path):
@@ -258,6 +341,16 @@ def test_settings_are_checked(arguments, message, n, tmp_path):
         threads.run(n, lambda world: Manager(tmp_path, world, **arguments))
 
 
+def test_masked_arrays_are_refused(tmp_path):
+    masked = np.ma.masked_array(np.arange(4.0), [False, True, False, True])
+    with pytest.raises(UnsupportedError, match=r"save \[a\]: .* got MaskedArray; save its data and its mask"):
+        save(tmp_path / "masked", 1, 2, lambda step, world: {"a": masked})
+    assert not (tmp_path / "masked").exists()
+    save(tmp_path, 1, 2, lambda step, world: {"a": masked.data})
+    with pytest.raises(ConfigError, match=r"restore \[a\]: expected a MaskedArray, got a tensor of shape \(4,\)"):
+        restore(tmp_path, 2, lambda world: {"a": masked})
+
+
 def caught(fn, kind):
     """The text of what ``fn`` raises."""
     with pytest.raises(kind) as info:
@@ -278,6 +371,41 @@ def test_arguments_of_save_are_checked(step, options, tmp_path):
         return text
 
     assert len({*threads.run(2, one)}) == 1
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def one(world):
+        with Manager("own", world) as manager:
+            manager.save(1, {"a": 1})
+            if world.rank == 0:
+                monkeypatch.chdir(tmp_path / "there")
+            world.comm.barrier()
+            manager.save(2, {"a": 2})
+            return manager.steps(), manager.restore(1).path
+
+    path = tmp_path / "here" / "own"
+    assert threads.run(2, one) == [([1, 2], path / "step-0000000001")] * 2
+    assert [*(tmp_path / "there").iterdir()] == [] and len([*path.glob("step-*")]) == 2
+
+
+def test_ranks_in_other_folders_are_refused(tmp_path, monkeypatch):
+    places = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr("os.path.abspath", lambda path, own=os.path.abspath: own(place_of_rank() / path))
+    ranks = threading.local()
+
+    def place_of_rank():
+        return places[getattr(ranks, "number", 0)]
+
+    def one(world):
+        ranks.number = world.rank
+        return caught(lambda: Manager("own", world), MismatchError)
+
+    assert len({*threads.run(2, one)}) == 1
+    assert not any(place.exists() for place in places)
 
 
 UNEQUAL = {
@@ -330,6 +458,69 @@ def test_one_rank_that_cannot_restore_does_not_leave_others_waiting(tmp_path):
     assert len({*results}) == 1 and "rank 1: restore [a/rank-1]: expected shape (3,)" in results[0]
     with pytest.raises(MismatchError, match="restore"):
         restore(tmp_path, 2, lambda world: {"net": nn.BatchNorm(4)} if world.rank else {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            lambda rank: {"metrics": {"loss": 0.5 + rank}},
+            "expected metric loss = 0.5 as on rank 0, got metric loss = 1.5",
+        ),
+        (lambda rank: {"metrics": {"loss": 0.5} if rank else {}}, "got metric loss = 0.5 on rank 1"),
+        (lambda rank: {"metrics": {"loss": float("nan") if rank else 0.5}}, "got metric loss = nan on rank 1"),
+        (lambda rank: {"config": {"a": 1, "host": f"n{rank}"}}, 'got config host = "n1" on rank 1'),
+        (lambda rank: {"config": {"a": {"b": [rank]}}}, "got config a = "),
+        (lambda rank: {"step": 2 + rank}, "expected step 2 as on rank 0, got step 3 on rank 1"),
+        (lambda rank: {"wait": rank == 0}, "expected wait=True as on rank 0, got wait=False on rank 1"),
+    ],
+)
+def test_arguments_that_differ_between_ranks(options, message, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            alike = {"metrics": {"x": 1, "y": float("nan")}, "config": {"a": 1, "b": {"c": 2, "d": 3}}}
+            backwards = {"metrics": {"y": float("nan"), "x": 1.0}, "config": {"b": {"d": 3, "c": 2}, "a": 1}}
+            manager.save(1, {"a": 1}, **(backwards if world.rank else alike))
+            text = caught(lambda: manager.save(**({"step": 2, "state": {}} | options(world.rank))), MismatchError)
+            return text, manager.steps()
+
+    first, second = threads.run(2, one)
+    assert first == second and first[1] == [1]
+    assert message in first[0] and first[0].endswith("; call save alike on all ranks")
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (None, 1), (3, None)])
+def test_steps_to_restore_that_differ_between_ranks(steps, tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, 2, lambda step, world: {"a": step})
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            text = caught(lambda: manager.restore(steps[world.rank]), MismatchError)
+            return text, manager.restore().state
+
+    first, second = threads.run(2, one)
+    assert first == second and first[0].endswith("; call restore alike on all ranks") and first[1] == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [{"a": "b", "b": "a"}, {"b": "c"}, {"nowhere": "c"}, ["a"], lambda name: name.upper(), lambda name: None],
+)
+def test_names_that_differ_between_ranks(rename, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": np.zeros(2), "b": np.ones(2)})
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            texts = []
+            for odd in (0, 1):
+                own = rename if world.rank == odd else None
+                texts.append(caught(lambda own=own: manager.restore(rename=own), (MismatchError, ConfigError)))
+            assert np.all(manager.restore().state["b"] == 1)
+            return texts
+
+    first, second = threads.run(2, one)
+    assert first == second and all("rank " in text for text in first)
 
 
 @pytest.mark.parametrize("first", [0, 3])
