@@ -21,7 +21,7 @@ from ..comm import World, init
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
 from ..errors import ConfigError, DataError, HpcdpError
-from . import folder, manifest, notice, tree
+from . import folder, index, manifest, notice, tree
 from .arguments import absolute, told_alike
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
@@ -400,10 +400,15 @@ class Manager:
         with failing("restore", lambda: path / manifest.NAME):
             content = (path / manifest.NAME).read_bytes()
         for file in manifest.parse(content, path / manifest.NAME).files:
-            with failing("restore", lambda file=file: path / file.name):  # type: ignore[misc]
-                nbytes = (path / file.name).stat().st_size
-            if nbytes != file.nbytes:
-                raise DataError("restore", where=path / file.name, expected=f"{file.nbytes} bytes", got=nbytes)
+            try:
+                with failing("restore", lambda file=file: path / file.name):  # type: ignore[misc]
+                    nbytes = (path / file.name).stat().st_size
+                if nbytes != file.nbytes:
+                    raise DataError("restore", where=path / file.name, expected=f"{file.nbytes} bytes", got=nbytes)
+            except DataError as error:
+                if file.name != index.NAME:
+                    raise
+                notice.warn(f"{error}: restoring all the same, which does not need it; other programs do")
         return content.decode(), str(path)
 
 

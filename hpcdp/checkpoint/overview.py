@@ -42,16 +42,22 @@ class Overview:
 
 
 def overview(path: Path) -> Overview:
-    """What is in a folder of checkpoints, or of a run.
+    """What is in a folder of checkpoints, or of a run; of the folder of one checkpoint, that one.
 
     Raises:
-        DataError: there is no such folder.
+        DataError: there is no such folder, or nothing in it.
     """
+    if is_checkpoint(path):
+        own = path.absolute()  # "." has a name, too
+        step = folder.step_of(own) if folder.is_named(own) else manifest.read(path).step
+        return Overview(path, [look_at(path, step)], {}, None)
     path = checkpoints_folder(path)
     writer = lock.holder(path / lock.NAME)  # first: what it has just completed is then no left-over
     left_over = {each: size_of(each) for each in folder.left_over(path)}
     named = {folder.step_of(each): each for each in sorted(path.iterdir(), reverse=True) if folder.is_final(each)}
     found = {step: each for step, each in named.items() if each not in left_over} | folder.find(path)
+    if not (found or left_over or writer):
+        raise DataError("read checkpoints", where=path, expected="checkpoints", got="none")
     return Overview(path, [look_at(found[step], step) for step in sorted(found)], left_over, writer)
 
 
@@ -100,7 +106,7 @@ def checkpoints_folder(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether this is the folder of one checkpoint, be it damaged."""
-    return path.is_dir() and (folder.is_named(path) or (path / manifest.NAME).exists())
+    return path.is_dir() and (folder.is_named(path.absolute()) or (path / manifest.NAME).exists())
 
 
 def chosen(path: Path, step: int | None = None) -> Path:

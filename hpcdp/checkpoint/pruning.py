@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from . import folder, lock, overview, verify
 
 
@@ -42,8 +42,11 @@ def prune(
         tell: see `verify.faults`, which is called for what stays, from the newest on, until one is good.
 
     Raises:
+        ConfigError: ``path`` is the folder of one checkpoint.
         DataError: another job saves here, or nothing that stays is good. Nothing is removed then.
     """
+    if overview.is_checkpoint(path):
+        raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
     if dry_run:
         lock.require_free(path)
         return _remove(path, keep, keep_every, best, True, tell)

@@ -47,7 +47,7 @@ def parser() -> Parser:
     commands = made.add_subparsers(title="commands", metavar="COMMAND", prog="hpcdp checkpoint")
 
     ls = _command(commands, "ls", _ls, "one line a checkpoint, left-overs, and who saves here")
-    ls.add_argument("path", metavar="FOLDER", type=Path, help="of checkpoints, or of a run")
+    ls.add_argument("path", metavar="PATH", type=Path, help="a folder of checkpoints, of a run, or of one checkpoint")
     ls.add_argument("--json", action="store_true", help="print JSON")
 
     show = _command(commands, "show", _show, "what is in a checkpoint, or in one tensor of it")

@@ -119,9 +119,16 @@ def test_ls_for_programs(run, saved):
     assert seen["writer"] is None and seen["left_over"] == []
 
 
-def test_ls_of_an_empty_folder(run, tmp_path):
-    status, out, _ = run("ls", tmp_path)
-    assert (status, out) == (0, f"{tmp_path}: no complete checkpoint\n")
+def test_ls_of_one_checkpoint(run, saved, tmp_path, monkeypatch):
+    path = saved / "checkpoints" / "step-0000000200"
+    lines = run("ls", path)[1].splitlines()
+    assert len(lines) == 2 and lines[1].split()[0] == "200" and "complete" in lines[1]
+    monkeypatch.chdir(path)
+    assert run("ls", ".")[1].splitlines() == lines
+    shutil.copytree(path, tmp_path / "taken along")
+    assert run("ls", tmp_path / "taken along")[1].splitlines() == lines
+    (seen,) = json.loads(run("ls", path, "--json")[1])["checkpoints"]
+    assert (seen["step"], seen["path"]) == (200, str(path))
 
 
 def test_show(run, saved, monkeypatch):
@@ -297,6 +304,9 @@ def test_prune_while_somebody_saves(run, folder):
         (["ls", "{folder}/writer.lock"], "got a file"),
         (["show", "{folder}", "--step", "7"], "expected one of step 100, 200, 300, got 7"),
         (["show", "{folder}/step-0000000100", "--step", "100"], "--step: expected a folder of several checkpoints"),
+        (["ls", "{empty}"], "read checkpoints [{empty}]: expected checkpoints, got none"),
+        (["ls", "{empty}", "--json"], "expected checkpoints, got none"),
+        (["prune", "{folder}/step-0000000100", "--keep", "1"], "a folder of several checkpoints, got that of one"),
         (["show", "{empty}"], "expected a complete checkpoint, got none"),
         (["verify", "{empty}"], "expected checkpoints, got none"),
         (["verify"], "the following arguments are required: PATH"),
@@ -313,5 +323,5 @@ def test_bad_input_is_one_line_and_status_2(arguments, says, run, saved, tmp_pat
     folders = {"folder": saved / "checkpoints", "empty": tmp_path}
     status, out, error = run(*(each.format(**folders) for each in arguments))
     assert (status, out) == (2, "")
-    assert says in error
+    assert says.replace("{empty}", str(tmp_path)) in error
     assert error.startswith("hpcdp: ") and error.count("\n") == 1

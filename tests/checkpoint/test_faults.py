@@ -74,6 +74,12 @@ def assert_older_is_taken(run, n=2):
         threads.run(n, one)
 
 
+def assert_restored_without_index(run):
+    """It is for other readers."""
+    with pytest.warns(UserWarning, match=rf"restore \[.*{INDEX}\].* got .*: restoring all the same"):
+        assert refusal(run) is None
+
+
 def elements_of(run, name):
     """Where the elements in a file are: data set, first and last byte."""
     found = manifest.read(folder.path_of(run, NEWER))
@@ -131,6 +137,9 @@ def test_other_lengths(name, length, run):
     path = folder.path_of(run, NEWER) / name
     cut = {"nothing": lambda x: b"", "half": lambda x: x[: len(x) // 2], "a byte less": lambda x: x[:-1]}
     damage(path, cut.get(length, lambda x: x + b"x"))
+    if name == INDEX:
+        assert_restored_without_index(run)
+        return
     said = refusal(run)
     assert f"[{path}]: expected" in said and f"restore(step={OLDER})" in said
     assert_older_is_taken(run)
@@ -147,10 +156,13 @@ def test_missing_files(name, instead, run):
         path.symlink_to("nowhere")
     elif instead == "that of another step":
         shutil.copy(folder.path_of(run, OLDER) / name, path)
-    said = refusal(run)
-    if instead == "that of another step" and name == INDEX:
-        assert said is None  # it is for other readers
+    if name == INDEX and instead == "that of another step":
+        assert refusal(run) is None
         return
+    if name == INDEX:
+        assert_restored_without_index(run)
+        return
+    said = refusal(run)
     assert said.startswith(f"restore [{path}") and f"restore(step={OLDER})" in said
     assert_older_is_taken(run)
 

@@ -11,7 +11,7 @@ import pytest
 import samples
 
 from hpcdp import checkpoint, nn
-from hpcdp.checkpoint import Manager, Part, PerRank, Sharded
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, verify
 from hpcdp.checkpoint.restoring import _meeting
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
@@ -349,6 +349,26 @@ def test_masked_arrays_are_refused(tmp_path):
     save(tmp_path, 1, 2, lambda step, world: {"a": masked.data})
     with pytest.raises(ConfigError, match=r"restore \[a\]: expected a MaskedArray, got a tensor of shape \(4,\)"):
         restore(tmp_path, 2, lambda world: {"a": masked})
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: path.unlink(), "index.h5]: got No such file or directory"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "index.h5]: expected "),
+    ],
+)
+def test_a_checkpoint_without_its_index_is_restored(harm, message, tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, 2, lambda step, world: {"a": np.full(4, step)})
+    harm(tmp_path / "step-0000000002" / "index.h5")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for restored in restore(tmp_path, 2):
+            assert restored.step == 2 and np.all(restored.state["a"] == 2)
+    assert len(said) == 1 and message in str(said[0].message) and "\n" not in str(said[0].message)
+    assert said[0].filename == __file__
+    assert any(fault.startswith("index.h5: ") for fault in verify.faults(tmp_path / "step-0000000002"))
 
 
 def caught(fn, kind):
