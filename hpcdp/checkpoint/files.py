@@ -90,7 +90,7 @@ WRITERS: dict[str, Callable[..., Written]] = {"rank": by_rank, "node": by_node, 
 
 def check_shards(shards: str, compression: str | None, group: Group) -> None:
     """Raise `ConfigError` unless files can be written that way."""
-    if shards not in WRITERS:
+    if not isinstance(shards, str) or shards not in WRITERS:
         raise ConfigError("Manager", where="shards", expected=f"one of {', '.join(WRITERS)}", got=repr(shards))
     if shards != "rank" and compression is not None:
         raise ConfigError("Manager", where="shards", expected="'rank' with compression", got=repr(shards))

@@ -249,6 +249,18 @@ def _check_form(form: Any, tensors: Mapping[str, Tensor], depth: int) -> None:
             _check_form(each, tensors, depth + 1)
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError unless JSON can carry it."""
+def check_config(config: object) -> None:
+    """Raises TypeError, ValueError or RecursionError unless it is a dict that JSON can carry as it is."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{config!r}")
     json.dumps(dict(config), allow_nan=False)
+    _check_keys(config)
+
+
+def _check_keys(value: object) -> None:
+    if isinstance(value, Mapping):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        if odd is not None:
+            raise TypeError(f"the key {odd!r}")
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        _check_keys(each)
