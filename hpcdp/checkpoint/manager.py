@@ -272,7 +272,7 @@ class Manager:
         path = folder.commit(self.path, step, self._atomic_rename)
         try:
             folder.remove_old(self.path, step)
-            found = folder.find(self.path)
+            found = {} if self.keep is None else folder.find(self.path)
             for each in folder.dropped(found, self.keep, self.keep_every, folder.worth(found, self.best)):
                 if each != step:
                     self._remove_behind(folder.retire(self.path, each))
