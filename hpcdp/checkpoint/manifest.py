@@ -114,7 +114,8 @@ def join(held: Sequence[tree.Held], stored: Sequence[Stored]) -> dict[str, Tenso
             gap = _gap(tensors[one.name])
             if gap is not None:
                 expected = "each element held by one rank, or by all that say they have a copy"
-                raise DataError("save", where=one.name, expected=expected, got=gap)
+                raise DataError("save", where=one.name, expected=expected, got=gap,
+                                remedy="check first and values of the parts in its Sharded, on every rank")  # fmt: skip
     return tensors
 
 
@@ -122,10 +123,14 @@ def _gap(tensor: Tensor) -> str | None:
     """What is missing or double among a tensor's parts, in words."""
     at = 0
     for part in tensor.parts:
-        if part.first != at:
-            return f"elements {at} to {part.first} {'missing' if part.first > at else 'twice'}"
+        if part.first > at:
+            return f"elements {at} to {part.first - 1} of {tensor.count} missing"
+        if part.first < at:
+            return f"elements {part.first} to {min(at, part.first + part.count) - 1} of {tensor.count} twice"
         at += part.count
-    return None if at == tensor.count else f"{at} of {tensor.count} elements"
+    if at > tensor.count:
+        return f"{at} elements of {tensor.count}"
+    return None if at == tensor.count else f"elements {at} to {tensor.count - 1} of {tensor.count} missing"
 
 
 def read(folder: Path) -> Manifest:

@@ -270,7 +270,7 @@ def test_prune_keeps_the_last_good_one(run, folder):
     status, _, error = run("prune", folder, "--keep", "2")
     assert status == 2
     assert "expected a good checkpoint among those that stay, got step 300, shard-0000" in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 1 and "; keep 3: then step 100 stays, which is good" in error
     assert len(list(folder.glob("step-*"))) == 3
     status, out, _ = run("prune", folder, "--keep", "1", "--keep-every", "100")
     assert (status, out) == (0, "nothing to remove\n")
@@ -307,6 +307,7 @@ def test_prune_while_somebody_saves(run, folder):
         (["ls", "{empty}"], "read checkpoints [{empty}]: expected checkpoints, got none"),
         (["ls", "{empty}", "--json"], "expected checkpoints, got none"),
         (["prune", "{folder}/step-0000000100", "--keep", "1"], "a folder of several checkpoints, got that of one"),
+        (["prune", "{folder}", "--keep", "1", "--best=-"], "prune [best]: expected 'metric' or '-metric', got '-'"),
         (["show", "{empty}"], "expected a complete checkpoint, got none"),
         (["verify", "{empty}"], "expected checkpoints, got none"),
         (["verify"], "the following arguments are required: PATH"),
