@@ -13,12 +13,12 @@ from ..errors import ConfigError
 from .plan import Piece
 from .shard import (
     File,
+    Maker,
     Room,
     Stored,
     failing,
     fill,
     lay_out,
-    make_dataset,
     new_file,
     place_of,
     seen,
@@ -68,17 +68,20 @@ def by_node(folder: Path, pieces: Sequence[Piece], group: Group) -> Written:
 
 def by_all(folder: Path, pieces: Sequence[Piece], group: Group) -> Written:
     """One file, which all ranks make and write through parallel HDF5 (its driver "mpio")."""
+    import h5py  # type: ignore[import-untyped]
+
     path, comm = folder / "shard-all.h5", group.comm
     rooms = _rooms_of_all(pieces, comm)
     library: Any = comm
     with failing("save", lambda: path), new_file(path, library.mpi) as file:
-        made = [make_dataset(file, room) for rank in rooms for room in rank]
+        maker = Maker(file)
+        made = [maker.make(room) for rank in rooms for room in rank]
         before = sum(map(len, rooms[: comm.rank]))
         own = made[before : before + len(pieces)]
         offsets = [place_of(dataset) for dataset in own]
         for dataset, piece in zip(own, pieces, strict=True):
             if piece.values.size:
-                dataset.write_direct(piece.values)
+                h5py.Dataset(dataset).write_direct(piece.values)
     stored = fill(path, pieces, [None] * len(pieces))  # their checksums; they are written
     stored = [replace(each, offset=offset) for each, offset in zip(stored, offsets, strict=True)]
     return stored, _told_by_first(path, stored, pieces, comm)
@@ -90,7 +93,7 @@ WRITERS: dict[str, Callable[..., Written]] = {"rank": by_rank, "node": by_node, 
 
 def check_shards(shards: str, compression: str | None, group: Group) -> None:
     """Raise `ConfigError` unless files can be written that way."""
-    if shards not in WRITERS:
+    if not isinstance(shards, str) or shards not in WRITERS:
         raise ConfigError("Manager", where="shards", expected=f"one of {', '.join(WRITERS)}", got=repr(shards))
     if shards != "rank" and compression is not None:
         raise ConfigError("Manager", where="shards", expected="'rank' with compression", got=repr(shards))

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32
+
 from .manifest import Tensor
-from .shard import crc32_beside, failing, mark_dtype
+from .shard import failing, link_settings, mark_dtype, type_of
 
 NAME = "index.h5"
 STATE = "%state"
@@ -53,21 +56,30 @@ def write(
     Raises:
         DataError: it cannot be written.
     """
+    with failing("save", lambda: path):
+        # In memory: a file that HDF5 cannot finish, on a full disk, crashes the program when that ends.
+        content = memoryview(_made(tensors, state, attributes))
+        with open(path, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return len(content), crc32(content)
+
+
+def _made(tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, int | str]) -> bytes:
     import h5py  # type: ignore[import-untyped]
 
-    with failing("save", lambda: path):
-        with h5py.File(path, "x", libver=("v110", "latest")) as file:
-            for name, value in attributes.items():
-                file.attrs[name] = value
-            file[STATE] = json.dumps(state)
-            for name, tensor in tensors.items():
-                mark_dtype(_virtual(file, name, tensor), tensor.dtype)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-            return os.fstat(descriptor).st_size, crc32_beside(descriptor, ())
-        finally:
-            os.close(descriptor)
+    name = f"index-{uuid.uuid4()}.h5"  # HDF5 wants one, and no other open file may have it
+    with h5py.File(name, "w", driver="core", backing_store=False, libver=("v110", "latest")) as file:
+        for key, value in attributes.items():
+            file.attrs[key] = value
+        file[STATE] = json.dumps(state)
+        links = link_settings()
+        for key, tensor in tensors.items():
+            mark_dtype(_virtual(file, key, tensor, links), tensor.dtype)
+        file.flush()
+        image: bytes = file.id.get_file_image()
+        return image
 
 
 def as_pattern(name: str) -> str:
@@ -75,22 +87,21 @@ def as_pattern(name: str) -> str:
     return name.replace("%", "%%")
 
 
-def _virtual(file: Any, name: str, tensor: Tensor) -> Any:
-    from h5py import Dataset, h5d, h5p, h5s, h5t  # h5py's VirtualLayout takes ten times as long
+def _virtual(file: Any, name: str, tensor: Tensor, links: Any) -> Any:
+    from h5py import h5d, h5p, h5s  # h5py's VirtualLayout takes ten times as long
 
-    links, how = h5p.create(h5p.LINK_CREATE), h5p.create(h5p.DATASET_CREATE)
-    links.set_create_intermediate_group(True)
-    links.set_char_encoding(h5t.CSET_UTF8)
+    how, space = h5p.create(h5p.DATASET_CREATE), h5s.create_simple(tensor.shape)
     for part in tensor.parts if tensor.count else ():
+        where, dataset = os.fsencode(part.file), as_pattern(part.dataset).encode()
         at, source = 0, h5s.create_simple((part.count,))
-        dataset = as_pattern(part.dataset).encode()
+        if part.count == tensor.count:
+            how.set_virtual(space, where, dataset, source)
+            continue
         for box in boxes(tensor.shape, part.first, part.first + part.count):
             sizes = tuple(each.stop - each.start for each in box)
             whole = h5s.create_simple(tensor.shape)
-            if box:
-                whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
+            whole.select_hyperslab(tuple(each.start for each in box), (1,) * len(box), block=sizes)
             source.select_hyperslab((at,), (1,), block=(math.prod(sizes),))
-            how.set_virtual(whole, os.fsencode(part.file), dataset, source)
+            how.set_virtual(whole, where, dataset, source)
             at += math.prod(sizes)
-    space, kind = h5s.create_simple(tensor.shape), h5t.py_create(tensor.stored_dtype, logical=True)
-    return Dataset(h5d.create(file.id, name.encode(), kind, space, dcpl=how, lcpl=links))
+    return h5d.create(file.id, name.encode(), type_of(tensor.stored_dtype.str), space, dcpl=how, lcpl=links)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import operator
 import os
 import shutil
 import warnings
@@ -20,15 +19,14 @@ import numpy as np
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
-from ..errors import ConfigError, DataError, HpcdpError
-from . import folder, index, manifest, notice, tree
-from .arguments import absolute, told_alike
+from ..errors import DataError, HpcdpError
+from . import arguments, folder, index, manifest, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
 from .restoring import Filling, Restored
 from .saving import Saving
-from .shard import COMPRESSIONS, failing
+from .shard import failing
 
 _SAVES, _REMOVALS = "save", "remove"
 _PATIENCE_S = 8.0
@@ -74,16 +72,14 @@ class Manager:
         compression: str | None = None,
         atomic_rename: bool = True,
     ) -> None:
-        for name, number in (("keep", keep), ("keep_every", keep_every)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise ConfigError("Manager", where=name, expected="an integer >= 1, or None", got=repr(number))
-        if keep is None and (keep_every is not None or best is not None):
-            raise ConfigError("Manager", where="keep", expected="a number with keep_every or best", got=None)
-        if compression not in (None, *COMPRESSIONS):
-            raise ConfigError("Manager", where="compression", expected=f"one of {', '.join(COMPRESSIONS)}, or None",
-                              got=repr(compression))  # fmt: skip
         self.world = init() if world is None else world
-        self.path = on_every_rank(self.world.comm, lambda: absolute(path))
+
+        def checked() -> Path:
+            arguments.check_retention(keep, keep_every, best)
+            arguments.check_ways_to_write(compression, atomic_rename)
+            return arguments.absolute(path)
+
+        self.path = on_every_rank(self.world.comm, checked)
         self.keep, self.keep_every, self.best = keep, keep_every, best
         self._atomic_rename = atomic_rename
         settings = [
@@ -205,14 +201,16 @@ class Manager:
 
         Raises:
             MismatchError: the ranks' states or arguments differ; on every rank, names ranks and the first difference.
+            ConfigError: a step, metrics or a config that are none.
             UnsupportedError: something that cannot be saved.
             DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
         """
         self.wait()
         comm = self.world.comm
         header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
-        called = [f"step {header['step']}", f"wait={wait}", *told_alike(metrics or {}, header["config"])]
+        called = [f"step {header['step']}", f"wait={wait}", *arguments.told_alike(header["metrics"], header["config"])]
         require_same(comm, "save", called, "call save alike on all ranks")
+        header["metrics"] = {name: value for name, value in header["metrics"].items() if math.isfinite(value)}
         require_same(comm, "save", tree.outline(state), _ALIKE)
         flat = tree.flatten(state, self.world)
         on_every_rank(comm, lambda: _raise(flat.error))
@@ -245,26 +243,12 @@ class Manager:
     def _checked_header(
         self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = -1
-        if not 0 <= number < 10**18:
-            raise ConfigError("save", where="step", expected="an integer >= 0", got=repr(step))
-        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-        odd = next((name for name, value in numbers.items() if not math.isfinite(value)), None)
-        decides = None if self.best is None else self.best.removeprefix("-")
-        if decides is not None and (decides not in numbers or odd == decides):
-            expected = f"{decides!r}, which decides what is best"
-            raise ConfigError("save", where="metrics", expected=expected, got=metrics)
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        try:
-            manifest.check_config(config or {})
-        except (TypeError, ValueError) as error:
-            raise ConfigError("save", where="config", expected="what JSON can carry", got=error) from error
         return {
-            "step": number, "metrics": finite, "config": dict(config or {}), "commit_file": not self._atomic_rename,
-        }  # fmt: skip
+            "step": arguments.step_number("save", step),
+            "metrics": arguments.numbers({} if metrics is None else metrics, self.best),
+            "config": arguments.settings({} if config is None else config),
+            "commit_file": not self._atomic_rename,
+        }
 
     def _claim(self) -> None:
         """On rank 0: the folder, and its lock."""
@@ -303,7 +287,7 @@ class Manager:
         path = folder.commit(self.path, step, self._atomic_rename)
         try:
             folder.remove_old(self.path, step)
-            found = folder.find(self.path)
+            found = {} if self.keep is None else folder.find(self.path)
             for each in folder.dropped(found, self.keep, self.keep_every, folder.worth(found, self.best)):
                 if each != step:
                     self._remove_behind(folder.retire(self.path, each))
@@ -347,13 +331,14 @@ class Manager:
                 function from the one to the other.
 
         Raises:
-            ConfigError: names, shapes or dtypes do not fit; on every rank, nothing is changed.
+            ConfigError: no step; names, shapes or dtypes that do not fit; on every rank, nothing is changed.
             MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
                 that can be restored. ``into`` may then hold some of its elements.
         """
         self.wait()
         comm = self.world.comm
+        step = on_every_rank(comm, lambda: None if step is None else arguments.step_number("restore", step))
         require_same(comm, "restore", [f"step {step}"], "call restore alike on all ranks")
         steps = self.steps() if step is None else [step]
         count = len(steps)

@@ -114,7 +114,8 @@ def join(held: Sequence[tree.Held], stored: Sequence[Stored]) -> dict[str, Tenso
             gap = _gap(tensors[one.name])
             if gap is not None:
                 expected = "each element held by one rank, or by all that say they have a copy"
-                raise DataError("save", where=one.name, expected=expected, got=gap)
+                raise DataError("save", where=one.name, expected=expected, got=gap,
+                                remedy="check first and values of the parts in its Sharded, on every rank")  # fmt: skip
     return tensors
 
 
@@ -122,10 +123,14 @@ def _gap(tensor: Tensor) -> str | None:
     """What is missing or double among a tensor's parts, in words."""
     at = 0
     for part in tensor.parts:
-        if part.first != at:
-            return f"elements {at} to {part.first} {'missing' if part.first > at else 'twice'}"
+        if part.first > at:
+            return f"elements {at} to {part.first - 1} of {tensor.count} missing"
+        if part.first < at:
+            return f"elements {part.first} to {min(at, part.first + part.count) - 1} of {tensor.count} twice"
         at += part.count
-    return None if at == tensor.count else f"{at} of {tensor.count} elements"
+    if at > tensor.count:
+        return f"{at} elements of {tensor.count}"
+    return None if at == tensor.count else f"elements {at} to {tensor.count - 1} of {tensor.count} missing"
 
 
 def read(folder: Path) -> Manifest:
@@ -250,6 +255,18 @@ def _check_form(form: Any, tensors: Mapping[str, Tensor], depth: int) -> None:
             _check_form(each, tensors, depth + 1)
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError unless JSON can carry it."""
+def check_config(config: object) -> None:
+    """Raises TypeError, ValueError or RecursionError unless it is a dict that JSON can carry as it is."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{config!r}")
     json.dumps(dict(config), allow_nan=False)
+    _check_keys(config)
+
+
+def _check_keys(value: object) -> None:
+    if isinstance(value, Mapping):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        if odd is not None:
+            raise TypeError(f"the key {odd!r}")
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        _check_keys(each)

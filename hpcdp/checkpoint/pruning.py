@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def prune(
         tell: see `verify.faults`, which is called for what stays, from the newest on, until one is good.
 
     Raises:
-        ConfigError: ``path`` is the folder of one checkpoint.
+        ConfigError: ``path`` is the folder of one checkpoint, or ``best`` names no metric.
         DataError: another job saves here, or nothing that stays is good. Nothing is removed then.
     """
     if overview.is_checkpoint(path):
@@ -60,6 +60,8 @@ def prune(
 def _remove(
     path: Path, keep: int, keep_every: int | None, best: str | None, dry_run: bool, tell: Callable[[int], object]
 ) -> Pruning:
+    if best is not None and not best.removeprefix("-"):
+        raise ConfigError("prune", where="best", expected="'metric' or '-metric'", got=repr(best))
     found = folder.find(path)
     values = folder.worth(found, best)
     if best is not None and found and not values:
@@ -78,10 +80,18 @@ def _remove(
         if found and good is None:
             step, wrong = next(iter(damaged.items()))
             raise DataError("prune", where=path, expected="a good checkpoint among those that stay",
-                            got=f"step {step}, {wrong}", remedy="keep more")  # fmt: skip
+                            got=f"step {step}, {wrong}", remedy=_more(found, dropped, tell))  # fmt: skip
     pruning = Pruning({step: overview.size_of(found[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
         folder.clean(path, True)
         for step in dropped:
             shutil.rmtree(folder.retire(path, step))
     return pruning
+
+
+def _more(found: Mapping[int, Path], dropped: Sequence[int], tell: Callable[[int], object]) -> str:
+    """How many must stay so that a good one does."""
+    for step in sorted(dropped, reverse=True):
+        if next(verify.faults(found[step], tell), None) is None:
+            return f"keep {sum(each >= step for each in found)}: then step {step} stays, which is good"
+    return "the others are damaged, too"

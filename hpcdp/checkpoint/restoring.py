@@ -247,15 +247,16 @@ class Filling:
         return lambda: template
 
     def _sharded(self, template: Sharded, tensor: Tensor, name: str) -> Value:
-        tree.check_parts("restore", name, template, [part for part in template.parts if is_host(part.values)])
+        parts = tree.parts_of("restore", name, template)
+        tree.check_parts("restore", name, template, [part for part in parts if is_host(part.values)])
         shapes, dtype = (tuple(template.shape), tensor.shape), np.dtype(template.dtype).name
         if template.shares and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:] and dtype == tensor.dtype:
-            for part in template.parts:
+            for part in parts:
                 self._part(tensor, part, shapes[0][0])
         elif shapes[0] != shapes[1] or dtype != tensor.dtype:
             raise _misfit(name, f"shape {shapes[0]} {dtype}", f"shape {tensor.shape} {tensor.dtype}")
         else:
-            for part in template.parts:
+            for part in parts:
                 self._part(tensor, part)
         return lambda: template
 

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,8 +82,8 @@ class Saving:
             stored, files = on_every_rank(self._comm, lambda: _raised(result, error))
             own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
             mine = {
-                "nodes": tree.own_nodes(self._flat.form), "own": own, "stored": [astuple(each) for each in stored],
-                "files": files,
+                "nodes": tree.own_nodes(self._flat.form), "own": own, "files": files,
+                "stored": [[*vars(each).values()] for each in stored],
             }  # fmt: skip
             everyone = self._comm.allgather_json(mine if self._world.rank else None)
             everyone[0] = mine

@@ -7,6 +7,7 @@ with its checksum while it is in the cache. Compressed data sets are HDF5's affa
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,12 +92,13 @@ def lay_out(path: Path, rooms: Sequence[Room]) -> list[int]:
         DataError: it cannot be written.
     """
     with failing("save", lambda: path), new_file(path) as file:
-        return [place_of(make_dataset(file, room)) for room in rooms]
+        maker = Maker(file)
+        return [place_of(maker.make(room)) for room in rooms]
 
 
-def place_of(dataset: h5py.Dataset) -> int:
+def place_of(dataset: h5py.h5d.DatasetID) -> int:
     """Where the elements of a contiguous data set begin in its file, in bytes; 0 where there are none."""
-    offset = dataset.id.get_offset()
+    offset = dataset.get_offset()
     return 0 if offset is None else int(offset)
 
 
@@ -113,22 +115,48 @@ def new_file(path: Path, comm: Any = None) -> h5py.File:
     return h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_EXCL, fapl=access))
 
 
-def make_dataset(file: h5py.File, room: Room) -> h5py.Dataset:
-    """A contiguous data set whose elements have their place at once, and no values."""
-    from h5py import Dataset, h5d, h5p, h5s, h5t
+class Maker:
+    """Makes contiguous data sets of an open file, whose elements have their place at once, and no values.
 
-    plain, links = h5p.create(h5p.DATASET_CREATE), h5p.create(h5p.LINK_CREATE)
-    plain.set_layout(h5d.CONTIGUOUS)
-    plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    plain.set_fill_time(h5d.FILL_TIME_NEVER)
-    plain.set_obj_track_times(False)
+    What describes them is made once a file: for each data set it takes longer than the data set.
+    """
+
+    def __init__(self, file: h5py.File) -> None:
+        from h5py import h5d, h5p
+
+        self._file, self._links = file, link_settings()
+        self._plain = h5p.create(h5p.DATASET_CREATE)
+        self._plain.set_layout(h5d.CONTIGUOUS)
+        self._plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        self._plain.set_fill_time(h5d.FILL_TIME_NEVER)
+        self._plain.set_obj_track_times(False)
+
+    def make(self, room: Room) -> h5py.h5d.DatasetID:
+        """One more."""
+        from h5py import h5d, h5s
+
+        kind, space = type_of(room.stored), h5s.create_simple((room.count,))
+        made = h5d.create(self._file.id, room.dataset.encode(), kind, space, dcpl=self._plain, lcpl=self._links)
+        mark_dtype(made, room.dtype)
+        return made
+
+
+def link_settings() -> h5py.h5p.PropLCID:
+    """Names in UTF-8, with the groups above them."""
+    from h5py import h5p, h5t
+
+    links = h5p.create(h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5t.CSET_UTF8)
-    kind = h5t.py_create(np.dtype(room.stored), logical=True)
-    made = h5d.create(file.id, room.dataset.encode(), kind, h5s.create_simple((room.count,)), dcpl=plain, lcpl=links)
-    dataset = Dataset(made)
-    mark_dtype(dataset, room.dtype)
-    return dataset
+    return links
+
+
+@functools.cache
+def type_of(stored: str) -> h5py.h5t.TypeID:
+    """HDF5's type of a NumPy dtype."""
+    from h5py import h5t
+
+    return h5t.py_create(np.dtype(stored), logical=True)
 
 
 def fill(path: Path, pieces: Sequence[Piece], offsets: Sequence[int | None]) -> list[Stored]:
@@ -167,10 +195,12 @@ def seen(path: Path, covered: Sequence[tuple[int, int]]) -> File:
             os.close(file)
 
 
-def mark_dtype(dataset: h5py.Dataset, dtype: str) -> None:
+def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
     """Note what elements are whose dtype HDF5 does not have."""
     if dtype == BFLOAT16:
-        dataset.attrs["dtype"] = dtype
+        import h5py
+
+        h5py.Dataset(dataset).attrs["dtype"] = dtype
 
 
 def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> None:
@@ -189,7 +219,7 @@ def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> N
             values = piece.values
             chunk = (min(values.size, BLOCK_NBYTES // values.itemsize),)
             options = how | {"chunks": chunk} if values.size else {}
-            mark_dtype(file.create_dataset(piece.dataset, data=values, **options), piece.dtype)
+            mark_dtype(file.create_dataset(piece.dataset, data=values, **options).id, piece.dtype)
 
 
 def _write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import to_host
 from ..comm import World
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, HpcdpError, UnsupportedError
 from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
 
@@ -50,7 +50,7 @@ class Flattened:
     form: Form
     held: list[Held] = field(default_factory=list)
     """Alike in names and order on all ranks, except what stands in a `PerRank`."""
-    error: UnsupportedError | None = None
+    error: HpcdpError | None = None
     """What cannot be saved, named by its place; perhaps on this rank alone."""
 
 
@@ -86,14 +86,14 @@ class _Flattening:
     def __init__(self, world: World) -> None:
         self._world = world
         self.held: list[Held] = []
-        self.error: UnsupportedError | None = None
+        self.error: HpcdpError | None = None
         self._within: list[int] = []  # identities of what is being looked into
         self._own = False
 
     def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         try:
             return self._node(value, name, copies, copy)
-        except UnsupportedError as error:  # goes on, or others would wait for this rank
+        except (ConfigError, UnsupportedError) as error:  # goes on, or others would wait for this rank
             self.error = self.error or error
             return None
 
@@ -129,7 +129,7 @@ class _Flattening:
             nodes = [self.node(each, joined(name, at), copies, copy) for at, each in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": nodes}
         if isinstance(value, Sharded):
-            parts = tuple(Part(part.first, to_host(part.values)) for part in value.parts)
+            parts = tuple(Part(part.first, to_host(part.values)) for part in parts_of("save", name, value))
             check_parts("save", name, value, parts)
             name, dtype = name or _ROOT, np.dtype(value.dtype)
             self.held.append(
@@ -152,6 +152,24 @@ class _Flattening:
         part, name = Part(0, view.array.reshape(-1)), name or _ROOT
         self.held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))
         return {"tensor": name} | ({"kind": view.kind} if view.kind else {})
+
+
+def parts_of(operation: str, name: str, whole: Sharded) -> Sequence[Part]:
+    """The parts of a `Sharded`; raises `ConfigError` where they are none."""
+    parts: Any = whole.parts
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        if not isinstance(part, Part) or isinstance(part.first, bool) or not isinstance(part.first, int | np.integer):
+            raise ConfigError(operation, where=name or "the state", got=_shown(part),
+                              expected="a Sharded with a list of Part(first, values)")  # fmt: skip
+        if not hasattr(part.values, "dtype") or not hasattr(part.values, "shape"):
+            raise ConfigError(operation, where=name or "the state", got=_shown(part.values),
+                              expected="a Part with an array of values")  # fmt: skip
+    return whole.parts
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:

@@ -16,6 +16,16 @@ from . import texts
 _NO_VALUE = object()
 
 
+class _Placeholder:
+    """So that what stands beside tensors in a list keeps its number."""
+
+    def __repr__(self) -> str:
+        return "(tensors)"
+
+
+_TENSORS = _Placeholder()
+
+
 def whole(found: Manifest, path: Path) -> Iterator[str]:
     """All there is to say of a checkpoint."""
     nbytes = sum(file.nbytes for file in found.files)
@@ -74,8 +84,10 @@ def _values(form: tree.Form) -> Any:
         kept = {key: _values(node) for key, node in content}
         kept = {key: value for key, value in kept.items() if value is not _NO_VALUE}
         return kept if kept or not content else _NO_VALUE
-    listed = [value for value in map(_values, content) if value is not _NO_VALUE]
-    return listed if listed or not content else _NO_VALUE
+    listed = [*map(_values, content)]
+    if content and all(value is _NO_VALUE for value in listed):
+        return _NO_VALUE
+    return (tuple if tag == "tuple" else list)(_TENSORS if value is _NO_VALUE else value for value in listed)
 
 
 def tensor_called(found: Manifest, name: str) -> Tensor | None:

@@ -177,6 +177,32 @@ def test_parts_that_are_none(part, message, tmp_path):
         threads.run(1, restored)
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([(0, np.zeros(10, "f4"))], "expected a Sharded with a list of Part(first, values), got (0, array"),
+        (np.zeros(10, "f4"), "expected a Sharded with a list of Part(first, values), got array"),
+        (None, "got None"),
+        ([Part("0", np.zeros(10, "f4"))], "got Part(first='0'"),
+        ([Part(0, [1.0] * 10)], "expected a Part with an array of values, got [1.0"),
+    ],
+)
+def test_parts_that_are_no_parts(parts, message, tmp_path):
+    whole = Sharded((2, 5), np.dtype("f4"), parts)
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            with pytest.raises(ConfigError) as saved:
+                manager.save(1, {"a": whole})
+            manager.save(2, {"a": np.zeros((2, 5), "f4")})
+            with pytest.raises(ConfigError) as restored:
+                manager.restore(into={"a": whole})
+            return str(saved.value), str(restored.value)
+
+    for each in threads.run(2, one)[0]:
+        assert "[a]: " in each and message in each and len(each) < 160
+
+
 def test_the_outline_has_what_has_a_state_of_its_own():
     net = nn.Dense(2, 2)
     state = {"net": net, "a": [np.zeros(1), 3, {"own": PerRank(3), "text": "x"}]}

@@ -13,8 +13,9 @@ import pytest
 from saved import flip, save
 
 from hpcdp import cli
-from hpcdp.checkpoint import manifest
+from hpcdp.checkpoint import Manager, manifest
 from hpcdp.checkpoint.lock import WriterLock
+from hpcdp.comm import threads
 
 COMMANDS = ("ls", "show", "verify", "diff", "export", "prune")
 
@@ -129,6 +130,19 @@ def test_ls_of_one_checkpoint(run, saved, tmp_path, monkeypatch):
     assert run("ls", tmp_path / "taken along")[1].splitlines() == lines
     (seen,) = json.loads(run("ls", path, "--json")[1])["checkpoints"]
     assert (seen["step"], seen["path"]) == (200, str(path))
+
+
+def test_show_of_lists_that_hold_tensors(run, tmp_path):
+    x = np.ones(2)
+    state = {"a": [x, 5, (1, x)], "b": (1, (2, 3)), "c": [x], "d": [{"x": x}, 7]}
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, state)
+
+    threads.run(1, one)
+    out = run("show", tmp_path)[1]
+    assert "\nvalues\n  a  [(tensors), 5, (1, (tensors))]\n  b  (1, (2, 3))\n  d  [(tensors), 7]\n" in out
 
 
 def test_show(run, saved, monkeypatch):
@@ -270,7 +284,7 @@ def test_prune_keeps_the_last_good_one(run, folder):
     status, _, error = run("prune", folder, "--keep", "2")
     assert status == 2
     assert "expected a good checkpoint among those that stay, got step 300, shard-0000" in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 1 and "; keep 3: then step 100 stays, which is good" in error
     assert len(list(folder.glob("step-*"))) == 3
     status, out, _ = run("prune", folder, "--keep", "1", "--keep-every", "100")
     assert (status, out) == (0, "nothing to remove\n")
@@ -307,6 +321,7 @@ def test_prune_while_somebody_saves(run, folder):
         (["ls", "{empty}"], "read checkpoints [{empty}]: expected checkpoints, got none"),
         (["ls", "{empty}", "--json"], "expected checkpoints, got none"),
         (["prune", "{folder}/step-0000000100", "--keep", "1"], "a folder of several checkpoints, got that of one"),
+        (["prune", "{folder}", "--keep", "1", "--best=-"], "prune [best]: expected 'metric' or '-metric', got '-'"),
         (["show", "{empty}"], "expected a complete checkpoint, got none"),
         (["verify", "{empty}"], "expected checkpoints, got none"),
         (["verify"], "the following arguments are required: PATH"),

@@ -242,6 +242,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # HDF5 must not be left with a torn file
 def test_a_full_disk(small_disk):
     run, filler = small_disk / "run", small_disk / "filler"
 

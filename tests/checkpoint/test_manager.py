@@ -334,11 +334,20 @@ def test_a_damaged_manifest_does_not_keep_others_from_being_removed(tmp_path):
         ({"keep": 2, "keep_every": -1}, "keep_every"),
         ({"best": "loss"}, "keep"),
         ({"compression": "zip"}, "compression"),
+        ({"shards": ["rank"]}, "shards"),
+        ({"keep": 1, "best": 3}, r"Manager \[best\]: expected 'metric', '-metric', or None, got 3"),
+        ({"keep": 1, "best": ""}, "best"),
+        ({"keep": 1, "best": "-"}, "best"),
+        ({"atomic_rename": "no"}, r"Manager \[atomic_rename\]: expected True or False, got 'no'"),
+        ({"path": None}, r"Manager \[path\]: expected a folder, as a str or a Path, got None"),
+        ({"path": 5}, "got 5"),
+        ({"path": b"x"}, "got b'x'"),
+        ({"path": ""}, "got ''"),
     ],
 )
 def test_settings_are_checked(arguments, message, n, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        threads.run(n, lambda world: Manager(tmp_path, world, **arguments))
+        threads.run(n, lambda world: Manager(**({"path": tmp_path, "world": world} | arguments)))
 
 
 def test_masked_arrays_are_refused(tmp_path):
@@ -371,6 +380,15 @@ def test_a_checkpoint_without_its_index_is_restored(harm, message, tmp_path):
     assert any(fault.startswith("index.h5: ") for fault in verify.faults(tmp_path / "step-0000000002"))
 
 
+@pytest.mark.parametrize("argument", [{"keep": 0}, {"path": None}, {"best": "-"}])
+def test_settings_that_are_wrong_on_one_rank(argument, tmp_path):
+    def one(world):
+        given = {"path": tmp_path, "world": world} | (argument if world.rank == 1 else {})
+        return caught(lambda: Manager(**given), ConfigError)
+
+    assert len({*threads.run(2, one)}) == 1
+
+
 def caught(fn, kind):
     """The text of what ``fn`` raises."""
     with pytest.raises(kind) as info:
@@ -380,17 +398,45 @@ def caught(fn, kind):
 
 @pytest.mark.parametrize(
     ("step", "options"),
-    [(-1, {}), (1.5, {}), ("1", {}), (10**18, {}), (1, {"config": {"a": {1}}}), (1, {"config": [1]})],
+    [
+        *((step, {}) for step in (-1, 1.5, "1", True, None, 10**18, np.arange(2))),
+        *(
+            (1, {"config": each})
+            for each in ({"a": {1}}, [1], "text", {1: 2}, {"a": [{"b": {2: 3}}]}, {"a": float("nan")})
+        ),
+        *((1, {"metrics": each}) for each in ([1], 5, "text", {"a": "1"}, {"a": None}, {"a": 10**400}, {3: 1.0})),
+    ],
 )
 def test_arguments_of_save_are_checked(step, options, tmp_path):
     def one(world):
         manager = Manager(tmp_path, world)
         text = caught(lambda: manager.save(step, {}, **options), ConfigError)
-        manager.save(1, {"a": 1})
+        manager.save(np.int64(1), {"a": 1}, metrics={"a": np.float32(2), "b": np.ones(()), "c": True})
         manager.close()
         return text
 
-    assert len({*threads.run(2, one)}) == 1
+    (text,) = {*threads.run(2, one)}
+    assert len(text) < 200 and text.startswith("save [") and "Traceback" not in text
+
+
+def test_what_config_must_be_is_said(tmp_path):
+    with Manager(tmp_path, threads.run(1, lambda world: world)[0]) as manager:
+        text = caught(lambda: manager.save(1, {}, config=[1]), ConfigError)
+    assert text == "save [config]: expected a dict of what JSON can carry, with keys that are str, got [1]"
+
+
+@pytest.mark.parametrize("step", ["904", 904.0, True, -1, [1]])
+@pytest.mark.parametrize("n", [1, 2])
+def test_steps_to_restore_are_checked(step, n, tmp_path):
+    save(tmp_path, 904, n, lambda step, world: {"a": 1})
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            text = caught(lambda: manager.restore(step if world.rank == n - 1 else None), ConfigError)
+            return text, manager.restore(np.int64(904)).state
+
+    for text, state in threads.run(n, one):
+        assert f"restore [step]: expected an integer >= 0, got {step!r}" in text and state == {"a": 1}
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):

@@ -160,11 +160,11 @@ def test_states_are_read_as_deep_as_they_are_saved():
 @pytest.mark.parametrize(
     ("runs", "got"),
     [
-        ([(0, 3), (4, 6)], "elements 3 to 4 missing"),
-        ([(0, 5), (4, 6)], "elements 5 to 4 twice"),
-        ([(0, 9)], "9 of 10 elements"),
-        ([(0, 10), (0, 10)], "elements 10 to 0 twice"),
-        ([], "0 of 10 elements"),
+        ([(0, 3), (4, 6)], "elements 3 to 3 of 10 missing"),
+        ([(0, 5), (4, 6)], "elements 4 to 4 of 10 twice"),
+        ([(0, 9)], "elements 9 to 9 of 10 missing; check first and values"),
+        ([(0, 10), (0, 10)], "elements 0 to 9 of 10 twice"),
+        ([], "elements 0 to 9 of 10 missing"),
     ],
 )
 def test_each_element_is_stored_once(runs, got):
