@@ -2,7 +2,8 @@
 
 - `manager`: what programs call: save, restore, how many are kept.
 - `arguments`: what they may give.
-- `saving`: one save, by all ranks. `restoring`: back into arrays and objects.
+- `saving`: one save, by all ranks.
+- `choosing`: which checkpoint is restored. `restoring`: back into arrays and objects.
 - `tree`: a nested state as JSON and named tensors. `leaves`: what may stand in it.
 - `plan`: which rank writes what.
 - `files`: whose elements lie in one file. `shard`: such an HDF5 file. `index`: one that shows all of them.

@@ -19,12 +19,12 @@ import numpy as np
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..engine import Engine
-from ..errors import DataError, HpcdpError
-from . import arguments, folder, index, manifest, notice, tree
+from ..errors import HpcdpError
+from . import arguments, choosing, folder, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
 from .plan import Piece, described, own_pieces
-from .restoring import Filling, Restored
+from .restoring import Restored
 from .saving import Saving
 from .shard import failing
 
@@ -301,11 +301,7 @@ class Manager:
 
     def steps(self) -> list[int]:
         """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""
-        return on_rank_0(self.world.comm, lambda: list(self._found("list the checkpoints")))
-
-    def _found(self, operation: str) -> dict[int, Path]:
-        with failing(operation, lambda: self.path):
-            return folder.find(self.path)
+        return on_rank_0(self.world.comm, lambda: list(choosing.found("list the checkpoints", self.path)))
 
     def latest(self) -> int | None:
         """The last of `steps`, None where there is none; every rank must call."""
@@ -340,61 +336,7 @@ class Manager:
         comm = self.world.comm
         step = on_every_rank(comm, lambda: None if step is None else arguments.step_number("restore", step))
         require_same(comm, "restore", [f"step {step}"], "call restore alike on all ranks")
-        steps = self.steps() if step is None else [step]
-        count = len(steps)
-        if not steps:
-            raise DataError("restore", where=self.path, expected="a complete checkpoint", got="none")
-        while True:
-            chosen = steps.pop()
-            try:
-                return self._restore(chosen, into, strict, rename)
-            except DataError as error:
-                if not steps:
-                    if step is not None:
-                        error.remedy = on_rank_0(comm, lambda chosen=chosen: self._offer(chosen))  # type: ignore[misc]
-                    elif count > 1:
-                        error.remedy = f"no other is left: all {count} checkpoints are damaged"
-                    raise
-                if self.world.rank == 0:
-                    notice.warn(f"{error}: taking step {steps[-1]} instead")
-
-    def _offer(self, damaged: int) -> str | None:
-        """Which other checkpoint can be taken."""
-        others = [step for step in self._found("restore") if step != damaged]
-        older = max((step for step in others if step < damaged), default=max(others, default=None))
-        return None if older is None else f"restore(step={older}) takes another checkpoint"
-
-    def _restore(self, step: int, into: Any, strict: bool, rename: Any) -> Restored:
-        comm = self.world.comm
-        path = folder.path_of(self.path, step)
-        text, place = on_rank_0(comm, lambda: self._read_manifest(step))
-        found = manifest.parse(text.encode(), path / manifest.NAME)
-        names = on_every_rank(comm, lambda: tree.new_names(found.state, rename))
-        items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *tree.outline(into)]
-        require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
-        form = tree.renamed(found.state, names)
-        filling = on_every_rank(comm, lambda: Filling(found, form, self.world, into, strict))
-        on_every_rank(comm, lambda: filling.read(Path(place)))
-        return Restored(found.step, filling.finish(), path, found.metrics, found.config, filling.missing,
-                        filling.left_over, filling.kept)  # fmt: skip
-
-    def _read_manifest(self, step: int) -> tuple[str, str]:
-        path = self._found("restore").get(step)
-        if path is None:
-            raise DataError("restore", where=self.path, expected=f"a complete checkpoint of step {step}", got="none")
-        with failing("restore", lambda: path / manifest.NAME):
-            content = (path / manifest.NAME).read_bytes()
-        for file in manifest.parse(content, path / manifest.NAME).files:
-            try:
-                with failing("restore", lambda file=file: path / file.name):  # type: ignore[misc]
-                    nbytes = (path / file.name).stat().st_size
-                if nbytes != file.nbytes:
-                    raise DataError("restore", where=path / file.name, expected=f"{file.nbytes} bytes", got=nbytes)
-            except DataError as error:
-                if file.name != index.NAME:
-                    raise
-                notice.warn(f"{error}: restoring all the same, which does not need it; other programs do")
-        return content.decode(), str(path)
+        return choosing.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
 
 
 def _raise(error: HpcdpError | None) -> None:

@@ -1,0 +1,91 @@
+"""Which checkpoint of a folder is restored: the one that was asked for, or the newest that is undamaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..comm import World
+from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..errors import DataError
+from . import folder, index, manifest, notice, tree
+from .restoring import Filling, Restored
+from .shard import failing
+
+
+def restore(path: Path, world: World, which: int | list[int], into: Any, strict: bool, rename: Any) -> Restored:
+    """See `Manager.restore`.
+
+    Args:
+        path: of all checkpoints.
+        which: the step, or all of which one may be taken, in order: the newest that is undamaged.
+    """
+    asked = isinstance(which, int)
+    steps = [which] if isinstance(which, int) else [*which]
+    count = len(steps)
+    if not steps:
+        raise DataError("restore", where=path, expected="a complete checkpoint", got="none")
+    while True:
+        step = steps.pop()
+        try:
+            return _restore(path, world, step, into, strict, rename)
+        except DataError as error:
+            if not steps:
+                if asked:
+                    error.remedy = on_rank_0(world.comm, lambda: _offer(path, step))  # noqa: B023
+                elif count > 1:
+                    error.remedy = f"no other is left: all {count} checkpoints are damaged"
+                raise
+            if world.rank == 0:
+                notice.warn(f"{error}: taking step {steps[-1]} instead")
+
+
+def found(operation: str, path: Path) -> dict[int, Path]:
+    """See `folder.find`; a folder that cannot be listed is a `DataError`."""
+    with failing(operation, lambda: path):
+        return folder.find(path)
+
+
+def _offer(path: Path, damaged: int) -> str | None:
+    """Which other checkpoint can be taken."""
+    others = [step for step in found("restore", path) if step != damaged]
+    older = max((step for step in others if step < damaged), default=max(others, default=None))
+    return None if older is None else f"restore(step={older}) takes another checkpoint"
+
+
+def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any) -> Restored:
+    comm, place = world.comm, folder.path_of(path, step)
+    text, real_place = on_rank_0(comm, lambda: _read_manifest(path, step))
+    saved = manifest.parse(text.encode(), place / manifest.NAME)
+    names = on_every_rank(comm, lambda: tree.new_names(saved.state, rename))
+    items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *tree.outline(into)]
+    require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
+    form = tree.renamed(saved.state, names)
+    filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict))
+    on_every_rank(comm, lambda: filling.read(Path(real_place)))
+    return Restored(saved.step, filling.finish(), place, saved.metrics, saved.config, filling.missing,
+                    filling.left_over, filling.kept)  # fmt: skip
+
+
+def _read_manifest(path: Path, step: int) -> tuple[str, str]:
+    """On rank 0: the manifest's text, and the folder that it lies in, where all files have the size that it says."""
+    place = found("restore", path).get(step)
+    if place is None:
+        raise DataError("restore", where=path, expected=f"a complete checkpoint of step {step}", got="none")
+    with failing("restore", lambda: place / manifest.NAME):
+        content = (place / manifest.NAME).read_bytes()
+    for file in manifest.parse(content, place / manifest.NAME).files:
+        try:
+            _check_size(place / file.name, file.nbytes)
+        except DataError as error:
+            if file.name != index.NAME:
+                raise
+            notice.warn(f"{error}: restoring all the same, which does not need it; other programs do")
+    return content.decode(), str(place)
+
+
+def _check_size(path: Path, nbytes: int) -> None:
+    with failing("restore", lambda: path):
+        size = path.stat().st_size
+    if size != nbytes:
+        raise DataError("restore", where=path, expected=f"{nbytes} bytes", got=size)
