@@ -24,7 +24,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-torch test-fuzz test-cluster check bench clean
+.PHONY: help install train test test-torch test-thorough test-cluster check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -47,8 +47,8 @@ test: $(VENV)/installed-torch  ## run the tests, then those of 1, 2, 3 and 4 MPI
 test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch alone
 	@$(BIN)/python tests/run.py tests/torch $(ARGS)
 
-test-fuzz: $(VENV)/installed-dev  ## give each reader and the stores' protocol 100,000 random inputs
-	@HPCDP_TEST_FUZZ=100000 $(BIN)/python -m pytest -q -p no:cacheprovider tests/checkpoint/test_fuzz.py tests/kvstore/test_wire.py $(ARGS)
+test-thorough: $(VENV)/installed-torch  ## run all tests, with 100,000 random inputs of each reader and all kills
+	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)
 
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)

@@ -19,6 +19,7 @@ import pytest
 from hpcdp.launch.local import launched_rank, launched_ranks
 
 RANK, SIZE = launched_rank() or 0, launched_ranks() or 1
+THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH", "") not in ("", "0")
 TEST_LIMIT_S = float(os.environ.get("HPCDP_TEST_LIMIT_S", 120))
 REPORT = os.environ.get("HPCDP_TEST_REPORT")
 
@@ -65,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unwanted = []
     for item in items:
         marks = {name for name in ("mpi", "alone") if item.get_closest_marker(name)}
+        if item.get_closest_marker("thorough") and not THOROUGH:
+            item.add_marker(pytest.mark.skip(reason="long: make test-thorough runs it"))
         for name in marks:
             if f"mark.{name}" not in item.path.read_text(encoding="utf-8"):
                 raise pytest.UsageError(f"{item.nodeid}: its own file must say mark.{name}")

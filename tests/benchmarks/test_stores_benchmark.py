@@ -57,7 +57,7 @@ def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1].startswith("dist_async 2bit ")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.alone
 def test_beside_a_slow_rank_servers_get_to_an_accuracy_sooner_than_rounds(tmp_path: Path) -> None:
     """Four workers, one of them three times as slow; steps sleep for so long that the machine does not decide."""

@@ -63,7 +63,9 @@ def check_complete(path, world, *values):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "atomic" else pytest.mark.thorough) for way in WAYS]
+)
 @pytest.mark.parametrize("prepare", [prepare_new, prepare_replaced, prepare_left_over])
 def test_a_crash_at_any_call(prepare, way, tmp_path):
     atomic, rename = WAYS[way]

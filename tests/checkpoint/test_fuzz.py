@@ -15,8 +15,7 @@ from hpcdp.checkpoint.shard import ShardReader
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 
-MUTATIONS = int(os.environ.get("HPCDP_TEST_FUZZ", "20000"))
-"""``make test-fuzz`` makes 100,000."""
+MUTATIONS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 TOKENS = [
     '"',
     "[",

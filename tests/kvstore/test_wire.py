@@ -18,8 +18,7 @@ from hpcdp.kvstore.server import REQUESTS
 from hpcdp.kvstore.together import serve
 from hpcdp.kvstore.wire import DTYPES, HEADER_NBYTES, Kind, Message, decode, following_nbytes
 
-MESSAGES = int(os.environ.get("HPCDP_TEST_FUZZ", "20000"))
-"""``make test-fuzz`` makes 100,000."""
+MESSAGES = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 20_000
 
 
 @pytest.mark.parametrize("dtype", [str(dtype) for dtype in DTYPES])

@@ -78,6 +78,7 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["the launcher", "mpirun", "ranks"])
 def test_a_signal_while_it_starts_is_not_lost_and_ends_nobody(moment, tmp_path):
     process = subprocess.Popen(
@@ -117,6 +118,7 @@ def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
     assert process.returncode == 75
 
 
+@pytest.mark.thorough
 def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path):
     (tmp_path / "a" / "checkpoints").mkdir(parents=True)
     lock = WriterLock(tmp_path / "a" / "checkpoints")
@@ -159,6 +161,7 @@ def test_a_time_limit(tmp_path):
     assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_damaged_checkpoint_is_named_in_a_line_and_the_one_before_is_taken(tmp_path):
     done = train(tmp_path, *RUN, "--epochs", "2", "--run-dir", "a", "--checkpoint-every", "20")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -174,6 +177,7 @@ def test_a_damaged_checkpoint_is_named_in_a_line_and_the_one_before_is_taken(tmp
     ]
 
 
+@pytest.mark.thorough
 def test_what_a_killed_start_has_left_is_started_over(tmp_path):
     quick = ("mlp", "--epochs", "1", "--warmup-epochs", "0", "--run-dir", "a")
     (tmp_path / "a").mkdir()
