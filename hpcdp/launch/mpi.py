@@ -70,7 +70,8 @@ def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
 
 def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) -> Path:
     """The program of ``library``'s own installation that starts ranks, else one of its family on PATH."""
-    for prefix in [*library.path.parents, *library.path.resolve().parents]:
+    prefixes = [*library.path.parents, *library.path.resolve().parents]
+    for prefix in [each for each in prefixes if each != each.parent]:  # /bin is the system's, whatever library this is
         for name in _LAUNCHERS[library.family]:
             program = prefix / "bin" / name
             if launcher_family(program) == library.family:
