@@ -11,6 +11,7 @@ _has_come = False
 
 def note() -> None:
     """Note SIGUSR1 from now on, until `StopRequests` takes it; in the main thread, else nothing."""
+    take()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, _note)
 
@@ -18,6 +19,13 @@ def note() -> None:
 def has_come() -> bool:
     """Whether it has come since `note`."""
     return _has_come
+
+
+def take() -> bool:
+    """Whether it has come; from now on it has not."""
+    global _has_come
+    came, _has_come = _has_come, False
+    return came
 
 
 def _note(number: int, frame: FrameType | None) -> None:

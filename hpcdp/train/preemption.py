@@ -111,7 +111,7 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {each: signal.signal(each, self._note) for each in self._signals}
-            if early_stop.has_come():
+            if early_stop.take():
                 self._noted = Reason.SIGUSR1
         return self
 

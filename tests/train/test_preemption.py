@@ -7,6 +7,7 @@ import pytest
 
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
+from hpcdp.train import early_stop
 from hpcdp.train.preemption import Agreement, Reason, StopRequests, started_by_srun
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -116,3 +117,16 @@ def test_all_ranks_agree_a_step_later(ranks, per_node):
 
     expected = [[0, 0], [0, 0], [0, 1], [ranks - 1, 2], [0, 3]], [0, 4], [0, 0], [1, 1]
     assert threads.run(ranks, job, per_node) == [expected] * ranks
+
+
+def test_a_signal_that_came_early_is_taken_once():
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        early_stop.note()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with StopRequests(environ={}) as stop:
+            assert stop.reason is Reason.SIGUSR1
+        with StopRequests(environ={}) as stop:
+            assert not stop.reason
+    finally:
+        signal.signal(signal.SIGUSR1, before)
