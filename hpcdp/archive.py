@@ -46,11 +46,14 @@ def read(
         DataError: it is missing, damaged, or none of ``writer``'s.
     """
     try:
+        if path.exists() and not zipfile.is_zipfile(path):
+            raise ValueError("a file of another kind")
         with np.load(path, allow_pickle=False) as file:
             header = json.loads(str(file[name][()]))
             arrays = {each: file[each] for each in file.files if each != name}
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(operation, where=path, expected=f"a file of {writer}", got=error) from error
+        got = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(operation, where=path, expected=f"a file of {writer}", got=got) from error
     return header, arrays

@@ -45,3 +45,16 @@ def test_objects_are_not_unpickled(tmp_path):
         np.savez(file, header=np.array('{"steps": 1, "name": "x"}'), bad=np.array([{}], object))
     with pytest.raises(DataError, match="expected a file of"):
         archive.read("load", path, "header", FIELDS, "save()")
+
+
+def test_what_is_wrong_is_said_without_advice_of_others(tmp_path):
+    for name, content in (("junk", b"junk" * 100), ("empty", b""), ("array.npy", None)):
+        path = tmp_path / name
+        if content is None:
+            np.save(path, np.zeros(3))
+        else:
+            path.write_bytes(content)
+        with pytest.raises(DataError, match=r"expected a file of save\(\), got a file of another kind$"):
+            archive.read("load", path, "header", FIELDS, "save()")
+    with pytest.raises(DataError, match=r"got No such file or directory$"):
+        archive.read("load", tmp_path / "none", "header", FIELDS, "save()")

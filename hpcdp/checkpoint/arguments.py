@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import ConfigError
 from . import manifest
 from .shard import COMPRESSIONS, failing
+from .tree import is_utf8
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -75,6 +76,9 @@ def numbers(metrics: object, best: str | None) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise ConfigError("save", where="metrics", expected="a dict of numbers by name", got=repr(metrics))
+    odd = next((name for name in metrics if not is_utf8(name)), None)
+    if odd is not None:
+        raise ConfigError("save", where="metrics", expected="names that are Unicode", got=ascii(odd))
     found = {name: _number(name, value) for name, value in metrics.items()}
     decides = None if best is None else best.removeprefix("-")
     if decides is not None and not math.isfinite(found.get(decides, math.nan)):

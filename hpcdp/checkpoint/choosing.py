@@ -23,8 +23,14 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
     asked = isinstance(which, int)
     steps = [which] if isinstance(which, int) else [*which]
     count = len(steps)
+    lost = [] if asked else [Path(each) for each in on_rank_0(world.comm, lambda: _lost(path, steps))]
     if not steps:
-        raise DataError("restore", where=path, expected="a complete checkpoint", got="none")
+        got = f"{lost[-1].name} without {manifest.NAME}" if lost else "none"
+        raise DataError("restore", where=path, expected="a complete checkpoint", got=got)
+    for each in lost if world.rank == 0 else ():
+        if folder.step_of(each) > steps[-1]:
+            where = each / manifest.NAME
+            notice.warn(f"restore [{where}]: expected a file, got none: taking step {steps[-1]} instead")
     while True:
         step = steps.pop()
         try:
@@ -44,6 +50,12 @@ def found(operation: str, path: Path) -> dict[int, Path]:
     """See `folder.find`; a folder that cannot be listed is a `DataError`."""
     with failing(operation, lambda: path):
         return folder.find(path)
+
+
+def _lost(path: Path, complete: list[int]) -> list[str]:
+    """What `folder.without_manifest` finds, the newest last."""
+    with failing("restore", lambda: path):
+        return [str(each) for _, each in sorted(folder.without_manifest(path, complete).items())]
 
 
 def _offer(path: Path, damaged: int) -> str | None:
@@ -72,9 +84,8 @@ def _read_manifest(path: Path, step: int) -> tuple[str, str]:
     place = found("restore", path).get(step)
     if place is None:
         raise DataError("restore", where=path, expected=f"a complete checkpoint of step {step}", got="none")
-    with failing("restore", lambda: place / manifest.NAME):
-        content = (place / manifest.NAME).read_bytes()
-    for file in manifest.parse(content, place / manifest.NAME).files:
+    content = manifest.content_of(place)
+    for file in manifest.of_folder(content, place).files:
         try:
             _check_size(place / file.name, file.nbytes)
         except DataError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from .plan import PADDED
 from .reading import pieces, widened
 from .shard import ShardReader
 
+_MOST_VALUES = 8
+"""So many of one list are told one by one."""
+
 
 class Difference(NamedTuple):
     """One entry of a state that is not the same."""
@@ -22,6 +26,8 @@ class Difference(NamedTuple):
     name: str
     what: str
     """In words."""
+    is_value: bool = False
+    """Whether neither is a tensor."""
 
 
 def differences(
@@ -44,12 +50,14 @@ def differences(
             if name not in nodes[1] or name not in nodes[0]:
                 place = 0 if name in nodes[0] else 1
                 node = nodes[place][name]
-                yield Difference(name, f"only in {'AB'[place]}: {_told(node, (one, other)[place])}")
+                only = f"only in {'AB'[place]}: {_told(node, (one, other)[place])}"
+                yield Difference(name, only, not _is_tensor(node))
                 continue
             x, y = nodes[0][name], nodes[1][name]
             if not (_is_tensor(x) and _is_tensor(y)):
                 if not _same(x, y, rtol, atol):
-                    yield Difference(name, f"{_told(x, one)} and {_told(y, other)}")
+                    is_value = not (_is_tensor(x) or _is_tensor(y))
+                    yield Difference(name, f"{_told(x, one)} and {_told(y, other)}", is_value)
                 continue
             tensors = one.tensors[x["tensor"]], other.tensors[y["tensor"]]
             if tensors[0].shape != tensors[1].shape or tensors[0].dtype != tensors[1].dtype:
@@ -58,6 +66,23 @@ def differences(
                 what = _compared(a, b, tensors, rtol, atol, tell)
                 if what is not None:
                     yield Difference(name, what)
+
+
+def folded(found: Iterable[Difference]) -> Iterator[Difference]:
+    """Those of many values of one list as one: the state of a random generator has hundreds."""
+    for within, group in itertools.groupby(found, _list_of):
+        of = list(group)
+        if within is None or len(of) <= _MOST_VALUES:
+            yield from of
+        else:
+            first = of[0].name.rpartition("/")[2]
+            yield Difference(within, f"{len(of):,} values, the first is number {first}: {of[0].what}", True)
+
+
+def _list_of(each: Difference) -> str | None:
+    """The name of the list, or the dict of numbers, that a value is in."""
+    within, _, key = each.name.rpartition("/")
+    return within if each.is_value and key.isdecimal() else None
 
 
 def _is_tensor(node: tree.Form) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, DataError, HpcdpError, listed
-from . import manifest, tree
+from . import manifest, overview, tree
 from .manifest import Tensor
 from .reading import pieces, read_whole, widened
 from .shard import ShardReader
@@ -93,17 +93,23 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
     """Write a file that has its name only when it is complete; returns its bytes.
 
     Raises:
-        ConfigError: the file exists, and not ``overwrite``; or its format cannot carry something.
+        ConfigError: the file exists, and not ``overwrite``; it would be in a checkpoint; its format cannot carry
+            something.
         DataError: a file cannot be read or written; what was there stays.
     """
     if path.is_dir() or (path.exists() and not overwrite):
         got = "a folder" if path.is_dir() else "a file that exists"
         raise ConfigError("export", where=path, expected="a new file", got=got,
                           remedy=None if path.is_dir() else "--overwrite replaces it")  # fmt: skip
+    if overview.is_checkpoint(path.absolute().parent):
+        raise ConfigError("export", where=path, expected="a place outside of checkpoints", got="one within")
     torn = path.with_name(path.name + ".part")
     try:
+        with open(torn, "wb") as file:
+            mode = os.fstat(file.fileno()).st_mode
         writer(chosen, torn, tell)
         with open(torn, "rb") as file:
+            os.fchmod(file.fileno(), mode)  # as the umask has it: not all writers ask
             os.fsync(file.fileno())
         os.replace(torn, path)
     except BaseException as error:
@@ -117,7 +123,15 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
 
 
 def write_npz(chosen: Chosen, path: Path, tell: Tell) -> None:
-    """As NumPy's `savez`, by pieces. bfloat16, which NumPy does not have, becomes float32."""
+    """As NumPy's `savez`, by pieces. bfloat16, which NumPy does not have, becomes float32.
+
+    Raises:
+        ConfigError: an archive has no such name.
+    """
+    odd = next((name for name in chosen.tensors if "\0" in name), None)
+    if odd is not None:
+        raise ConfigError("export", where=repr(odd), expected="names without NUL, for an archive", got="one with it",
+                          remedy="--format safetensors, or pt")  # fmt: skip
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive, ShardReader(chosen.folder, "export") as reader:
         for name, tensor in chosen.tensors.items():
             dtype = widened(np.empty(0, tensor.stored_dtype), tensor.dtype).dtype

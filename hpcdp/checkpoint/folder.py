@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import DataError
@@ -73,11 +73,27 @@ def left_over(folder: Path, atomic_rename: bool = True) -> list[Path]:
     """What writers that died have left behind; without ``atomic_rename`` that may have the name of a complete one."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         complete = set(find(folder).values())
-        named = [each for each in folder.iterdir() if each not in complete and is_named(each)]
+        named = [each for each in folder.iterdir() if each not in complete and is_named(each) and each.is_dir()]
         return sorted(
             each for each in named if _LEFT_OVER.fullmatch(each.name) or not atomic_rename or _wants_commit_file(each)
         )
     return []
+
+
+def without_manifest(folder: Path, complete: Iterable[int]) -> dict[int, Path]:
+    """What has the name of a complete checkpoint and is none, by step: it has lost its manifest.
+
+    Where renaming a folder is no one step of the file system a writer that died may have left it so.
+
+    Args:
+        complete: the steps of `find`.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        known = set(complete)
+        named = [each for each in folder.iterdir() if is_final(each) and step_of(each) not in known]
+        lost = [each for each in named if each.is_dir() and not (each / manifest.NAME).is_file()]
+        return {step_of(each): each for each in sorted(lost)}
+    return {}
 
 
 def step_of(path: Path) -> int:
@@ -94,6 +110,13 @@ def is_final(path: Path) -> bool:
 def is_named(path: Path) -> bool:
     """Whether a folder has the name of a checkpoint, complete or not."""
     return bool(_NAME.fullmatch(path.name) or _LEFT_OVER.fullmatch(path.name))
+
+
+def require_room(folder: Path, step: int) -> None:
+    """Raise `DataError` where something that is no folder has a name that the checkpoint of a step needs."""
+    for path in (partial_path(folder, step), path_of(folder, step), _old_path(folder, step)):
+        if os.path.lexists(path) and not path.is_dir():
+            raise DataError("save", where=path, expected="a folder, or nothing", got="a file", remedy="move it away")
 
 
 def clean(folder: Path, atomic_rename: bool) -> list[Path]:
@@ -190,10 +213,10 @@ def worth(found: Mapping[int, Path], best: str | None) -> dict[int, float]:
     return values
 
 
-def wait_for(path: Path, names: Collection[str] = (), timeout_s: float = 10.0) -> None:
+def wait_for(path: Path, timeout_s: float = 10.0) -> None:
     """Wait until a folder that another host has made is seen here: file systems of clusters take a moment."""
     deadline = time.monotonic() + timeout_s
-    while not all(_is_seen(path / name) for name in names or (".",)) and time.monotonic() < deadline:
+    while not _is_seen(path) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

@@ -70,7 +70,7 @@ def _made(tensors: Mapping[str, Tensor], state: Any, attributes: Mapping[str, in
     import h5py  # type: ignore[import-untyped]
 
     name = f"index-{uuid.uuid4()}.h5"  # HDF5 wants one, and no other open file may have it
-    with h5py.File(name, "w", driver="core", backing_store=False, libver=("v110", "latest")) as file:
+    with h5py.File(name, "w", driver="core", backing_store=False, libver=("earliest", "latest")) as file:
         for key, value in attributes.items():
             file.attrs[key] = value
         file[STATE] = json.dumps(state)

@@ -34,7 +34,7 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / NAME
+        path = self._path = folder / NAME
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -64,6 +64,21 @@ class WriterLock:
             os.pwrite(self._file, text.encode(), 0)
         except OSError as error:
             raise DataError("lock the checkpoints", where=NAME, got=error.strerror) from error
+
+    def require_held(self) -> None:
+        """Raise `DataError` unless the file is still the one that is locked: of another one others take the lock."""
+        own = os.fstat(self._file)
+        got: str | None = "another one"
+        try:
+            found = os.stat(self._path)
+            if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
+                return
+        except OSError as error:
+            got = error.strerror
+        raise DataError(
+            "lock the checkpoints", where=self._path, expected="the file that this job has locked", got=got,
+            remedy="nothing is saved here any more, where others may; end this job, and never remove the file",
+        )  # fmt: skip
 
     def release(self) -> None:
         """Let others write; may be called twice."""

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..comm import World, init
-from ..comm.agreement import on_every_rank, on_rank_0, require_same
+from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
 from ..engine import Engine
-from ..errors import HpcdpError
+from ..errors import ConfigError, HpcdpError
 from . import arguments, choosing, folder, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
@@ -94,7 +94,7 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
-        self._is_registered = False
+        self._is_registered = self._is_closed = False
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
         self.world.endings.append(lambda: _let_end(own))
@@ -105,6 +105,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_closed = True
         if error is None:
             self.close()
         else:  # others may be elsewhere: no collective, and no waiting for ever
@@ -113,11 +114,20 @@ class Manager:
             self._release(_PATIENCE_S)
 
     def close(self) -> None:
-        """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does."""
+        """Wait for the save under way, and let other jobs write; every rank must call. Raises what `wait` does.
+
+        The manager neither saves nor restores after that.
+        """
+        self._is_closed = True
         try:
             self.wait()
         finally:
             self._release()
+
+    def _require_open(self, operation: str) -> None:
+        if self._is_closed:
+            raise ConfigError(operation, where=self.path, expected="an open Manager", got="one after close()",
+                              remedy="make another one")  # fmt: skip
 
     def _release(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
@@ -175,6 +185,7 @@ class Manager:
         Raises:
             DataError: another job saves here, which is named, or the folder cannot be written; on every rank.
         """
+        self._require_open("claim")
         on_rank_0(self.world.comm, self._claim)
 
     def save(
@@ -194,17 +205,18 @@ class Manager:
                 with ``state_dict()`` and ``load_state_dict()``: networks, trainers, stores, loaders, random generators,
                 what torch has. What is no `Sharded` and no `PerRank` must be alike on all ranks; running statistics of
                 networks are saved averaged, too.
-            metrics: numbers that say how good it is, for ``best``; alike on all ranks.
+            metrics: numbers that say how good it is, for ``best``; alike on all ranks. NaN and infinities are left out.
             config: what JSON can carry, for `restore` to give back; alike on all ranks.
             wait: return when it is complete on disk. False: when it is copied; the rest is written behind, by a thread,
                 and errors come from the next `wait`, `poll` or `save`.
 
         Raises:
             MismatchError: the ranks' states or arguments differ; on every rank, names ranks and the first difference.
-            ConfigError: a step, metrics or a config that are none.
+            ConfigError: a step, metrics or a config that are none; the manager is closed.
             UnsupportedError: something that cannot be saved.
             DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
         """
+        self._require_open("save")
         self.wait()
         comm = self.world.comm
         header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
@@ -213,7 +225,7 @@ class Manager:
         header["metrics"] = {name: value for name, value in header["metrics"].items() if math.isfinite(value)}
         require_same(comm, "save", tree.outline(state), _ALIKE)
         flat = tree.flatten(state, self.world)
-        on_every_rank(comm, lambda: _raise(flat.error))
+        told_to_all(comm, Outcome(error=flat.error))
         items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
         require_same(comm, "save", items, _ALIKE)
         path = folder.partial_path(self.path, header["step"])
@@ -258,11 +270,14 @@ class Manager:
                 self._lock = WriterLock(self.path)
                 for path in folder.clean(self.path, self._atomic_rename):
                     notice.warn(f"{path}: removed, a save that did not end had left it behind")
+            else:
+                self._lock.require_held()
 
     def _prepare(self, partial: Path) -> None:
         """On rank 0: the lock, and an empty folder to write to."""
         self._claim()
         with failing("save", lambda: self.path):
+            folder.require_room(self.path, folder.step_of(partial))
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
                 shutil.rmtree(partial, ignore_errors=True)
@@ -287,13 +302,20 @@ class Manager:
         path = folder.commit(self.path, step, self._atomic_rename)
         try:
             folder.remove_old(self.path, step)
-            found = {} if self.keep is None else folder.find(self.path)
-            for each in folder.dropped(found, self.keep, self.keep_every, folder.worth(found, self.best)):
-                if each != step:
-                    self._remove_behind(folder.retire(self.path, each))
+            if self.keep is not None:
+                self._remove_older(step, self.keep)
         except OSError as error:  # the checkpoint is there all the same
             warnings.warn(f"{error.filename or self.path}: {error.strerror}: an older checkpoint stays", stacklevel=2)
         return path
+
+    def _remove_older(self, step: int, keep: int) -> None:
+        """What need not be kept, and what has lost its manifest and has so many complete ones after it."""
+        found = folder.find(self.path)
+        older = folder.dropped(found, keep, self.keep_every, folder.worth(found, self.best))
+        lost = folder.without_manifest(self.path, found)
+        for each in [*older, *(each for each in lost if sum(other > each for other in found) >= keep)]:
+            if each != step:
+                self._remove_behind(folder.retire(self.path, each))
 
     def _remove_behind(self, path: Path) -> None:
         """It may take as long as a save, and nobody needs to wait for it."""
@@ -304,7 +326,7 @@ class Manager:
         return on_rank_0(self.world.comm, lambda: list(choosing.found("list the checkpoints", self.path)))
 
     def latest(self) -> int | None:
-        """The last of `steps`, None where there is none; every rank must call."""
+        """The greatest of `steps`, whichever run has saved it, None where there is none; every rank must call."""
         return max(self.steps(), default=None)
 
     def restore(
@@ -327,21 +349,18 @@ class Manager:
                 function from the one to the other.
 
         Raises:
-            ConfigError: no step; names, shapes or dtypes that do not fit; on every rank, nothing is changed.
+            ConfigError: no step; a closed manager; names, shapes or dtypes that do not fit; on every rank, nothing is
+                changed.
             MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
                 that can be restored. ``into`` may then hold some of its elements.
         """
+        self._require_open("restore")
         self.wait()
         comm = self.world.comm
         step = on_every_rank(comm, lambda: None if step is None else arguments.step_number("restore", step))
         require_same(comm, "restore", [f"step {step}"], "call restore alike on all ranks")
         return choosing.restore(self.path, self.world, self.steps() if step is None else step, into, strict, rename)
-
-
-def _raise(error: HpcdpError | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _let_end(own: Callable[[], Manager | None]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from .shard import BLOCK_NBYTES, File, Stored
 NAME = "manifest.json"
 FORMAT, VERSION = "hpcdp checkpoint", 1
 _FORMS = ("dict", "list", "tuple", "tensor", "ranks", "float")
-_MOST_AXES = 32
+_STEP = re.compile("step-([0-9]{10,18})")
 _ITEMSIZES = {
     np.dtype(char).name: np.dtype(char).itemsize for char in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 }
@@ -137,14 +139,35 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint, checked.
 
     Raises:
-        DataError: it is missing, damaged, or of another format.
+        DataError: it is missing, damaged, of another format, or of another step than the folder's name says.
+    """
+    return of_folder(content_of(folder), folder)
+
+
+def of_folder(content: bytes, folder: Path) -> Manifest:
+    """As `read`, of what `content_of` has given."""
+    found = parse(content, folder / NAME)
+    named = _STEP.match(os.path.basename(os.path.abspath(folder)))  # "." has a name, too
+    if named is not None and int(named[1]) != found.step:
+        got = f"step {found.step} in a folder of step {int(named[1])}"
+        raise DataError("read the checkpoint", where=folder / NAME, got=got)
+    return found
+
+
+def content_of(folder: Path) -> bytes:
+    """The bytes of the manifest of a checkpoint.
+
+    Raises:
+        DataError: there is none, or it is no plain file, which might never come to an end.
     """
     path = folder / NAME
     try:
-        content = path.read_bytes()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file.read()
     except OSError as error:
         raise DataError("read the checkpoint", where=path, got=error.strerror) from error
-    return parse(content, path)
+    raise DataError("read the checkpoint", where=path, got="Not a plain file")
 
 
 def parse(content: bytes, where: object) -> Manifest:
@@ -195,7 +218,7 @@ def _built_tensor(name: str, members: Mapping[str, Any], files: Mapping[str, int
         raise ValueError(f"dtype {dtype!r} of {name}")
     shape = tuple(_count(each) for each in members["shape"])
     itemsize = _ITEMSIZES[dtype]
-    if len(shape) > _MOST_AXES or math.prod(max(1, each) for each in shape) * itemsize >= 1 << 63:
+    if len(shape) > tree.MOST_AXES or math.prod(max(1, each) for each in shape) * itemsize >= 1 << 63:
         raise ValueError(f"shape {str(shape)[:60]} of {name}")
     parts = []
     for each in members["parts"]:
@@ -265,8 +288,8 @@ def check_config(config: object) -> None:
 
 def _check_keys(value: object) -> None:
     if isinstance(value, Mapping):
-        odd = next((key for key in value if not isinstance(key, str)), None)
-        if odd is not None:
-            raise TypeError(f"the key {odd!r}")
+        odd = [key for key in value if not isinstance(key, str)]
+        if odd:
+            raise TypeError(f"the key {odd[0]!r}")
     for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         _check_keys(each)

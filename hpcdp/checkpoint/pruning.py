@@ -68,7 +68,8 @@ def _remove(
         raise DataError("prune", where=path, expected=f"checkpoints with the metric {best.removeprefix('-')}",
                         got="none")  # fmt: skip
     dropped = folder.dropped(found, keep, keep_every, values)
-    left_over = {each: overview.size_of(each) for each in folder.left_over(path)}
+    # What has lost its manifest goes, too, where something good must stay.
+    left_over = {each: overview.size_of(each) for each in folder.left_over(path, atomic_rename=not found)}
     good, damaged = None, dict[int, str]()
     if dropped or left_over:
         for step in sorted(set(found) - set(dropped), reverse=True):
@@ -83,7 +84,7 @@ def _remove(
                             got=f"step {step}, {wrong}", remedy=_more(found, dropped, tell))  # fmt: skip
     pruning = Pruning({step: overview.size_of(found[step]) for step in dropped}, left_over, good, damaged)
     if not dry_run:
-        folder.clean(path, True)
+        folder.clean(path, atomic_rename=not found)
         for step in dropped:
             shutil.rmtree(folder.retire(path, step))
     return pruning

@@ -17,7 +17,7 @@ def read_elements(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarr
     """Fill ``out``, shape ``(count,)``, of the tensor's stored dtype, with its elements from number ``first`` on.
 
     Raises:
-        DataError: a file is missing or too short; names file and data set. What else is wrong, the reader says later.
+        DataError: a file is missing or damaged; names file and data set.
     """
     last = first + out.size
     for part in tensor.parts:
@@ -43,7 +43,6 @@ def pieces(reader: ShardReader, tensor: Tensor) -> Iterator[np.ndarray]:
     for first in range(0, tensor.count, max(1, buffer.size)):
         piece = buffer[: min(buffer.size, tensor.count - first)]
         read_elements(reader, tensor, first, piece)
-        reader.settle()
         yield piece
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,9 +106,7 @@ class Filling:
             DataError: a file is missing or damaged; some elements may have been read by then.
         """
         with ShardReader(path) as reader:
-            for each, meets in zip(self._reads, _meeting([each.out for each in self._reads]), strict=True):
-                if meets:  # such as tied parameters: what is there already must not change before it is checked
-                    reader.settle()
+            for each in self._reads:
                 if each.rows is None:
                     read_elements(reader, each.tensor, each.first, each.out)
                 else:
@@ -167,7 +165,9 @@ class Filling:
             rank = self._world.rank
             return self._plan(inner, nodes[rank], tree.joined(name, f"rank-{rank}"), takes)
         self.kept.append(name)
-        return lambda: None
+        if takes is not _Takes.NAMED or inner is _NOTHING:
+            return lambda: None  # for an object, which knows what that means
+        return lambda: inner
 
     def _dict(self, template: Any, content: list[Any], name: str, takes: _Takes) -> Value:
         if template is _NOTHING or template is None:
@@ -268,19 +268,6 @@ class Filling:
             self._reads.append(_Read(tensor, part.first, out, rows, part.values))
 
 
-def _meeting(arrays: Sequence[np.ndarray]) -> list[bool]:
-    """Which of some contiguous arrays share memory with others of them."""
-    spans = [(each.__array_interface__["data"][0], each.nbytes) for each in arrays]
-    meets, end, last = [False] * len(arrays), 0, 0
-    for at in sorted((at for at, (_, nbytes) in enumerate(spans) if nbytes), key=spans.__getitem__):
-        first, nbytes = spans[at]
-        if first < end:
-            meets[at] = meets[last] = True
-        if first + nbytes > end:
-            end, last = first + nbytes, at
-    return meets
-
-
 def _misfit(name: str, expected: object, got: object) -> ConfigError:
     return ConfigError(
         "restore", where=name or "the state", expected=expected, got=f"{got} in the checkpoint",
@@ -319,6 +306,5 @@ def _read_shares(reader: ShardReader, read: _Read) -> None:
     read.out[...] = 0
     for number in range(read.tensor.shape[0]):
         read_elements(reader, read.tensor, number * columns + read.first % columns, row)
-        reader.settle()
         read.out[...] += row
     read.out[...] /= read.rows

@@ -10,19 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ..comm import Communicator, World
-from ..comm.agreement import on_every_rank, on_rank_0
-from ..errors import HpcdpError
+from ..comm.agreement import Outcome, on_rank_0, told_to_all
+from ..errors import DataError, HpcdpError
 from . import folder, index, manifest, tree
 from .files import Group, Written
 from .plan import Piece
 from .shard import File, Stored, failing
 
-T = TypeVar("T")
 _NAP_S = 0.002
 Keep = Callable[[int, Path], None]
 
@@ -76,10 +75,10 @@ class Saving:
         self._over.wait(timeout_s)
 
     def _run(self) -> None:
-        result, error = _outcome(self._write)
+        outcome = Outcome.of(self._write)
         meet(self._comm)
         try:
-            stored, files = on_every_rank(self._comm, lambda: _raised(result, error))
+            stored, files = told_to_all(self._comm, outcome)
             own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
             mine = {
                 "nodes": tree.own_nodes(self._flat.form), "own": own, "files": files,
@@ -118,8 +117,18 @@ class Saving:
                 state=form, tensors=tensors, files=files, world=world, versions=versions(self._world), written=now,
                 **self._header,
             )  # fmt: skip
-            write_file(self._path / manifest.NAME, whole.to_json())
+            content = whole.to_json()
+            _require_readable(content)
+            write_file(self._path / manifest.NAME, content)
             self._commit()
+
+
+def _require_readable(content: bytes) -> None:
+    """A manifest that no restore takes must not lead to the removal of older ones."""
+    try:
+        manifest.parse(content, manifest.NAME)
+    except DataError as error:
+        raise DataError("save", where="the state", expected="what can be read back", got=error.got) from error
 
 
 def meet(comm: Communicator) -> None:
@@ -147,16 +156,3 @@ def versions(world: World) -> dict[str, str]:
         "hpcdp": __version__, "python": platform.python_version(), "numpy": np.__version__, "h5py": h5py.__version__,
         "hdf5": h5py.version.hdf5_version, "mpi": world.library,
     }  # fmt: skip
-
-
-def _outcome(fn: Callable[[], T]) -> tuple[T | None, HpcdpError | None]:
-    try:
-        return fn(), None
-    except HpcdpError as error:
-        return None, error
-
-
-def _raised(result: T | None, error: HpcdpError | None) -> T:
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32
 
-from ..engine import Engine
 from ..errors import DataError
 from .leaves import BFLOAT16
 from .plan import Piece
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 BLOCK_NBYTES = 1 << 20
 """Elements have a checksum for so many bytes: a rank that reads a part of them checks what it reads."""
 COMPRESSIONS = ("gzip", "lzf")
-_READ_NBYTES = 4 * BLOCK_NBYTES
-_CHECKED_BEHIND = 4
+_READ_NBYTES = 256 << 10
+"""So much is read before its checksum is computed, which is then done in the core's own cache."""
 _ALIGN_FROM, _ALIGNMENT = 64 << 10, 4096
 
 
@@ -108,6 +107,7 @@ def new_file(path: Path, comm: Any = None) -> h5py.File:
 
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_alignment(_ALIGN_FROM, _ALIGNMENT)
+    access.set_file_locking(False, True)  # the folder's lock is enough, and some file systems refuse those of HDF5
     if comm is None:
         access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     else:
@@ -214,7 +214,7 @@ def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> N
     how: dict[str, Any] = {"compression": compression, "shuffle": True, "fletcher32": True}
     if compression == "gzip":
         how["compression_opts"] = 1
-    with failing("save", lambda: path), h5py.File(path, "x") as file:
+    with failing("save", lambda: path), h5py.File(path, "x", locking=False) as file:
         for piece in pieces:
             values = piece.values
             chunk = (min(values.size, BLOCK_NBYTES // values.itemsize),)
@@ -253,43 +253,32 @@ def crc32_beside(file: int, covered: Sequence[tuple[int, int]]) -> int:
 
 
 class ShardReader:
-    """Reads runs of elements from the files of one checkpoint; a thread checks them meanwhile. A context.
+    """Reads runs of elements from the files of one checkpoint, and checks them. A context.
 
     Args:
         folder: of the checkpoint.
         operation: what errors say was attempted.
-
-    Raises:
-        DataError: when it ends: elements are not those that were written; names file and data set.
     """
 
     def __init__(self, folder: Path, operation: str = "restore") -> None:
         self._folder, self._operation = folder, operation
         self._files: dict[str, int] = {}
         self._scratch = np.empty(BLOCK_NBYTES, np.uint8)
-        # A few reads ahead of the checks: what is checked should still lie in a cache.
-        self._checks = Engine(lanes=("check",), max_inflight=_CHECKED_BEHIND)
 
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            with contextlib.suppress(*() if kind is None else (DataError,)):  # what has failed first is on its way
-                self.settle()
-        finally:
-            self._checks.shutdown()
-            for file in self._files.values():
-                os.close(file)
-            self._files.clear()
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
 
     def read(self, stored: Stored, first: int, out: np.ndarray) -> None:
         """Fill ``out``, shape ``(count,)``, with elements from number ``first`` of a run on.
 
-        They must not change before they are checked, see `settle`.
-
         Raises:
-            DataError: the file is missing or too short; names file and data set.
+            DataError: the file is missing or too short, or elements are not those that were written; names file and
+                data set.
         """
         with failing(self._operation, lambda: self._where(stored)):
             if stored.offset is None:
@@ -302,54 +291,46 @@ class ShardReader:
                 number = at // BLOCK_NBYTES
                 low, high = number * BLOCK_NBYTES, min((number + 1) * BLOCK_NBYTES, total)
                 if at == low and high <= end:
-                    at = high if end - at < _READ_NBYTES else at + _READ_NBYTES
-                    blocks = flat[low - begin : at - begin]
-                    self._fill(stored, low, blocks)
-                    self._checks.push(lambda n=number, x=blocks: self._check(stored, n, x), lane="check")  # type: ignore[misc]
+                    self._fill(stored, number, flat[low - begin : high - begin])
+                    at = high
                 else:  # a part of a block, which can only be checked as a whole
                     block, last = self._scratch[: high - low], min(high, end)
-                    self._fill(stored, low, block)
-                    self._check(stored, number, block)
+                    self._fill(stored, number, block)
                     flat[at - begin : last - begin] = block[at - low : last - low]
                     at = last
-
-    def settle(self) -> None:
-        """Wait until all that was read is checked.
-
-        Raises:
-            DataError: something is not what was written.
-        """
-        self._checks.waitall()
 
     def _where(self, stored: Stored) -> str:
         return f"{self._folder / stored.file}, {stored.dataset}"
 
-    def _fill(self, stored: Stored, first: int, out: np.ndarray) -> None:
-        """Read bytes of a run from number ``first`` on."""
+    def _fill(self, stored: Stored, number: int, out: np.ndarray) -> None:
+        """Read block ``number`` of a run."""
         assert stored.offset is not None
-        file, got = self._open(stored.file), 0
+        file, place, got, found = self._open(stored.file), stored.offset + number * BLOCK_NBYTES, 0, 0
         while got < out.size:
-            count = os.preadv(file, [out[got:].data], stored.offset + first + got)
+            count = os.preadv(file, [out[got : got + _READ_NBYTES].data], place + got)
             if count == 0:
-                expected = f"at least {stored.offset + first + out.size} bytes"
                 size = os.fstat(file).st_size
-                raise DataError(self._operation, where=self._where(stored), expected=expected, got=f"a file of {size}")
-            got += count
-
-    def _check(self, stored: Stored, number: int, blocks: np.ndarray) -> None:
-        """Compare the checksums of bytes that begin with block ``number`` of a run."""
-        for at in range(0, blocks.size, BLOCK_NBYTES):
-            found, expected = crc32(blocks[at : at + BLOCK_NBYTES]), stored.crc32[number + at // BLOCK_NBYTES]
-            if found != expected:
                 raise DataError(
-                    self._operation, where=self._where(stored), got=f"{found:08x}",
-                    expected=f"checksum {expected:08x} of MiB {number + at // BLOCK_NBYTES}",
+                    self._operation, where=self._where(stored), expected=f"at least {place + out.size} bytes",
+                    got=f"a file of {size}",
                 )  # fmt: skip
+            found = crc32(out[got : got + count], found)
+            got += count
+        self._check(stored, number, found)
+
+    def _check(self, stored: Stored, number: int, found: int) -> None:
+        """Compare the checksum of block ``number`` of a run."""
+        expected = stored.crc32[number]
+        if found != expected:
+            raise DataError(
+                self._operation, where=self._where(stored), got=f"{found:08x}",
+                expected=f"checksum {expected:08x} of MiB {number}",
+            )  # fmt: skip
 
     def _read_compressed(self, stored: Stored, first: int, out: np.ndarray) -> None:
         import h5py
 
-        with h5py.File(self._folder / stored.file, "r", locking="best-effort") as file:
+        with h5py.File(self._folder / stored.file, "r", locking=False) as file:
             dataset = file[stored.dataset]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape != (stored.count,):
                 raise ValueError(f"no data set of {stored.count} elements")
@@ -357,7 +338,7 @@ class ShardReader:
             for number in range(first // per_block, -(-(first + out.size) // per_block)):
                 low = number * per_block
                 block = np.ascontiguousarray(dataset[low : min(low + per_block, stored.count)])
-                self._check(stored, number, block.view(np.uint8))
+                self._check(stored, number, crc32(block.view(np.uint8)))
                 begin, end = max(low, first), min(low + block.size, first + out.size)
                 out[begin - first : end - first] = block[begin - low : end - low]
 

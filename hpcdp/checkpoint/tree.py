@@ -8,9 +8,10 @@ member: ``{"float": "nan"}``, ``{"dict": [[key, node], ...]}``, ``{"list": [...]
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -23,6 +24,10 @@ from .leaves import as_array, as_stateful
 Form = Any
 DEEPEST = 100
 """Levels of a state."""
+MOST_AXES = 32
+"""Dimensions of a tensor that HDF5 has."""
+_DIGITS = sys.int_info.default_max_str_digits  # which JSON reads, if nobody has said otherwise
+_TOO_LONG = 10**_DIGITS
 _ROOT = "%"  # the name of a tensor that is the whole state: see `quoted`
 _SAVABLE = "arrays, numbers, texts, None, dicts, lists, tuples, and objects with state_dict() and load_state_dict()"
 
@@ -56,8 +61,18 @@ class Flattened:
 
 def quoted(key: object) -> str:
     """A key as a part of a name: without slashes, and without what parts of tensors are told by."""
-    text = str(key).replace("%", "%25").replace("/", "%2F").replace("\0", "%00").replace("@", "%40")
+    text = hex(key) if _is_too_long(key) else str(key)
+    text = text.replace("%", "%25").replace("/", "%2F").replace("\0", "%00").replace("@", "%40")
     return {"": "%", ".": "%2E", "..": "%2E%2E"}.get(text, text)
+
+
+def _is_too_long(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and abs(value) >= _TOO_LONG
+
+
+def is_utf8(text: str) -> bool:
+    """Whether files can carry it: surrogates by themselves are no characters."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def flatten(state: Any, world: World) -> Flattened:
@@ -98,8 +113,11 @@ class _Flattening:
             return None
 
     def _node(self, value: Any, name: str, copies: int, copy: int) -> Form:
+        if _is_too_long(value):
+            raise UnsupportedError("save", where=name or "the state", expected=f"integers of at most {_DIGITS} digits",
+                                   got="a longer one")  # fmt: skip
         if value is None or isinstance(value, bool | int | str):
-            return str(value) if isinstance(value, str) else value
+            return str.__str__(value) if isinstance(value, str) else value  # that of an enum gives a name
         if isinstance(value, np.generic):
             return self._tensor(value, name, copies, copy)
         if isinstance(value, float):
@@ -132,14 +150,23 @@ class _Flattening:
             parts = tuple(Part(part.first, to_host(part.values)) for part in parts_of("save", name, value))
             check_parts("save", name, value, parts)
             name, dtype = name or _ROOT, np.dtype(value.dtype)
-            self.held.append(
-                Held(name, tuple(value.shape), dtype.name, dtype, parts, value.copies, value.copy, self._own)
-            )
-            return {"tensor": name}
+            shape = tuple(value.shape)
+            return self._hold(Held(name, shape, dtype.name, dtype, parts, value.copies, value.copy, self._own))
         stateful = as_stateful(value, self._world)
         if stateful is not None:
             return self.node(stateful.state_dict(), name, copies, copy)
         return self._tensor(value, name, copies, copy)
+
+    def _hold(self, held: Held) -> Form:
+        """The node of a tensor of this rank."""
+        if not is_utf8(held.name):
+            where = ascii(held.name)[1:-1]
+            raise UnsupportedError("save", where=where, expected="a name that is Unicode", got="a lone surrogate")
+        if len(held.shape) > MOST_AXES:
+            expected = f"at most {MOST_AXES} dimensions"
+            raise UnsupportedError("save", where=held.name, expected=expected, got=len(held.shape))
+        self.held.append(held)
+        return {"tensor": held.name}
 
     def _tensor(self, value: Any, name: str, copies: int, copy: int) -> Form:
         view = as_array(value)
@@ -149,9 +176,9 @@ class _Flattening:
             if isinstance(value, np.ma.MaskedArray):
                 remedy = "save its data and its mask as two arrays"
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
-        part, name = Part(0, view.array.reshape(-1)), name or _ROOT
-        self.held.append(Held(name, view.array.shape, view.dtype, view.array.dtype, (part,), copies, copy, self._own))
-        return {"tensor": name} | ({"kind": view.kind} if view.kind else {})
+        array, part = view.array, Part(0, view.array.reshape(-1))
+        node = self._hold(Held(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own))
+        return node | ({"kind": view.kind} if view.kind else {})
 
 
 def parts_of(operation: str, name: str, whole: Sharded) -> Sequence[Part]:
@@ -190,9 +217,10 @@ def joined(name: str, key: object) -> str:
 
 
 def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    odd = next((key for key in value if type(key) not in (str, int)), None)
-    if odd is not None:
-        raise UnsupportedError("save", where=name or "the state", expected="keys that are str or int", got=repr(odd))
+    odd = [key for key in value if type(key) not in (str, int) or _is_too_long(key)]
+    if odd:
+        got = f"an integer of over {_DIGITS} digits" if _is_too_long(odd[0]) else repr(odd[0])
+        raise UnsupportedError("save", where=name or "the state", expected="keys that are str or int", got=got)
     if len({str(key) for key in value}) < len(value):
         raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=[*value])
     return value

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from .. import errors
 from ..errors import HpcdpError, MismatchError
@@ -62,16 +63,35 @@ def _listed(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What a call on this rank has returned, or the error that it has raised."""
+
+    value: T | None = None
+    error: HpcdpError | None = None
+
+    @classmethod
+    def of(cls, fn: Callable[[], T]) -> Outcome[T]:
+        """Call ``fn``. What is no `HpcdpError` passes."""
+        try:
+            return cls(fn())
+        except HpcdpError as error:
+            return cls(error=error)
+
+
 def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
     """``fn()`` of this rank; every rank must call.
 
     Where it raised an `HpcdpError` on some rank, every rank raises the error of the lowest such rank, which is named
     unless all ranks failed. Other exceptions pass, and so end the job.
     """
-    value, error = _outcome(fn)
-    reports = comm.allgather_json(_described(error))
-    _raise_first(reports, error)
-    return value  # type: ignore[return-value]
+    return told_to_all(comm, Outcome.of(fn))
+
+
+def told_to_all(comm: Communicator, outcome: Outcome[T]) -> T:
+    """`on_every_rank` for what has been called already."""
+    _raise_first(comm.allgather_json(_described(outcome.error)), outcome.error)
+    return outcome.value  # type: ignore[return-value]
 
 
 def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
@@ -79,17 +99,10 @@ def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
 
     The result goes to the other ranks as JSON.
     """
-    value, error = _outcome(fn) if comm.rank == 0 else (None, None)
-    report, value = comm.allgather_json((_described(error), value))[0]
-    _raise_first([report], error)
-    return value
-
-
-def _outcome(fn: Callable[[], T]) -> tuple[T | None, HpcdpError | None]:
-    try:
-        return fn(), None
-    except HpcdpError as error:
-        return None, error
+    own = Outcome.of(fn) if comm.rank == 0 else Outcome()
+    report, value = comm.allgather_json((_described(own.error), own.value))[0]
+    _raise_first([report], own.error)
+    return value  # type: ignore[no-any-return]
 
 
 def _described(error: HpcdpError | None) -> dict[str, Any] | None:

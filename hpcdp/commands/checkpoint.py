@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarks.options import Parser, at_least
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, HpcdpError
 from ..train.config import check_name
 
 if TYPE_CHECKING:
@@ -104,14 +107,32 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: it cannot be done.
         DataError: something cannot be read or written.
+        HpcdpError: standard output cannot be written.
     """
     if argv and not argv[0].startswith("-"):
         check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
     given = parser().parse_args(argv)
     if given.run is None:
         raise ConfigError("checkpoint", expected="a command", got="none", remedy="hpcdp checkpoint -h lists them")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in a checkpoint may have any characters
     status: int = given.run(given)
     return status
+
+
+def _say(text: str) -> None:
+    """Print at once.
+
+    Raises:
+        HpcdpError: nothing can be written there; nothing more is then.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        raise HpcdpError("checkpoint", where="standard output", got=error.strerror) from error
 
 
 def _ls(given: argparse.Namespace) -> int:
@@ -120,9 +141,9 @@ def _ls(given: argparse.Namespace) -> int:
 
     seen = overview(given.path)
     if given.json:
-        print(json.dumps(listing.as_json(seen), indent=2))
+        _say(json.dumps(listing.as_json(seen), indent=2))
     else:
-        print("\n".join(listing.lines(seen)))
+        _say("\n".join(listing.lines(seen)))
     return 0
 
 
@@ -137,11 +158,11 @@ def _show(given: argparse.Namespace) -> int:
     name = given.name.strip("/")
     tensor = showing.tensor_called(found, name) if name else None
     if tensor is None:
-        print("\n".join(showing.part(found, name) if name else showing.whole(found, path)).lstrip("\n"))
+        _say("\n".join(showing.part(found, name) if name else showing.whole(found, path)).lstrip("\n"))
         return 0
     with BytesBar(name, tensor.nbytes) as bar:
         of = statistics.statistics(path, tensor, bar.tell)
-    print("\n".join(showing.one(name, tensor, of)))
+    _say("\n".join(showing.one(name, tensor, of)))
     return 0
 
 
@@ -166,14 +187,14 @@ def _verify(given: argparse.Namespace) -> int:
             faults = list(verify.faults(path, bar.tell))
         took = time.monotonic() - began
         what = texts.counted(len(faults), "fault") if faults else "good"
-        print(f"{path}: {what}, {texts.size(nbytes)} in {took:.1f} s", flush=True)
+        _say(f"{path}: {what}, {texts.size(nbytes)} in {took:.1f} s")
         for fault in faults:
-            print(f"  {fault}")
+            _say(f"  {fault}")
         if not faults:
             good.append(path)
     if len(paths) > 1:
         newest = max((each for each in good if folder.is_named(each)), key=folder.step_of, default=None)
-        print(f"newest good: {newest or 'none'}")
+        _say(f"newest good: {newest or 'none'}")
     return 0 if len(good) == len(paths) else 1
 
 
@@ -185,13 +206,13 @@ def _diff(given: argparse.Namespace) -> int:
 
     a, b = chosen(given.a), chosen(given.b)
     of = manifest.read(a)
-    print(f"A  {a}\nB  {b}", flush=True)
+    _say(f"A  {a}\nB  {b}")
     with BytesBar("compared", of.nbytes) as bar:
         found = list(difference.differences(a, b, given.rtol, given.atol, bar.tell))
-    for each in found:
-        print(f"{each.name or 'the state'}: {each.what}")
+    for each in difference.folded(found):
+        _say(f"{each.name or 'the state'}: {each.what}")
     same = f"no difference in {texts.counted(len(of.tensors), 'tensor')} and all values"
-    print(texts.counted(len(found), "difference") if found else same)
+    _say(texts.counted(len(found), "difference") if found else same)
     return 1 if found else 0
 
 
@@ -214,7 +235,7 @@ def _export(given: argparse.Namespace) -> int:
     left_out = [] if kind == "pt" or not found.others else [texts.counted(len(found.others), "value")]
     if found.per_rank:
         left_out.append(f"{texts.counted(len(found.per_rank), 'entry', 'entries')} that each rank has for itself")
-    print(told + (f"; left out: {', '.join(left_out)}" if left_out else ""))
+    _say(told + (f"; left out: {', '.join(left_out)}" if left_out else ""))
     return 0
 
 
@@ -233,13 +254,13 @@ def _prune(given: argparse.Namespace) -> int:
     with BytesBar("verify what stays", overview.size_of(path)) as bar:
         done = pruning.prune(path, given.keep, given.keep_every, given.best, given.dry_run, bar.tell)
     for step, fault in done.damaged.items():
-        print(f"step {step} stays, but is damaged: {fault}")
+        _say(f"step {step} stays, but is damaged: {fault}")
     verb = "would remove" if given.dry_run else "removed"
     for each, nbytes in done.left_over.items():
-        print(f"{verb} {each.name}, left over: {texts.size(nbytes)}")
+        _say(f"{verb} {each.name}, left over: {texts.size(nbytes)}")
     for step, nbytes in done.steps.items():
-        print(f"{verb} step {step}: {texts.size(nbytes)}")
+        _say(f"{verb} step {step}: {texts.size(nbytes)}")
     nbytes = sum(done.steps.values()) + sum(done.left_over.values())
     stays = f"; step {done.good} stays and is good" if done.good is not None else ""
-    print(f"{verb} {texts.size(nbytes)} in all{stays}" if done.steps or done.left_over else "nothing to remove")
+    _say(f"{verb} {texts.size(nbytes)} in all{stays}" if done.steps or done.left_over else "nothing to remove")
     return 0

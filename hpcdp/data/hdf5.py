@@ -23,7 +23,7 @@ def _open(path: str | Path) -> h5py.File:
     if not path.is_file():
         raise DataError("read HDF5", where=path, expected="a file", got="none")
     try:
-        return h5py.File(path, "r", locking="best-effort")
+        return h5py.File(path, "r", locking=False)
     except OSError as error:
         raise DataError("read HDF5", where=path, expected="an HDF5 file", got=error) from error
 

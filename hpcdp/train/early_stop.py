@@ -16,6 +16,17 @@ def note() -> None:
         signal.signal(signal.SIGUSR1, _note)
 
 
+def takes(handler: object) -> bool:
+    """Whether a signal's handler is that of `note`: of a command, which ends when its run has."""
+    return handler is _note
+
+
+def ignore() -> None:
+    """Ignore SIGUSR1 from now on where it was noted: the command is at its end, and Python gives handlers up first."""
+    if takes(signal.getsignal(signal.SIGUSR1)):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def has_come() -> bool:
     """Whether it has come since `note`."""
     return _has_come

@@ -119,8 +119,10 @@ class StopRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for each, before in self._handlers.items():
-            # A further SIGUSR1 must not kill a rank that has stopped and waits for others to end.
-            ignore = each == signal.SIGUSR1 and self._noted and before == signal.SIG_DFL
+            # A further SIGUSR1 must not kill a rank that has stopped and waits for others to end, nor a command that
+            # is at its end: when Python itself ends, it gives up every handler, but not that a signal is ignored.
+            at_its_end = early_stop.takes(before) or (self._noted and before == signal.SIG_DFL)
+            ignore = each == signal.SIGUSR1 and at_its_end
             signal.signal(each, signal.SIG_IGN if ignore else before)
         self._handlers = {}
 

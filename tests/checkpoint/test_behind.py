@@ -176,9 +176,9 @@ def test_ctrl_c_ends_the_waiting_not_the_save(held, tmp_path):
     assert manager.pending
     threading.Timer(0.2, held.set).start()
     manager.save(4, samples.state(4, manager.world), wait=False)
-    manager.close()
     for step in (2, 4):
         samples.check(manager.restore(step).state, step, 0, 1, 1)
+    manager.close()
 
 
 def world_of_one():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import samples
 
-from hpcdp.checkpoint import Manager, folder, manifest
+from hpcdp.checkpoint import Manager, folder, manifest, overview, verify
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
@@ -176,14 +176,55 @@ def test_the_file_of_another_rank(run):
     assert_older_is_taken(run)
 
 
-def test_without_a_manifest_it_is_no_checkpoint(run):
-    (folder.path_of(run, NEWER) / MANIFEST).unlink()
+def test_a_checkpoint_in_the_folder_of_another_step(run):
+    copy = folder.path_of(run, NEWER + 1)
+    shutil.copytree(folder.path_of(run, OLDER), copy)
+    what = f"step {OLDER} in a folder of step {NEWER + 1}"
+    assert overview.overview(run).checkpoints[-1].damage == f"{MANIFEST}: {what}"
+    assert list(verify.faults(copy)) == [f"{MANIFEST}: {what}"]
+    with pytest.warns(UserWarning, match=rf"{MANIFEST}\]: got {what}: taking step {NEWER} instead"):
+        threads.run(2, lambda world: samples.check(Manager(run, world).restore().state, NEWER, world.rank, 2, 2))
+    copy.rename(run / "kept by hand")
+    assert list(verify.faults(run / "kept by hand")) == []
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a folder", "a pipe"])
+def test_without_a_manifest_it_is_no_checkpoint(instead, run):
+    path = folder.path_of(run, NEWER) / MANIFEST
+    path.unlink()
+    if instead != "nothing":
+        (os.mkfifo if instead == "a pipe" else os.mkdir)(path)
     said = refusal(run)
     assert f"restore [{run}]: expected a complete checkpoint of step {NEWER}, got none; restore(step={OLDER})" in said
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for n in (1, 2):
+            assert {restored.step for restored in threads.run(n, lambda world: Manager(run, world).restore())} == {
+                OLDER
+            }
+    expected = f"restore [{path}]: expected a file, got none: taking step {OLDER} instead"
+    assert [str(each.message) for each in warned] == [expected] * 2
 
     def one(world):
-        with Manager(run, world) as manager:
-            samples.check(manager.restore().state, OLDER, world.rank, 2, 2)
+        with Manager(run, world, keep=2) as manager:
+            manager.save(21, {})
+            assert manager.steps() == [OLDER, 21] and path.parent.exists()
+            manager.save(28, {})
+            assert manager.steps() == [21, 28]
+
+    threads.run(2, one)
+    assert sorted(each.name for each in run.iterdir()) == ["step-0000000021", "step-0000000028", "writer.lock"]
+
+
+def test_where_nothing_but_one_without_a_manifest_is_left(tmp_path):
+    (folder.path_of(tmp_path, 3)).mkdir()
+
+    def one(world):
+        with (
+            Manager(tmp_path, world) as manager,
+            pytest.raises(DataError, match="got step-0000000003 without manifest"),
+        ):
+            manager.restore()
 
     threads.run(2, one)
 
@@ -296,6 +337,24 @@ def test_a_read_only_disk(small_disk):
             samples.check(manager.restore().state, 7, world.rank, 2, 2)
 
     threads.run(2, one)
+
+
+@pytest.mark.parametrize("name", ["step-0000000003", "step-0000000003.tmp", "step-0000000003.old.tmp"])
+def test_a_file_of_the_name_of_a_checkpoint(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+
+    def one(world):
+        with Manager(tmp_path, world, keep=2) as manager:
+            manager.save(2, {})
+            with pytest.raises(
+                DataError, match=rf"save \[{tmp_path / name}\]: expected a folder, or nothing, got a file"
+            ):
+                manager.save(3, {})
+            manager.save(4, {})
+            assert manager.steps() == [2, 4]
+
+    threads.run(2, one)
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_a_path_that_is_a_file(tmp_path):

@@ -1,5 +1,6 @@
 """From nested states to forms and back."""
 
+import enum
 import json
 import math
 
@@ -121,6 +122,13 @@ def test_objects_are_their_states():
     assert [name for name, _ in tree.leaves(flat.form)][:3] == ["0/a", "0/inner", "1/bit_generator"]
 
 
+def test_a_text_that_is_an_enum_is_its_value():
+    Phase = enum.Enum("Phase", {"WARM": "warm up"}, type=str)
+    (flat,) = flat_of({"a": Phase.WARM, "b": [np.str_("c")]})
+    assert flat.form == {"dict": [["a", "warm up"], ["b", {"list": ["c"]}]]}
+    assert type(flat.form["dict"][0][1]) is str
+
+
 @pytest.mark.parametrize(
     ("state", "where", "got"),
     [
@@ -131,14 +139,31 @@ def test_objects_are_their_states():
         ({"a": {True: 1}}, "a", "got True"),
         ({"a": {1: 1, "1": 2}}, "a", "expected keys that differ as text"),
         ({(1, 2): 1}, "the state", "expected keys that are str or int"),
+        ({"a": [1, -(10**4300)]}, "a/1", "expected integers of at most 4300 digits, got a longer one"),
+        ({"a": {10**4300: 1}}, "a", "got an integer of over 4300 digits"),
+        ({"a": np.zeros((1,) * 33)}, "a", "expected at most 32 dimensions, got 33"),
+        ({"a": Sharded((1,) * 33, np.dtype("f4"), [Part(0, np.zeros(1, "f4"))])}, "a", "got 33"),
+        ({"a": {"\ud800": np.zeros(1)}}, "a/\\ud800", "expected a name that is Unicode, got a lone surrogate"),
+        ({None: 1}, "the state", "expected keys that are str or int, got None"),
+        ({"a": [{"b": {1: 2, None: 1}}]}, "a/0/b", "got None"),
+        (PerRank({"a": {None: 1}}), "rank-0/a", "got None"),
         ({"a": Object}, "a", "got type"),
         (b"x", "the state", "got bytes"),
     ],
 )
 def test_what_cannot_be_saved_is_named(state, where, got):
+    tree.outline(state)
     (flat,) = flat_of(state)
     assert isinstance(flat.error, UnsupportedError)
     assert f"save [{where}]" in str(flat.error) and got in str(flat.error)
+
+
+def test_what_is_just_not_too_much(tmp_path):
+    state = {"a": 10**4300 - 1, "b": np.full((1,) * 32, 3.5), "\ud800": "\udfff", -(10**4300) + 1: "c"}
+    (found,) = threads.run(
+        1, lambda world: (Manager(tmp_path, world).save(1, state), Manager(tmp_path, world).restore())
+    )
+    assert_same(found[1].state, state)
 
 
 def test_a_state_within_itself_and_one_too_deep():

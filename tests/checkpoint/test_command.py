@@ -294,6 +294,18 @@ def test_prune_keeps_the_last_good_one(run, folder):
     assert "removed step 200: " in out
 
 
+def test_prune_removes_what_has_lost_its_manifest_where_something_good_stays(run, folder):
+    for step in (200, 300):
+        (folder / f"step-0000000{step}" / "manifest.json").unlink()
+    assert "300" in run("ls", folder)[1] and "manifest.json" in run("ls", folder)[1]
+    status, out, _ = run("prune", folder, "--keep", 1)
+    assert status == 0 and "removed step-0000000300, left over" in out and "step 100 stays and is good" in out
+    assert sorted(each.name for each in folder.iterdir()) == ["step-0000000100", "writer.lock"]
+    (folder / "step-0000000100" / "manifest.json").unlink()
+    assert run("prune", folder, "--keep", 1)[:2] == (0, "nothing to remove\n")
+    assert (folder / "step-0000000100").exists()
+
+
 def test_prune_while_somebody_saves(run, folder):
     code = "import sys; from pathlib import Path; from hpcdp.checkpoint.lock import WriterLock\n" \
            "lock = WriterLock(Path(sys.argv[1])); print(flush=True); input()"  # fmt: skip
@@ -307,6 +319,24 @@ def test_prune_while_somebody_saves(run, folder):
     finally:
         job.communicate(b"\n", timeout=30)
     assert len(list(folder.glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("command", ["show", "diff"])
+def test_any_names_on_any_terminal(command, tmp_path):
+    save(tmp_path, (1, 2), 1, state=lambda step, world: {"größe": np.full(2, step), "\ud800": step})
+    both = [tmp_path / "step-0000000001", tmp_path / "step-0000000002"]
+    line = [sys.executable, "-m", "hpcdp.cli", "checkpoint", command, *(both if command == "diff" else both[:1])]
+    done = subprocess.run(line, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == (command == "diff") and done.stderr == ""
+    assert "gr\\xf6\\xdfe" in done.stdout and "\\ud800" in done.stdout
+
+
+def test_a_full_disk_behind_standard_output(saved):
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "hpcdp.cli", "checkpoint", "show", saved]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "checkpoint [standard output]: got No space left on device" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from saved import Bfloat16, arrays, save, sharded
 
 from hpcdp.checkpoint import PerRank, reading
-from hpcdp.checkpoint.difference import differences
+from hpcdp.checkpoint.difference import differences, folded
 
 
 def state(of):
@@ -68,6 +68,21 @@ def test_how_far_elements_are_apart(tmp_path, monkeypatch):
 def test_kinds_of_elements(dtype, a, b, says, tmp_path):
     found = between(tmp_path, {"x": np.array(a, dtype)}, {"x": np.array(b, dtype)})
     assert found == ({} if says is None else {"x": says})
+
+
+@pytest.mark.parametrize("count", [8, 9, 700])
+def test_many_values_of_a_list_are_one_line(count, tmp_path):
+    def values(step, world):
+        return {"a": [7, *range(step, step + count)], "b": step, "c": [np.full(1, step)] * 9}
+
+    found = list(differences(*save(tmp_path, (1, 2), ranks=1, state=values)))
+    assert len(found) == count + 10
+    told = list(folded(found))
+    if count == 8:
+        assert told == found
+    else:
+        assert told[0][:2] == ("a", f"{count} values, the first is number 1: 1 and 2")
+        assert told[1:] == found[count:]
 
 
 def test_tolerances(tmp_path):

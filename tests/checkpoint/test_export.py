@@ -1,5 +1,6 @@
 """What other programs read from an exported checkpoint is what was saved."""
 
+import os
 import subprocess
 import sys
 
@@ -126,6 +127,33 @@ def test_what_is_there_stays(path, tmp_path):
     assert out.read_text() == "mine"
     write(choose(path), out, WRITERS["npz"], overwrite=True)
     assert len(np.load(out).files) == len(arrays())
+
+
+@pytest.mark.parametrize("kind", [*WRITERS, "pt"])
+def test_others_may_read_what_the_umask_lets_them(kind, path, tmp_path):
+    if kind != "npz":
+        pytest.importorskip({"pt": "torch"}.get(kind, kind), reason="not installed")
+    before = os.umask(0o027)
+    try:
+        write(choose(path), tmp_path / "out", torch_writer() if kind == "pt" else WRITERS[kind])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
+def test_nothing_is_written_into_a_checkpoint(tmp_path):
+    (path,) = save(tmp_path / "saved", ranks=1)
+    before = sorted(path.iterdir())
+    with pytest.raises(ConfigError, match="expected a place outside of checkpoints, got one within"):
+        write(choose(path), path / "x.npz", WRITERS["npz"])
+    assert sorted(path.iterdir()) == before
+
+
+def test_a_name_that_an_archive_would_cut(tmp_path):
+    (path,) = save(tmp_path, ranks=1, state=lambda step, world: {"a": np.ones(2), "a\0b": np.zeros(2)})
+    with pytest.raises(ConfigError, match=r"'a\\x00b'.*expected names without NUL, for an archive"):
+        write(choose(path), tmp_path / "x.npz", WRITERS["npz"])
+    assert not (tmp_path / "x.npz").exists()
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "pt"])

@@ -91,3 +91,24 @@ def test_a_file_that_cannot_be_made(tmp_path):
     (tmp_path / lock.NAME).mkdir()
     with pytest.raises(DataError, match=r"lock the checkpoints \[.*writer.lock\]: got Is a directory"):
         lock.WriterLock(tmp_path)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "the lock of another job"])
+def test_a_lock_that_was_removed_is_no_lock(instead, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, {"a": 1})
+            world.comm.barrier()
+            if world.rank == 0:
+                (tmp_path / lock.NAME).unlink()
+            other = None
+            if world.rank == 0 and instead != "nothing":
+                other = lock.WriterLock(tmp_path)
+            world.comm.barrier()
+            with pytest.raises(DataError, match=r"expected the file that this job has locked, got (No such|another)"):
+                manager.save(2, {"a": 2})
+            assert manager.steps() == [1]
+            if other is not None:
+                other.release()
+
+    threads.run(2, one)

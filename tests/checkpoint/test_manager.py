@@ -12,7 +12,6 @@ import samples
 
 from hpcdp import checkpoint, nn
 from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, verify
-from hpcdp.checkpoint.restoring import _meeting
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError, UnsupportedError
 
@@ -44,8 +43,10 @@ def test_any_number_of_ranks_restores(saved_on, size, into, tmp_path):
         samples.check(restored.state, 0, rank, saved_on, size)
         assert (restored.step, restored.missing, restored.left_over) == (0, [], [])
         assert restored.kept == ([] if saved_on == size else ["own"])
-        if saved_on != size and restored.state["own"] is not None:
+        if saved_on != size and into is samples.blank:
             assert [*restored.state["own"]["values"]] == [-1] * (rank + 2)
+        elif saved_on != size:
+            assert restored.state["own"] is None
 
 
 @pytest.mark.parametrize(
@@ -290,14 +291,6 @@ def test_destinations_that_share_memory(count, tmp_path):
         assert np.array_equal(memory[2:], numbers(2)) and np.array_equal(memory[:2], numbers(1)[:2])
 
 
-def test_which_arrays_meet():
-    x = np.zeros(100, np.uint8)
-    spans = [(0, 50), (50, 60), (10, 20), (30, 40), (70, 70), (60, 61), (60, 100), (100, 100)]
-    found = _meeting([x[first:last] for first, last in spans])
-    assert found == [True, False, True, True, False, True, True, False]
-    assert _meeting([]) == []
-
-
 def test_retention(tmp_path):
     def one(world):
         with Manager(tmp_path, world, keep=2, keep_every=100, best="-loss") as manager:
@@ -348,6 +341,22 @@ def test_a_damaged_manifest_does_not_keep_others_from_being_removed(tmp_path):
 def test_settings_are_checked(arguments, message, n, tmp_path):
     with pytest.raises(ConfigError, match=message):
         threads.run(n, lambda world: Manager(**({"path": tmp_path, "world": world} | arguments)))
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "claim"])
+def test_a_closed_manager_is_an_error(call, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": step})
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            pass
+        arguments = {"save": (2, {}), "restore": (1,), "claim": ()}[call]
+        text = caught(lambda: getattr(manager, call)(*arguments), ConfigError)
+        assert text == f"{call} [{tmp_path}]: expected an open Manager, got one after close(); make another one"
+        manager.close()
+        assert manager.steps() == [1]
+
+    threads.run(2, one)
 
 
 def test_masked_arrays_are_refused(tmp_path):
@@ -402,9 +411,12 @@ def caught(fn, kind):
         *((step, {}) for step in (-1, 1.5, "1", True, None, 10**18, np.arange(2))),
         *(
             (1, {"config": each})
-            for each in ({"a": {1}}, [1], "text", {1: 2}, {"a": [{"b": {2: 3}}]}, {"a": float("nan")})
+            for each in ({"a": {1}}, [1], "text", {1: 2}, {None: 2}, {"a": [{"b": {2: 3}}]}, {"a": float("nan")})
         ),
-        *((1, {"metrics": each}) for each in ([1], 5, "text", {"a": "1"}, {"a": None}, {"a": 10**400}, {3: 1.0})),
+        *(
+            (1, {"metrics": each})
+            for each in ([1], 5, "text", {"a": "1"}, {"a": None}, {"a": 10**400}, {3: 1.0}, {"\ud800": 1})
+        ),
     ],
 )
 def test_arguments_of_save_are_checked(step, options, tmp_path):
@@ -604,3 +616,22 @@ def test_parts_that_leave_some_out_or_overlap(first, tmp_path):
 
 def test_the_names_of_the_package():
     assert checkpoint.__all__ == ["Manager", "Part", "PerRank", "Restored", "Sharded"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_cannot_be_read_back_removes_nothing(n, tmp_path, monkeypatch):
+    def one(world):
+        with Manager(tmp_path, world, keep=1) as manager:
+            manager.save(1, {"a": 1})
+            text = caught(lambda: manager.save(2, {"a": {None: world.size}}), UnsupportedError)
+            assert text == "save [a]: expected keys that are str or int, got None"
+            world.comm.barrier()
+            if world.rank == 0:  # as if there were a kind of state that nobody has thought of
+                monkeypatch.setattr(checkpoint.tree, "_checked", lambda value, name: value)
+            world.comm.barrier()
+            text = caught(lambda: manager.save(3, {"a": {None: world.size}}), DataError)
+            assert text == "save [the state]: expected what can be read back, got key None"
+            assert manager.restore().state == {"a": 1}
+
+    threads.run(n, one)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000001", "writer.lock"]

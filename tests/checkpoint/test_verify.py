@@ -1,6 +1,9 @@
 """Whatever is changed in a checkpoint is found, and named in one line."""
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import zlib
 
@@ -36,6 +39,18 @@ def test_what_was_saved_is_good(how, ranks, tmp_path):
     told = []
     assert list(faults(path, told.append)) == []
     assert sum(told) >= manifest.read(path).nbytes
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "gzip"}], ids=str)
+def test_locks_of_hdf5_are_none_of_its_affairs(how, tmp_path):
+    """Some file systems refuse them; here another holds them all."""
+    (path,) = save(tmp_path, **how)
+    with contextlib.ExitStack() as held:
+        for each in path.glob("*.h5"):
+            fcntl.flock(held.enter_context(open(each)), fcntl.LOCK_EX)
+            with pytest.raises(OSError, match="unable to lock file"):
+                h5py.File(each, locking=True)
+        assert list(faults(path)) == []
 
 
 def test_a_changed_element(path):
@@ -98,6 +113,12 @@ def test_a_missing_shard_which_an_index_reads_as_zeros(path):
 def test_a_missing_file(path, name):
     (path / name).unlink()
     assert list(faults(path)) == [f"{name}: No such file or directory"]
+
+
+def test_a_manifest_that_is_a_pipe(path):
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    assert list(faults(path)) == ["manifest.json: Not a plain file"]
 
 
 def test_a_file_too_many(path):

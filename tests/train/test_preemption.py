@@ -1,6 +1,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -25,11 +27,30 @@ def test_a_signal_is_noted_and_does_nothing_else():
     signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize("run", ["with StopRequests(environ={}): pass", "early_stop.ignore()"])  # a rank, a launcher
+def test_a_command_that_is_at_its_end_dies_of_none(run):
+    """Python gives its handlers up before it has ended."""
+    command = (
+        "import atexit, os, signal\n"
+        "from hpcdp.train import early_stop\n"
+        "from hpcdp.train.preemption import StopRequests\n"
+        "early_stop.note()\n"
+        f"{run}\n"
+        "class Late:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "early_stop.late = Late()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", command]).returncode == 0
+
+
 def test_without_a_signal_everything_is_as_before():
-    before = signal.getsignal(signal.SIGUSR1)
-    with StopRequests(environ={}):
-        assert signal.getsignal(signal.SIGUSR1) != before
-    assert signal.getsignal(signal.SIGUSR1) == before
+    of_others = signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # such as that of a command called in this process
+    try:
+        with StopRequests(environ={}):
+            assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, of_others)
 
 
 @pytest.mark.parametrize(
