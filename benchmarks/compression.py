@@ -20,7 +20,7 @@ from .. import comm
 from ..compression import CODECS, Compression, pays_below
 from ..errors import ConfigError
 from ..gradients.rail import node_nbytes
-from ..launch.local import launched_ranks
+from ..launch.inside import launched_ranks
 from ..train.config import check_name
 from . import program
 from .files import as_json, check_writable, write

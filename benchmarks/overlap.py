@@ -22,7 +22,7 @@ from typing import Any
 
 from ..comm import World
 from ..errors import ConfigError
-from ..launch.local import launched_ranks
+from ..launch.inside import launched_ranks
 from ..train.config import check_name
 from . import program
 from .options import Parser, at_least

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from .. import comm
-from ..launch.local import launched_ranks
+from ..launch.inside import launched_ranks
 from ..train.config import check_name
 from . import program
 from .files import check_writable, write_json

@@ -8,7 +8,7 @@
 
 from .codecs import BFloat16, Codec, Float16, OneBit, TopK, TwoBit
 from .feedback import ErrorFeedback
-from .settings import CODECS, Compression
+from .settings import CODECS, Compression, Settings
 from .worth import pays_below
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ErrorFeedback",
     "Float16",
     "OneBit",
+    "Settings",
     "TopK",
     "TwoBit",
     "pays_below",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
 from .codecs import BFloat16, Codec, Float16, OneBit, TopK, TwoBit
 from .feedback import ErrorFeedback
+
+_MXNET_THRESHOLD = {"2bit": 0.5, "1bit": 0.5}
+"""Where a dict gives none."""
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Float16, BFloat16, TwoBit, OneBit, TopK)}
 """By name."""
@@ -37,8 +42,9 @@ class Compression:
             raise ConfigError("compression", where="feedback", expected="a share, 0 to 1", got=repr(self.feedback))
 
     @classmethod
-    def of(cls, given: Compression | Codec | str | None) -> Compression | None:
-        """From what a Trainer is given: a name such as ``"2bit"`` or ``"topk:ratio=0.05"``, a codec, or all settings.
+    def of(cls, given: Settings) -> Compression | None:
+        """From what a program gives: a name such as ``"2bit"`` or ``"topk:ratio=0.05"``, a codec, all settings, or a
+        dict as MXNet takes, ``{"type": "2bit", "threshold": 0.5}``.
 
         Behind the colon stand the codec's settings, ``feedback=0.5`` and ``inside_nodes=on``, between commas.
 
@@ -49,9 +55,21 @@ class Compression:
             return given
         if isinstance(given, str):
             return cls._parse(given)
+        if isinstance(given, Mapping):
+            return cls._of_dict(given)
         if isinstance(given, tuple(CODECS.values())):
             return cls(given)
         raise ConfigError("compression", expected=f"one of {', '.join(CODECS)}", got=repr(given))
+
+    @classmethod
+    def _of_dict(cls, given: Mapping[str, Any]) -> Compression:
+        name = given.get("type")
+        if not isinstance(name, str):
+            expected = "a dict such as {'type': '2bit', 'threshold': 0.5}"
+            raise ConfigError("compression", expected=expected, got=repr(given))
+        settings = {"threshold": _MXNET_THRESHOLD[name]} if name in _MXNET_THRESHOLD else {}
+        settings |= {key: value for key, value in given.items() if key != "type"}
+        return cls._parse(f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}")
 
     @classmethod
     def _parse(cls, text: str) -> Compression:
@@ -91,3 +109,7 @@ class Compression:
     def for_array(self, count: int, dtype: np.dtype) -> ErrorFeedback:
         """What encodes an array of ``count`` elements."""
         return ErrorFeedback(self.codec, count, dtype, self.feedback)
+
+
+Settings = Mapping[str, Any] | Compression | Codec | str | None
+"""What `Compression.of` takes; None: nothing is compressed."""

@@ -120,12 +120,14 @@ def check_storable(values: Mapping[Key, Array]) -> None:
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype.
 
-    A parameter of a network, which can wait for its value, is a place to pull to, too.
+    To pull to it must be one that can be written, or a parameter of a network, which can wait for its value.
     """
     fits = is_array(value) or (operation == "pull" and can_wait(value))
     if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
         got = f"{tuple(value.shape)} {value.dtype}" if fits else f"a {type(value).__name__}"
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
+    if operation == "pull" and is_host(value) and not value.flags.writeable:
+        raise UnsupportedError("pull", where=f"key {key!r}", expected="an array to write to", got="a read-only one")
 
 
 def merged(values: Sequence[Array]) -> Array:

@@ -256,10 +256,9 @@ class AsyncStore(WorldStore):
         with self._replayed():
             return self._transfer.take(own.item, count)
 
-    def barrier(self) -> None:
-        """Wait until all workers have come here and their pushes have taken effect; holds nobody back meanwhile."""
-        self.wait()
-        self._world.barrier()
+    def _meet(self) -> None:
+        """Holds nobody back meanwhile, and counts anew."""
+        super()._meet()
         self._transfer.set_clocks(0)
         self._world.comm.barrier()
 
@@ -286,15 +285,7 @@ class AsyncStore(WorldStore):
         self._dropped.detach()  # when Python ends it would do nothing any more
         _let_go(self._transfer, self._replay, self.rank)
 
-    def num_dead_node(self, timeout_s: float = 60) -> int:
-        """How many workers and servers have died, or have not answered for ``timeout_s`` seconds.
-
-        Raises:
-            ConfigError: that is no positive number.
-        """
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-            expected = "a positive number of seconds"
-            raise ConfigError("num_dead_node", where="timeout_s", expected=expected, got=repr(timeout_s))
+    def _num_dead(self, timeout_s: float) -> int:
         return self._transfer.num_dead(timeout_s)
 
     def statistics(self) -> dict[str, float]:

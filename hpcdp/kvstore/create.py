@@ -60,11 +60,13 @@ def create(
             )
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ConfigError("kvstore.create", where=setting, expected="an integer, 0 or more", got=repr(value))
+    if not (world is None or isinstance(world, World)):
+        expected = "what hpcdp.init() returns, or None for that"
+        raise ConfigError("kvstore.create", where="world", expected=expected, got=repr(world))
     if KINDS[name].scope == "process":
         return LocalStore(name)
     world = init() if world is None else world
-    if name == "dist_async":
-        said = f"{staleness=} {replay=}"
-        require_same(world.comm, "kvstore.create", [said], "make it alike on all ranks")
-        return SyncStore("dist_sync", world) if staleness == 0 else AsyncStore(name, world, staleness, replay)
-    return SyncStore(name, world)
+    require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "make it alike on all ranks")
+    if name == "dist_async" and staleness != 0:
+        return AsyncStore(name, world, staleness, replay)
+    return SyncStore("dist_sync" if name == "dist_async" else name, world)

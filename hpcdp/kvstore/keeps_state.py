@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import json
+import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ class KeepsState(abc.ABC):
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Wait until all workers have come here, and this one's pushes have taken effect."""
+        """Wait until all workers have come here, and their pushes have taken effect; raises what one's own raised."""
 
     @abc.abstractmethod
     def wait(self) -> None:
@@ -137,8 +138,11 @@ class KeepsState(abc.ABC):
         A checkpoint restores that of any number of workers, on any kind of store.
 
         Raises:
-            ConfigError: it is of other keys or another optimizer.
+            ConfigError: it is of other keys or another optimizer, or no state of a store.
         """
+        if not (isinstance(state, Mapping) and isinstance(state.get("values"), Mapping) and "optimizer" in state):
+            expected = "what state_dict() of a store returns"
+            raise ConfigError("load_state_dict", expected=expected, got=reprlib.repr(state))
         own = self.state_dict()
         odd = next(iter(set(own["values"]) ^ set(state["values"])), None)
         if odd is not None:

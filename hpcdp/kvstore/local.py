@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, is_host
 from ..compression import Compression
 from ..engine import Engine
 from ..state import Part
-from .arguments import Key, merged
+from .arguments import Key, check_storable, merged
 from .compress import Codes, check_codable
 from .entry import Entry
 from .keeps_state import residuals_of
@@ -32,6 +32,7 @@ class LocalStore(KVStore):
         self.wait()
 
     def _make(self, values: dict[Key, Array]) -> None:
+        check_storable({key: value for key, value in values.items() if is_host(value)})
         if self._compression is not None:
             check_codable("init", values.items())
         for key, value in values.items():

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .. import errors
 from ..collectives.progress import wait_for
 from ..comm import Communicator, Request, World
 from ..comm.roles import ENDED
@@ -94,10 +95,17 @@ class Asked:
         """
         assert self._answer is not None
         if self._answer.kind is Kind.FAILED:
-            raise HpcdpError(
-                "key-value store", where=f"on rank {self.dest}", expected="an answer", got=self._answer.text()
-            )
+            raise _as_it_was(self._answer.text(), f"on rank {self.dest}")
         return self._answer
+
+
+def _as_it_was(text: str, where: str) -> HpcdpError:
+    """An error of another rank, of the same kind where that is one of hpcdp's."""
+    name, _, said = text.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, HpcdpError):
+        return kind(said, where=where)
+    return HpcdpError(text, where=where)
 
 
 class _Arriving:

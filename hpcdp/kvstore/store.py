@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..compression import Compression
+from ..compression import Compression, Settings
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
-from ..optim import Optimizer
+from ..optim import Optimizer, require_optimizer
 from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys
-from .compress import Settings, compression_of
 from .entry import Entry
 from .keeps_state import KeepsState
 from .pulled import Pulled, can_wait, hook_of
@@ -134,7 +133,7 @@ class KVStore(KeepsState):
         """`push`, then `pull` to ``out``; without it ``value`` is overwritten."""
         priority = _checked_priority("push", priority)
         pushed = self._pushable(key, value)
-        places = pushed if out is None else self._named("pull", key, out)
+        places = self._named("pull", key, value if out is None else out)
         if len(pushed) == 1 == len(places) and pushed[0][0] is places[0][0]:
             self._pushpull(*pushed[0], places[0][1], priority)
         else:  # all are pushed before one is waited for: other ranks may name them in another order
@@ -159,10 +158,10 @@ class KVStore(KeepsState):
         for on_its_way in waits:
             on_its_way.wait()
 
-    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """`init`, then `pull` to ``out``."""
+    def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """`init`, then `pull` to ``out``; without it ``value`` is overwritten."""
         self.init(key, value)
-        self.pull(key, out, priority)
+        self.pull(key, value if out is None else out, priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, row_ids: Any = None, priority: int = 0) -> Any:
         """Some rows of a value, all others zero; those of a value of one dimension are its elements.
@@ -212,9 +211,7 @@ class KVStore(KeepsState):
 
         What was received stands for the gradient. A learning rate that is assigned counts from the next push on.
         """
-        if not isinstance(optimizer, Optimizer):
-            expected = "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
-            raise ConfigError("set_optimizer", expected=expected, got=repr(optimizer))
+        require_optimizer("set_optimizer", optimizer)
         self._updater = ByOptimizer(optimizer)
 
     def set_gradient_compression(self, settings: Settings) -> None:
@@ -229,7 +226,7 @@ class KVStore(KeepsState):
             UnsupportedError: not in this kind of store.
             MismatchError: workers differ; on all of them.
         """
-        self._compress(self._agreed(lambda: compression_of(settings)))
+        self._compress(self._agreed(lambda: Compression.of(settings)))
 
     def _compress(self, compression: Compression | None) -> None:
         raise UnsupportedError(
@@ -246,7 +243,16 @@ class KVStore(KeepsState):
         """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.
 
         0 where there are no servers: a worker that dies ends the job, so whoever can ask has lost none.
+
+        Raises:
+            ConfigError: that is no positive number.
         """
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            expected = "a positive number of seconds"
+            raise ConfigError("num_dead_node", where="timeout_s", expected=expected, got=repr(timeout_s))
+        return self._num_dead(timeout_s)
+
+    def _num_dead(self, timeout_s: float) -> int:
         return 0
 
     def wait(self) -> None:
@@ -269,6 +275,7 @@ class KVStore(KeepsState):
         if type(key) is int or type(key) is str:  # one key and one array: what is done most often takes a microsecond
             one = self._entries.get(key)
             fits = one is not None and type(value) is np.ndarray and value.shape == one.stored.shape
+            fits = fits and (operation != "pull" or value.flags.writeable)
             if one is not None and fits and value.dtype == one.stored.dtype:
                 return [(one, [value])]
         named = [(self._entry(operation, each), arrays) for each, arrays in grouped(operation, key, value).items()]

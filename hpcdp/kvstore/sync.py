@@ -83,10 +83,6 @@ class SyncStore(WorldStore):
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
         world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
 
-    def barrier(self) -> None:
-        self.wait()
-        self._world.barrier()
-
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
         for key, value in values.items():

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from ..arrays import Array
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
-from ..compression import Compression
+from ..compression import Compression, Settings
 from ..engine import Engine
 from ..optim import Optimizer
 from .arguments import Key, check_storable
-from .compress import Settings, check_codable
+from .compress import check_codable
 from .store import KVStore
 from .updaters import Function, name_of
 
@@ -34,6 +34,15 @@ class WorldStore(KVStore):
     @property
     def num_workers(self) -> int:
         return self._world.size
+
+    def barrier(self) -> None:
+        self._settle()
+        self._meet()  # with a push that failed, too: others wait
+        self.wait()
+
+    def _meet(self) -> None:
+        """Wait until all workers have come here, with no push of theirs under way."""
+        self._world.barrier()
 
     def init(self, key: Any, value: Any) -> None:
         with self._world.meeting():

@@ -3,7 +3,7 @@
 Knows nothing of ranks: an optimizer updates flat arrays, be they a whole bucket or the shard that a rank owns.
 """
 
-from .optimizer import Optimizer, create, from_config
+from .optimizer import Optimizer, create, from_config, require_optimizer
 from .rules import SGD, Adam, AdamW
 from .schedules import (
     ConstantSchedule,
@@ -29,4 +29,5 @@ __all__ = [
     "WarmupSchedule",
     "create",
     "from_config",
+    "require_optimizer",
 ]

@@ -165,3 +165,10 @@ def from_config(config: dict[str, Any]) -> Optimizer:
     """
     name, args = split_config("optimizer", config)
     return build(_kinds, "optimizer", name, args)
+
+
+def require_optimizer(operation: str, given: object) -> None:
+    """Raises `ConfigError` unless it is an `Optimizer`."""
+    if not isinstance(given, Optimizer):
+        expected = "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
+        raise ConfigError(operation, expected=expected, got=repr(given))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import World, init
 from ..comm.agreement import require_same
-from ..compression import Codec, Compression
+from ..compression import Compression, Settings
 from ..errors import ConfigError, UnsupportedError
 from ..gradients import Reducer
 from ..gradients.buckets import plan
@@ -67,7 +67,7 @@ class DistributedDataParallel(torch.nn.Module):
         find_unused_parameters: bool = False,
         bucket_cap_mb: float | None = None,
         overlap: bool | None = None,
-        compression: str | Codec | Compression | None = None,
+        compression: Settings = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):

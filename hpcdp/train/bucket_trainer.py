@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import from_host, to_host
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
-from ..compression import Codec, Compression
+from ..compression import Compression, Settings
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner
 from ..gradients.bucket import Parameter
@@ -42,7 +42,7 @@ class BucketTrainer(Trainer):
         *,
         kvstore: None = None,
         update_on_kvstore: None = None,
-        compression: str | Codec | Compression | None = None,
+        compression: Settings = None,
         policy: Policy | None = None,
         owner: str = "auto",
         bucket_cap_mb: float | None = None,

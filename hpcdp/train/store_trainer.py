@@ -20,7 +20,7 @@ from ..comm import World, init
 from ..comm.agreement import require_same
 from ..comm.sanity import launched
 from ..comm.watchdog import WatchedGate
-from ..compression import Codec, Compression
+from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
 from ..gradients.closing import ClosingExchange
@@ -51,7 +51,7 @@ class StoreTrainer(Trainer):
         *,
         kvstore: str | KVStore,
         update_on_kvstore: bool | None = None,
-        compression: str | Codec | Compression | None = None,
+        compression: Settings = None,
         policy: Policy | None = None,
         **for_buckets: Any,
     ) -> None:
@@ -176,16 +176,13 @@ class StoreTrainer(Trainer):
             self._syncing = before
 
     def synchronize(self) -> None:
-        """Wait until all ranks have come here, and give each the values that all their pushes have made.
-
-        Every rank must call. For ranks that do not step together: before they evaluate, and when they have ended. From
-        then on `step_count` counts the updates of all.
-        """
+        """See `Trainer.synchronize`."""
         began = time.perf_counter()
         self.store.barrier()
-        self._pull()
-        self._await_values()
-        self.store.barrier()
+        if self.update_on_kvstore:  # else it holds sums of gradients
+            self._pull()
+            self._await_values()
+            self.store.barrier()
         if self.world is not None and not self.steps_together:
             of_all = self.world.comm.allgather_json(self.step_count - self._known_steps)
             self._known_steps += sum(of_all)
@@ -194,13 +191,7 @@ class StoreTrainer(Trainer):
         self._spend(time.perf_counter() - began)
 
     def statistics(self) -> dict[str, float]:
-        """What the pushes of all ranks have met so far, where they do not step together; every rank must call.
-
-        Returns:
-            ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect on a parameter between a
-            rank's last pull of it and its push; ``waited_s``: seconds for which slower ranks have held a rank back,
-            mean over ranks; ``sent_nbytes``: to other nodes, of all ranks.
-        """
+        """See `Trainer.statistics`."""
         if self.world is None or not isinstance(self.store, AsyncStore):
             return {}
         found = self.world.comm.allgather_json(self.store.statistics())

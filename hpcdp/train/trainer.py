@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm import World
-from ..compression import Codec, Compression
+from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
-from ..optim import Optimizer
+from ..optim import Optimizer, require_optimizer
 from .policy import Policy
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Trainer:
         *,
         kvstore: str | KVStore | None = None,
         update_on_kvstore: bool | None = None,
-        compression: str | Codec | Compression | None = None,
+        compression: Settings = None,
         policy: Policy | None = None,
         owner: str = "auto",
         bucket_cap_mb: float | None = None,
@@ -125,6 +125,7 @@ class Trainer:
     ) -> Trainer:
         if cls is not Trainer:
             return super().__new__(cls)
+        require_optimizer("Trainer", optimizer)
         from .bucket_trainer import BucketTrainer
         from .store_trainer import StoreTrainer
 
@@ -208,6 +209,23 @@ class Trainer:
         A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
         so do all ranks. In buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
         """
+
+    def synchronize(self) -> None:
+        """Wait until all ranks have come here, and give each the values that all their updates have made.
+
+        Every rank must call. For ranks that do not step together: before they evaluate, and when they have ended. From
+        then on `step_count` counts the updates of all. In buckets, where ranks step together, there is nothing to do.
+        """
+
+    def statistics(self) -> dict[str, float]:
+        """What the pushes of all ranks have met so far, where they do not step together; every rank must call.
+
+        Returns:
+            ``staleness_mean`` and ``staleness_max``: how many pushes of others took effect on a parameter between a
+            rank's last pull of it and its push; ``waited_s``: seconds for which slower ranks have held a rank back,
+            mean over ranks; ``sent_nbytes``: to other nodes, of all ranks. Nothing where they step together.
+        """
+        return {}
 
     def save_states(self, path: str | Path) -> None:
         """Write the optimizer's state, of all ranks, to one file, which replaces ``path`` whole; every rank must call.

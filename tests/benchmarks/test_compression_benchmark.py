@@ -68,6 +68,7 @@ def test_a_run_that_fails_says_why() -> None:
         convergence.train_lenet("3bit", 0, 2, 1)
 
 
+@pytest.mark.thorough
 def test_a_run_of_the_gpt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     monkeypatch.setattr(convergence, "_TESTS", 2)

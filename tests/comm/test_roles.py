@@ -193,9 +193,9 @@ WORKER = """
 def job(*programs, **environ):
     """Run programs, each a number of processes and its code, as one job."""
     start = (
-        "import os, subprocess, sys; from hpcdp.launch import local, mpi\n"
-        "library = mpi.find_library(); mpirun = mpi.find_mpirun(library)\n"
-        "environ = local.environment(library, mpirun, 4, os.environ)\n"
+        "import os, subprocess, sys; from hpcdp.launch import environment, mpi_library\n"
+        "library = mpi_library.find_library(); mpirun = mpi_library.find_mpirun(library)\n"
+        "environ = environment.environment(library, mpirun, 4, os.environ)\n"
         "sys.exit(subprocess.run([mpirun, *sys.argv[1:]], env=environ).returncode)"
     )
     command = []

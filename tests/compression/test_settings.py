@@ -54,6 +54,18 @@ def test_what_it_refuses(given, named):
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"type": "2bit", "threshold": 0.25}, Compression(TwoBit(0.25))),
+        ({"type": "2bit"}, Compression(TwoBit(0.5))),
+        ({"type": "topk", "ratio": 0.1, "feedback": 0.5}, Compression(TopK(0.1), 0.5)),
+    ],
+)
+def test_a_dict_as_mxnet_takes(given, same):
+    assert Compression.of(given) == same
+
+
 def test_settings_that_differ_a_little_do_not_look_alike():
     assert str(Compression(TopK(0.0105))) != str(Compression(TopK(0.01050001)))
 

@@ -548,7 +548,7 @@ def test_what_is_refused():
     def differ(world):
         kvstore.create("dist_async", world, staleness=1 + world.rank)
 
-    with pytest.raises(MismatchError, match="staleness=1 replay=None as on rank 0, got staleness=2"):
+    with pytest.raises(MismatchError, match="staleness=1 replay=None as on rank 0, got dist_async staleness=2"):
         threads.run(2, differ)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpcdp.launch import mpi
+from hpcdp.launch import mpi_library
 
 pytestmark = pytest.mark.slow
 
@@ -79,14 +79,14 @@ def test_who_ends_early_still_answers(servers):
     assert done.stdout.split() == ["late", *["26.0"] * 4]
 
 
-@pytest.mark.skipif(mpi.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
 def test_the_dead_hold_nobody_back():
     program = PROGRAM.replace('"dist_async", world', '"dist_async", world, staleness=2')
     done = launch(3, 0, 0.0, "--with-ft ulfm", program=program)
     assert done.stdout.count(" goes on True True 1") + done.stdout.count("has changed by half") == 2, done.stderr
 
 
-@pytest.mark.skipif(mpi.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
 @pytest.mark.parametrize("after_s", [0.0, 0.0123, 0.05])
 def test_others_of_a_node_go_on_without_a_dead_worker(after_s):
     done = launch(3, 0, after_s, "--with-ft ulfm")
@@ -131,7 +131,7 @@ print(*found, sep="; ", flush=True)
 """
 
 
-@pytest.mark.skipif(mpi.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
 @pytest.mark.parametrize("per_node", ["1", "2"])
 def test_other_nodes_go_on_without_a_dead_worker_and_name_it(per_node):
     done = launch(3, 0, 0, "--with-ft ulfm", program=ACROSS, HPCDP_RANKS_PER_NODE=per_node)

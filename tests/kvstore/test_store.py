@@ -393,16 +393,66 @@ def _fails(key, received, stored):
         (lambda store: store.push("w", full(1), priority=0.5), r"push \[priority\]: expected an integer, got 0.5"),
         (lambda store: store.set_updater(3), "set_updater: expected a function of key, received, stored, got 3"),
         (lambda store: store.set_optimizer("sgd"), "set_optimizer: expected an optimizer, e.g"),
+        (lambda store: store.load_state_dict({}), r"load_state_dict: expected what state_dict\(\) .* got {}"),
+        (lambda store: store.load_state_dict(None), r"load_state_dict: expected what state_dict\(\) .* got None"),
+        (lambda store: store.num_dead_node(-1), r"num_dead_node \[timeout_s\]: expected a positive number"),
+        (lambda store: store.init("c", np.zeros(2, "c8")), r"init \[key 'c'\]: expected a NumPy array of uint8, .*<c8"),
+        (lambda store: store.init("o", np.array([None])), r"init \[key 'o'\]: expected a NumPy array of"),
         (lambda store: store.save_optimizer_states("x"), "expected a store with an optimizer, got none"),
     ],
 )
 def test_what_is_refused(kind, make, said):
     def refused(store):
         store.init("w", full(1))
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises((ConfigError, UnsupportedError), match=said):
             make(store)
 
     on_one_worker(kind, refused)
+
+
+@pytest.mark.parametrize("name", list(kvstore.KINDS))
+def test_what_is_no_world_is_refused(name):
+    with pytest.raises(
+        ConfigError, match=r"kvstore.create \[world\]: expected what hpcdp.init\(\) returns, .* got 'w'"
+    ):
+        kvstore.create(name, "w")
+
+
+def test_a_broadcast_overwrites_its_value_where_no_other_place_is_named():
+    def one(world):
+        store, value = kvstore.create("dist_sync", world), full(world.rank + 1)
+        store.broadcast("w", value)
+        return value
+
+    assert all(np.array_equal(value, full(1)) for value in threads.run(3, one))
+
+
+def fails_on_rank_1(key, received, stored):
+    if received.flat[0] == 2:
+        raise ValueError("two")
+    stored += received
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_barrier_is_one_for_a_worker_whose_push_has_failed_too(kind, per_node):
+    def one(world):
+        store = kvstore.create(kind, world)
+        store.init("w", full(0))
+        store.set_updater(fails_on_rank_1)
+        store.push("w", full(2.0 if kind == "dist_async" and world.rank == 1 else 1.0))
+        failed = False
+        try:
+            store.barrier()
+        except Exception as error:
+            failed = "two" in str(error)
+        assert failed == (kind == "dist_async" and world.rank == 1)
+        store.assign("w", full(5))  # and goes on from there
+        store.barrier()
+        return store.pull("w").wait()
+
+    found = threads.run(3, one, per_node) if kind == "dist_async" else threads.run(3, one)
+    assert all(np.array_equal(value, full(5)) for value in found)
 
 
 @pytest.mark.parametrize("wrong", [full(1, (3, 2)), full(1, dtype="f8"), 1.0])
@@ -507,6 +557,15 @@ def test_what_is_no_array_is_refused_by_name(kind):
             UnsupportedError, match=r"pull \[key 'n'\]: expected an array of \(\) float64, got a float64"
         ):
             store.pull("n", out=np.float64(3))
+        with pytest.raises(UnsupportedError, match=r"\[key 'n'\]: expected an array of \(\) float64, got a float64"):
+            store.pushpull("n", np.float64(3))  # which the sum cannot overwrite
+        assert store.pull("n").wait() == 1
+        for call in (store.pull, lambda key, out: store.pushpull(key, full(1), out)):
+            with pytest.raises(
+                UnsupportedError, match=r"pull \[key 'w'\]: expected an array to write to, got a read-only"
+            ):
+                call("w", out=np.broadcast_to(np.float32(1), SHAPE))
+        assert np.array_equal(store.pull("w").wait(), full(1))
         with pytest.raises(ConfigError, match=r"push \[key 'w'\]: expected an array or more, got an empty list"):
             store.push("w", [])
 
@@ -547,6 +606,9 @@ def test_ranks_that_differ_are_told():
     def functions(world):
         kvstore.create("dist_sync", world).set_updater(_added if world.rank else _halved)
 
+    def kinds(world):
+        kvstore.create("dist_sync" if world.rank else "dist_async", world)
+
     for fn, kind_of, said in (
         (
             keys,
@@ -556,6 +618,7 @@ def test_ranks_that_differ_are_told():
         (twice, ConfigError, "expected a new key, got one that was made before"),
         (rules, MismatchError, "set_optimizer"),
         (functions, MismatchError, "_halved as on rank 0, got .*_added on rank"),
+        (kinds, MismatchError, r"kvstore.create .*expected dist_async .* as on rank 0, got dist_sync .* on ranks 1, 2"),
     ):
         with pytest.raises(kind_of, match=said):
             threads.run(3, fn)

@@ -75,7 +75,9 @@ def train(world, optimizer="sgd", split=in_turn, steps=5, by_hand=False, **optio
             trainer.optimizer.lr = 0.05
     assert trainer.step(0) == 0  # nobody has samples: nothing happens
     assert trainer.step_count == steps
-    world.comm.barrier()
+    trainer.synchronize()  # nothing is missing here, and nothing may change
+    assert trainer.step_count == steps
+    assert trainer.statistics() == {}
     return values_of(net)
 
 

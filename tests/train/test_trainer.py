@@ -169,6 +169,12 @@ def test_a_count_that_is_none_is_refused(count):
         threads.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world).step(count))
 
 
+@pytest.mark.parametrize("kvstore", [None, "dist_sync"])
+def test_what_is_no_optimizer_is_refused(kvstore):
+    with pytest.raises(ConfigError, match=r"Trainer: expected an optimizer, e\.g\. .*SGD\(lr=0\.1\), got 'sgd'"):
+        threads.run(1, lambda world: Trainer(model(0), "sgd", world, kvstore=kvstore))
+
+
 def test_an_update_without_the_sum_is_refused():
     def rank(world):
         params = model(0)
