@@ -1,0 +1,252 @@
+"""Filling a template in: what is asked for and what the site wants become one script, with every value quoted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..train.config import check_name
+from .profile import Profile
+
+TEMPLATES = {
+    "train": "train.sbatch",
+    "train-gpu": "train-gpu.sbatch",
+    "sweep": "sweep.sbatch",
+    "benchmark": "benchmark.sbatch",
+    "interactive": "interactive.sh",
+}
+PROGRAMS = {"benchmark": ("hpcdp", "bench", "allreduce"), "interactive": ("bash",)}
+"""What runs where nothing was said; elsewhere `hpcdp train`."""
+
+_FOLDER = Path(__file__).resolve().parent
+_RUNS = "runs"
+_TRAIN = ("hpcdp", "train")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MOST_TASKS = 100_000
+
+
+class _Template(string.Template):
+    """With ``@@name``: bash has its own meaning for ``$``."""
+
+    delimiter = "@@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a script is to do.
+
+    Args:
+        template: a key of `TEMPLATES`.
+        program: with its arguments; empty for the template's own.
+        nodes: how many.
+        ranks_per_node: on each of them.
+        cpus_per_task: cores of a rank.
+        name: of the job, None for the template's.
+        settings: of a sweep, the further arguments of each task.
+        at_once: of a sweep, so many tasks run at a time; None for as many as fit.
+    """
+
+    template: str
+    program: tuple[str, ...] = ()
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cpus_per_task: int = 1
+    name: str | None = None
+    settings: tuple[tuple[str, ...], ...] = ()
+    at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name("template", self.template, TEMPLATES)
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ConfigError("--name", expected="letters, digits and _.-", got=repr(self.name))
+        for argument in (*self.program, *(each for line in self.settings for each in line)):
+            if "\n" in argument or "\0" in argument:
+                raise ConfigError("program", expected="arguments of one line", got=repr(argument))
+        if self.template == "sweep" and not 0 < len(self.settings) <= _MOST_TASKS:
+            raise ConfigError(
+                "sweep", expected=f"a file of 1 to {_MOST_TASKS:,} lines of settings", got=len(self.settings),
+                remedy="--settings FILE names it",
+            )  # fmt: skip
+        if self.template != "sweep" and (self.settings or self.at_once):
+            raise ConfigError(self.template, expected="no settings of a sweep", got="some", remedy="that is sweep")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and the folder where it and its output lie: that of the run."""
+
+    text: str
+    name: str
+    folder: Path
+
+
+def render(request: Request, profile: Profile) -> Script:
+    """The script for ``request`` at a site.
+
+    Raises:
+        ConfigError: the profile lacks something, or the program cannot be run in that way.
+    """
+    name = request.name or request.template
+    time = profile.require("time", 'say it with --time, or in the profile: time = "04:00:00"')
+    program, folder = _program(request, name)
+    interactive = request.template == "interactive"
+    options = list(_options(request, profile, name, time, folder))
+    parts = {
+        "shebang": "#!/bin/bash -l" if profile.modules else "#!/bin/bash",
+        "environment": "\n".join(_environment(request, profile)),
+        "program": " ".join([*_container(request, profile), *program]),
+        "launch": "" if interactive else " ".join(_launch(request, profile)),
+    }
+    if interactive:
+        parts["options"] = "\n".join(f"  {shlex.quote(option)}" for option in options)
+    else:
+        parts["directives"] = "\n".join(f"#SBATCH {_directive(option)}" for option in options)
+    if request.template == "train-gpu":
+        parts["gres"] = _quoted(profile.require("gres", 'say it with --gres, or in the profile: gres = "gpu:4"'))
+    if request.template == "sweep":
+        throttle = f"%{request.at_once}" if request.at_once else ""
+        parts["array"] = f"1-{len(request.settings)}{throttle}"
+        parts["settings"] = "\n".join(
+            f"  {number}) settings=({shlex.join(line)}) ;;" for number, line in enumerate(request.settings, 1)
+        )
+    parts["ranks"] = _filled("ranks.sh", parts).rstrip("\n")
+    return Script(_filled(TEMPLATES[request.template], parts), name, folder)
+
+
+def read_settings(path: str | Path) -> tuple[tuple[str, ...], ...]:
+    """The lines of a sweep's file, each as the arguments that it adds; without blank ones and comments (``#``).
+
+    Raises:
+        ConfigError: the file cannot be read, or a line has a quote that is not closed.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("sweep", where=path, expected="a file of settings, one line a task", got=got) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError("sweep", where=f"{path}, line {number}", expected="closed quotes", got=line) from error
+        if words:
+            found.append(tuple(words))
+    return tuple(found)
+
+
+def _filled(file: str, parts: dict[str, str]) -> str:
+    text = (_FOLDER / file).read_text(encoding="utf-8")
+    return re.sub("\n{3,}", "\n\n", _Template(text).substitute(parts))
+
+
+def _program(request: Request, name: str) -> tuple[list[str], Path]:
+    """The program as words of bash, and the folder of its run.
+
+    `hpcdp train` goes on in a run folder that is the job's own, unless another is named.
+    """
+    given = request.program or PROGRAMS.get(request.template, _TRAIN)
+    words = [shlex.quote(word) for word in given]
+    sweep = request.template == "sweep"
+    if sweep:
+        words.append('"${settings[@]}"')
+    if given[:2] != _TRAIN or request.template not in ("train", "train-gpu", "sweep"):
+        return words, Path(_RUNS)
+    said = [given, *request.settings]
+    if any(_value(line, "--overwrite") is not None for line in said):
+        raise ConfigError(
+            "hpcdp train --overwrite", expected="none in a job that is resumed", got="it",
+            remedy="name another --run-dir, or leave it out: each job has a folder of its own",
+        )  # fmt: skip
+    run_dir = next((each for line in said if (each := _value(line, "--run-dir")) is not None), None)
+    if sweep and run_dir is not None:
+        raise ConfigError(
+            "sweep", expected="no --run-dir", got=run_dir, remedy="each task has a folder of its own"
+        )  # fmt: skip
+    if run_dir is None:
+        own = f"{name}-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" if sweep else f"{name}-$job"
+        words += ["--run-dir", f'"{_RUNS}/{own}"']
+    if not any(_value(line, "--resume") is not None for line in said):
+        words += ["--resume", "auto"]
+    return words, Path(_RUNS) if run_dir is None else Path(run_dir).parent
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """What a flag is given, the last time; empty where nothing follows, None where it is not there."""
+    found = None
+    for position, word in enumerate(arguments):
+        if word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+        elif word == flag:
+            found = arguments[position + 1] if position + 1 < len(arguments) else ""
+    return found
+
+
+def _options(request: Request, profile: Profile, name: str, time: str, folder: Path) -> Iterator[str]:
+    """Never ``--ntasks`` with ``--nodes`` alone, which places 4 ranks on 2 nodes as 3 and 1."""
+    yield f"--job-name={name}"
+    yield f"--nodes={request.nodes}"
+    yield f"--ntasks-per-node={request.ranks_per_node}"
+    yield f"--cpus-per-task={request.cpus_per_task}"
+    yield f"--time={time}"
+    for key in ("partition", "account", "qos"):
+        if (value := getattr(profile, key)) is not None:
+            yield f"--{key}={value}"
+    if request.template != "interactive":
+        numbers = "%A_%a" if request.template == "sweep" else "%j"
+        yield f"--output={str(folder / name).replace('%', '%%')}-{numbers}.out"
+    elif profile.gres is not None:
+        yield f"--gres={profile.gres}"
+    yield from profile.sbatch
+
+
+def _environment(request: Request, profile: Profile) -> Iterator[str]:
+    if profile.modules:
+        yield f"module load {shlex.join(profile.modules)} || exit 1"
+    if profile.venv is not None:
+        yield f"source {shlex.quote(str(Path(profile.venv) / 'bin' / 'activate'))} || exit 1"
+    cores = str(request.cpus_per_task)
+    if request.template != "interactive":
+        cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
+    yield f"export SRUN_CPUS_PER_TASK={cores}  # srun does not take it from the job"
+    yield f"export OMP_NUM_THREADS={cores}"
+    if profile.launcher == "srun" and str(profile.mpi_type).startswith("pmix"):
+        yield "export PMIX_MCA_psec=native  # or Open MPI says that it found no munge"
+    for variable, text in profile.env.items():
+        yield f"export {variable}={shlex.quote(text)}"
+
+
+def _launch(request: Request, profile: Profile) -> Iterator[str]:
+    if profile.launcher == "mpirun":
+        yield f"hpcdp launch --launcher mpi -n {request.nodes * request.ranks_per_node} --"
+    else:
+        remedy = 'mpi_type = "pmix" for Open MPI, "pmi2" for MPICH, or launcher = "mpirun"; srun --mpi=list lists them'
+        mpi_type = profile.require("mpi_type", remedy)
+        yield f"srun --mpi={mpi_type}"
+        if not mpi_type.startswith("pmix"):
+            yield "--wait=30"  # for others of a rank that has died, who wait for ever; an end at once would hide a 75
+        if request.template == "train-gpu":
+            yield f"--gpu-bind={shlex.quote(profile.gpu_bind)}"
+
+
+def _container(request: Request, profile: Profile) -> Iterator[str]:
+    if profile.image is not None and request.template != "interactive":
+        yield "apptainer exec --nv" if request.template == "train-gpu" else "apptainer exec"
+        yield shlex.quote(profile.image)
+
+
+def _directive(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{_quoted(value)}" if equals else name
+
+
+def _quoted(value: str) -> str:
+    """As a line of ``#SBATCH`` takes it, where a backslash counts within any quotes."""
+    if re.fullmatch(r"[A-Za-z0-9_.,:/=+%@\[\]-]+", value):
+        return value
+    return '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'

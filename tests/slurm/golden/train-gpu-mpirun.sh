@@ -1,0 +1,57 @@
+#!/bin/bash
+# Training on GPUs, as long as it takes: stopped two minutes before the time is up, requeued, resumed.
+# Every rank sees all GPUs of its node and takes its own, so that neighbours reach each other's memory.
+#SBATCH --job-name=train-gpu
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --time=60
+#SBATCH --output=runs/train-gpu-%j.out
+#SBATCH --gres=gpu:a100:2
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+ends_soon='' cancelled=''
+trap 'ends_soon=1' USR1
+trap 'cancelled=${cancelled:-now}' TERM
+job=$SLURM_JOB_ID
+echo "hpcdp: job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
+
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from the job
+export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+
+program=(apptainer exec --nv x.sif python train.py 'a\b' '$x')
+
+# Whatever is started ignores USR1 until it takes it: nothing dies of a signal that comes early, and since one that is
+# ignored is lost, it is passed on again and again in the first two minutes. The ranks are polled: a `wait` returns at
+# every signal.
+(
+  trap '' USR1
+  exec hpcdp launch --launcher mpi -n 2 -- sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
+) &
+ranks=$!
+SECONDS=0 told=''
+while sleep 2; [[ -n $(jobs -pr) ]]; do
+  if [[ $cancelled == now ]]; then
+    kill -s TERM "$ranks"
+    cancelled=told
+  elif [[ -n $ends_soon && -z $cancelled ]] && [[ -z $told || $SECONDS -lt 120 ]]; then
+    kill -s USR1 "$ranks"
+    told=1
+  fi
+done
+trap '' USR1 TERM
+wait "$ranks"
+status=$?
+
+# 75: stopped early, with a checkpoint. A job that was cancelled must not come back; one that is preempted does anyway.
+if ((status == 75)); then
+  if [[ -z $cancelled || -n $ends_soon ]]; then
+    echo "hpcdp: stopped with a checkpoint; job $job goes back into the queue"
+    scontrol requeue "$job" || echo "hpcdp: job $job was not requeued: submit it again to go on"
+  else
+    echo "hpcdp: stopped with a checkpoint; job $job was ended from outside, and goes on where it is submitted again"
+  fi
+fi
+exit "$status"

@@ -1,0 +1,111 @@
+"""Site profiles: where they are looked for, and that each mistake is one line that names what is valid."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdp.errors import ConfigError
+from hpcdp.slurm import profile
+from hpcdp.slurm.profile import Profile, load, places
+
+WHOLE = """
+launcher = "mpirun"
+time = "2-12"
+partition = "main"
+modules = ["gcc", "openmpi"]
+venv = "/x"
+sbatch = ["--exclusive", "--constraint=ib"]
+[env]
+A = "b c"
+N = 3
+"""
+
+
+def test_a_whole_profile(tmp_path: Path) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(WHOLE)
+    assert load(path) == Profile(
+        launcher="mpirun", time="2-12", partition="main", modules=("gcc", "openmpi"), venv="/x",
+        sbatch=("--exclusive", "--constraint=ib"), env={"A": "b c", "N": "3"},
+    )  # fmt: skip
+
+
+def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"HOME": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"expected a file: hpcdp-site.toml, .*/.config/hpcdp/site.toml, got none"):
+        load(environ=environ)
+    for number, place in enumerate(reversed(places(environ | {"HPCDP_SITE": "said.toml"}))):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f'time = "{number}"')
+    assert load(environ=environ).time == "1"
+    assert load(environ=environ | {"HPCDP_SITE": "said.toml"}).time == "2"
+    Path("hpcdp-site.toml").unlink()
+    assert load(environ=environ).time == "0"
+    with pytest.raises(ConfigError, match=r"expected a file: other.toml"):
+        load(environ=environ | {"HPCDP_SITE": "other.toml"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            'partitoin = "x"',
+            "unknown key 'partitoin' [site.toml]; did you mean 'partition'? valid: launcher, mpi_type,",
+        ),
+        ('launcher = "mpiexec"', "unknown launcher 'mpiexec' [site.toml]; valid: srun, mpirun"),
+        ("partition = 3", "site profile: partition [site.toml]: expected text on one line, got 3"),
+        ('account = ""', "account [site.toml]: expected text on one line, got ''"),
+        ('account = "a\\nb"', "account [site.toml]: expected text on one line, got 'a\\nb'"),
+        ('time = "4h"', "time [site.toml]: expected a time as Slurm writes it, e.g. 04:00:00 or 2-12, got '4h'"),
+        ('mpi_type = "pmix;x"', "mpi_type [site.toml]: expected a name such as pmix"),
+        ('modules = "gcc"', 'modules [site.toml]: expected a list, e.g. ["a", "b"], got \'gcc\''),
+        ("modules = [1]", "modules [site.toml]: expected text on one line, got 1"),
+        ('sbatch = ["-C ib"]', "sbatch [site.toml]: expected long options with the value behind ="),
+        ('sbatch = ["--signal=INT"]', "expected no option that a key, a flag or the template sets, got '--signal=INT'"),
+        ('env = "A=1"', "env [site.toml]: expected a table [env] of variables"),
+        ('env = {"A B" = "1"}', "env [site.toml]: expected names of variables, got 'A B'"),
+        ("time = ", "site profile [site.toml]: expected a TOML file, got"),
+    ],
+)
+def test_a_mistake_is_one_line(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("site.toml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load("site.toml")
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+VALUES = st.recursive(
+    st.text(max_size=9) | st.integers() | st.booleans() | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+INPUTS = 100_000 if os.environ.get("HPCDP_TEST_THOROUGH") else 100
+
+
+@settings(max_examples=INPUTS)
+@given(st.sampled_from(profile.names()), VALUES)
+def test_any_value_is_taken_or_refused(name: str, value: object) -> None:
+    try:
+        kept = Profile(**{name: profile._as_kept(name, value)})
+    except ConfigError:
+        return
+    assert kept.launcher in profile.LAUNCHERS
+
+
+@settings(max_examples=INPUTS)
+@given(st.binary(max_size=60))
+def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_bytes(content)
+    try:
+        load(path)
+    except ConfigError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,125 @@
+"""`hpcdp slurm` against stand-ins of Slurm's commands, which validate what they are given."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpcdp import cli
+from hpcdp.slurm import queue
+
+TRAIN = ("--", "hpcdp", "train", "lenet", "--run-dir", "out/a")
+
+
+def test_submit_writes_a_file_for_its_owner_and_tells_the_job(standin, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hpcdp-site.toml").write_text(
+        'mpi_type = "pmix"\ntime = "1"\naccount = "a \\"b\\" c\'d"\nsbatch = ["--comment=back\\\\slash # none"]\n'
+    )
+    assert cli.main(["slurm", "submit", "train", "--nodes", "2", "--ranks-per-node", "3", *TRAIN]) == 0
+    assert capsys.readouterr().out == "4711\n"
+    (path,) = Path("out").iterdir()
+    assert re.fullmatch(r"train-\d{8}-\d{6}\.sbatch", path.name)
+    assert path.stat().st_mode & 0o777 == 0o600
+    said = standin()["4711"]["said"]
+    assert said["account"] == 'a "b" c\'d' and said["comment"] == "back\\slash # none"
+    assert said["nodes"] == "2" and said["ntasks-per-node"] == "3" and said["output"] == "out/train-%j.out"
+
+
+def test_two_of_one_second_have_two_files(standin) -> None:
+    for _ in range(3):
+        assert cli.main(["slurm", "submit", "train", "--time", "5", *TRAIN]) == 0
+    assert len(list(Path("out").iterdir())) == 3
+
+
+@pytest.mark.parametrize("template", ["train", "train-gpu", "sweep", "benchmark"])
+def test_every_template_is_taken(standin, template: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("lines").write_text("--lr 0.1\n--lr 0.2\n")
+    settings = ["--settings", "lines", "--at-once", "1"] if template == "sweep" else []
+    assert cli.main(["slurm", "submit", template, "--gres", "gpu:2", *settings]) == 0
+    assert standin()["4711"]["name"] == template
+    assert standin()["4711"]["said"].get("array") == ("1-2%1" if settings else None)
+
+
+def test_a_dry_run_touches_nothing(standin, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["slurm", "submit", "train", "--dry-run", *TRAIN]) == 0
+    shown = capsys.readouterr().out
+    assert cli.main(["slurm", "render", "train", *TRAIN]) == 0
+    text = capsys.readouterr().out
+    assert shown == text + "# would be out/train-TIME.sbatch, submitted by sbatch --parsable\n"
+    assert not Path("out").exists() and standin() == {}
+
+
+def test_what_sbatch_refuses_is_one_line_and_leaves_no_file(standin, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["slurm", "submit", "train", "--partition", "none", *TRAIN]) == 2
+    said = capsys.readouterr().err
+    assert "got sbatch: error: invalid partition specified: none" in said and said.count("\n") == 1
+    assert list(Path("out").iterdir()) == []
+
+
+def test_status_asks_the_queue_then_the_accounts_then_what_is_remembered(
+    standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["slurm", "status"]) == 0
+    assert capsys.readouterr().out == "no job of yours is in the queue\n"
+    standin(job7={"name": "a|b"}, job8={"state": "PENDING"}, job9={"state": "COMPLETED"})
+    assert cli.main(["slurm", "status"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "JOB  STATE    TIME  WHERE      NAME",
+        "7    RUNNING  1:02  node[1-2]  a|b",
+        "8    PENDING  1:02  node[1-2]  x",
+    ]
+    for accounts in ("yes", "no"):
+        monkeypatch.setenv("STANDIN_ACCOUNTS", accounts)
+        assert cli.main(["slurm", "status", "9"]) == 0
+        assert capsys.readouterr().out.splitlines()[1] == "9    COMPLETED  00:01:02  exit 0:0  x"
+
+
+@pytest.mark.parametrize("command", ["status", "cancel"])
+def test_unknown_jobs_are_named(standin, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    standin(job7={}, job9={"state": "FORGOTTEN"})
+    assert cli.main(["slurm", command, "7", "9", "12"]) == 2
+    said = capsys.readouterr().err
+    assert said == "hpcdp: Slurm job: expected jobs; yours in the queue: 7, got unknown 9, 12\n"
+    assert standin()["7"]["log"] == []
+    assert cli.main(["slurm", command, "7;x"]) == 2
+    assert "expected a number such as 4711, or 4711_3 for a task, got '7;x'" in capsys.readouterr().err
+
+
+def test_cancel(standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_POLL_S", 0.01)
+    standin(job7={}, job8={}, job9={"state": "COMPLETED"})
+    assert cli.main(["slurm", "cancel", "7"]) == 0
+    assert cli.main(["slurm", "cancel", "--save", "8"]) == 0
+    assert standin()["7"]["log"] == ["cancel"]
+    assert standin()["8"]["log"] == ["no requeue", "USR1", "cancel"]
+    assert cli.main(["slurm", "cancel", "9"]) == 2
+    assert "cancel [9]: expected a job in the queue, got COMPLETED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["cancel", "1"], ["submit", "train"]])
+def test_without_slurm_it_is_one_line(
+    arguments: list[str], standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["slurm", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "expected Slurm's commands on PATH, got none; run this on a login node" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "slurm: expected a command, got none; hpcdp slurm -h lists them"),
+        (["rendre"], "unknown slurm command 'rendre'; did you mean 'render'? valid: render, submit, status, cancel"),
+        (["render", "gpu"], "unknown template 'gpu'"),
+        (["render", "train", "--nodes", "0"], "argument --nodes: expected a whole number from 1, got '0'"),
+        (["render", "train", "--nods", "2"], "unrecognized arguments: --nods 2"),
+        (["render", "train", "--time", "soon"], "time: expected a time as Slurm writes it"),
+        (["submit", "interactive"], "expected a template of a batch job, got interactive; hpcdp slurm render inter"),
+        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: got No such file or directory"),
+    ],
+)
+def test_what_is_asked_wrongly(arguments: list[str], says: str, standin, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["slurm", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1

@@ -1,0 +1,230 @@
+"""Rendered scripts: compared whole, checked by shellcheck, and every value arrives as it was given."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdp.errors import ConfigError
+from hpcdp.slurm import script
+from hpcdp.slurm.profile import Profile
+from hpcdp.slurm.script import Request, render
+
+GOLDEN = Path(__file__).with_name("golden")
+SRUN = Profile(
+    mpi_type="pmix", time="04:00:00", partition="main", account="proj 7", modules=("gcc/12", "openmpi/5.0"),
+    venv="/shared/my venv", gres="gpu:4", env={"HPCDP_CACHE_DIR": "/scratch/$USER's"},
+    sbatch=("--constraint=ib", '--comment=a "b" c\\d'),
+)  # fmt: skip
+MPIRUN = Profile(launcher="mpirun", time="2-12", qos="long", image="/shared/hp cdp.sif")
+TRAIN = ("hpcdp", "train", "lenet", "--data", "digits")
+LINES = (("--lr", "0.1"), ("--lr", "0.2", "--seed", "3"), ("--model", "it's $HOME"))
+CASES = {
+    "train-srun": (Request(template="train", nodes=4, ranks_per_node=2, program=TRAIN), SRUN),
+    "train-mpirun": (
+        Request(template="train", nodes=2, ranks_per_node=3, name="a.b", program=(*TRAIN, "--run-dir", "runs/a b")),
+        MPIRUN,
+    ),
+    "train-pmi2": (Request(template="train", program=TRAIN), Profile(mpi_type="pmi2", time="30")),
+    "train-gpu-srun": (Request(template="train-gpu", ranks_per_node=4, cpus_per_task=8, program=TRAIN), SRUN),
+    "train-gpu-mpirun": (
+        Request(template="train-gpu", nodes=2, program=("python", "train.py", "a\\b", "$x")),
+        Profile(launcher="mpirun", time="60", gres="gpu:a100:2", image="x.sif"),
+    ),
+    "sweep": (Request(template="sweep", ranks_per_node=2, program=TRAIN, settings=LINES, at_once=2), SRUN),
+    "benchmark": (Request(template="benchmark", nodes=2, cpus_per_task=2), SRUN),
+    "interactive": (Request(template="interactive", nodes=2, ranks_per_node=4), SRUN),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_script(name: str) -> None:
+    path = GOLDEN / f"{name}.sh"
+    text = render(*CASES[name]).text
+    if os.environ.get("HPCDP_TEST_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_every_template_has_a_golden_file() -> None:
+    assert {request.template for request, _ in CASES.values()} == set(script.TEMPLATES)
+    assert {path.stem for path in GOLDEN.iterdir()} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bash_and_shellcheck_find_nothing(name: str) -> None:
+    path = GOLDEN / f"{name}.sh"
+    assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    # SC1091 would follow the site's own activate; SC2016: a value with $ is meant to stay as it is.
+    done = subprocess.run(["shellcheck", "-e", "SC1091,SC2016", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def directives(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("train", "sweep"))])
+def test_what_a_job_that_comes_back_needs(name: str) -> None:
+    text = render(*CASES[name]).text
+    said = directives(text)
+    assert said["signal"] == "B:USR1@120" and said["open-mode"] == "append" and "requeue" in said
+    assert "ntasks-per-node" in said and "ntasks" not in said
+    assert "export SRUN_CPUS_PER_TASK=" in text
+    assert text.index("trap 'ends_soon=1' USR1") < text.index("program=(")
+
+
+def test_a_folder_of_its_own_to_go_on_in() -> None:
+    made = render(Request(template="train", program=TRAIN), SRUN)
+    assert f'program=({" ".join(TRAIN)} --run-dir "runs/train-$job" --resume auto)' in made.text
+    assert made.folder == Path("runs")
+    named = render(Request(template="train", program=(*TRAIN, "--run-dir=x/y", "--resume", "x/y")), SRUN)
+    assert f"program=({' '.join(TRAIN)} --run-dir=x/y --resume x/y)" in named.text
+    assert named.folder == Path("x") and directives(named.text)["output"] == "x/train-%j.out"
+    other = render(Request(template="train", program=("python", "my.py")), SRUN)
+    assert "program=(python my.py)" in other.text
+
+
+@pytest.mark.parametrize(
+    ("profile", "request_", "says"),
+    [
+        (Profile(mpi_type="pmix"), Request(template="train"), "expected the key time, got none; say it with --time"),
+        (Profile(time="1"), Request(template="train"), "expected the key mpi_type, got none"),
+        (
+            Profile(time="1", mpi_type="pmi2"),
+            Request(template="train-gpu"),
+            "the key gres, got none; say it with --gres",
+        ),
+        (SRUN, Request(template="train", program=(*TRAIN, "--overwrite")), "--overwrite: expected none in a job that"),
+        (SRUN, Request(template="sweep", settings=(("--run-dir", "x"),)), "sweep: expected no --run-dir, got x"),
+    ],
+)
+def test_what_is_missing_or_cannot_be(profile: Profile, request_: Request, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        render(request_, profile)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"template": "trian"}, "unknown template 'trian'; did you mean 'train'? valid: train, train-gpu, sweep,"),
+        ({"template": "train", "name": "a b"}, "--name: expected letters, digits and _.-, got 'a b'"),
+        ({"template": "train", "program": ("a\nb",)}, "expected arguments of one line"),
+        ({"template": "sweep"}, "expected a file of 1 to 100,000 lines of settings, got 0; --settings FILE"),
+        ({"template": "train", "at_once": 3}, "train: expected no settings of a sweep"),
+    ],
+)
+def test_a_request_that_is_wrong(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Request(**arguments)
+    assert says in str(raised.value)
+
+
+def test_a_sweeps_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("# first\n--lr 0.1  # small\n\n--model 'a b'\n")
+    assert script.read_settings(path) == (("--lr", "0.1"), ("--model", "a b"))
+    path.write_text("--lr 1\n--model 'a\n")
+    with pytest.raises(ConfigError, match=r"lines, line 2\]: expected closed quotes"):
+        script.read_settings(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        script.read_settings(tmp_path / "none")
+
+
+class Stage:
+    """A rendered job that bash runs here: srun, scontrol and what the ranks run are small scripts."""
+
+    def __init__(self, folder: Path, program: str, request: Request | None = None) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        self.add("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
+        self.add("scontrol", f'echo "$*" >>{shlex.quote(str(folder / "scontrol"))}')
+        self.add("program", program)
+        self.add("sleep", "exec /bin/sleep 0.1")  # of the script's polls
+        request = request or Request(template="train", program=("program", "it's", "$HOME", 'a "b"'))
+        path = folder / "job.sh"
+        path.write_text(render(request, Profile(mpi_type="pmix", time="1")).text)
+        environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", "SLURM_ARRAY_JOB_ID": "11",
+                   "SLURM_ARRAY_TASK_ID": "2", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
+        self.job = subprocess.Popen(
+            ["bash", path], cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def add(self, name: str, text: str) -> None:
+        (self.folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (self.folder / "bin" / name).chmod(0o755)
+
+    def end(self, limit_s: float = 20) -> tuple[int, str]:
+        said, _ = self.job.communicate(timeout=limit_s)
+        return self.job.returncode, said
+
+    def until(self, name: str, limit_s: float = 10) -> None:
+        deadline = time.monotonic() + limit_s
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    @property
+    def requeued(self) -> str:
+        path = self.folder / "scontrol"
+        return path.read_text() if path.exists() else ""
+
+
+# What takes a signal is Python, as ranks are: a shell that was started with USR1 ignored cannot.
+TAKES = """touch started
+exec python3 -c '
+import signal, sys, time
+{before}
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit({status}))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))
+open("ready", "w").close()
+time.sleep(30)'"""
+
+
+def test_arguments_and_status_arrive(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, 'printf "%s\\n" "$@"; exit 7')
+    status, said = stage.end()
+    assert (status, stage.requeued) == (7, "")
+    assert said.splitlines() == ["hpcdp: job 12, start 1, on n1", "it's", "$HOME", 'a "b"']
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(75, "requeue 12\n"), (3, "")])
+def test_usr1_reaches_the_ranks_and_75_goes_back_into_the_queue(tmp_path: Path, status: int, requeued: str) -> None:
+    stage = Stage(tmp_path, TAKES.format(before="", status=status))
+    stage.until("ready")
+    stage.job.send_signal(signal.SIGUSR1)
+    assert stage.end()[0] == status
+    assert stage.requeued == requeued
+
+
+def test_an_early_usr1_ends_nobody_and_is_not_lost(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, TAKES.format(before="time.sleep(1)", status=75))
+    stage.until("started")
+    stage.job.send_signal(signal.SIGUSR1)
+    assert stage.end()[0] == 75
+    assert (tmp_path / "ready").exists() and stage.requeued == "requeue 12\n"
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, TAKES.format(before="", status=75))
+    stage.until("ready")
+    stage.job.send_signal(signal.SIGTERM)
+    assert stage.end()[0] == 75
+    assert stage.requeued == ""
+
+
+def test_a_task_of_a_sweep_has_its_line_and_is_requeued_alone(tmp_path: Path) -> None:
+    request = Request(template="sweep", program=("program", "x"), settings=(("a",), ("b  c", "d"), ("e",)))
+    stage = Stage(tmp_path, 'printf "%s\\n" "$@"; exit 75', request)
+    status, said = stage.end()
+    assert status == 75 and said.splitlines()[1:4] == ["x", "b  c", "d"]
+    assert stage.requeued == "requeue 11_2\n"
