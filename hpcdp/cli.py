@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import re
 import signal
 import sys
 import warnings
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from hpcdp.benchmarks.options import Parser
     from hpcdp.train.config import TrainConfig
 
-_MOST_RANKS = 1_000_000
 _TRAIN_EXAMPLES = """\
 examples:
   hpcdp train lenet --data digits --ranks 2
@@ -41,16 +39,12 @@ end of the batch job); the same command with --resume auto goes on.
 Settings in a TOML file have the names of the flags with underscores:
   batch_size = 256
 """
-_LAUNCH_EXAMPLES = """\
-examples:
-  hpcdp launch -n 4 -- python train.py --epochs 3
-  hpcdp launch -n 4 -s 2 -- python train.py
-  hpcdp launch -n 2 --mpi-args="--bind-to core" -- python train.py
-"""
 _FORWARDING = {
+    "launch": "start a program as MPI ranks, here or on other machines",
     "bench": "measure messages and collectives",
     "tune": "measure this machine and save which algorithms suit it",
     "checkpoint": "look at checkpoints, check, compare, export, remove them",
+    "slurm": "render batch scripts, submit them, look after their jobs",
 }
 """Commands whose rooms parse the rest of the line themselves."""
 _INFO_EXAMPLES = """\
@@ -118,7 +112,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="hpcdp", description="Data-parallel training of neural networks on MPI.")
     parser.add_argument("--version", action="version", version=f"hpcdp {hpcdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command_name", required=True)
-    adders = {"train": _add_train, "launch": _add_launch, "info": _add_info, "doctor": _add_doctor}
+    adders = {"train": _add_train, "info": _add_info, "doctor": _add_doctor}
     known = {name: add(commands) for name, add in adders.items()}
     known |= {name: _add_command(commands, name, about, run=_forward) for name, about in _FORWARDING.items()}
     if argv and not argv[0].startswith("-"):
@@ -181,22 +175,6 @@ def _metavar(name: str, kind: type) -> str:
     return "DIR" if name.endswith("_dir") or name == "resume" else {int: "N", float: "X", str: "NAME"}[kind]
 
 
-def _add_launch(commands: Any) -> Parser:
-    parser = _add_command(
-        commands,
-        "launch",
-        "start a program as MPI ranks on this machine",
-        run=_launch,
-        usage="hpcdp launch -n N [-s S] [--mpi-args ARGS] -- PROGRAM [ARGUMENT ...]",
-        epilog=_LAUNCH_EXAMPLES,
-    )
-    parser.add_argument("-n", "--ranks", required=True, metavar="N", help="number of ranks")
-    parser.add_argument("-s", "--servers", default="0", metavar="S", help="number of servers beside them (default: 0)")
-    parser.add_argument("--mpi-args", default="", metavar="ARGS", help="further arguments of mpirun, as one string")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="what every rank runs")
-    return parser
-
-
 def _add_info(commands: Any) -> Parser:
     parser = _add_command(
         commands, "info", "show versions, MPI library, cores, memory and devices", run=_info, epilog=_INFO_EXAMPLES
@@ -206,14 +184,18 @@ def _add_info(commands: Any) -> Parser:
 
 
 def _add_doctor(commands: Any) -> Parser:
-    return _add_command(
+    parser = _add_command(
         commands, "doctor", "look for the usual breakages of an installation and say the remedies", run=_doctor
     )
+    parser.add_argument("--slurm", action="store_true", help="of MPI under Slurm instead; in a job it runs steps")
+    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from hpcdp.launch import local
     from hpcdp.launch.ending import fail
-    from hpcdp.launch.local import launch, launched_ranks
+    from hpcdp.launch.inside import launched_ranks
+    from hpcdp.launch.job import Job
     from hpcdp.train import config as settings
     from hpcdp.train import early_stop, run_dir
 
@@ -233,9 +215,10 @@ def _train(arguments: argparse.Namespace) -> int:
     if config.resume is None:
         config = run_dir.reserve_run_dir(config)
     try:
-        program = [sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config)]
-        status = launch(ranks, program, servers=servers, usr1_has_come=early_stop.has_come)
+        program = (sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config))
+        status = local.run(Job(program, ranks, servers), usr1_has_come=early_stop.has_come)
     finally:
+        early_stop.ignore()
         run_dir.drop_empty_run_dir(config)
     if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on
         return status
@@ -300,23 +283,6 @@ def _as_arguments(config: TrainConfig) -> list[str]:
     return arguments
 
 
-def _launch(arguments: argparse.Namespace) -> int:
-    from hpcdp.launch.local import launch
-
-    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-    ranks = _number("launch -n", "ranks", arguments.ranks, least=1)
-    servers = _number("launch -s", "servers", arguments.servers, least=0)
-    if not program:
-        raise ConfigError("launch", expected="a program after --", remedy="e.g. hpcdp launch -n 2 -- python train.py")
-    return launch(ranks, program, arguments.mpi_args, servers)
-
-
-def _number(option: str, what: str, text: str, *, least: int) -> int:
-    if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= _MOST_RANKS:
-        raise ConfigError(option, expected=f"a number of {what}, {least} to {_MOST_RANKS:,}", got=repr(text))
-    return int(text)
-
-
 def _forward(arguments: argparse.Namespace) -> int:
     """Every rank of a job calls, and what is wrong is so for all."""
     try:
@@ -328,6 +294,14 @@ def _forward(arguments: argparse.Namespace) -> int:
             from hpcdp.commands import checkpoint
 
             return checkpoint.main(arguments.rest)
+        if arguments.name == "slurm":
+            from hpcdp.commands import slurm
+
+            return slurm.main(arguments.rest)
+        if arguments.name == "launch":
+            from hpcdp.commands import launch
+
+            return launch.main(arguments.rest)
         from hpcdp.benchmarks import tune
 
         return tune.main(arguments.rest)
@@ -344,9 +318,9 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from hpcdp.launch import doctor
+    from hpcdp.launch import doctor, doctor_slurm
 
-    return doctor.show()
+    return doctor.show(doctor_slurm.CHECKS if arguments.slurm else doctor.CHECKS)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from hpcdp import cli
 from hpcdp.errors import SaveError
 
-COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint")
+COMMANDS = ("", "train", "launch", "info", "doctor", "bench", "checkpoint", "slurm")
 QUICK = ("--epochs", "1", "--warmup-epochs", "0", "--shift", "0", "--seed", "3")
 
 
@@ -87,7 +87,7 @@ def test_the_public_face() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, launch, info, doctor, bench, tune"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'? valid: train, info, doctor, launch, bench, tune"),
         ([], "hpcdp: the following arguments are required: COMMAND; hpcdp -h lists the options"),
         (["train", "lenet", "extra"], "hpcdp: train: unexpected argument 'extra'; hpcdp train -h lists the options"),
         (["train", "--run-dir", ""], "setting run_dir: expected a name, got ''"),
@@ -112,6 +112,18 @@ def test_the_public_face() -> None:
         (["launch", "-n", "2", "--", __file__], "got a file that is not executable; name what runs it, e.g. python"),
         (["launch", "-n", "2"], "expected a program after --"),
         (["launch", "--", "x"], "required: -n/--ranks"),
+        (["launch", "-n", "2", "--hosts-file", "x", "--", "x"], "unknown launch option '--hosts-file'; did you mean"),
+        (
+            ["launch", "-n", "2", "--launcher", "shh", "--", "x"],
+            "unknown launcher 'shh'; did you mean 'ssh'? valid: lo",
+        ),
+        (
+            ["launch", "-n", "2", "--bind", "cores", "--", "x"],
+            "unknown --bind 'cores'; did you mean 'core'? valid: none",
+        ),
+        (["launch", "-n", "2", "--env", "1A=x", "--", "x"], "--env: expected NAME=VALUE, or the NAME of a variable"),
+        (["launch", "-n", "2", "--env", "NOT_SET", "--", "x"], "--env: expected NOT_SET=VALUE, as it is not set here"),
+        (["launch", "-n", "2", "-H", "a;b", "--", "x"], "read hosts [-H 'a;b']: expected HOST, HOST:SLOTS or"),
         (["info", "--xml"], "unknown info option '--xml'"),
     ],
 )

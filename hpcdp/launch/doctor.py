@@ -18,13 +18,13 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpcdp import kernels
 from hpcdp.errors import HpcdpError, LaunchError
 
-from . import local, machine, mpi
+from . import inside, machine, mpi_library
 
 _LIMIT_S = 60.0
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
@@ -32,7 +32,7 @@ _YOUNG_S = 60.0
 """So old a segment must be before it is called stale: between its making and its mapping nobody seems to use it."""
 _WRAPPED_FROM = 55
 """So many characters a line has at least that an MPI library has wrapped."""
-_HELLO = """
+HELLO = """
 import hpcdp
 world = hpcdp.init()
 sizes = world.comm.allgather_json([world.size, world.node_memory.size])
@@ -68,11 +68,15 @@ def failed(saw: str, remedy: str) -> Finding:
     return Finding(Verdict.FAILED, saw, remedy)
 
 
-def show() -> int:
-    """Runs every check and prints its finding as it comes; returns 1 if one failed, else 0. For one process, alone."""
+def show(checks: Mapping[str, Callable[[], Finding]] | None = None) -> int:
+    """Runs every check and prints its finding as it comes; returns 1 if one failed, else 0. For one process, alone.
+
+    Args:
+        checks: by title; None for `CHECKS`.
+    """
     width = min(shutil.get_terminal_size().columns, 100)
     verdicts = []
-    for title, check in CHECKS.items():
+    for title, check in (checks or CHECKS).items():
         finding = check()
         verdicts.append(finding.verdict)
         print(_wrapped(f"{finding.verdict.value:<8} {title}: {finding.saw}", width), flush=True)
@@ -90,7 +94,7 @@ def _wrapped(text: str, width: int) -> str:
 def check_imports() -> Finding:
     """Compiled packages that do not fit the machine or each other fail when they are imported."""
     for name in ("numpy", "numba", "h5py", "mpi4py"):
-        status, said = _child([sys.executable, "-c", f"import {name}"])
+        status, said = child([sys.executable, "-c", f"import {name}"])
         if status != 0:
             return failed(f"import {name}: {said}", f"{sys.executable} -m pip install --force-reinstall {name}")
     return ok("numpy, numba, h5py and mpi4py can be imported")
@@ -109,11 +113,11 @@ def check_wheels() -> Finding:
 
 def check_library() -> Finding:
     try:
-        library = mpi.find_library()
+        library = mpi_library.find_library()
     except LaunchError as error:
         return failed(str(error.got), str(error.remedy))
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    status, said = _child([sys.executable, "-c", probe])
+    status, said = child([sys.executable, "-c", probe])
     if status != 0:
         return failed(f"{library.path} cannot be loaded: {said}", "reinstall it, or load the module of the site's MPI")
     return ok(f"{library.name}, {library.path}")
@@ -122,26 +126,27 @@ def check_library() -> Finding:
 def check_mpirun() -> Finding:
     """An mpirun of another library than mpi4py's starts N worlds of one rank."""
     try:
-        library = mpi.find_library()
-        mpirun = mpi.find_mpirun(library)
+        library = mpi_library.find_library()
+        mpirun = mpi_library.find_mpirun(library)
     except LaunchError as error:
         return failed(f"{error.operation}: got {error.got}", str(error.remedy))
     on_path = shutil.which("mpirun")
-    family = mpi.launcher_family(Path(on_path)) if on_path else None
+    family = mpi_library.launcher_family(Path(on_path)) if on_path else None
     if on_path and family != library.family:
+        named = mpi_library.FAMILIES.get(str(family), "an unknown MPI")
         return warning(
-            f"first on PATH is {on_path} of {mpi.FAMILIES.get(str(family), 'an unknown MPI')}, not of {library.name}",
+            f"first on PATH is {on_path} of {named}, not of {library.name}",
             f"use hpcdp launch, or {mpirun}, or put {mpirun.parent} first on PATH",
         )
     return ok(f"{mpirun}")
 
 
 def check_two_ranks() -> Finding:
-    if local.launched_ranks() is not None:
+    if inside.launched_ranks() is not None:
         return warning("not tried: this shell is itself a rank of a job", "run hpcdp doctor outside mpirun and srun")
     started = time.monotonic()
-    hello = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", _HELLO]
-    status, said = _child(hello)
+    hello = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", HELLO]
+    status, said = child(hello, "hello")
     words = said.split()
     if status != 0 or words[:1] != ["hello"]:
         return failed(
@@ -170,7 +175,7 @@ def check_shared_memory() -> Finding:
         descriptor = owner.stdout.readline().strip()
         if not descriptor:
             return warning("memfd_create is not permitted", remedy)
-        status, said = _child([sys.executable, "-c", opener, str(owner.pid), descriptor])
+        status, said = child([sys.executable, "-c", opener, str(owner.pid), descriptor])
         owner.stdin.close()
     if status != 0:
         return warning(f"a process cannot open its neighbour's memory: {said}", remedy)
@@ -299,8 +304,12 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 }
 
 
-def _child(command: list[str]) -> tuple[int, str]:
-    """Exit status of ``command``, ended with all its children at the limit, and its last line or what it failed of."""
+def child(command: list[str], answer: str = "") -> tuple[int, str]:
+    """Exit status of ``command``, ended with all its children at the limit, and its last line or what it failed of.
+
+    Of a command that has succeeded it is the last line that begins with ``answer``, if there is one: MPI libraries may
+    have the last word.
+    """
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
     )
@@ -317,7 +326,9 @@ def _child(command: list[str]) -> tuple[int, str]:
     lines = [line.rstrip() for line in said.splitlines() if set(line.strip()) - {"-"}]
     if not lines:
         return process.returncode, ""
-    return process.returncode, lines[-1].strip() if process.returncode == 0 else _last_reason(said)
+    if process.returncode != 0:
+        return process.returncode, _last_reason(said)
+    return 0, next((line for line in reversed(lines) if line.startswith(answer)), lines[-1]).strip()
 
 
 def _last_reason(said: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from .local import launched_rank
+from .inside import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT
 """The status after Ctrl-C, as in a shell."""

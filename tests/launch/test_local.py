@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import info, local, segments
+from hpcdp.launch import info, inside, mpi_library, segments, supervise
+from hpcdp.launch.environment import environment
 
 CORES = len(os.sched_getaffinity(0))
 SLEEPER = """
@@ -106,11 +107,11 @@ def test_cores_are_shared_out_unless_the_user_says() -> None:
 
 
 def test_a_user_setting_wins() -> None:
-    library = local.mpi.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
-    environ = local.environment(library, Path("/x/bin/mpirun"), CORES + 1, {"OMPI_MCA_btl": "self,tcp"})
+    library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
+    environ = environment(library, Path("/x/bin/mpirun"), CORES + 1, {"OMPI_MCA_btl": "self,tcp"})
     assert environ["OMPI_MCA_btl"] == "self,tcp"
     assert environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
-    assert "OMPI_MCA_mpi_yield_when_idle" not in local.environment(library, Path("/x/bin/mpirun"), CORES, {})
+    assert "OMPI_MCA_mpi_yield_when_idle" not in environment(library, Path("/x/bin/mpirun"), CORES, {})
 
 
 def test_a_missing_home_is_no_obstacle() -> None:
@@ -203,7 +204,7 @@ def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
         os.close(terminal)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert status == 128 + (signal.SIGINT if how == "ctrl-c" else signal.SIGHUP)
-    assert time.monotonic() - started < 0.8 * local._GRACE_S, "it was killed after the time of grace"
+    assert time.monotonic() - started < 0.8 * supervise._GRACE_S, "it was killed after the time of grace"
     if how == "ctrl-c":
         os.close(terminal)
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), limit_s=10)
@@ -211,34 +212,44 @@ def test_the_terminal_ends_a_job(how: str, tmp_path: Path) -> None:
 
 STUCK = """
 import os, subprocess, sys
-from hpcdp.launch import local
-local._GRACE_S = 1.0
+from hpcdp.launch import supervise
+supervise._FAILED_GRACE_S = 1.0
 ranks = "for n in 0 1; do PMI_RANK=$n sh -c 'sleep 0.5; [ $PMI_RANK = 0 ] && sleep 60; exit 3' & done; wait"
-sys.exit(local._supervise(["sh", "-c", ranks], os.environ, 2, "mpich"))
+sys.exit(supervise.supervise(["sh", "-c", ranks], os.environ, 2, "mpich"))
 """
 
 
 def test_an_mpirun_that_does_not_end_after_a_rank_has_failed_is_killed() -> None:
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 137
+    assert done.returncode == 3
     said = r"rank 1 \(pid \d+\) ended with status 3 before the others; mpirun has not ended the others in 1 s: killed\n"
     assert re.fullmatch(f"hpcdp launch: {said}", done.stderr), done.stderr
     assert time.monotonic() - started < 20
+
+
+def test_a_job_that_goes_on_without_a_rank_is_not_ended():
+    """Open MPI with ULFM, whose mpirun is told so."""
+    program = STUCK.replace('["sh", "-c", ranks]', '["sh", "-c", ranks, "--with-ft"]').replace(
+        "sleep 60", "sleep 3; echo on"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "on" in done.stdout
+    assert "killed" not in done.stderr
 
 
 @pytest.mark.mpi
 def test_rank_and_size_are_read_from_the_environment() -> None:
     from mpi4py import MPI
 
-    assert (local.launched_rank(), local.launched_ranks()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert (inside.launched_rank(), inside.launched_ranks()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 
 
 def test_an_mpirun_that_fails_has_no_version(tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho broken >&2; exit 3")
     mpirun.chmod(0o755)
-    library = local.mpi.find_library()
+    library = mpi_library.find_library()
     assert info._version_of(library, mpirun) == "which does not run: status 3, broken"
 
 
@@ -260,4 +271,4 @@ def test_info_under_the_launcher() -> None:
     ],
 )
 def test_the_innermost_launcher_says_how_many_ranks(environ, ranks):
-    assert local.launched_ranks(environ) == ranks
+    assert inside.launched_ranks(environ) == ranks

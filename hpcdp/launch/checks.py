@@ -1,0 +1,75 @@
+"""What is checked before anything is started, alike by all launchers that run an mpirun here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+from pathlib import Path
+
+from hpcdp.errors import LaunchError
+
+from . import ProgramMissingError, interfaces
+from .inside import launched_ranks
+from .job import Job
+from .supervise import FORWARDED
+
+_LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
+
+
+def check(job: Job) -> list[str]:
+    """The words of `Job.mpi_args`, where a job can be started from here.
+
+    Raises:
+        LaunchError: for a shell that is a rank itself, a program that is missing here, open quotes.
+        ConfigError: for an interface that is not here, or a limit of the watchdog that every rank would refuse.
+    """
+    if launched_ranks() is not None:
+        raise LaunchError(
+            "launch ranks",
+            expected="a plain shell",
+            got=f"a rank of a job of {launched_ranks()} that mpirun or srun started",
+            remedy="call the program itself there, or leave mpirun out",
+        )
+    if any(name in os.environ for name in _LIMIT_VARIABLES):
+        _check_limits()
+    try:
+        further = shlex.split(job.mpi_args)
+    except ValueError as error:
+        raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
+    if job.interface is not None:
+        interfaces.check(job.interface)
+    check_program(job.program[0])
+    return further
+
+
+def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:
+    """Raises `LaunchError` where Open MPI could not give each process on ``host`` a core: it then starts none."""
+    if family == "openmpi" and job.bind not in (None, "none") and processes > cores:
+        raise LaunchError(
+            f"launch --bind {job.bind}", expected=f"at most {cores} processes, the cores of {host}", got=processes
+        )
+
+
+def check_program(name: str) -> None:
+    """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program."""
+    if shutil.which(name) is None:
+        if Path(name).is_file() and not os.access(name, os.X_OK):
+            raise LaunchError(
+                f"launch {name!r}",
+                got="a file that is not executable",
+                remedy="name what runs it, e.g. python, or make it executable with chmod +x",
+            )
+        raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
+
+
+def _check_limits() -> None:
+    # With NumPy, which the launcher does not need otherwise, and whose threads must not take signals from this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        from hpcdp.comm.watchdog import limits_s
+
+        limits_s()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,185 @@
+"""What holds a job's processes on another host: started there by ssh, it is the ancestor of all of them.
+
+It starts what mpirun wants started on its host, tells of the ranks that start and end there, and dies with its
+connection: when that closes, or nothing has come for `LOST_AFTER_S`, everything below it is ended and what it left in
+/dev/shm is removed. So no rank outlives the launcher, its host, or the network between them, whatever the MPI library
+does.
+
+Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``beat`` and ``end``,
+the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and ``died``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from . import interfaces, machine, segments
+from .dialect import LOST_AFTER_S
+from .environment import THREAD_VARIABLES
+from .orphans import adopt, end_orphans
+from .watch import Watch
+
+FIRST_WORDS = "hpcdp guard "
+"""Before its first line: what a login script has written is not taken for it."""
+_WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Guard:
+    """The guard of this host, on its standard input and output.
+
+    Args:
+        begin: how many ``ranks`` run here and ``elsewhere``, how many ``servers`` are among all, the ``workers`` here,
+            the ``environ`` of what is started, and the ``folder`` of Open MPI's segments or None.
+    """
+
+    def __init__(self, begin: dict[str, Any]) -> None:
+        adopt()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        self._environ = {**_shares(begin["workers"], begin["environ"]), **begin["environ"]}
+        self._folder: str | None = begin["folder"]
+        self._watch = Watch(os.getpid(), begin["ranks"], set(_WATCHED), begin["servers"], begin["elsewhere"])
+        self._watch.also(0, self._read)
+        # By pid: the launcher's number, and the process, which would take its own status if it were forgotten.
+        self._started: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._told_starts, self._told_ends = 0, set[int]()
+        self._buffer = b""
+        self._is_over = False
+        self._heard_s = time.monotonic()
+
+    def run(self) -> None:
+        """Returns once the job is over here and nothing of it is left."""
+        with contextlib.ExitStack() as left_behind:
+            if self._folder is None:
+                left_behind.enter_context(segments.new_ones_removed())
+            else:
+                Path(self._folder).mkdir(mode=0o700, exist_ok=True)
+                left_behind.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            try:
+                while not self._is_over and time.monotonic() - self._heard_s < LOST_AFTER_S:
+                    received = self._watch.wait(1.0)
+                    self._tell_of_ranks()
+                    self._reap()
+                    if received is not None and received.number != signal.SIGCHLD:
+                        break
+            except BrokenPipeError:
+                pass
+            finally:
+                end_orphans()
+
+    def _read(self) -> None:
+        received = os.read(0, 1 << 16)
+        self._is_over |= not received
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        for line in lines:
+            ((key, value),) = json.loads(line).items()
+            self._heard_s = time.monotonic()
+            if key == "beat":
+                tell({"beat": value})
+            elif key == "check":
+                tell({"problems": problems(**value)})
+            elif key == "start":
+                self._start(**value)
+            elif key == "end":
+                self._is_over = True
+
+    def _start(self, number: int, command: str) -> None:
+        """As sshd does: by the user's shell, from the home folder; what it writes goes to the launcher's stderr."""
+        process = subprocess.Popen(
+            [_shell(), "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            env=self._environ,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
+        )
+        self._started[process.pid] = number, process
+
+    def _tell_of_ranks(self) -> None:
+        for start in self._watch.starts[self._told_starts :]:
+            tell({"rank": [start.rank, start.pid, machine.cores_of(start.pid)]})
+        self._told_starts = len(self._watch.starts)
+        for end in self._watch.ends():
+            if end.rank not in self._told_ends:
+                self._told_ends.add(end.rank)
+                tell({"rank_end": [end.rank, end.pid, end.status]})
+
+    def _reap(self) -> None:
+        """Takes the statuses of what was started here, and of what it left behind, such as a daemon of mpirun."""
+        while True:
+            try:
+                seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if seen is None:
+                return
+            name = _name_of(seen.si_pid)
+            _, status = os.waitpid(seen.si_pid, 0)
+            if seen.si_pid in self._started:
+                number, process = self._started.pop(seen.si_pid)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                tell({"started_end": [number, process.returncode]})
+            elif status:
+                tell({"died": [name, seen.si_pid, status]})
+
+
+def problems(folder: str | None, program: str, interface: str | None) -> list[str]:
+    """Why a program cannot run on this host, none where it can; ``folder`` is its working folder."""
+    found = []
+    if folder is not None and not os.path.isdir(folder):
+        found.append(f"there is no folder {folder}; share it, or copy it with --sync-dst-dir")
+    path = program if os.path.isabs(program) or folder is None else os.path.join(folder, program)
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
+        found.append(f"there is no program {program}; it must lie at the same path on all hosts")
+    if interface is not None and interface not in interfaces.here():
+        found.append(f"there is no network interface {interface!r}, but {', '.join(interfaces.here())}")
+    return found
+
+
+def tell(message: dict[str, Any], before: str = "") -> None:
+    """Writes one line to the launcher."""
+    os.write(1, f"{before}{json.dumps(message)}\n".encode())
+
+
+def main() -> None:
+    """The program on a host."""
+    cores = len(os.sched_getaffinity(0))
+    tell({"ready": [socket.gethostname(), cores]}, FIRST_WORDS)
+    line = b""
+    while not line.endswith(b"\n"):  # no more than this line is read
+        received = os.read(0, 1)
+        if not received:
+            return
+        line += received
+    Guard(json.loads(line)["begin"]).run()
+
+
+def _shares(workers: int, environ: dict[str, str]) -> dict[str, str]:
+    """This host's environment, with its cores shared out among the ranks' BLAS threads unless the user says."""
+    share = {}
+    if not any(name in environ for name in THREAD_VARIABLES):
+        share = dict.fromkeys(THREAD_VARIABLES, str(max(1, len(os.sched_getaffinity(0)) // max(1, workers))))
+    return {**os.environ, **share}
+
+
+def _shell() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
+    except KeyError:
+        return "/bin/sh"
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "a process"

@@ -1,0 +1,258 @@
+"""The guards of a job's other hosts together: reached before mpirun starts, and asked by it to start its daemons."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hpcdp.errors import LaunchError, listed
+
+from . import agent
+from .channel import Channel
+from .dialect import LOST_AFTER_S
+from .hosts import Place
+from .watch import End, Start, Watch
+
+_REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
+_BEAT_S = 2.0
+
+
+class Guards:
+    """A guard on each of ``places``, from the entry of this context to its end.
+
+    Args:
+        places: hosts that are not this machine.
+        say: what writes a line of ``-v``.
+
+    Raises:
+        LaunchError: on entry, naming the hosts that cannot be reached, and why.
+    """
+
+    def __init__(self, places: Sequence[Place], say: Callable[[str], None]) -> None:
+        self._places = {place.name: place for place in places}
+        self._say = say
+        self._channels: dict[str, Channel] = {}
+        self._folder = Path()
+        self._socket: socket.socket | None = None
+        self._agents: dict[int, socket.socket] = {}  # by the number of what they wait for
+        self._number = 0
+        self._next_beat = 0.0
+        self._watch: Watch | None = None
+        self.lost: list[str] = []
+        """What has gone wrong with hosts, the first one first: a host is lost, or a daemon of mpirun's there."""
+
+    def __enter__(self) -> Guards:
+        if self._places and shutil.which("ssh") is None:
+            raise LaunchError("reach other hosts", expected="ssh", got="none here", remedy="install OpenSSH's client")
+        try:
+            self._folder = _private_folder()
+            self._channels = {name: Channel(name) for name in self._places}
+            self._wait(lambda channel: channel.is_ready, _REACHED_S, "reach by ssh")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        for channel in self._channels.values():
+            self._say(f"{channel.host} is reached, {channel.cores} cores")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        if self._socket is not None:
+            self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: str | None) -> None:
+        """Tells every guard what will run: of ``ranks`` processes in all ``servers`` servers, with ``environ`` beside
+        the host's own; ``segments`` is the folder of Open MPI's."""
+        for name, channel in self._channels.items():
+            place = self._places[name]
+            begin = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
+            channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": segments}})
+
+    def cores(self) -> dict[str, int]:
+        """How many cores may be used on each host."""
+        return {name: channel.cores for name, channel in self._channels.items()}
+
+    def check(self, folder: str | None, program: str, interface: str | None) -> None:
+        """Raises `LaunchError`, naming the host, where the program could not run on one; after `begin`."""
+        answers: dict[str, list[str]] = {}
+        for channel in self._channels.values():
+            channel.send({"check": {"folder": folder, "program": program, "interface": interface}})
+        self._wait(lambda channel: channel.host in answers, _ANSWERED_S, "ask hosts", answers)
+        wrong = [f"{host}: {problems[0]}" for host, problems in answers.items() if problems]
+        if wrong:
+            raise LaunchError("launch", got=listed(wrong))
+
+    def agent(self) -> str:
+        """The program that mpirun takes for ssh."""
+        path, script = self._folder / "socket", self._folder / "agent"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(path))
+        self._socket.listen(128)
+        words = [sys.executable, "-IS", str(Path(agent.__file__).resolve()), str(path)]
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        script.chmod(0o700)
+        return str(script)
+
+    def attach(self, watch: Watch) -> None:
+        """From now on ``watch`` waits for the guards, too, and is told of their ranks."""
+        self._watch = watch
+        if self._socket is not None:
+            watch.also(self._socket.fileno(), self._accept)
+        for channel in self._channels.values():
+            channel.heard_s = time.monotonic()
+            watch.also(channel.out, partial(self._hear, channel))
+            watch.also(channel.err, partial(self._copy, channel))
+
+    def beat(self) -> None:
+        """Lets the guards know that the launcher lives, and sees which of them do; called every second or so."""
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + _BEAT_S
+        for channel in self._channels.values():
+            if not channel.is_closed:
+                silent_s = now - channel.heard_s
+                if silent_s > LOST_AFTER_S:
+                    self._lose(channel, f"has not answered for {silent_s:.0f} s: lost")
+                else:
+                    channel.send({"beat": 0})
+
+    def end(self) -> None:
+        """Has everything ended that is left on the hosts, and waits for that a few seconds."""
+        for channel in self._channels.values():
+            channel.send({"end": 0})
+        with contextlib.suppress(LaunchError):
+            self._wait(lambda channel: channel.is_closed, _ENDED_S, "end hosts")
+
+    def _accept(self) -> None:
+        assert self._socket is not None
+        connection, _ = self._socket.accept()
+        connection.settimeout(5)
+        with contextlib.suppress(OSError, ValueError):
+            asked = json.loads(connection.makefile("rb").readline())
+            channel = self._channels.get(asked["host"]) or next(
+                (each for name, each in self._channels.items() if name.partition(".")[0] == asked["host"]), None
+            )
+            if channel is not None:
+                self._number += 1
+                self._agents[self._number] = connection
+                channel.send({"start": {"number": self._number, "command": asked["command"]}})
+                return
+        connection.close()
+
+    def _hear(self, channel: Channel) -> None:
+        assert self._watch is not None
+        for key, value in channel.messages():
+            if key == "rank":
+                rank, pid, cores = value
+                self._watch.note(Start(rank, pid, channel.host))
+                self._say(f"rank {rank} is pid {pid} on {channel.host}, cores {cores or 'unknown: it has ended'}")
+            elif key == "rank_end":
+                rank, pid, status = value
+                end = End(rank, pid, status, time.monotonic(), self._watch.server(rank), channel.host)
+                self._watch.note(end)
+            elif key == "started_end":
+                number, code = value
+                self._answer(number, code % 256)
+                if code < 0 and self._watch.failed is None:
+                    self._lose_daemon("mpirun's daemon", channel, -code)
+            elif key == "died":
+                name, pid, status = value
+                if os.WIFSIGNALED(status) and name in _DAEMONS and self._watch.failed is None:
+                    self._lose_daemon(f"{name} (pid {pid})", channel, os.WTERMSIG(status))
+        if channel.is_closed:
+            self._lose(channel, "is lost: its connection has closed")
+
+    def _lose_daemon(self, what: str, channel: Channel, sign: int) -> None:
+        self.lost.append(f"{what} on {channel.host} was killed by signal {sign}")
+
+    def _answer(self, number: int, status: int) -> None:
+        connection = self._agents.pop(number, None)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sendall(str(status).encode())
+            connection.close()
+
+    def _copy(self, channel: Channel) -> None:
+        if not channel.copy_words() and self._watch is not None:
+            self._watch.no_more(channel.err)
+
+    def _lose(self, channel: Channel, why: str) -> None:
+        assert self._watch is not None
+        channel.is_closed = True
+        self._watch.no_more(channel.out)
+        self._watch.no_more(channel.err)
+        self.lost.append(f"{channel.host} {why}")
+
+    def _wait(
+        self, is_met: Callable[[Channel], bool], limit_s: float, what: str, answers: dict[str, Any] | None = None
+    ) -> None:
+        """Until ``is_met`` of all channels; `LaunchError` names those that closed before, or did not answer."""
+        deadline = time.monotonic() + limit_s
+        poll = select.poll()
+        waiting = {channel.out: channel for channel in self._channels.values() if not channel.is_closed}
+        ends = {channel.err: channel for channel in waiting.values()}
+        for descriptor in (*waiting, *ends):
+            poll.register(descriptor, select.POLLIN)
+        wrong: list[str] = []
+        while True:
+            waiting = {descriptor: channel for descriptor, channel in waiting.items() if not is_met(channel)}
+            left_s = deadline - time.monotonic()
+            if not waiting or left_s <= 0:
+                break
+            for descriptor, _ in poll.poll(left_s * 1000):
+                if descriptor in ends and not ends[descriptor].copy_words():
+                    poll.unregister(descriptor)
+                if descriptor not in waiting:
+                    continue
+                channel = waiting[descriptor]
+                for key, value in channel.messages():
+                    if key == "problems" and answers is not None:
+                        answers[channel.host] = value
+                if channel.is_closed:
+                    poll.unregister(descriptor)
+                    if not is_met(channel):
+                        wrong.append(f"{channel.host}: {channel.why_closed()}")
+                        del waiting[descriptor]
+        wrong += [f"{channel.host}: no answer in {limit_s:.0f} s" for channel in waiting.values()]
+        if wrong:
+            raise LaunchError(what, got=listed(sorted(wrong)))
+
+
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
+
+
+def _private_folder() -> Path:
+    """A new folder of this user's from which programs may be run; some sites forbid that in /tmp."""
+    for base in (tempfile.gettempdir(), str(Path.home() / ".cache")):
+        with contextlib.suppress(OSError):
+            Path(base).mkdir(exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="hpcdp-guards-", dir=base))
+            probe = folder / "probe"
+            probe.touch(mode=0o700)
+            if os.access(probe, os.X_OK) and len(str(folder)) < 90 and not set(" :,;\"'") & set(str(folder)):
+                return folder
+            shutil.rmtree(folder, ignore_errors=True)
+    raise LaunchError(
+        "launch on other hosts",
+        expected="a folder for a program: TMPDIR, or ~/.cache",
+        got="none from which programs may be run",
+        remedy="set TMPDIR",
+    )

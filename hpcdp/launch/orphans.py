@@ -1,0 +1,47 @@
+"""Ends what others have left behind: processes that became children of this one, which is a subreaper (prctl(2))."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt() -> None:
+    """Make this process the parent of all processes below it whose own parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_orphans() -> None:
+    """Ends every process below this one, those that it has started itself among them."""
+    for sign, grace_s in ((signal.SIGTERM, 0.5), (signal.SIGKILL, 2.0)):
+        deadline = time.monotonic() + grace_s
+        told: set[int] = set()
+        while (left := children()) and time.monotonic() < deadline:
+            for pid in left - told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sign)
+            told |= left
+            time.sleep(0.01)
+        if not left:
+            return
+
+
+def children() -> set[int]:
+    """The living children of this process; those that have ended are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return set()
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found

@@ -1,0 +1,153 @@
+"""One mpirun of this machine over several hosts, which it reaches by ssh or through a batch system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from . import mpi_library, segments, sync
+from .checks import check, check_binding
+from .dialect import Dialect
+from .environment import environment_of_hosts, travelling
+from .guards import Guards
+from .hosts import is_this_machine, place
+from .inside import batch_system
+from .job import SERVER, Command, Job, Plan
+from .supervise import say, supervise
+
+
+def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
+    """The rsyncs, if any, and the mpirun of ``job``, with its host list in ``folder``.
+
+    Args:
+        by_ssh: whether the hosts are `Job.hosts` and reached by ssh, else they are those of a batch system.
+    """
+    further = check(job)
+    library = mpi_library.find_library()
+    mpirun = mpi_library.find_mpirun(library)
+    dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    places = place(job) if job.hosts else ()
+    environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
+    environ |= dialect.interface(job.interface)
+    if by_ssh:
+        environ |= dialect.by_ssh(in_batch=batch_system(os.environ) is not None)
+    path = folder / "hosts"
+    where = dialect.placed(places, path) if places else dialect.per_node(job.ranks_per_node)
+    everywhere = [
+        *dialect.exports(travelling(environ, job.env)),
+        *dialect.folder(job.sync_dst_dir),
+    ]
+    argv = [str(mpirun), *dialect.options(job), *where, *further, "-n", str(job.ranks), *everywhere]
+    argv += [program_on_hosts(job), *job.program[1:]]
+    if job.servers:
+        argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]
+    copies = [] if job.sync_dst_dir is None else sync.commands([host.name for host in places], job.sync_dst_dir)
+    return Plan([*copies, Command.beside(argv, environ)], {path: dialect.host_file(places)} if places else {})
+
+
+def run(job: Job, *, by_ssh: bool) -> int:
+    """Runs ``job`` and returns its exit status, see `hpcdp.launch.local.run`.
+
+    A host that is lost, or says nothing for `dialect.LOST_AFTER_S`, ends the job and is named. Raises `LaunchError`
+    also for hosts that cannot be reached, copied to or run the program, each with its name.
+    """
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="hpcdp-hosts-") as name:  # 0700
+        folder = Path(name)
+        planned = plan(job, by_ssh=by_ssh, folder=folder)
+        for path, text in planned.files.items():
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+        *_, command = planned.commands
+        return _by_ssh(job, command) if by_ssh else _in_batch(job, command)
+
+
+def _by_ssh(job: Job, command: Command) -> int:
+    tell = _teller(job)
+    places = place(job)
+    others = [each for each in places if not is_this_machine(each.name)]
+    library = mpi_library.find_library()
+    dialect = Dialect(library.family, mpi_library.is_open_mpi_4(Path(command.argv[0])))
+    environ = {**os.environ, **command.env}
+    tell(f"{library.name}, {command.argv[0]}")
+    for each in places:
+        tell(f"{each.name}: {each.ranks} ranks" + (f", {each.servers} servers" if each.servers else ""))
+    with Guards(others, tell) as guards:
+        cores = guards.cores()
+        for each in places:
+            here = len(os.sched_getaffinity(0))
+            check_binding(job, library.family, each.processes, cores.get(each.name, here), each.name)
+        if job.sync_dst_dir is not None:
+            tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
+            sync.copy([each.name for each in places], job.sync_dst_dir)
+        with _segments(dialect, environ) as environ:
+            travels = {name: environ[name] for name in travelling(environ, job.env)}
+            processes = job.ranks + job.servers
+            guards.begin(processes, job.servers, travels, environ.get(segments.FOLDER_VARIABLE))
+            guards.check(job.sync_dst_dir or os.getcwd(), program_on_hosts(job), job.interface)
+            environ |= dialect.by_ssh(guards.agent())
+            tell(str(command))
+            return supervise(
+                command.argv,
+                environ,
+                processes,
+                library.family,
+                job.servers,
+                elsewhere=sum(each.processes for each in others),
+                guards=guards,
+                verbose=job.verbose,
+            )
+
+
+def _in_batch(job: Job, command: Command) -> int:
+    library = mpi_library.find_library()
+    tell = _teller(job)
+    tell(f"{library.name}, {command.argv[0]}, on the hosts of {batch_system(os.environ)}")
+    tell(str(command))
+    processes = job.ranks + job.servers
+    return supervise(
+        command.argv,
+        {**os.environ, **command.env},
+        processes,
+        library.family,
+        job.servers,
+        elsewhere=processes,
+        verbose=job.verbose,
+    )
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP are an exception, as SIGINT is, until mpirun runs: what was begun is undone."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {sign: signal.signal(sign, end) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def program_on_hosts(job: Job) -> str:
+    """The program as every host finds it: a name that was found on PATH by its path, one of this folder as it is."""
+    name = job.program[0]
+    return name if "/" in name else shutil.which(name) or name
+
+
+def _segments(dialect: Dialect, environ: dict[str, str]) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """``environ`` with the folder of Open MPI 5's segments, which guards make on their hosts as well."""
+    if dialect.family == "openmpi" and not dialect.is_open_mpi_4:
+        return segments.own_folder(environ)
+    return contextlib.nullcontext(environ)
+
+
+def _teller(job: Job) -> Callable[[str], None]:
+    return say if job.verbose else lambda _: None

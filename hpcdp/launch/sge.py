@@ -1,0 +1,161 @@
+"""Ranks in a job of Grid Engine (Son of, Univa's, Altair's): qsub submits it, and its output is shown until it ends."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from hpcdp.errors import ConfigError, LaunchError
+
+from . import batch
+from .job import Command, Job, Plan
+
+_AGAIN = 99
+"""The exit status of a job that Grid Engine is to start again."""
+
+# In a session of its own: signals from Grid Engine come to all processes of a task, and daemons would die of them.
+_AGENT = """\
+#!/bin/sh
+# mpirun calls it as it would call ssh: [OPTION ...] HOST COMMAND ...
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1
+shift
+command=$(printf '%s' "$*" | sed "s/'/'\\\\\\\\''/g")
+exec qrsh -inherit -nostdin -V "$host" setsid -w "${SHELL:-/bin/sh}" -c "'$command'"
+"""
+_OURS = ("-o", "-e", "-j", "-cwd", "-wd", "-terse", "-sync", "-t", "-b", "-S", "-V", "-@")
+_BEFORE_LIMIT_S = 120.0
+_ASK_S = 2.0
+_ACCOUNT_S = 20.0
+_UNKNOWN = "do not exist"
+
+
+def plan(job: Job) -> Plan:
+    """The script of ``job`` and its qsub.
+
+    Raises `ConfigError` for hosts, ``--sync-dst-dir``, a working folder of a name that qsub takes apart, and
+    ``--batch-args`` that name no parallel environment for several ranks, or set what the launcher sets.
+    """
+    batch.check(job, "sge")
+    folder = batch.folder_of("sge")
+    if re.search("[:,$]", str(folder)):  # qsub would take it apart
+        raise ConfigError("launch --launcher sge", where=folder, expected="a working folder without : , $ in its name")
+    arguments, slots = batch.split(job.batch_args, _OURS), job.ranks + job.servers
+    if "-pe" in arguments:
+        at = arguments.index("-pe") + 2
+        if at > len(arguments) or re.fullmatch("[0-9,-]+", "".join(arguments[at : at + 1])):
+            raise ConfigError(
+                "launch --batch-args",
+                expected=f"the name of a parallel environment after -pe, and no number: it is {slots} here",
+                got=repr(job.batch_args),
+            )
+        arguments.insert(at, str(slots))
+    elif slots > 1:
+        raise ConfigError(
+            "launch --batch-args",
+            expected=f"a parallel environment for {slots} ranks and servers, such as -pe mpi",
+            got=repr(job.batch_args),
+            remedy="qconf -spl lists those of the site",
+        )
+    files = [f"-o {shlex.quote(str(folder / batch.OUTPUT))}", f"-e {shlex.quote(str(folder / batch.ERRORS))}"]
+    script = folder / "job.sh"
+    written = {script: _script(job, folder, files, _stop_s(arguments), has_hosts="-pe" in arguments)}
+    if "-pe" in arguments:
+        written[folder / batch.AGENT] = _AGENT
+    return Plan([Command(("qsub", "-terse", "-b", "n", *arguments, str(script)))], written)
+
+
+def run(job: Job) -> int:
+    """Runs ``job`` as one of Grid Engine and returns its exit status; `hpcdp.launch.batch.run` says what signals do.
+
+    A job that stops early, with status 75, is started again by Grid Engine, as one whose host was lost. Raises as
+    `plan`, and `LaunchError` where qsub is missing or refuses the job.
+    """
+    wanted = plan(job)
+    return batch.run(wanted, batch.folder_of("sge"), functools.partial(_submit, wanted.commands[0], job.verbose))
+
+
+def _stop_s(arguments: list[str]) -> float:
+    """After how many seconds a job stops early: two minutes before its time limit, but not in its first half.
+
+    Of Grid Engine's own warnings those to a parallel job come too late: one that has reached a limit, also a soft one,
+    is not started again (seen with 8.1.9: "failed 37", whatever its exit status).
+    """
+    found = re.findall(r"\bh_rt=([0-9]*(?::[0-9]*){0,2})(?=[,\s]|$)", " ".join(arguments))
+    if not found:
+        return float("inf")
+    limit_s = 0.0
+    for part in found[-1].split(":"):  # seconds, or hours, minutes and seconds, which may be left out
+        limit_s = 60 * limit_s + float(part or 0)
+    return max(limit_s - _BEFORE_LIMIT_S, limit_s / 2)
+
+
+def _script(job: Job, folder: Path, files: list[str], stop_s: float, *, has_hosts: bool) -> str:
+    lines = ["#!/bin/bash", "# Submitted by hpcdp launch --launcher sge, which shows what it writes.", "#$ -N hpcdp"]
+    # Without this bash it would run in the queue's shell, often csh; a host that is lost does not end the job; SIGUSR2
+    # comes some time before the end.
+    lines += [f"#$ {option}" for option in ("-S /bin/bash", *files, "-r y", "-notify")]
+    lines += ["", f"cd {shlex.quote(str(Path.cwd()))} || exit 1", *batch.exports()]
+    hosts = None
+    if has_hosts:
+        lines += batch.agent_settings(folder)
+        lines += ["""hosts=$(awk '{ printf "%s%s:%s", (NR > 1 ? "," : ""), $1, $2 }' "$PE_HOSTFILE")"""]
+        hosts = '"$hosts"'
+    runner = [sys.executable, "-m", "hpcdp.launch.batch_runner", str(folder), str(_AGAIN), f"{stop_s:g}"]
+    lines += [f"exec {shlex.join(runner)} \\", f"  {batch.launch_command(job, hosts)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _submit(command: Command, verbose: bool) -> _GridJob:
+    done = batch.call(command.argv)
+    number = re.search(r"^[0-9]+$", done.stdout, re.MULTILINE)
+    if done.returncode or number is None:
+        raise LaunchError("qsub", got=batch.one_line(done.stderr + done.stdout) or "no number of a job")
+    if verbose:
+        print(f"hpcdp launch: job {number[0]} of Grid Engine", file=sys.stderr, flush=True)
+    return _GridJob(number[0])
+
+
+class _GridJob:
+    """A job that has been submitted, by its number."""
+
+    def __init__(self, number: str) -> None:
+        self._number = number
+        self._ask_at = time.monotonic() + _ASK_S
+        self._error = ""
+
+    def has_ended(self) -> bool:
+        if self._error:
+            return True
+        if time.monotonic() < self._ask_at:
+            return False
+        done = batch.call(["qstat", "-j", self._number])
+        self._ask_at = time.monotonic() + _ASK_S
+        reason = re.search(r"^error reason\s+\d+:\s*(.+)$", done.stdout, re.MULTILINE)
+        if reason is not None:  # it would stay in the queue for ever
+            self._error = reason[1]
+            self.cancel()
+        return reason is not None or _UNKNOWN in done.stdout + done.stderr
+
+    def cancel(self) -> None:
+        batch.call(["qdel", self._number])
+
+    def fate(self) -> tuple[int, str]:
+        what = f"job {self._number} of Grid Engine"
+        if self._error:
+            return 1, f"{what} could not be started: {self._error}"
+        deadline = time.monotonic() + _ACCOUNT_S
+        while time.monotonic() < deadline:  # accounting is written late, and at some sites cannot be read
+            # One record for every time that it was started.
+            records = batch.call(["qacct", "-j", self._number]).stdout
+            statuses = re.findall(r"^exit_status\s+(\d+)", records, re.MULTILINE)
+            failures = re.findall(r"^failed\s+(.+?)\s*$", records, re.MULTILINE)
+            if statuses and failures:
+                why = f"{what} was ended from outside: exit status {statuses[-1]}, failed {failures[-1]}"
+                return int(statuses[-1]) or 1, why
+            time.sleep(_ASK_S)
+        return 1, f"{what} has ended without a status, and qacct does not know why"

@@ -1,0 +1,158 @@
+"""Ranks by srun: inside a Slurm job on what that has been given, outside of one as a job of its own.
+
+Its --mpi must be one that the MPI library of mpi4py knows; with any other srun starts N worlds of one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from hpcdp.errors import LaunchError
+
+from . import mpi_library
+from .checks import check
+from .environment import THREAD_VARIABLES
+from .job import Command, Job, Plan
+from .slurm_allocation import Allocation, allocation
+from .supervise import supervise
+
+MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
+"""What a library of either family speaks with srun."""
+
+_BINDINGS = {"none": "none", "core": "cores", "numa": "ldoms", "socket": "sockets"}
+_LIMIT_S = 30.0
+
+_BY_RANK = (
+    'workers=$1 python=$2; shift 2; [ "$SLURM_PROCID" -lt "$workers" ] || exec "$python" -m hpcdp.kvstore.serve; '
+    'exec "$@"'
+)
+"""What each task of a job with servers runs. A file for srun --multi-prog could not hold every argument: its quoting
+knows no quotes in quotes and no line breaks."""
+
+
+def run(job: Job) -> int:
+    """Runs ``job`` under srun and returns its exit status; MPI is not started here. Raises as `plan` does."""
+    (command,) = plan(job).commands
+    processes = job.ranks + job.servers
+    return supervise(
+        command.argv, {**os.environ, **command.env}, processes, "srun", job.servers, elsewhere=processes,
+        verbose=job.verbose,
+    )  # fmt: skip
+
+
+def plan(job: Job) -> Plan:
+    """The srun of ``job``.
+
+    Raises:
+        LaunchError: there is no srun; it lacks the --mpi that the MPI library needs; something was asked for that srun
+            cannot do; and as `hpcdp.launch.checks.check` does.
+        ConfigError: as that does.
+    """
+    given = allocation()
+    further = check(job if given is not None else dataclasses.replace(job, interface=None))  # the nodes may have others
+    if job.sync_dst_dir is not None:
+        raise LaunchError(
+            "launch --sync-dst-dir", expected="a file system that all hosts of a Slurm job see", got=job.sync_dst_dir,
+            remedy="--launcher ssh copies the working folder",
+        )  # fmt: skip
+    if shutil.which("srun") is None:
+        raise LaunchError(
+            "launch --launcher slurm", expected="srun on PATH", got="none", remedy="--launcher mpi or ssh"
+        )
+    family = mpi_library.find_library().family
+    argv = ["srun"]
+    if not any(argument.startswith("--mpi=") for argument in further):
+        argv.append(f"--mpi={_mpi_type(family)}")
+    # Everything travels, also from a job that was submitted without; one Ctrl-C ends, as it does elsewhere.
+    argv += ["--export=ALL", "--quit-on-interrupt", *_layout(job, given)]
+    if family == "mpich":  # with pmi2 Slurm leaves the others waiting
+        argv.append("--kill-on-bad-exit=1")
+    if job.bind is not None:
+        argv.append(f"--cpu-bind={_BINDINGS[job.bind]}")
+    if job.tag_output:
+        argv.append("--label")
+    argv += further
+    if job.servers:
+        argv += ["sh", "-c", _BY_RANK, "hpcdp-rank", str(job.ranks), sys.executable]
+    return Plan([Command.beside([*argv, *job.program], {**_environment(family, job), **job.env})])
+
+
+def mpi_types() -> tuple[str, ...]:
+    """What ``srun --mpi`` takes here; ``LaunchError`` where it does not say."""
+    try:
+        done = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError("srun --mpi=list", got=error) from error
+    # "MPI plugin types are...", a name on each line; "specific pmix plugin versions available: pmix_v4"
+    words = (line.removeprefix("srun:").split(":")[-1] for line in (done.stdout + done.stderr).splitlines())
+    found = [name for line in words for name in re.split(r"[,\s]+", line) if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
+    types = tuple(dict.fromkeys(name for name in found if name.startswith(("pm", "cray", "none", "openmpi"))))
+    if done.returncode or not types:
+        raise LaunchError("srun --mpi=list", got=" ".join(done.stderr.split())[:200] or f"status {done.returncode}")
+    return types
+
+
+def _mpi_type(family: str) -> str:
+    needed, there = MPI_TYPES[family], mpi_types()
+    if needed in there:
+        return needed
+    raise LaunchError(
+        "launch --launcher slurm",
+        expected=f"srun --mpi={needed}, which {mpi_library.FAMILIES[family]} speaks",
+        got=f"only {', '.join(there)}",
+        remedy="--launcher mpi starts the ranks inside the job; the site can add the plugin",
+    )
+
+
+def _layout(job: Job, given: Allocation | None) -> list[str]:
+    """Never tasks and nodes alone, which places 4 ranks on 2 nodes as 3 and 1."""
+    ranks = job.ranks + job.servers
+    hosts = [f"--nodelist={','.join(host.name for host in job.hosts)}"] if job.hosts else []
+    if given is None or job.hosts or job.ranks_per_node is not None:
+        nodes = len(job.hosts) or (math.ceil(ranks / job.ranks_per_node) if job.ranks_per_node else None)
+        if nodes is None:
+            return [f"--ntasks={ranks}"]
+        per_node = job.ranks_per_node or math.ceil(ranks / nodes)
+        if per_node * nodes < ranks:
+            raise LaunchError(
+                "launch ranks", expected=f"at most {per_node * nodes}, {per_node} on each of {nodes} nodes", got=ranks
+            )
+        return [*_spread(ranks, nodes, per_node), *hosts]
+    if ranks == given.tasks and not given.hosts_alike:
+        return [f"--nodes={len(given.hosts)}", f"--ntasks={ranks}"]  # as the job was given them
+    nodes = min(ranks, len(given.hosts))
+    return _spread(ranks, nodes, math.ceil(ranks / nodes))
+
+
+def _spread(ranks: int, nodes: int, per_node: int) -> list[str]:
+    """srun takes a number per node only where all nodes have as many."""
+    layout = f"--ntasks-per-node={per_node}" if per_node * nodes == ranks else f"--distribution=plane={per_node}"
+    return [f"--nodes={nodes}", f"--ntasks={ranks}", layout]
+
+
+def _environment(family: str, job: Job) -> Mapping[str, str]:
+    wanted: dict[str, str] = {}
+    if family == "openmpi":
+        # Without these: a line at each window; a line from each rank about munge.
+        wanted |= {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
+        if job.interface is not None:
+            wanted |= {"OMPI_MCA_btl_tcp_if_include": job.interface}
+    elif job.interface is not None:
+        wanted |= {"FI_TCP_IFACE": job.interface}
+    if job.interface is not None:
+        wanted |= {"GLOO_SOCKET_IFNAME": job.interface, "UCX_NET_DEVICES": job.interface}
+    cores = os.environ.get("SLURM_CPUS_PER_TASK")
+    if not any(name in os.environ for name in THREAD_VARIABLES):
+        wanted |= dict.fromkeys(THREAD_VARIABLES, cores or "1")
+    if cores is not None:
+        wanted["SRUN_CPUS_PER_TASK"] = cores  # srun does not take it from the job by itself
+    return {name: value for name, value in wanted.items() if name not in os.environ}

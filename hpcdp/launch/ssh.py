@@ -1,0 +1,25 @@
+"""Ranks on the hosts of -H, all reached by ssh, also inside a batch job."""
+
+from __future__ import annotations
+
+from hpcdp.errors import LaunchError
+
+from . import over_hosts
+from .job import Job, Plan
+
+
+def plan(job: Job) -> Plan:
+    """The mpirun of ``job``. Raises as `run` does, but for what only the hosts can tell."""
+    _check(job)
+    return over_hosts.plan(job, by_ssh=True)
+
+
+def run(job: Job) -> int:
+    """Runs ``job`` and returns its exit status. Raises as `hpcdp.launch.over_hosts.run` does."""
+    _check(job)
+    return over_hosts.run(job, by_ssh=True)
+
+
+def _check(job: Job) -> None:
+    if not job.hosts:
+        raise LaunchError("launch --launcher ssh", expected="hosts: -H hosts.txt, or -H node1:4,node2:4", got="none")

@@ -1,0 +1,210 @@
+"""A job's mpirun, or whatever starts its ranks, from its start to its end: signals, who failed first, what is left.
+
+The launcher is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): whatever an mpirun leaves behind, even one that was
+killed, becomes its child and is ended before it exits, so no rank on this machine outlives the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from . import machine, segments
+from .guards import Guards
+from .mpi_library import is_open_mpi_4
+from .orphans import adopt, end_orphans
+from .watch import BEREFT, End, Start, Watch, first_failure
+from .words import Words
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE_S = 10.0
+_HOLD_S = 0.05
+# MPICH's mpirun does not see that a rank on another host has ended with a status; others have to end within 10 s.
+_FAILED_GRACE_S = 6.0
+_LOST_GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
+_SI_KERNEL = 0x80
+
+
+def supervise(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    ranks: int,
+    family: str,
+    servers: int = 0,
+    usr1_has_come: Callable[[], bool] | None = None,
+    *,
+    elsewhere: int = 0,
+    guards: Guards | None = None,
+    verbose: bool = False,
+) -> int:
+    """Runs ``command`` with all of ``environ`` until it and all that it has started have ended.
+
+    Args:
+        command: what starts the ranks, an mpirun of ``family``, or ``"srun"``.
+        ranks: how many processes it starts, of which the last ``servers`` are servers.
+        usr1_has_come: see `hpcdp.launch.local.run`.
+        elsewhere: how many of the ranks run on other hosts.
+        guards: what holds those, where it is this launcher that reaches the hosts; else it is a batch system, and of
+            a host that is lost mpirun's words on stderr are all there is.
+        verbose: whether to tell where the ranks of this machine are.
+
+    Returns:
+        The job's exit status: 128 + the number of the signal that ended this launcher, or that of the rank that failed
+        first, or the command's own; 1 for a job that has lost a host.
+    """
+    watched = {*FORWARDED, signal.SIGCHLD}
+    libc = ctypes.CDLL(None)
+    adopt()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        with contextlib.ExitStack() as left_behind:
+            if family == "mpich":
+                left_behind.enter_context(segments.new_ones_removed())
+            elif not elsewhere and not is_open_mpi_4(Path(command[0])):
+                environ = left_behind.enter_context(segments.own_folder(environ))
+            words = Words() if elsewhere else None
+            mpirun = subprocess.Popen(
+                command, env=environ, preexec_fn=before_exec, stderr=None if words is None else words.end
+            )
+            with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
+                if guards is not None:
+                    guards.attach(watch)
+                if words is not None:
+                    words.attach(watch)
+                goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
+                ended_by = _forward_signals(mpirun, watch, usr1_has_come, guards, verbose, goes_on, family)
+                ends = watch.ends()
+                lost = [] if guards is None else guards.lost
+                if words is not None:
+                    lost += words.lost()
+            if guards is not None:
+                guards.end()
+            end_orphans()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if ended_by is not None:
+        return 128 + ended_by
+    if lost:
+        for each in lost:
+            say(each)
+        return 1
+    if family == "srun" and words is not None and mpirun.returncode > 0:
+        return words.status() or mpirun.returncode
+    if mpirun.returncode < 0:
+        first = _failed(watch.failed, ends, family)
+        return 128 - mpirun.returncode if first is None else first.exit_status or 1
+    return _explained(ends, mpirun.returncode, family)
+
+
+def _explained(ends: Sequence[End], code: int, family: str) -> int:
+    """The status of the job, once the rank that failed first has been named where mpirun has not done so.
+
+    Open MPI names it and has its status, but says of one that left with status 0 only what may have happened, of a
+    server not that it is one, and not always on which host a rank was.
+    """
+    first = first_failure(ends, code, _bereft(family))
+    if first is None or (first.status is None and code == 0):
+        return code
+    alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
+    names_it = family != "mpich" and first.status != 0 and first.server is None and first.host is None
+    if not names_it and not alike:
+        say(first)
+    if first.status is None:
+        return code
+    return first.exit_status or 1
+
+
+def _bereft(family: str) -> int | None:
+    return BEREFT if family == "openmpi" else None
+
+
+def _failed(seen: End | None, ends: Sequence[End], family: str) -> End | None:
+    """The rank that failed first, of which an mpirun that had to be killed has said nothing."""
+    return seen and (first_failure(ends, 0, _bereft(family)) or seen)
+
+
+def _forward_signals(
+    mpirun: subprocess.Popen[bytes],
+    watch: Watch,
+    usr1_has_come: Callable[[], bool] | None,
+    guards: Guards | None,
+    verbose: bool,
+    goes_on: bool,
+    family: str,
+) -> int | None:
+    """Waits for ``mpirun``; returns the signal that ended the job, None where it ended by itself.
+
+    A second ending signal, or the end of the grace time after the first one, after a rank has failed, unless the job
+    ``goes_on`` then, after a host was lost or after the last worker has ended, kills what has not ended by then.
+    """
+    ended_by: int | None = None
+    deadline = float("inf")
+    is_held = usr1_has_come is not None and usr1_has_come()
+    is_told_to_end, is_killed, told = False, False, 0
+    while mpirun.poll() is None:
+        received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
+        if is_held and watch.all_take(signal.SIGUSR1):
+            mpirun.send_signal(signal.SIGUSR1)
+            is_held = False
+        if verbose:
+            told = _tell_of_starts(watch.starts, told)
+        if guards is not None:
+            guards.beat()
+            if guards.lost and not is_told_to_end:
+                mpirun.terminate()
+                deadline, is_told_to_end = min(deadline, time.monotonic() + _LOST_GRACE_S), True
+        if watch.failed is not None and not goes_on:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
+            deadline = min(deadline, watch.failed.at_s + _FAILED_GRACE_S)
+        alone_s = watch.servers_alone_since_s  # those of a program that has never come to hpcdp.init()
+        if time.monotonic() >= min(deadline, float("inf") if alone_s is None else alone_s + _GRACE_S):
+            if ended_by is None and not is_told_to_end:
+                if watch.failed is not None:
+                    first = _failed(watch.failed, watch.ends(), family)
+                    say(f"{first}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
+                else:
+                    why = "all workers have ended, and the servers, whom only hpcdp.init() tells, have not"
+                    say(f"{why} in {_GRACE_S:g} s: killed")
+            mpirun.kill()
+            mpirun.wait()
+            is_killed = True
+        elif received is not None and received.number == signal.SIGUSR1 and usr1_has_come is not None:
+            is_held = True
+        elif received is not None and received.number in FORWARDED:
+            if received.number in ENDING:
+                deadline = time.monotonic() + _GRACE_S if ended_by is None else 0.0
+                ended_by = ended_by or received.number
+            # Ctrl-C on a terminal has reached mpirun already, which takes a second SIGINT for an order to die at once;
+            # a terminal that is closed tells the session's leader alone.
+            if received != (signal.SIGINT, _SI_KERNEL):
+                mpirun.send_signal(received.number)
+    if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
+        say(f"mpirun was killed by {signal.Signals(-mpirun.returncode).name}")
+    return ended_by
+
+
+def _tell_of_starts(starts: Sequence[Start], told: int) -> int:
+    for start in starts[told:]:
+        if start.host is None:
+            cores = machine.cores_of(start.pid) or "unknown: it has ended"
+            say(f"rank {start.rank} is pid {start.pid} on {socket.gethostname()}, cores {cores}")
+    return len(starts)
+
+
+def say(what: object) -> None:
+    """Writes a line of the launcher's own to stderr."""
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        print(f"hpcdp launch: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""Copies of the working folder on all hosts, by rsync."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcdp.errors import LaunchError, listed
+
+from .channel import SSH
+from .hosts import is_this_machine
+from .job import Command
+
+EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
+"""What is not copied: histories, environments, caches."""
+
+
+def commands(hosts: Sequence[str], folder: str) -> list[Command]:
+    """The rsync to each host; what else lies in ``folder`` there is left alone.
+
+    Raises:
+        LaunchError: ``folder`` is no absolute path, or one that would be copied into itself.
+    """
+    source, target = Path.cwd(), Path(folder)
+    if not target.is_absolute():
+        raise LaunchError("launch --sync-dst-dir", expected="an absolute path", got=repr(folder))
+    here = [host for host in hosts if is_this_machine(host)]
+    if here and target.resolve() != source and source in target.resolve().parents:
+        raise LaunchError("launch --sync-dst-dir", expected=f"a folder outside {source}", got=repr(folder))
+    environments = [path.parent.name for path in source.glob("*/pyvenv.cfg")]
+    excluded = [f"--exclude={name}" for name in (*EXCLUDED, *sorted(environments))]
+    made = f"mkdir -p {shlex.quote(folder)} && rsync"
+    found = []
+    for host in hosts:
+        if host not in here:
+            # -s: the remote shell does not see the folder's name
+            argv = ["rsync", "-azs", *excluded, f"--rsync-path={made}", f"--rsh={shlex.join(SSH)}"]
+            found.append(Command((*argv, "./", f"[{host}]:{folder}/" if ":" in host else f"{host}:{folder}/")))
+        elif target.resolve() != source:
+            found.append(Command(("mkdir", "-p", folder)))
+            found.append(Command(("rsync", "-a", *excluded, "./", f"{folder}/")))
+    return found
+
+
+def copy(hosts: Sequence[str], folder: str) -> None:
+    """Runs the rsyncs of `commands` all at once.
+
+    Raises:
+        LaunchError: some have failed; it names the hosts, and what rsync said of each.
+    """
+    if shutil.which("rsync") is None:
+        raise LaunchError("launch --sync-dst-dir", expected="rsync", got="none here", remedy="install it")
+    running: list[tuple[str, subprocess.Popen[str]]] = []
+    wrong = []
+    try:
+        for command in commands(hosts, folder):
+            if command.argv[0] == "mkdir":
+                subprocess.run(command.argv, capture_output=True)  # rsync says why it cannot write there
+                continue
+            host = command.argv[-1].rpartition(f":{folder}/")[0] or "this machine"
+            process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+            running.append((host, process))
+        for host, process in running:
+            _, said = process.communicate()
+            if process.returncode:
+                wrong.append(f"{host}: {_reason(said, process.returncode)}")
+    finally:
+        for _, process in running:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if wrong:
+        raise LaunchError("copy the working folder", where=folder, got=listed(wrong))
+
+
+def _reason(said: str, code: int) -> str:
+    if code == 127 or "command not found" in said or "rsync: not found" in said:
+        return "rsync is not installed there"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[0] if lines else f"rsync ended with status {code}"

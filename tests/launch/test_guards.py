@@ -1,0 +1,177 @@
+"""A guard on each other host, here by an ssh that stays on this machine: who is named, and that nothing outlives it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from hpcdp.errors import LaunchError
+from hpcdp.launch import guard
+from hpcdp.launch.guards import Guards
+from hpcdp.launch.hosts import Place
+
+SSH = """#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+shift
+echo "$1" >>{log}
+case $1 in
+  refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  bare) echo "bash: python: command not found" >&2; exit 127 ;;
+  chatty) echo "welcome to this host"; echo "please read the news" >&2 ;;
+esac
+shift
+exec sh -c "$*"
+"""
+MPIRUN = """#!/bin/sh
+"$AGENT" -x away "$AWAY"
+PMI_RANK=0 sh -c "exec $HERE" &
+trap "kill $!; exit 143" TERM
+wait $!
+"""
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+from hpcdp.launch import channel, guard, guards, supervise
+from hpcdp.launch.hosts import Place
+supervise._FAILED_GRACE_S = 0.5
+with guards.Guards([Place("away", 1)], print) as reached:
+    reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None)
+    reached.check("/", sys.executable, "lo")
+    environ = {**os.environ, "AGENT": reached.agent()}
+    sys.exit(supervise.supervise([sys.argv[1]], environ, 2, "mpich", elsewhere=1, guards=reached))
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log of an ssh that runs everything here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    log = tmp_path / "log"
+    for name, text in {"ssh": SSH.format(log=log), "mpirun": MPIRUN}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return log
+
+
+class Job:
+    """A launcher, a rank here and one on another host, which do what ``here`` and ``away`` say."""
+
+    def __init__(self, folder: Path, here: str, away: str) -> None:
+        self.mark = str(uuid.uuid4())
+        # Like a daemon, it leaves the shell that started it.
+        away = f"(PMI_RANK=1 setsid sh -c {away!r} >/dev/null 2>&1 &)"
+        # What a launcher that is killed leaves lies in the test's folder.
+        environ = os.environ | {"MARK": self.mark, "HERE": here, "AWAY": away, "TMPDIR": str(folder)}
+        command = [sys.executable, "-c", LAUNCHER, str(folder / "bin" / "mpirun")]
+        self.process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def processes(self) -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found += [int(path.parent.name)] if self.mark.encode() in path.read_bytes() else []
+        return found
+
+    def end(self) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=30)
+        deadline = time.monotonic() + 10
+        while self.processes():
+            assert time.monotonic() < deadline, "something is left"
+            time.sleep(0.05)
+        return self.process.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("away", "status", "says"),
+    [
+        (
+            "sleep 0.3; exit 3",
+            3,
+            "on away) ended with status 3 before the others; mpirun has not ended the others in 0.5",
+        ),
+        ("sleep 0.3; kill -9 $$", 137, "on away) was killed by SIGKILL; mpirun has not ended the others in 0.5 s"),
+    ],
+)
+def test_a_rank_that_fails_on_another_host_is_named(
+    ssh: Path, tmp_path: Path, away: str, status: int, says: str
+) -> None:
+    code, said = Job(tmp_path, "sleep 60", away).end()
+    assert (code, said.count("\n")) == (status, 1), said
+    assert said.startswith("hpcdp launch: rank 1 (pid ") and says in said
+
+
+def test_a_job_that_ends_well_ends_what_it_left(ssh: Path, tmp_path: Path) -> None:
+    assert Job(tmp_path, "sleep 0.5", "sleep 60").end() == (0, "")
+
+
+@pytest.mark.parametrize("whose", ["launcher", "guard"])
+def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str) -> None:
+    job = Job(tmp_path, "sleep 60", f"echo $PPID >{tmp_path}/pid-1; sleep 60")
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid-1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    if whose == "launcher":
+        job.process.kill()
+        assert job.end()[0] == -signal.SIGKILL
+    else:
+        guards = subprocess.run(
+            ["pgrep", "-P", str(job.process.pid), "-f", "guard.main"], capture_output=True, text=True
+        ).stdout.split()
+        for pid in guards:
+            os.kill(int(pid), signal.SIGTERM)
+        code, said = job.end()
+        assert code == 1 and "hpcdp launch: away is lost: its connection has closed\n" in said, said
+
+
+def test_hosts_that_cannot_be_reached_are_named_with_their_reasons(ssh: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchError) as caught, Guards([Place(name, 1) for name in ("a", "refused", "bare")], print):
+        pass
+    assert str(caught.value) == (
+        f"reach by ssh: got bare: no {sys.executable} with hpcdp; it must lie at the same path on all hosts, "
+        "refused: ssh: connect to host refused port 22: Connection refused"
+    )
+    assert time.monotonic() - started < 10
+
+
+def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
+    said: list[str] = []
+    with Guards([Place("chatty", 2)], said.append) as guards:
+        guards.begin(2, 0, {}, None)
+        with pytest.raises(LaunchError) as caught:
+            guards.check("/", "no/such/program", None)
+    assert "chatty: there is no program no/such/program; it must lie at the same path on all hosts" in str(caught.value)
+    assert said == [f"chatty is reached, {len(os.sched_getaffinity(0))} cores"]
+
+
+def test_what_a_host_lacks(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").touch(mode=0o755)
+    assert guard.problems(str(tmp_path), "./run.sh", "lo") == []
+    assert guard.problems(str(tmp_path / "x"), sys.executable, None)[0].startswith(f"there is no folder {tmp_path}/x;")
+    (said,) = guard.problems(None, sys.executable, "ib9")
+    assert said.startswith("there is no network interface 'ib9', but lo")
+
+
+def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path) -> None:
+    with Guards([Place("a", 1)], print) as guards:
+        agent = Path(guards.agent())
+        assert agent.parent.stat().st_mode & 0o777 == 0o700
+        with subprocess.Popen([agent, "-x", "a", "echo", "two  words"]) as asking:
+            assert guards._socket is not None
+            connection, _ = guards._socket.accept()
+            with connection, connection.makefile() as file:
+                assert json.loads(file.readline()) == {"host": "a", "command": "echo two  words"}
+                connection.sendall(b"7")
+            assert asking.wait(10) == 7
+    assert not agent.parent.exists()

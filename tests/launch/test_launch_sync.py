@@ -1,0 +1,67 @@
+"""The working folder on other hosts, by rsync and an ssh that stays on this machine."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpcdp.errors import LaunchError
+from hpcdp.launch import sync
+
+SSH = """#!/bin/sh
+while :; do case $1 in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
+case $1 in
+  refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  bare) echo "bash: line 1: rsync: command not found" >&2; exit 127 ;;
+esac
+shift
+exec sh -c "$*"
+"""
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "a project"
+    for path in (".git/HEAD", ".venv-mpich/x", "env/pyvenv.cfg", "__pycache__/a.pyc", "src/train.py", "run.sh"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("host", ["node2", "localhost"])
+def test_what_the_program_needs_is_copied_and_what_was_there_stays(project: Path, tmp_path: Path, host: str) -> None:
+    target = tmp_path / "it's there; really"
+    for _ in range(2):
+        sync.copy([host], str(target))
+        (target / "older").touch()
+    assert files(target) == ["older", "run.sh", "src/train.py"]
+
+
+def test_a_folder_is_not_copied_onto_itself(project: Path) -> None:
+    assert sync.commands(["localhost"], str(project)) == []
+
+
+def test_hosts_that_cannot_be_copied_to_are_named_with_their_reasons(project: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        sync.copy(["node2", "refused", "bare"], str(tmp_path / "copy"))
+    said = str(caught.value)
+    assert "\n" not in said and f"copy the working folder [{tmp_path / 'copy'}]" in said
+    assert "refused: ssh: connect to host refused port 22: Connection refused" in said
+    assert "bare: rsync is not installed there" in said and "node2" not in said
+
+
+def test_without_rsync_here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(LaunchError, match="expected rsync, got none here; install it"):
+        sync.copy(["node2"], str(tmp_path / "copy"))

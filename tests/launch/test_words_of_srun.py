@@ -1,0 +1,44 @@
+"""The status of a job is read out of what srun says, which is copied on."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SRUN = """\
+srun: error: node1: task 7: Killed
+slurmstepd-node1: error: *** STEP 9.0 ON node1 CANCELLED ***
+srun: error: node1: {}
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+srun: error: node2: task 2: Killed
+srun: error: node2: task 3: Exited with exit code 14
+"""
+RUN = """
+import os, sys
+from hpcdp.launch.supervise import supervise
+sys.exit(supervise(["sh", "-c", 'printf "%s" "$0" >&2; exit 14', sys.argv[1]], os.environ, 4, "srun", elsewhere=4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [
+        ("task 1: Exited with exit code 3", 3),
+        ("tasks 0-1: Killed", 128 + signal.SIGKILL),
+        ("tasks 0,[2-3]: Segmentation fault (core dumped)", 128 + signal.SIGSEGV),
+        ("task 0: Out Of Memory", 128 + signal.SIGKILL),
+        ("task 0: a word of a later version", 128 + signal.SIGKILL),
+        ("no task", 128 + signal.SIGKILL),
+    ],
+)
+def test_the_status_is_that_of_the_task_that_failed_first(first: str, status: int) -> None:
+    said = SRUN.format(first)
+    done = subprocess.run([sys.executable, "-c", RUN, said], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_a_job_without_failures_has_the_status_of_srun() -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, "nothing"], env=os.environ, capture_output=True, timeout=60)
+    assert done.returncode == 14
