@@ -52,22 +52,33 @@ class Cluster:
         hosts: how many, 1 to 99.
         rate: of every host's link in each direction, as tc(8) writes it, e.g. ``"1gbit"``.
         share: further folders that all hosts see.
+        networks: how many, 1 to 9. Host i is 10.77.k.i on network k, its interface ``eth`` k; its name is that on eth0.
+        tcp_retries: after so many unanswered repetitions a host gives up a connection: 15 as Linux does, a quarter of
+            an hour; 4 are some 6 s.
 
     Raises:
         ClusterError: on entry, where no cluster can be made.
     """
 
-    def __init__(self, hosts: int, rate: str = "1gbit", share: Sequence[str | Path] = ()) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rate: str = "1gbit",
+        share: Sequence[str | Path] = (),
+        networks: int = 1,
+        tcp_retries: int = 15,
+    ) -> None:
         self.hosts = hosts
         self.folder = Path()
-        self._rate = rate
+        self._rate, self._networks, self._tcp_retries = rate, networks, tcp_retries
         wanted = [sys.prefix, sys.base_prefix, _LIBRARY, cache_dir(), *share]
         self._shared = sorted({path for path in (Path(each).resolve() for each in wanted) if _is_private(path)})
 
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="hpcdp-cluster-"))
         shares = [argument for path in self._shared for argument in ("--share", str(path))]
-        command = ["up", str(self.hosts), "--rate", self._rate, *shares, "--until", str(os.getpid())]
+        command = ["up", str(self.hosts), "--rate", self._rate, "--networks", str(self._networks), *shares]
+        command += ["--until", str(os.getpid()), "--temporary"]
         try:
             self._control(*command)
         except BaseException:
@@ -83,10 +94,10 @@ class Cluster:
     def mpirun(
         self, ranks_per_node: int | Sequence[int], argv: Sequence[str | Path], timeout_s: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``argv`` as ranks of all hosts, by the mpirun that lies beside the program ``argv[0]``.
+        """Run ``argv`` as ranks of all hosts, by the mpirun of the first that lies beside the program ``argv[0]``.
 
         Args:
-            ranks_per_node: of every host, or one number for each.
+            ranks_per_node: of every host that is up, or one number for each; 0 leaves a host out.
             argv: the program and its arguments. It gets this process's environment; with Open MPI only what begins
                 with ``HPCDP_``, ``PYTHON`` or ``OMPI_MCA_``.
             timeout_s: the job is ended after so many seconds.
@@ -110,22 +121,39 @@ class Cluster:
         self._control("slurm")
 
     def cut(self, host: int) -> None:
-        """Pull the cable of ``host``."""
+        """Pull the cables of ``host``."""
         self._control("cut", str(host))
 
     def join(self, host: int) -> None:
-        """Plug the cable of ``host`` in again."""
+        """Plug the cables of ``host`` in again."""
         self._control("join", str(host))
 
     def rate(self, host: int, rate: str) -> None:
-        """Give the link of ``host`` another rate."""
+        """Give the links of ``host`` another rate."""
         self._control("rate", str(host), rate)
+
+    def kill(self, host: int) -> None:
+        """End ``host`` and all that runs on it, as at a reboot: the others see its connections closed."""
+        self._control("kill", str(host))
+
+    def crash(self, host: int) -> None:
+        """End ``host`` in silence, as by a power loss: the others hear no more of it, and are told nothing."""
+        self._control("crash", str(host))
+
+    def boot(self, host: int) -> None:
+        """Start ``host`` again, which `kill` or `crash` has ended. `slurmd` joins it to Slurm."""
+        self._control("boot", str(host))
+
+    def slurmd(self, host: int) -> None:
+        """Start Slurm's daemons on ``host``, which has come back."""
+        self._control("slurmd", str(host))
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(_LIBRARY), os.environ.get("PYTHONPATH", "")]))
         return {
             **os.environ,
             "HPCDP_CLUSTER": str(self.folder),
+            "TCP_RETRIES2": str(self._tcp_retries),
             "HPCDP_CACHE_DIR": str(cache_dir()),
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
@@ -152,8 +180,10 @@ class Cluster:
                     process.wait(5)
                 process.kill()
         if ended:
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 out, err = process.communicate(timeout=5)
+            except subprocess.TimeoutExpired as late:  # what has outlived the command has its pipes
+                out, err = ((each or b"").decode(errors="replace") for each in (late.output, late.stderr))
         return subprocess.CompletedProcess(command, 124 if ended else process.returncode, out, err + ended)
 
     def _control(self, *command: str) -> None:

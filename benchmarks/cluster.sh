@@ -13,14 +13,16 @@ processes, /tmp, /run, /dev/shm, an sshd, and a link that is shaped in both dire
 machines. Needs root.
 
   cluster.sh check                   say why a cluster cannot be made here, if so
-  cluster.sh up N [--rate R] [--share FOLDER]... [--until PID]
-                                     N hosts with links of rate R (default 1gbit, as tc(8) writes rates); all see a
-                                     FOLDER that lies in /tmp, /run or /dev/shm; taken down when process PID ends
+  cluster.sh up N [--rate R] [--networks K] [--share FOLDER]... [--until PID] [--temporary]
+                                     N hosts with links of rate R (default 1gbit, as tc(8) writes rates), on K networks
+                                     (default 1: eth0; eth1 is 10.77.1.I, ...); all see a FOLDER that lies in /tmp,
+                                     /run or /dev/shm; taken down when process PID ends, with all of HPCDP_CLUSTER
+                                     if that is temporary
   cluster.sh sh I CMD...             run CMD on host I, in this working folder if the host sees it
   cluster.sh mpirun SLOTS CMD...     run CMD by the mpirun or mpiexec.hydra that lies beside it, or else is on PATH;
-                                     SLOTS are the ranks of each host: 2 for all of them, or 2,1,3
-  cluster.sh cut I | join I          pull host I's cable; plug it in again
-  cluster.sh rate I R                give host I's link another rate
+                                     SLOTS are the ranks of each host: 2 for all of them, or 2,0,3
+  cluster.sh cut I | join I          pull all cables of host I; plug them in again
+  cluster.sh rate I R                give host I's links another rate
   cluster.sh kill I | crash I        host I dies and its connections are closed; dies in silence, as by power loss
   cluster.sh boot I                  host I comes back
   cluster.sh slurm | slurmd I        start munged, slurmctld on node1 and slurmd on all hosts; on a host that came back
@@ -35,7 +37,7 @@ SELF=$(readlink -f "$0")
 FOLDER=$(readlink -m "${HPCDP_CLUSTER:-/var/tmp/hpcdp-cluster}")
 STATE=$FOLDER/state
 ETC=$FOLDER/etc
-NET=10.77.0
+NET=10.77
 PRIVATE=(/tmp /run /dev/shm)
 START_LIMIT_S=20
 
@@ -92,15 +94,21 @@ check() {
 
 require_rate() { [[ $1 =~ ^[0-9.]+([kmg]?(bit|bps))$ ]] || fail "expected a rate such as 1gbit or 100mbit, got '$1'"; }
 
+networks() { seq 0 $(($(<"$STATE/networks") - 1)); }
+
 shape() {                              # what leaves the host, and what the switch sends to it
-  local how=(root tbf rate "$2" burst 128kb latency 50ms)
-  network_of "$1" tc qdisc replace dev eth0 "${how[@]}"
-  switch tc qdisc replace dev "port$1" "${how[@]}"
+  local how=(root tbf rate "$2" burst 128kb latency 50ms) k
+  for k in $(networks); do
+    network_of "$1" tc qdisc replace dev "eth$k" "${how[@]}"
+    switch tc qdisc replace dev "port$1-$k" "${how[@]}"
+  done
 }
 
 forget_address() {                     # of a host that has come back, in the tables of the others
-  local other
-  for other in $(hosts); do network_of "$other" ip neigh flush to "$NET.$1" || true; done
+  local other k
+  for other in $(hosts); do
+    for k in $(networks); do network_of "$other" ip neigh flush to "$NET.$k.$1" || true; done
+  done
 }
 
 _host() {                              # the first process of host $1
@@ -127,25 +135,27 @@ _host() {                              # the first process of host $1
   exec "$(command -v sshd)" -D -f "$ETC/ssh/sshd_config" -E /run/sshd.log
 }
 
-gone_from_switch() { ! switch ip link show "port$1" &>/dev/null; }
 child_of() { ID=$(pgrep -P "$1") || ! kill -0 "$1" 2>/dev/null; }
 answers() { nsenter -t "$1" -m test -s /run/sshd.log || ! kill -0 "$1" 2>/dev/null; }
 runs_sleep() { [[ $(<"/proc/$1/comm") == sleep ]]; }
 
 boot() {
-  local i=$1 first starter ID=
+  local i=$1 k first starter ID=
   first=$(recorded "node$i") && fail "host $i is up already, as process $first"
-  within_limit gone_from_switch "$i" || fail "the link of host $i, which has died, does not go away"
+  unplug "$i"                          # connections that nobody has answered keep a dead host's links for minutes
   setsid unshare --net --uts --ipc --pid --mount --fork --mount-proc bash "$SELF" _host "$i" \
     </dev/null &>"$STATE/log$i" &
   starter=$!
   within_limit child_of "$starter" && [[ -n $ID ]] || fail "host $i does not start: $(tail -1 "$STATE/log$i")"
   record "node$i" "$ID"
   disown
-  switch ip link add "port$i" type veth peer name eth0 address "$(printf 02:00:0a:4d:00:%02x "$i")" netns "$ID"
-  switch ip link set "port$i" master br0 up
-  nsenter -t "$ID" -n sh -c "echo ${TCP_RETRIES2:-15} >/proc/sys/net/ipv4/tcp_retries2
-    ip link set lo up; ip addr add $NET.$i/24 dev eth0; ip link set eth0 up"
+  nsenter -t "$ID" -n sh -c "echo ${TCP_RETRIES2:-15} >/proc/sys/net/ipv4/tcp_retries2; ip link set lo up"
+  for k in $(networks); do
+    switch ip link add "port$i-$k" type veth peer name "eth$k" \
+      address "$(printf 02:00:0a:4d:%02x:%02x "$k" "$i")" netns "$ID"
+    switch ip link set "port$i-$k" master "br$k" up
+    nsenter -t "$ID" -n sh -c "ip addr add $NET.$k.$i/24 dev eth$k; ip link set eth$k up"
+  done
   within_limit answers "$ID" && kill -0 "$ID" 2>/dev/null || fail "host $i does not start: $(tail -1 "$STATE/log$i")"
   shape "$i" "$(<"$STATE/rate")"
   forget_address "$i"
@@ -159,23 +169,26 @@ write_configuration() {
     'PasswordAuthentication no' 'PermitRootLogin prohibit-password' 'MaxStartups 100' >"$ETC/ssh/sshd_config"
   printf '%s\n' "IdentityFile $ETC/ssh/id" 'StrictHostKeyChecking no' 'UserKnownHostsFile /dev/null' \
     'LogLevel ERROR' 'BatchMode yes' 'ConnectTimeout 5' >"$ETC/ssh/ssh_config"
-  { echo 127.0.0.1 localhost; for i in $(seq "$1"); do echo "$NET.$i node$i"; done; } >"$ETC/hosts"
+  { echo 127.0.0.1 localhost; for i in $(seq "$1"); do echo "$NET.0.$i node$i"; done; } >"$ETC/hosts"
 }
 
 up() {
-  local n=${1:-} rate=1gbit until= shared=("$FOLDER") i
+  local n=${1:-} rate=1gbit networks=1 until='' temporary='' shared=("$FOLDER") i
   [[ $n =~ ^[1-9][0-9]?$ ]] || fail "up: how many hosts? expected 1 to 99, got '$n'"
   shift
   while (($#)); do
     case $1:${2:+given} in
+      --temporary:*) temporary=1; shift; continue ;;
       --rate:given) rate=$2 ;;
+      --networks:given) networks=$2 ;;
       --share:given) shared+=("$(readlink -e "$2")") || fail "up: there is no folder $2" ;;
       --until:given) until=$2 ;;
-      *) fail "up: expected --rate R, --share FOLDER or --until PID, got '$*'" ;;
+      *) fail "up: expected --rate R, --networks K, --share FOLDER, --until PID or --temporary, got '$*'" ;;
     esac
     shift 2
   done
   require_rate "$rate"
+  [[ $networks =~ ^[1-9]$ ]] || fail "up: expected 1 to 9 networks, got '$networks'"
   check
   if recorded switch >/dev/null; then fail "a cluster is up already in $FOLDER"; fi
   umask 077
@@ -184,13 +197,17 @@ up() {
   trap down EXIT                       # of a cluster that does not come up
   printf '%s\n' "${shared[@]}" >"$STATE/shared"
   echo "$rate" >"$STATE/rate"
+  echo "$networks" >"$STATE/networks"
+  [[ -z $temporary ]] || touch "$STATE/temporary"
   write_configuration "$n"
   setsid unshare --net sleep infinity </dev/null &>/dev/null &
   within_limit runs_sleep $! || fail "the switch does not start"
   record switch $!
   disown
-  switch ip link add br0 type bridge
-  switch ip link set br0 up
+  for i in $(networks); do
+    switch ip link add "br$i" type bridge
+    switch ip link set "br$i" up
+  done
   if [[ -n $until ]]; then
     setsid sh -c 'tail --pid="$1" -f /dev/null; exec bash "$0" down' "$SELF" "$until" </dev/null &>/dev/null &
     record watcher $!
@@ -209,6 +226,7 @@ down() {
     fi
     rm -f "$STATE/$name"
   done
+  [[ ! -f $STATE/temporary ]] || rm -rf "$FOLDER"
   rm -rf "$STATE" "$ETC"
   rmdir --ignore-fail-on-non-empty "$FOLDER" 2>/dev/null || true
 }
@@ -228,15 +246,15 @@ mpi() {                                # SLOTS CMD...
   for i in "${list[@]}"; do rank=$((rank + i)); done
   export OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0
   if [[ $launcher == */mpiexec.hydra ]]; then
-    for i in "${!names[@]}"; do echo "node${names[i]}:${list[i]}"; done >"$STATE/machines"
+    for i in "${!names[@]}"; do ((!list[i])) || echo "node${names[i]}:${list[i]}"; done >"$STATE/machines"
     EXEC=exec on "${names[0]}" "$launcher" -f "$STATE/machines" -iface eth0 -n "$rank" "$@"
   fi
-  for i in "${!names[@]}"; do echo "node${names[i]} slots=${list[i]}"; done >"$STATE/machines"
+  for i in "${!names[@]}"; do ((!list[i])) || echo "node${names[i]} slots=${list[i]}"; done >"$STATE/machines"
   # Open MPI hands on only its own settings.
   for i in $(compgen -e | grep -E '^(HPCDP_|PYTHON|OPENBLAS_|OMP_|GLOO_)'); do variables+=(-x "$i"); done
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   export PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 PMIX_MCA_psec=native
-  export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_btl_tcp_if_include=eth0 OMPI_MCA_osc=^ucx
+  export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp OMPI_MCA_btl_tcp_if_include=${OMPI_MCA_btl_tcp_if_include:-eth0} OMPI_MCA_osc=^ucx
   # All hosts share this machine's cores: a rank that spins or is bound would keep the others from them.
   export OMPI_MCA_mpi_yield_when_idle=1 PRTE_MCA_hwloc_default_binding_policy=none
   EXEC=exec on "${names[0]}" "$launcher" --hostfile "$STATE/machines" -np "$rank" "${variables[@]}" "$@"
@@ -279,8 +297,20 @@ slurmd() {
   on "$1" slurmd -N "node$1"
 }
 
-cut_cable() { host "$1" >/dev/null; switch ip link set "port$1" down; }
-end_host() { kill -9 "$(host "$1")"; rm "$STATE/node$1"; }
+cables() {                             # of host $1: $2 is up or down
+  local k
+  host "$1" >/dev/null
+  for k in $(networks); do switch ip link set "port$1-$k" "$2"; done
+}
+unplug() {                             # the links of host $1, for good
+  local k
+  for k in $(networks); do switch ip link del "port$1-$k" 2>/dev/null || true; done
+}
+end_host() {                           # returns when all that ran there has ended
+  kill -9 "$(host "$1")"
+  while recorded "node$1" >/dev/null; do sleep .01; done
+  rm "$STATE/node$1"
+}
 
 given=("${@:---help}")
 command=${1:---help}
@@ -294,9 +324,9 @@ case $command:$# in
   sh:*) EXEC=exec on "$@" ;;
   mpirun:*) mpi "$@" ;;
   rate:2) require_rate "$2"; shape "$1" "$2" ;;
-  cut:1) cut_cable "$1" ;;
-  join:1) switch ip link set "port$1" up; forget_address "$1" ;;
+  cut:1) cables "$1" down ;;
+  join:1) cables "$1" up; forget_address "$1" ;;
   kill:1) end_host "$1" ;;
-  crash:1) cut_cable "$1"; end_host "$1" ;;
+  crash:1) host "$1" >/dev/null; unplug "$1"; end_host "$1" ;;
   *) fail "expected a command and what it takes, got '${given[*]}'; see --help" ;;
 esac

@@ -1,7 +1,9 @@
 """Clusters of hosts on this machine for the tests marked ``cluster``, which `make test-cluster` runs."""
 
+import ctypes
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,20 @@ def hosts_possible() -> None:
         pytest.skip(f"no hosts can be made here: {reason}")
 
 
+@pytest.fixture(scope="session")
+def slurm_possible(hosts_possible: None) -> None:
+    """That Slurm can start Open MPI's ranks."""
+    for tool in ("munged", "slurmctld", "slurmd", "srun"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed (Debian: slurm-wlm munge libpmix2 libpmix-dev)")
+    try:
+        ctypes.CDLL("libpmix.so")
+    except OSError:
+        pytest.skip("Slurm finds no libpmix.so (Debian: libpmix2 libpmix-dev)")
+    if (Path(sys.executable).parent / "mpiexec.hydra").exists():
+        pytest.skip("MPICH knows no PMIx")
+
+
 @pytest.fixture(scope="module")
 def two_hosts(hosts_possible: None) -> Iterator[Cluster]:
     with Cluster(2) as cluster:
@@ -32,6 +48,12 @@ def two_hosts(hosts_possible: None) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def three_hosts(hosts_possible: None) -> Iterator[Cluster]:
     with Cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def four_hosts(hosts_possible: None) -> Iterator[Cluster]:
+    with Cluster(4) as cluster:
         yield cluster
 
 

@@ -14,11 +14,22 @@ from hpcdp.benchmarks.cluster import SCRIPT, Cluster, ClusterError, obstacle
 pytestmark = pytest.mark.cluster
 
 KEEPS_HOSTS = """
-import sys, time
+import shutil, sys, time
 from hpcdp.benchmarks.cluster import Cluster
-with Cluster(2) as cluster:
+with Cluster(2, networks=2) as cluster:
+    (cluster.folder / "a-file").write_text("of a test")
+    if shutil.which("slurmctld"):
+        cluster.slurm()
     print(cluster.folder, flush=True)
     cluster.mpirun(1, [sys.executable, "-c", "import time; time.sleep(60)"])
+"""
+
+FAILS = """
+import pytest
+def test_that_fails(two_hosts):
+    (two_hosts.folder / "a-file").write_text("of a test")
+    print("FOLDER", two_hosts.folder)
+    assert two_hosts.on(2, ["hostname"]).stdout == "node3"
 """
 
 
@@ -32,6 +43,12 @@ def processes_of(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def links_and_mounts() -> list[str]:
+    """Of this machine itself, which a cluster must not change."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    return sorted(os.listdir("/sys/class/net")) + [line for line in mounts if "hpcdp" in line]
 
 
 def gone(folder: Path, limit_s: float = 10) -> bool:
@@ -76,6 +93,7 @@ def test_nothing_is_left_after_an_error(hosts_possible: None) -> None:
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
 def test_nothing_is_left_of_a_process_that_is_ended(hosts_possible: None, sign: signal.Signals) -> None:
+    before = links_and_mounts()
     keeper = subprocess.Popen([sys.executable, "-c", KEEPS_HOSTS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert keeper.stdout is not None
     folder = Path(keeper.stdout.readline().decode().strip())
@@ -85,6 +103,35 @@ def test_nothing_is_left_of_a_process_that_is_ended(hosts_possible: None, sign: 
     keeper.wait(20)
     keeper.stdout.close()
     assert gone(folder), processes_of(folder)
+    assert links_and_mounts() == before
+
+
+def test_nothing_is_left_after_a_test_that_fails(hosts_possible: None, tmp_path: Path) -> None:
+    (tmp_path / "test_fails.py").write_text(FAILS)
+    fixtures = str(Path(__file__).parent)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "conftest", "test_fails.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{fixtures}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "1 failed" in done.stdout
+    (folder,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FOLDER ")]
+    assert gone(Path(folder), 0)
+
+
+def test_a_host_dies_and_comes_back(hosts_possible: None) -> None:
+    """It comes back with nothing of what it had, under its name and address."""
+    with Cluster(2, networks=2) as cluster:
+        for end in (cluster.kill, cluster.crash):
+            cluster.on(2, ["touch", "/tmp/mine"])
+            end(2)
+            with pytest.raises(ClusterError, match="there is no host 2; up: 1"):
+                cluster.cut(2)
+            cluster.boot(2)
+            assert cluster.on(2, ["ls", "/tmp/mine"]).returncode != 0
+            for network in (0, 1):
+                assert cluster.on(1, ["ssh", f"10.77.{network}.2", "hostname"]).stdout == "node2\n"
 
 
 def test_a_rate_that_is_none_is_told_and_nothing_is_left(hosts_possible: None) -> None:
@@ -99,6 +146,7 @@ def test_a_rate_that_is_none_is_told_and_nothing_is_left(hosts_possible: None) -
     [
         (["up", "0"], "expected 1 to 99, got '0'"),
         (["up", "2", "--speed", "1"], "expected --rate R"),
+        (["up", "2", "--networks", "10"], "expected 1 to 9 networks, got '10'"),
         (["fly"], "got 'fly'; see --help"),
         (["sh", "1"], "a command is missing"),
         (["cut", "7"], "there is no host 7"),

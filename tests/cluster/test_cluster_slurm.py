@@ -1,11 +1,8 @@
 """Ranks that srun starts on several hosts: their world, and PyTorch models on it."""
 
-import ctypes
 import json
-import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -61,16 +58,7 @@ if world.rank == 0:
 
 
 @pytest.fixture(scope="module")
-def slurm(hosts_possible: None) -> Iterator[Cluster]:
-    for tool in ("munged", "slurmctld", "slurmd", "srun"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed (Debian: slurm-wlm munge libpmix2 libpmix-dev)")
-    try:
-        ctypes.CDLL("libpmix.so")
-    except OSError:
-        pytest.skip("Slurm finds no libpmix.so (Debian: libpmix2 libpmix-dev)")
-    if (Path(sys.executable).parent / "mpiexec.hydra").exists():
-        pytest.skip("MPICH knows no PMIx")
+def slurm(slurm_possible: None) -> Iterator[Cluster]:
     with Cluster(2) as cluster:
         cluster.slurm()
         yield cluster

