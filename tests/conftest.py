@@ -16,7 +16,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from hpcdp.launch.local import launched_rank, launched_ranks
+from hpcdp.launch.inside import launched_rank, launched_ranks
 
 RANK, SIZE = launched_rank() or 0, launched_ranks() or 1
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH", "") not in ("", "0")

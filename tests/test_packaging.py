@@ -16,9 +16,11 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 SMOKE = """
 import sys, hpcdp, hpcdp.benchmarks
+from hpcdp.slurm import profile, script
 assert sys.prefix in hpcdp.__file__, hpcdp.__file__
 hpcdp.kernels.load("update")
 assert len(hpcdp.data.load("digits", "test")) > 100
+assert script.render(script.Request(template="train"), profile.Profile(mpi_type="pmix", time="1")).text
 """
 
 
@@ -67,12 +69,13 @@ def test_both_hold_every_module_and_data_file(built: Path) -> None:
     packages = [path for path in (ROOT / "hpcdp").iterdir() if (path / "__init__.py").exists()]
     wanted = {str(file.relative_to(ROOT)) for package in packages for file in package.rglob("*.py")}
     wanted |= {"hpcdp/cli.py", "hpcdp/py.typed", "hpcdp/data/sets/digits.h5", "hpcdp/data/sets/LICENSE-digits.txt"}
+    wanted |= {"hpcdp/slurm/train.sbatch", "hpcdp/slurm/ranks.sh"}
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         in_wheel = set(wheel.namelist())
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         in_sdist = {name.partition("/")[2] for name in sdist.getnames()}
     tracked = subprocess.run(
-        ["git", "ls-files", "hpcdp", "kernels", "benchmarks"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "hpcdp", "kernels", "benchmarks", "slurm"], cwd=ROOT, capture_output=True, text=True
     )
     known = {name if name.startswith("hpcdp/") else f"hpcdp/{name}" for name in tracked.stdout.split()}
     assert wanted & known <= in_wheel

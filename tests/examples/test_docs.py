@@ -18,6 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = re.compile("torch_gpt|ring --predict|hpcdp tune|--reproducible|--compression|--staleness|lenet .* --epochs 3")
+"""Commands of several seconds, whose parts other tests run."""
 PLAN = {"Cluster", "Breadth", "GPU"}
 
 
@@ -26,7 +28,8 @@ def commands() -> list:
     for page in PAGES:
         for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
             for line in re.findall(r"^\$ (.*)$", block, re.M):
-                found.setdefault(line, pytest.param(line, id=f"{page.name}: {line}"))
+                marks = pytest.mark.thorough if LONG.search(line) else ()
+                found.setdefault(line, pytest.param(line, id=f"{page.name}: {line}", marks=marks))
     return list(found.values())
 
 
@@ -117,6 +120,13 @@ def test_quotations_are_what_the_files_say():
     for name, _, code in quoted:
         source = (ROOT / name.removeprefix("# ")).read_text()
         assert code in source, name
+
+
+def test_what_pages_quote_of_transcripts_is_there():
+    quotation = re.compile(r"^<!-- from (transcripts/[^ ]+) -->\n```\n(.*?)^```", re.M | re.S)
+    quoted = [each for page in PAGES for each in quotation.findall(page.read_text())]
+    assert quoted
+    assert [block for name, block in quoted if block not in (ROOT / "docs" / name).read_text()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -39,6 +39,7 @@ def test_learns_and_computes_the_same_on_1_and_3_ranks(name):
     assert accuracies[3] == pytest.approx(accuracies[1], abs=0.012)
 
 
+@pytest.mark.thorough
 def test_a_gpt_learns_on_three_ranks():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     said = run_example("torch_gpt.py", 3, "--steps", "12", "--every", "4", "--context", "32", "--owner", "rank")
