@@ -60,14 +60,17 @@ class TrainConfig:
     )
     epochs: int = _setting(20, "passes over the training set", least=1)
     batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
-    optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw"))
+    optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lars"))
     lr: float | None = _setting(
         None,
         f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE})",
         least=0.0,
         above=True,
     )
-    momentum: float = _setting(0.9, "momentum of sgd; adam and adamw do not use it", least=0.0)
+    lr_batch_size: int | None = _setting(
+        None, "the global batch that lr is for, with another one it grows in proportion (default: lr stays)", least=1
+    )
+    momentum: float = _setting(0.9, "momentum of sgd and lars; adam and adamw do not use it", least=0.0)
     weight_decay: float = _setting(0.001, "weight decay per step, times the learning rate", least=0.0)
     schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
     warmup_epochs: float = _setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
@@ -158,6 +161,8 @@ class TrainConfig:
             raise ConfigError("setting update_on_kvstore", expected=f"true with kv_store={kind}", got="false")
         if kind is None:
             return
+        if self.optimizer == "lars":
+            raise ConfigError("setting optimizer", expected="sgd, adam or adamw with kv_store", got="lars")
         for name, alone in (("owner", "auto"), ("clip_norm", None), ("reproducible", False)):
             if getattr(self, name) != alone:
                 expected = f"{'none' if alone is None else alone} with kv_store"
