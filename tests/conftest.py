@@ -37,8 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global _terminal, _report
     _terminal = os.dup(2)  # nothing is captured yet
-    if hasattr(config, "workerinput"):
-        _take_own_cores(int(config.workerinput["workerid"][2:]), config.workerinput["workercount"])
     if REPORT:
         _report = Path(f"{REPORT}.{config.workerinput['workerid'] if hasattr(config, 'workerinput') else RANK}")
     for plugin in config.pluginmanager.get_plugins():
@@ -46,13 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
             plugin._is_testing_mpi = False  # it would print forty lines about MPI after each run
     if RANK > 0:
         config.pluginmanager.unregister(name="terminalreporter")
-
-
-def _take_own_cores(worker: int, workers: int) -> None:
-    """Ranks and BLAS threads that wait for each other would wait for cores that another worker's tests have taken."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= workers:
-        os.sched_setaffinity(0, cores[worker::workers])
 
 
 def _only(config: pytest.Config) -> str | None:

@@ -41,6 +41,7 @@ def test_ratios_are_of_turns_and_the_table_is_narrow(monkeypatch):
 def test_runs_are_compared_and_differences_told(monkeypatch, capsys):
     monkeypatch.setattr(reproducible, "price", lambda *args: None)
     monkeypatch.setattr(reproducible, "table", lambda found: "")
+    monkeypatch.setattr(reproducible, "_ALIKE_EPOCHS", 1)
     assert reproducible.main(["--batches", "256", "--alike", "2"]) == 0
     said = capsys.readouterr().out
     assert "# the same bits on 2 ranks, 2 ranks, 1 a node" in said
