@@ -164,7 +164,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def test_an_earlier_run_is_not_overwritten_unless_asked(finished, tmp_path):
-    arguments = ("mlp", "--ranks", "2", "--epochs", "1", "--run-dir", "a")
+    arguments = ("mlp", "--ranks", "1", "--epochs", "1", "--run-dir", "a")
     done = train(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     before = contents(tmp_path / "a")
@@ -217,9 +217,10 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
         assert run.poll() is None
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=20)
+    _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert "Traceback" not in errors
+    assert errors.splitlines()[-1] == "hpcdp: interrupted, all ranks have ended; what it had written is in a"
     records = read_metrics(metrics)
     assert [record["step"] for record in records] == sorted(record["step"] for record in records)
     assert json.loads(json.dumps(records)) == records
