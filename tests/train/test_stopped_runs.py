@@ -105,7 +105,7 @@ def has_come_to(moment: str, launcher: int) -> bool:
 def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
     process = started(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--checkpoint-every", "30", epochs=3)
     files = {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()}
-    for arguments in (("--resume", "a"), ("--run-dir", "a", "--resume", "auto"), ("mlp", "--run-dir", "a")):
+    for arguments in (("--resume", "a"), ("mlp", "--run-dir", "a")):
         refused = train(tmp_path, *arguments)
         assert refused.returncode == 2
         assert refused.stdout == ""
