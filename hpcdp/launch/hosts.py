@@ -92,11 +92,17 @@ def _slots(text: str, line: str, where: str) -> int:
     return int(text)
 
 
-def _is_ipv6(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a host's name is an IP address."""
     try:
-        return ipaddress.ip_address(text).version == 6 and "%" not in text
+        ipaddress.ip_address(text)
     except ValueError:
         return False
+    return True
+
+
+def _is_ipv6(text: str) -> bool:
+    return ":" in text and "%" not in text and is_address(text)
 
 
 def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:

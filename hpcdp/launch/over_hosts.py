@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from . import mpi_library, segments, sync
+from . import mpi_library, segments, slurm_allocation, sync
 from .checks import check, check_binding
 from .dialect import Dialect
 from .environment import environment_of_hosts, travelling
@@ -32,6 +32,9 @@ def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
     dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    given = None if by_ssh else slurm_allocation.allocation()
+    if given is not None:
+        slurm_allocation.check(job, given, library.family)
     places = place(job) if job.hosts else ()
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
     environ |= dialect.interface(job.interface)
