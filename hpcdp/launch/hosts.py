@@ -162,6 +162,12 @@ def place(job: Job) -> tuple[Place, ...]:
     )
 
 
+def of_ranks(places: Sequence[Place]) -> list[str]:
+    """The host of each rank, then of each server."""
+    ranks = [place.name for place in places for _ in range(place.ranks)]
+    return ranks + [place.name for place in places for _ in range(place.servers)]
+
+
 def _too_few(job: Job, room: int) -> LaunchError:
     named = listed([f"{host.name}:{host.slots}" if host.slots else host.name for host in job.hosts])
     asked = f"{job.ranks} ranks" + (f" and {job.servers} servers" if job.servers else "")

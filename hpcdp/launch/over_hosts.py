@@ -16,7 +16,7 @@ from .checks import check, check_binding
 from .dialect import Dialect
 from .environment import environment_of_hosts, travelling
 from .guards import Guards
-from .hosts import is_this_machine, place
+from .hosts import is_this_machine, of_ranks, place
 from .inside import batch_system
 from .job import SERVER, Command, Job, Plan
 from .supervise import say, supervise
@@ -102,6 +102,8 @@ def _by_ssh(job: Job, command: Command) -> int:
                 library.family,
                 job.servers,
                 elsewhere=sum(each.processes for each in others),
+                hosts=[name if name in {each.name for each in others} else None for name in of_ranks(places)],
+                asked=job.mpi_args,
                 guards=guards,
                 verbose=job.verbose,
             )
@@ -120,6 +122,7 @@ def _in_batch(job: Job, command: Command) -> int:
         library.family,
         job.servers,
         elsewhere=processes,
+        asked=job.mpi_args,
         verbose=job.verbose,
     )
 
