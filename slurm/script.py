@@ -28,6 +28,8 @@ _RUNS = "runs"
 _TRAIN = ("hpcdp", "train")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_TASKS = 100_000
+_MOST = 1_000_000
+_COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once")
 
 
 class _Template(string.Template):
@@ -62,6 +64,10 @@ class Request:
 
     def __post_init__(self) -> None:
         check_name("template", self.template, TEMPLATES)
+        for count in _COUNTS:
+            if (getattr(self, count) or 0) > _MOST:
+                flag = f"--{count.replace('_', '-')}"
+                raise ConfigError(flag, expected=f"at most {_MOST:,}", got=getattr(self, count))
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ConfigError("--name", expected="letters, digits and _.-", got=repr(self.name))
         for argument in (*self.program, *(each for line in self.settings for each in line)):

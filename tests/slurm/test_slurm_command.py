@@ -114,9 +114,18 @@ def test_without_slurm_it_is_one_line(
         (["render", "gpu"], "unknown template 'gpu'"),
         (["render", "train", "--nodes", "0"], "argument --nodes: expected a whole number from 1, got '0'"),
         (["render", "train", "--nods", "2"], "unrecognized arguments: --nods 2"),
-        (["render", "train", "--time", "soon"], "time: expected a time as Slurm writes it"),
+        (["render", "train", "--time", "soon"], "hpcdp: --time: expected a time as Slurm writes it, e.g. 04:00:00"),
+        (["render", "train", "--partition", "a b"], "hpcdp: --partition: expected a name of letters, digits and"),
+        (["render", "train", "--account", ""], "hpcdp: --account: expected text on one line, got ''"),
+        (["render", "train-gpu", "--gres", "gpu=x y"], "hpcdp: --gres: expected a name, its type and its number"),
+        (["render", "train", "--nodes", "99999999999"], "hpcdp: --nodes: expected at most 1,000,000, got 99999999999"),
+        (
+            ["submit", "sweep"],
+            "sweep: expected --settings FILE, a line of further arguments for each task, got none; e.g. a file with "
+            "the lines --lr 0.1 and --lr 0.2: hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
+        ),
         (["submit", "interactive"], "expected a template of a batch job, got interactive; hpcdp slurm render inter"),
-        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: got No such file or directory"),
+        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: expected a file, got No such file"),
     ],
 )
 def test_what_is_asked_wrongly(arguments: list[str], says: str, standin, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,7 @@ def test_what_is_missing_or_cannot_be(profile: Profile, request_: Request, says:
     [
         ({"template": "trian"}, "unknown template 'trian'; did you mean 'train'? valid: train, train-gpu, sweep,"),
         ({"template": "train", "name": "a b"}, "--name: expected letters, digits and _.-, got 'a b'"),
+        ({"template": "train", "nodes": 10**9}, "--nodes: expected at most 1,000,000, got 1000000000"),
         ({"template": "train", "program": ("a\nb",)}, "expected arguments of one line"),
         ({"template": "sweep"}, "expected a file of 1 to 100,000 lines of settings, got 0; --settings FILE"),
         ({"template": "train", "at_once": 3}, "train: expected no settings of a sweep"),
@@ -184,8 +185,11 @@ TAKES = """touch started
 exec python3 -c '
 import signal, sys, time
 {before}
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit({status}))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))
+def stop(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python gives handlers up as it ends, and the next one would end it
+    sys.exit({status})
+signal.signal(signal.SIGUSR1, stop)
+signal.signal(signal.SIGTERM, stop)
 open("ready", "w").close()
 time.sleep(30)'"""
 
