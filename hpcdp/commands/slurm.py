@@ -167,5 +167,6 @@ def _status(given: argparse.Namespace) -> int:
 def _cancel(given: argparse.Namespace) -> int:
     from ..slurm import queue
 
-    queue.cancel(given.jobs, given.save)
+    for line in queue.cancel(given.jobs, given.save):
+        print(line)
     return 0

@@ -92,8 +92,22 @@ def test_cancel(standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert cli.main(["slurm", "cancel", "--save", "8"]) == 0
     assert standin()["7"]["log"] == ["cancel"]
     assert standin()["8"]["log"] == ["no requeue", "USR1", "cancel"]
+    assert capsys.readouterr().out == f"job 8 has said nothing of a checkpoint: see {Path.cwd()}/out of 8\n"
     assert cli.main(["slurm", "cancel", "9"]) == 2
     assert "cancel [9]: expected a job in the queue, got COMPLETED" in capsys.readouterr().err
+
+
+def test_cancel_tells_how_what_it_has_saved_goes_on(
+    standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "_POLL_S", 0.01)
+    standin(job7={}, job8={"state": "PENDING"})
+    Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 does not come back; go on with: sbatch a\nlast\n")
+    assert cli.main(["slurm", "cancel", "--save", "7", "8"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job 7 does not come back; go on with: sbatch a",
+        "job 8 was PENDING: it had nothing to save",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["cancel", "1"], ["submit", "train"]])
