@@ -11,26 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..launch.batch_values import SLURM
 from ..train.config import check_name
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"
 """The name of a profile in the working folder."""
 
-_TIME = r"[0-9]+(-[0-9]+(:[0-9]+){0,2}|(:[0-9]+){1,2})?", "a time as Slurm writes it, e.g. 04:00:00 or 2-12"
-_NAMES = r"[\w.+@:-]+(,[\w.+@:-]+)*", "a name of letters, digits and _.+@:-, or several with commas between"
-_MEMORY = "[0-9]+[KMGT]?B?", "a number of MiB, or with K, M, G or T behind it, e.g. 16G"
-_GRES = r"(gres[:/])?\w+([:=][\w.-]+){0,2}", "a name, its type and its number, e.g. gpu:4 or gpu:a100:2"
-_VALID = {
-    "mpi_type": ("[A-Za-z0-9_.]+", "a name such as pmix"),
-    "time": _TIME,
-    "partition": _NAMES,
-    "qos": _NAMES,
-    "gres": (f"{_GRES[0]}(,{_GRES[0]})*", _GRES[1]),
-}
+_VALID = {"mpi_type": ("[A-Za-z0-9_.]+", "a name such as pmix"), **SLURM}
 """What a value of a key must be, and how that is said, where sbatch would refuse any other."""
 
-_VALID_OPTIONS = {"mem": _MEMORY, "mem-per-cpu": _MEMORY, "mem-per-gpu": _MEMORY, "time-min": _TIME}
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile("--([a-z][a-z0-9-]*)(=.*)?")
 _LISTS = ("modules", "sbatch")
@@ -86,7 +76,7 @@ class Profile:
                 raise _wrong("sbatch", "long options with the value behind =, e.g. --constraint=ib", option)
             if found[1] in _TAKEN:
                 raise _wrong("sbatch", "no option that a key, a flag or the template sets", option)
-            pattern, expected = _VALID_OPTIONS.get(found[1], (".*", ""))
+            pattern, expected = SLURM.get(found[1], (".*", ""))
             if not re.fullmatch(pattern, (found[2] or "")[1:]):
                 raise _wrong("sbatch", f"for --{found[1]} {expected}", option)
 
