@@ -103,7 +103,7 @@ def test_one_rank_alone_gets_what_it_gets_without_a_store():
 
 
 def test_a_slow_rank_does_fewer_batches_and_holds_nobody_back():
-    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.02))
+    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.1))
     done = [len(told.steps) for _, _, told, _ in found]
     assert sum(done) == 2 * NUM_BATCHES
     assert done[2] < min(done[:2]) / 2
