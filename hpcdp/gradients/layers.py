@@ -35,7 +35,9 @@ def squares(reducer: Reducer, flats: Sequence[Array], span: Callable[[Bucket], t
         part = slice(max(first, slot.offset), min(last, slot.offset + slot.count))
         if part.start < part.stop and (reducer.holds_sums or reducer.is_counted):
             row[:] = squares_of(flats[slot.bucket][part]), squares_of(bucket.mine[part])
-    if not reducer.holds_sums:
+    if reducer.holds_sums:
+        reducer.gate.barrier()  # before others update what this rank has read
+    else:
         allreduce(found.reshape(-1), "sum", reducer.world)
     return {slot.name: (row[0], row[1]) for row, slot in zip(found.tolist(), slots, strict=True)}
 

@@ -204,7 +204,7 @@ class EveryRank(_Flat):
         self.reducer.reduce_everywhere()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        if self.reducer.updates_later and self.reducer.memory.size == 1:
+        if self.reducer.updates_later and self.reducer.memory.size == 1 and not self.optimizer.by_layer:
             self._update_later(step, scale)
         else:
             self.reduce()
@@ -242,10 +242,16 @@ class ShardOwner(_Flat):
         return bucket.shard
 
     def reduce(self) -> None:
-        self.reducer.reduce_shards()
+        if self.optimizer.by_layer and self.reducer.virtual_shards is not None:
+            self.reducer.reduce_everywhere()  # norms of parts would depend on what the parts are
+        else:
+            self.reducer.reduce_shards()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        if self.reducer.updates_later:
+        if self.optimizer.by_layer:
+            self.reduce()
+            self.update(step, scale)
+        elif self.reducer.updates_later:
             self._update_later(step, scale)
         elif self.reducer.sums_rows and self.reducer.memory.size > 1:
             self._sum_and_update(step, scale)

@@ -141,7 +141,7 @@ class BucketTrainer(Trainer):
                 return self._next_virtual_shard(count)
         total, before = self._close_step(count), self.step_count
         try:
-            if total and not self._needs_sums:
+            if total and not self._looks_at_sums:
                 self.step_count += 1
                 self.owner.reduce_and_update(self.step_count, 1.0 / (total * self.loss_scale))
             else:
@@ -163,7 +163,7 @@ class BucketTrainer(Trainer):
         return self._held_count
 
     def _reduce(self) -> None:
-        if self.virtual_shards is not None and self._needs_sums:
+        if self.virtual_shards is not None and self._looks_at_sums:
             self.reducer.reduce_everywhere()  # looking at parts of the sum would depend on what the parts are
         else:
             self.owner.reduce()
@@ -171,11 +171,6 @@ class BucketTrainer(Trainer):
     @property
     def _looks_at_sums(self) -> bool:
         return self._clip_norm is not None or self.policy.nonfinite != "ignore"
-
-    @property
-    def _needs_sums(self) -> bool:
-        """Whether all must be summed before anything is updated."""
-        return self._looks_at_sums or self.optimizer.by_layer
 
     def _update(self, total: int) -> None:
         """Update from gradients that are summed."""

@@ -20,8 +20,9 @@ AUTO = "auto"
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
 
-LEARNING_RATE, LATE_LEARNING_RATE = 0.05, 0.03
-"""Defaults. Late gradients push on when they should turn back, and so bear less."""
+LEARNING_RATE, LATE_LEARNING_RATE, LARS_LEARNING_RATE = 0.05, 0.03, 1.0
+"""Defaults. Late gradients push on when they should turn back, and so bear less; that of LARS is a part of another
+length."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
@@ -63,7 +64,8 @@ class TrainConfig:
     optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lars"))
     lr: float | None = _setting(
         None,
-        f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE})",
+        f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE}, "
+        f"with optimizer=lars {LARS_LEARNING_RATE:g})",
         least=0.0,
         above=True,
     )
@@ -151,7 +153,8 @@ class TrainConfig:
     def _check_kv_store(self) -> None:
         kind = self.kv_store
         if self.lr is None:
-            object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else LEARNING_RATE)
+            usual = LARS_LEARNING_RATE if self.optimizer == "lars" else LEARNING_RATE
+            object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else usual)
         if kind != "dist_async" and self.staleness is not None:
             raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
         if self.servers and (kind != "dist_async" or self.staleness == 0):
