@@ -53,7 +53,7 @@ class TrainConfig:
     setting, what was got and what is valid.
     """
 
-    model: str = _setting("lenet", "network to train: lenet, mlp")
+    model: str = _setting("lenet", "network to train: lenet, mlp, resnet18, resnet18_cifar")
     data: str = _setting("digits", "data set to train on: cifar10, digits, fashion_mnist, mnist")
     data_dir: str | None = _setting(
         None,
