@@ -255,9 +255,10 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any)
 
 
 def _load_mpi() -> Any:
-    # A process without a launcher has no peers; Open MPI would look for fabrics for a second.
+    # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
+    # /dev/shm where a signal ends the process.
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
-        os.environ.setdefault("OMPI_MCA_btl", "self,sm,tcp")
+        os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     try:
         import mpi4py
 
