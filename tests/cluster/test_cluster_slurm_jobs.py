@@ -148,17 +148,39 @@ def test_slurm_sends_the_signal_before_the_time_is_up(slurm: Cluster) -> None:
     assert site.end(job)[0] == "CANCELLED"
 
 
-@pytest.mark.parametrize("save", [True, False])
-def test_a_job_that_is_cancelled_does_not_come_back(slurm: Cluster, save: bool) -> None:
-    site = Site(slurm, "srun")
-    job = site.submit("train", "--nodes", "2", "--", *TRAIN, "100000", "--run-dir", "runs/a")
-    metrics = site.folder / "runs" / "a" / "metrics.jsonl"
+def started(site: Site, *program: str) -> str:
+    """The number of a job that trains for long, and has saved a few epochs."""
+    job = site.submit("train", "--nodes", "2", "--", *TRAIN, "100000", *program)
+    metrics = site.folder / "runs" / f"train-{job}" / "metrics.jsonl"
     site.until(lambda: metrics.exists() and metrics.read_text().count('"epoch"') > 2, "the first epochs")
-    site.hpcdp("slurm", "cancel", *(["--save"] if save else []), job)
-    state, _ = site.end(job)
-    assert state == ("FAILED" if save else "CANCELLED"), site.show(job)
+    return job
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(slurm: Cluster) -> None:
+    site = Site(slurm, "srun")
+    job = started(site)
+    assert site.hpcdp("slurm", "cancel", job) == ""
+    assert site.end(job)[0] == "CANCELLED"
     assert "Restarts=0" in site.show(job)
-    assert bool(list((site.folder / "runs" / "a" / "checkpoints").glob("step-*"))) or not save
+
+
+def test_a_job_that_was_saved_goes_on_by_the_command_that_is_named(slurm: Cluster) -> None:
+    site = Site(slurm, "srun")
+    job = started(site)
+    told = site.hpcdp("slurm", "cancel", "--save", job)
+    before, _, again = told.strip().partition("go on with: ")
+    assert before == f"job {job} does not come back; " and again.endswith(f" runs/train-{job}"), told
+    assert site.end(job) == ("FAILED", 75), site.show(job)
+    assert "Restarts=0" in site.show(job)
+    assert "goes back into the queue" not in (site.folder / "runs" / f"train-{job}.out").read_text()
+
+    run = site.folder / "runs" / f"train-{job}"
+    saved = len(losses(run))
+    other = site.slurm("sh", "-c", again).split()[-1]
+    site.until(lambda: len(losses(run)) > saved, "further epochs")
+    site.hpcdp("slurm", "cancel", other)
+    assert "going on in" in (site.folder / "runs" / f"train-{other}.out").read_text()
+    assert not (site.folder / "runs" / f"train-{other}").exists()
 
 
 def test_a_sweep_of_three(slurm: Cluster) -> None:
