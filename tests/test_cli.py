@@ -190,21 +190,19 @@ def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("said", [["-s", "1"], ["--servers", "2"]])
-def test_train_beside_servers(said: list[str], tmp_path: Path) -> None:
-    arguments = command("train", "mlp", "--ranks", "2", "--kv-store", "dist_async", *said, *QUICK, "--run-dir", "run")
+def test_train_beside_servers(tmp_path: Path) -> None:
+    arguments = command(
+        "train", "mlp", "--ranks", "2", "--kv-store", "dist_async", "-s", "2", *QUICK, "--run-dir", "run"
+    )
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "samples/s over 2 ranks" in done.stdout
     config = (tmp_path / "run" / "config.toml").read_text()
-    assert "ranks = 2\n" in config and f"servers = {said[1]}\n" in config
+    assert "ranks = 2\n" in config and "servers = 2\n" in config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sign", "how"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
-def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(
-    sign: signal.Signals, how: str, tmp_path: Path
-) -> None:
+def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path) -> None:
     arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
     job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -212,10 +210,10 @@ def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(
     while not (metrics.exists() and metrics.read_text().count("\n") > 1):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    job.send_signal(sign)
-    _, said = job.communicate(timeout=30)
-    assert job.returncode == 128 + sign
-    assert said.splitlines()[-1] == f"hpcdp: {how}, all ranks have ended; what it had written is in run"
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert said.splitlines()[-1] == "hpcdp: ended by SIGTERM, all ranks have ended; what it had written is in run"
     assert all(line.startswith("{") and line.endswith("}") for line in metrics.read_text().splitlines())
 
 

@@ -142,6 +142,9 @@ class World:
         return self.kept[key]
 
 
+_OUTLIVES_RANKS = "OMPI_MCA_mpi_ft_enable"
+"""What Open MPI's ``mpirun --with-ft ulfm`` sets."""
+
 _world: World | None = None
 _init_lock = threading.Lock()
 
@@ -258,6 +261,9 @@ def _load_mpi() -> Any:
     # A process without a launcher has no peers; Open MPI would look for fabrics for a second.
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
         os.environ.setdefault("OMPI_MCA_btl", "self,sm,tcp")
+    # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
+    if os.environ.get(_OUTLIVES_RANKS, "0") not in ("", "0"):
+        os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
     try:
         import mpi4py
 

@@ -78,7 +78,7 @@ class TrainConfig:
     kv_store: str | None = _setting(
         None,
         "train on a key-value store (default: in buckets, without)",
-        choices=("local", "device", "dist_sync", "dist_device_sync", "dist_async"),
+        choices=("local", "device", "dist", "dist_sync", "dist_device_sync", "dist_async"),
     )
     staleness: int | None = _setting(
         None, "pushes by which a rank may lead the slowest one, with kv_store=dist_async (default: any)", least=0

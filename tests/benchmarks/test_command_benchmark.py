@@ -1,4 +1,4 @@
-"""``hpcdp bench`` over thread ranks and under mpirun: its tables, its files, and that wrong results are seen."""
+"""``hpcdp bench`` over thread ranks: its tables, its files, and that wrong results are seen."""
 
 import csv
 import json
@@ -446,21 +446,6 @@ def test_a_nonblocking_peer_that_reduces_in_its_own_way(given: list[str], tmp_pa
 
 
 LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-m", "hpcdp.cli", "bench"]
-
-
-@pytest.mark.parametrize("name", ["allreduce", "iallreduce", "bandwidth"])
-def test_under_mpirun(name: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    given = [name, "-m", "4:4K", *QUICK, "--json", str(report), "--plot", str(tmp_path / "curve.png")]
-    done = subprocess.run([*LAUNCH, *given], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())
-    assert found["machine"]["ranks_per_node"] == 2
-    assert found["machine"]["processor"]["cores"] >= 1
-    assert [row["nbytes"] for row in found["rows"]] == [4 << i for i in range(11)]
-    assert all("library" in row for row in found["rows"])
-    assert found["limit"][1] > 0
-    assert done.stdout.count("# Size") == 1 and done.stdout.count("Pass") == 11
 
 
 @pytest.mark.parametrize("wrong", [["latencyy"], ["allreduce", "--algorithm", "rng"]])

@@ -1,8 +1,6 @@
-"""The comparison with the floor and other libraries: its figures, under mpirun, and rounds of jobs with MPICH."""
+"""The comparison with the floor and other libraries: its figures, and rounds of jobs with MPICH."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,28 +22,6 @@ def test_compare_reports_floor_and_ratios() -> None:
     assert set(row["floor_share"]) == set(compare.OURS) < set(row["median_us"])
     assert len(row["median_us"]) == 7
     assert all(share > 0 for share in row["floor_share"].values())
-
-
-@pytest.mark.parametrize("benchmark", ["compare", "floor"])
-def test_under_mpirun(benchmark: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    sizes = ["-m", "4:4K", "-i", "3", "-x", "1", "--json", str(report)]
-    command = [sys.executable, "-m", f"hpcdp.benchmarks.{benchmark}", *sizes]
-    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--"]
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())
-    assert found["benchmark"] == benchmark
-    assert found["machine"]["ranks_per_node"] == 2
-    assert found["machine"]["processor"]["cores"] >= 1
-    assert {"commit", "date", "versions"} <= set(found["machine"])
-    assert found["rows"][0]["nbytes"] == 4
-    assert found["rows"][-1]["nbytes"] == 4096
-    assert "Size" in done.stdout
-    if benchmark == "compare":
-        assert max(map(len, done.stdout.splitlines())) <= 80
-        assert done.stdout.count(" floor\n") == done.stdout.count(" best peer\n") == len(found["rows"])
-        assert found["rows"][0]["peer"] in ("MPI", "MPI in place", "gloo")
 
 
 def test_rounds_with_mpich_are_joined(

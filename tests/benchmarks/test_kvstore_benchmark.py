@@ -1,10 +1,5 @@
 """The benchmark of key-value stores: what it reports, and that it sees a wrong sum."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from hpcdp import kvstore as stores
@@ -59,19 +54,3 @@ def test_a_lost_push_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return kvstore.compare_asynchronous(world, 64, iterations=2, warmup=0)
 
     assert threads.run(1, each)[0]["wrong"] == 16
-
-
-def test_under_mpirun(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "hpcdp.benchmarks.kvstore", "-m", "4:4K", "--factor", "32", "-i", "3", "-x", "1"]
-    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--"]
-    done = subprocess.run(
-        [*launch, *command, "--json", str(report)], capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())
-    assert found["benchmark"] == "kvstore"
-    assert [row["nbytes"] for row in found["rows"]] == [4, 128, 4096]
-    assert [row["nbytes"] for row in found["asynchronous"]] == [4, 128, 4096]
-    assert found["limits"]["all_cores_gb_s"] > 0
-    assert max(map(len, done.stdout.splitlines())) <= 80

@@ -1,13 +1,8 @@
 """LeNet is trained by every framework that is installed, with the same losses from the same weights."""
 
 import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from hpcdp.benchmarks import train_lenet
 from hpcdp.comm import World, threads
@@ -35,19 +30,3 @@ def test_the_network_is_trained() -> None:
     losses = np.array(threads.run(2, each))
     assert (losses[:, -1] < losses[:, 0] - 0.1).all()
     assert losses[0, 0] != losses[1, 0]
-
-
-@pytest.mark.parametrize("framework", ["hpcdp", "torch"])
-def test_all_ranks_under_mpirun(framework: str, tmp_path: Path) -> None:
-    if framework == "torch" and not HAS_TORCH:
-        pytest.skip("PyTorch is not installed")
-    report = tmp_path / "report.json"
-    options = ["--framework", framework, "--batch", "4", "--turns", "2", "--seconds", "0.02", "--json", str(report)]
-    command = [sys.executable, "-m", "hpcdp.benchmarks.train_lenet", *options]
-    launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--"]
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(report.read_text())
-    assert (found["framework"], found["ranks"], found["batch"]) == (framework, 2, 4)
-    assert found["samples_s"] > 0
-    assert found["unequal"] is None if framework == "torch" else 0.3 < found["unequal"] <= 1

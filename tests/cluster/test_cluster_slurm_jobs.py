@@ -262,6 +262,21 @@ def test_without_n_a_job_has_the_ranks_of_its_allocation(slurm: Cluster) -> None
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} 4 2 None" for rank in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["-n", "3"], "launch: expected at most 2 in job "),
+        (["-n", "2", "-H", "node2", "--launcher", "mpi"], "launch -H: expected at most 1 on node2 in job "),
+        (["-n", "1", "-H", "node3", "--launcher", "mpi"], "launch -H: expected hosts of job "),
+    ],
+)
+def test_what_a_job_has_no_room_for_is_refused_in_a_line(slurm: Cluster, asked: list[str], says: str) -> None:
+    around = ["salloc", "-Q", "--nodes=2", "--ntasks-per-node=1"]
+    done = slurm.on(1, [*around, *HPCDP, "launch", *asked, "--", "hostname"], 60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout + done.stderr
+    assert says in done.stderr, done.stderr
+
+
 def test_info_tells_the_job(slurm: Cluster) -> None:
     done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=2", *HPCDP, "info", "--json"], 60)
     facts = json.loads(done.stdout)

@@ -28,15 +28,18 @@ def run_example(name: str, ranks: int, *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", ["data_parallel_from_scratch.py", "data_parallel_concise.py"])
 def test_learns_and_computes_the_same_on_1_and_3_ranks(name):
-    accuracies = {}
+    accuracies, losses = {}, {}
     for ranks in (1, 3):
-        # 64 does not split evenly over 3 ranks, nor does the last batch of an epoch over any number of them.
-        lines = run_example(name, ranks, "--epochs", "2").splitlines()
+        # 100 does not split evenly over 3 ranks, nor does the last batch of an epoch over any number of them.
+        lines = run_example(name, ranks, "--epochs", "2", "--batch-size", "100").splitlines()
         assert [line.split(":")[0] for line in lines] == ["epoch 1", "epoch 2"]
         accuracies[ranks] = [float(re.search(r"test accuracy (\d\.\d+)", line)[1]) for line in lines]
+        losses[ranks] = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", "\n".join(lines))]
     assert accuracies[1][-1] > 0.75
     # Sums over ranks round differently, which may turn single answers.
     assert accuracies[3] == pytest.approx(accuracies[1], abs=0.012)
+    assert len(losses[1]) == (2 if "scratch" in name else 0)
+    assert losses[3] == pytest.approx(losses[1], rel=2e-3, abs=2e-4)
 
 
 @pytest.mark.thorough
@@ -50,30 +53,22 @@ def test_a_gpt_learns_on_three_ranks():
     )
 
 
-def test_the_losses_of_the_one_from_scratch_agree_to_rounding():
-    losses = {}
-    for ranks in (1, 3):
-        lines = run_example("data_parallel_from_scratch.py", ranks, "--epochs", "2", "--batch-size", "100").splitlines()
-        losses[ranks] = [float(re.search(r"loss (\d+\.\d+)", line)[1]) for line in lines]
-    assert losses[3] == pytest.approx(losses[1], rel=2e-3, abs=2e-4)
-
-
 def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_after_a_restart(tmp_path):
     lines = run_example("reproducible.py", 1).splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["epoch 1", "epoch 2"] and len(lines) == 3
     assert run_example("reproducible.py", 3, "--epochs", "1", "--save", f"{tmp_path}/half").splitlines()[0] == lines[0]
-    assert run_example("reproducible.py", 2, "--load", f"{tmp_path}/half").splitlines() == lines[1:]
+    assert run_example("reproducible.py", 1, "--load", f"{tmp_path}/half").splitlines() == lines[1:]
 
 
 def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     found = {}
-    for store in ("dist_sync", "dist_async"):
-        lines = run_example("kvstore.py", 3, "--store", store, "--epochs", "4", "--slow", "4").splitlines()
-        assert len(lines) == 4
-        told = [re.search(r"accuracy (\d\.\d+), (\d+\.\d) s, steps \[(.*)\]", line) for line in lines]
-        found[store] = float(told[-1][1]), [int(steps) for steps in told[-1][3].split(",")]
-    assert found["dist_sync"][0] > 0.85
-    assert found["dist_async"][0] > 0.5  # which varies from run to run
-    assert found["dist_sync"][1] == [23] * 3
-    first, second, slow = found["dist_async"][1]
-    assert first + second + slow == -(-1438 // 21) and slow < min(first, second)
+    for store, epochs, slow in (("dist_sync", "3", "1"), ("dist_async", "2", "20")):
+        lines = run_example("kvstore.py", 2, "--store", store, "--epochs", epochs, "--slow", slow).splitlines()
+        assert len(lines) == int(epochs)
+        told = re.search(r"accuracy (\d\.\d+), (\d+\.\d) s, steps \[(.*)\]", lines[-1])
+        found[store] = float(told[1]), [int(steps) for steps in told[3].split(",")]
+    assert found["dist_sync"][0] > 0.7
+    assert found["dist_async"][0] > 0.3  # which varies from run to run
+    assert found["dist_sync"][1] == [23] * 2
+    fast, slow = found["dist_async"][1]
+    assert fast + slow == -(-1438 // 32) and slow < fast

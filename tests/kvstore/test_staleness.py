@@ -128,7 +128,7 @@ def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, mon
         return store.statistics()["waited_s"]
 
     waited = threads.run(ranks, one, per_node, num_servers, serve)
-    assert waited[1] == 0 and 0.3 < waited[0] < 10
+    assert waited[1] < 0.3 < waited[0]
     said = capfd.readouterr().err
     assert f"rank 0 of {ranks}: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
 
@@ -214,7 +214,7 @@ def test_a_bound_goes_on_behind_a_call_of_all_ranks():
         return store.statistics()["waited_s"]
 
     waited = threads.run(2, one)
-    assert waited[0] > 0.3 and waited[1] == 0
+    assert waited[0] > 0.3 > waited[1]
 
 
 @pytest.mark.parametrize("meet", ["allreduce", "barrier"])

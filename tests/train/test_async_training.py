@@ -103,7 +103,7 @@ def test_one_rank_alone_gets_what_it_gets_without_a_store():
 
 
 def test_a_slow_rank_does_fewer_batches_and_holds_nobody_back():
-    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.02))
+    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.1))
     done = [len(told.steps) for _, _, told, _ in found]
     assert sum(done) == 2 * NUM_BATCHES
     assert done[2] < min(done[:2]) / 2
@@ -112,9 +112,10 @@ def test_a_slow_rank_does_fewer_batches_and_holds_nobody_back():
 
 
 def test_a_bound_on_staleness_holds_fast_ranks_back():
-    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.01, staleness=1))
+    found = threads.run(3, lambda world: train(world, epochs=2, seconds=0.02, staleness=1))
     done = [len(told.steps) for _, _, told, _ in found]
-    assert max(done) - min(done) <= 2 * 3  # an epoch: the bound, the step that waits, the last one
+    # In each epoch a lead of 1 that may still push, that push, one that waits behind it, and a batch already taken.
+    assert max(done) - min(done) <= 2 * 4
     assert found[0][0][-1]["waited_s"] > 0
 
 

@@ -25,7 +25,7 @@ from hpcdp.train.config import TrainConfig
         ({"lr": float("nan")}, "setting lr: expected a finite number, got nan"),
         ({"momentum": 1.0}, "setting momentum: expected a number in [0, 1), got 1.0"),
         ({"warmup_epochs": 9, "epochs": 3}, "setting warmup_epochs: expected at most epochs = 3, got 9"),
-        ({"kv_store": "dist"}, "unknown kv_store 'dist'; did you mean 'dist_sync'?"),
+        ({"kv_store": "dist_sinc"}, "unknown kv_store 'dist_sinc'; did you mean 'dist_sync'?"),
         ({"staleness": 2}, "setting staleness: expected kv_store=dist_async with it, got 2"),
         ({"checkpoint_every": "epochs"}, "setting checkpoint_every: expected an integer or 'epoch', got 'epochs'"),
         ({"checkpoint_every": 0}, "setting checkpoint_every: expected at least 1, got 0"),

@@ -130,7 +130,10 @@ def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
         assert "rank 0 of 2 failed" not in job.said
 
 
-@pytest.mark.parametrize(("overlap", "ranks", "per_node", "owner"), [(True, 3, 2, "shard"), (False, 2, None, "rank")])
+@pytest.mark.parametrize(
+    ("overlap", "ranks", "per_node", "owner"),
+    [(True, 3, 2, "shard"), pytest.param(False, 2, None, "rank", marks=pytest.mark.thorough)],
+)
 def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, ranks, per_node, owner, tmp_path):
     with Job(tmp_path, "fine", ranks, per_node, overlap=overlap, owner=owner) as job:
         job.trains()
@@ -163,7 +166,7 @@ def test_a_rank_that_is_stopped_is_reported_and_the_job_goes_on_when_it_does(ove
         assert re.search(rf"rank 0 of 2: {waits_in} has ended after \d.* s, and the job goes on", job.said)
 
 
-@pytest.mark.parametrize(("per_node", "overlap"), [(1, True), (None, False)])
+@pytest.mark.parametrize(("per_node", "overlap"), [(1, True), pytest.param(None, False, marks=pytest.mark.thorough)])
 def test_a_rank_that_stays_stopped_is_named_and_the_job_aborted(per_node, overlap, tmp_path):
     with Job(tmp_path, "fine", 2, per_node, limits=(0.5, 3), overlap=overlap, owner="rank") as job:
         job.trains()
@@ -175,7 +178,10 @@ def test_a_rank_that_stays_stopped_is_named_and_the_job_aborted(per_node, overla
             assert len(re.findall(pattern, job.said)) == 1, job.said
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "overlap"), [(2, None, False), (3, 1, True), (4, 2, False)])
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "overlap"),
+    [(2, None, False), (3, 1, True), pytest.param(4, 2, False, marks=pytest.mark.thorough)],
+)
 def test_a_rank_in_an_endless_loop_is_named_and_shows_where_it_is(ranks, per_node, overlap, tmp_path):
     with Job(tmp_path, "loops", ranks, per_node, limits=(1, 4), overlap=overlap, owner="rank") as job:
         since = job.fault()
@@ -200,7 +206,7 @@ def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, matte
         assert "Real-time signal" not in job.said
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, None), (3, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [pytest.param(2, None, marks=pytest.mark.thorough), (3, 2)])
 def test_a_job_in_which_a_rank_comes_late_ends_well(ranks, per_node, tmp_path):
     with Job(tmp_path, "comes_late", ranks, per_node, limits=(1, 40)) as job:
         assert job.results() == [[1.0] * 4] * ranks

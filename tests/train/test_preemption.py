@@ -4,12 +4,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.train import early_stop
+from hpcdp.train import early_stop, preemption
 from hpcdp.train.preemption import Agreement, Reason, StopRequests, started_by_srun
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -76,10 +77,20 @@ def test_sigterm_asks_for_a_stop_under_srun_alone(environ, srun):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_time_limits():
-    stop = StopRequests(0.05, {})
+@pytest.fixture
+def later(monkeypatch):
+    """Sets the clock forward by some seconds."""
+    passed = []
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + sum(passed))
+    monkeypatch.setattr(preemption, "time", clock)
+    return passed.append
+
+
+def test_time_limits(later):
+    stop = StopRequests(60, {})
+    later(30)
     assert not stop.reason
-    time.sleep(0.06)
+    later(30)
     assert stop.reason is Reason.TIME_LIMIT
     later = int(time.time()) + 3600
     assert not StopRequests(environ={"SLURM_JOB_END_TIME": str(later)}).reason
@@ -95,34 +106,35 @@ def test_what_is_no_time_limit(said):
         StopRequests(said, {})
 
 
-def test_an_end_of_the_job_that_has_passed_is_none():
+def test_an_end_of_the_job_that_has_passed_is_none(later):
     for end in (0, int(time.time()) - 5):
         assert not StopRequests(environ={"SLURM_JOB_END_TIME": str(end)}).reason
-    stop = StopRequests(environ={"SLURM_JOB_END_TIME": str(int(time.time()) + 2)})
+    stop = StopRequests(environ={"SLURM_JOB_END_TIME": str(int(time.time()) + 3600)})
+    later(3000)
     assert not stop.reason
-    time.sleep(1.9)
+    later(590)  # before the end, so that a checkpoint can be written
     assert stop.reason is Reason.JOB_END
 
 
 @pytest.mark.parametrize(
     ("rank", "says", "asked"),
     [
-        ({}, "date -d '+2 seconds' +%Y-%m-%dT%H:%M:%S", True),
-        ({"SLURM_PROCID": "0"}, "date -d '+2 seconds' +%Y-%m-%dT%H:%M:%S", True),
-        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1"}, "date -d '+2 seconds' +%Y-%m-%dT%H:%M:%S", False),
+        ({}, "date -d '+1 hour' +%Y-%m-%dT%H:%M:%S", True),
+        ({"SLURM_PROCID": "0"}, "date -d '+1 hour' +%Y-%m-%dT%H:%M:%S", True),
+        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_RANK": "1"}, "date -d '+1 hour' +%Y-%m-%dT%H:%M:%S", False),
         ({}, "echo N/A", False),
         ({}, "exit 1", False),
     ],
 )
-def test_where_slurm_does_not_say_the_end_rank_0_asks_squeue(rank, says, asked, tmp_path, monkeypatch):
+def test_where_slurm_does_not_say_the_end_rank_0_asks_squeue(rank, says, asked, tmp_path, monkeypatch, later):
     squeue = tmp_path / "squeue"
     squeue.write_text(f'#!/bin/sh\n[ "$*" = "-h -j 7 -o %e" ] || exit 1\n{says}\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     stop = StopRequests(environ={"SLURM_JOB_ID": "7"} | rank)
+    later(3000)
     assert not stop.reason
-    if asked:
-        time.sleep(2)
+    later(600)
     assert stop.reason is (Reason.JOB_END if asked else Reason.NONE)
 
 
