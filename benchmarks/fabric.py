@@ -60,6 +60,7 @@ _SIZES = "4,64K,1M,4M,16M,64M"
 _ALGORITHMS = ",".join(["auto", *(name for name in ALGORITHMS["allreduce"] if name != "reference")])
 _LINK_NBYTES = 8 << 20
 _LINK_REPEATS = 5
+_TUNED_TO = 16 << 20
 _JOB_TIMEOUT_S = 600
 _MOST_HOSTS = 99
 _RATE = r"[0-9]+(\.[0-9]+)?[kmg]?(bit|bps)"  # of those that tc(8) knows, what cluster.sh takes
@@ -249,7 +250,8 @@ def run_on(hosts: int, args: argparse.Namespace) -> dict[str, Any]:
     share = [Path(python).absolute().parent.parent for python in pythons.values()]
     with Cluster(hosts, args.rate, share) as cluster:
         os.environ["HPCDP_TUNING_DIR"] = str(cluster.folder / "tuning")
-        tune = [sys.executable, "-m", "hpcdp.cli", "tune", "allreduce", "--quick", "-m", "4:16M"]
+        largest = min(_TUNED_TO, max(map(int, args.sizes.split(","))))
+        tune = [sys.executable, "-m", "hpcdp.cli", "tune", "allreduce", "--quick", "-m", f"4:{largest}"]
         done = cluster.mpirun(args.ranks_per_node, tune, _JOB_TIMEOUT_S)
         if done.returncode:
             raise ClusterError(f"hpcdp tune on {hosts} hosts", got=done.stderr.strip() or f"status {done.returncode}")

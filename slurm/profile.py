@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..launch.batch_values import SLURM
 from ..train.config import check_name
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"
 """The name of a profile in the working folder."""
 
-_TIME = re.compile(r"[0-9]+(-[0-9]+(:[0-9]+){0,2}|(:[0-9]+){1,2})?")
+_VALID = {"mpi_type": ("[A-Za-z0-9_.]+", "a name such as pmix"), **SLURM}
+"""What a value of a key must be, and how that is said, where sbatch would refuse any other."""
+
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile("--([a-z][a-z0-9-]*)(=.*)?")
 _LISTS = ("modules", "sbatch")
@@ -62,13 +65,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name, text in _texts(self):
-            if not isinstance(text, str) or not text.strip() or not text.isprintable():
-                raise _wrong(name, "text on one line", text)
+            _check(f"site profile: {name}", name, text)
         check_name("launcher", self.launcher, LAUNCHERS)
-        if self.mpi_type is not None and not re.fullmatch("[A-Za-z0-9_.]+", self.mpi_type):
-            raise _wrong("mpi_type", "a name such as pmix", self.mpi_type)
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise _wrong("time", "a time as Slurm writes it, e.g. 04:00:00 or 2-12", self.time)
         for variable in self.env:
             if not _VARIABLE.fullmatch(variable):
                 raise _wrong("env", "names of variables", variable)
@@ -78,6 +76,15 @@ class Profile:
                 raise _wrong("sbatch", "long options with the value behind =, e.g. --constraint=ib", option)
             if found[1] in _TAKEN:
                 raise _wrong("sbatch", "no option that a key, a flag or the template sets", option)
+            pattern, expected = SLURM.get(found[1], (".*", ""))
+            if not re.fullmatch(pattern, (found[2] or "")[1:]):
+                raise _wrong("sbatch", f"for --{found[1]} {expected}", option)
+
+    def with_flags(self, said: Mapping[str, str]) -> Profile:
+        """The same with other values, by key, for one job. A wrong one is a `ConfigError` that names the flag."""
+        for name, text in said.items():
+            _check(f"--{name}", name, text)
+        return dataclasses.replace(self, **said)  # type: ignore[arg-type]
 
     def require(self, name: str, remedy: str) -> str:
         """The value of a key that a template cannot do without; `ConfigError` with the ``remedy`` where it is None."""
@@ -88,22 +95,24 @@ class Profile:
 
 
 def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ) -> Profile:
-    """The profile in ``path``, else of the first that is there: see `places`.
+    """The profile in ``path``, else in what ``HPCDP_SITE`` names, else in the first that is there of `places`.
 
     Raises:
         ConfigError: there is none; it cannot be read; a key is unknown, or a value wrong.
     """
+    said = environ.get("HPCDP_SITE") if path is None else None
     if path is None:
-        path = next((place for place in places(environ) if place.is_file()), None)
-        if path is None or (environ.get("HPCDP_SITE") and path != Path(environ["HPCDP_SITE"])):
-            raise ConfigError(
-                "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",
-                remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
-            )  # fmt: skip
+        path = said or next((place for place in places(environ) if place.is_file()), None)
+    if path is None:
+        raise ConfigError(
+            "site profile", expected=f"a file: {', '.join(map(str, places(environ)))}", got="none",
+            remedy='write one, e.g. with the line mpi_type = "pmix", or name one with --site FILE',
+        )  # fmt: skip
     try:
         given = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("site profile", where=path, got=error.strerror) from error
+        where = f"HPCDP_SITE={said}" if said else path
+        raise ConfigError("site profile", where=where, expected="a file", got=error.strerror) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("site profile", where=path, expected="a TOML file", got=error) from error
     for name in given:
@@ -116,10 +125,9 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] = os.environ
 
 
 def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where a profile is looked for: the first one counts; one that ``HPCDP_SITE`` names must be there."""
+    """Where a profile is looked for that is not named: the first one counts."""
     home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config")
-    said = [Path(environ["HPCDP_SITE"])] if environ.get("HPCDP_SITE") else []
-    return [*said, Path(FILE), home / "hpcdp" / "site.toml"]
+    return [Path(FILE), home / "hpcdp" / "site.toml"]
 
 
 def names() -> list[str]:
@@ -149,6 +157,14 @@ def _texts(profile: Profile) -> Iterator[tuple[str, Any]]:
             yield from ((name, text) for text in value)
         elif value is not None:
             yield name, value
+
+
+def _check(operation: str, name: str, text: Any) -> None:
+    if not isinstance(text, str) or not text.strip() or not text.isprintable():
+        raise ConfigError(operation, expected="text on one line", got=repr(text))
+    pattern, expected = _VALID.get(name, (".*", ""))
+    if not re.fullmatch(pattern, text, re.ASCII):
+        raise ConfigError(operation, expected=expected, got=repr(text))
 
 
 def _wrong(name: str, expected: str, got: object) -> ConfigError:

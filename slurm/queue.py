@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -112,8 +113,11 @@ def check_numbers(numbers: Sequence[str]) -> None:
             raise LaunchError("Slurm job", expected="a number such as 4711, or 4711_3 for a task", got=repr(number))
 
 
-def cancel(numbers: Sequence[str], save: bool) -> None:
+def cancel(numbers: Sequence[str], save: bool) -> list[str]:
     """End jobs. With ``save`` they are asked to stop with a checkpoint first, and are not requeued.
+
+    Returns:
+        With ``save`` a line for each job: what its script has said of how it goes on, or why there is nothing of that.
 
     Raises:
         LaunchError: as `jobs`, before anything is done; a job is at its end already; Slurm refuses.
@@ -123,20 +127,41 @@ def cancel(numbers: Sequence[str], save: bool) -> None:
     if gone := [number for number, found in there.items() if not found]:
         ended = jobs(gone)[0]
         raise LaunchError("cancel", where=ended.number, expected="a job in the queue", got=ended.state)
+    told = []
     if save:
-        running = [job.number for found in there.values() for job in found if job.state == "RUNNING"]
+        queued = [job for found in there.values() for job in found]
+        running = [job.number for job in queued if job.state == "RUNNING"]
         for number in running:
             _do(["scontrol", "update", f"JobId={number}", "Requeue=0"])
             _do(["scancel", "--batch", "--signal=USR1", number])
         deadline = time.monotonic() + SAVE_LIMIT_S
         while _are_running(running) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        told = [_last_words(each.number) if each.number in running else _idle(each) for each in queued]
     _do(["scancel", *there])
+    return told
 
 
 def _are_running(numbers: Sequence[str]) -> bool:
     states = {job.state for number in numbers for job in _queued([f"--jobs={number}"])}
     return bool(states & {"RUNNING", "COMPLETING"})
+
+
+def _idle(job: Job) -> str:
+    return f"job {job.number} was {job.state}: it had nothing to save"
+
+
+def _last_words(number: str) -> str:
+    """What the script of a job has said at last of itself, in its output; else where that is."""
+    found = re.search(r"^ *StdOut=(.*)$", _run(["scontrol", "show", "job", number]).stdout, re.MULTILINE)
+    lines: list[str] = []
+    if found is not None:
+        with contextlib.suppress(OSError):
+            lines = Path(found[1]).read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if line.startswith(f"hpcdp: job {number} ")]
+    if not said:
+        return f"job {number} has said nothing of a checkpoint: see {found[1] if found else 'its output'}"
+    return said[-1].removeprefix("hpcdp: ")
 
 
 def _queued(which: Sequence[str]) -> list[Job]:

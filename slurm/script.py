@@ -28,6 +28,8 @@ _RUNS = "runs"
 _TRAIN = ("hpcdp", "train")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_TASKS = 100_000
+_MOST = 1_000_000
+_COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once")
 
 
 class _Template(string.Template):
@@ -62,6 +64,10 @@ class Request:
 
     def __post_init__(self) -> None:
         check_name("template", self.template, TEMPLATES)
+        for count in _COUNTS:
+            if (getattr(self, count) or 0) > _MOST:
+                flag = f"--{count.replace('_', '-')}"
+                raise ConfigError(flag, expected=f"at most {_MOST:,}", got=getattr(self, count))
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ConfigError("--name", expected="letters, digits and _.-", got=repr(self.name))
         for argument in (*self.program, *(each for line in self.settings for each in line)):
@@ -93,13 +99,14 @@ def render(request: Request, profile: Profile) -> Script:
     """
     name = request.name or request.template
     time = profile.require("time", 'say it with --time, or in the profile: time = "04:00:00"')
-    program, folder = _program(request, name)
+    program, run, folder = _program(request, name)
     interactive = request.template == "interactive"
     options = list(_options(request, profile, name, time, folder))
     parts = {
         "shebang": "#!/bin/bash -l" if profile.modules else "#!/bin/bash",
         "environment": "\n".join(_environment(request, profile)),
         "program": " ".join([*_container(request, profile), *program]),
+        "run": run,
         "launch": "" if interactive else " ".join(_launch(request, profile)),
     }
     if interactive:
@@ -145,10 +152,11 @@ def _filled(file: str, parts: dict[str, str]) -> str:
     return re.sub("\n{3,}", "\n\n", _Template(text).substitute(parts))
 
 
-def _program(request: Request, name: str) -> tuple[list[str], Path]:
-    """The program as words of bash, and the folder of its run.
+def _program(request: Request, name: str) -> tuple[list[str], str, Path]:
+    """The program as words of bash, the value of ``run`` there, and the folder of the script and its output.
 
-    `hpcdp train` goes on in a run folder that is the job's own, unless another is named.
+    `hpcdp train` goes on in a run folder that is the job's own, unless another is named: by the script's argument, or
+    in the program, where ``run`` is empty.
     """
     given = request.program or PROGRAMS.get(request.template, _TRAIN)
     words = [shlex.quote(word) for word in given]
@@ -156,7 +164,7 @@ def _program(request: Request, name: str) -> tuple[list[str], Path]:
     if sweep:
         words.append('"${settings[@]}"')
     if given[:2] != _TRAIN or request.template not in ("train", "train-gpu", "sweep"):
-        return words, Path(_RUNS)
+        return words, "''", Path(_RUNS)
     said = [given, *request.settings]
     if any(_value(line, "--overwrite") is not None for line in said):
         raise ConfigError(
@@ -168,12 +176,13 @@ def _program(request: Request, name: str) -> tuple[list[str], Path]:
         raise ConfigError(
             "sweep", expected="no --run-dir", got=run_dir, remedy="each task has a folder of its own"
         )  # fmt: skip
+    run = "''"
     if run_dir is None:
-        own = f"{name}-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" if sweep else f"{name}-$job"
-        words += ["--run-dir", f'"{_RUNS}/{own}"']
+        run = f"${{1:-{_RUNS}/{name}-{'$SLURM_ARRAY_JOB_ID' if sweep else '$job'}}}"
+        words += ["--run-dir", '"$run/$SLURM_ARRAY_TASK_ID"' if sweep else '"$run"']
     if not any(_value(line, "--resume") is not None for line in said):
         words += ["--resume", "auto"]
-    return words, Path(_RUNS) if run_dir is None else Path(run_dir).parent
+    return words, run, Path(_RUNS) if run_dir is None else Path(run_dir).parent
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

@@ -21,6 +21,9 @@ from hpcdp.launch.inside import launched_rank, launched_ranks
 RANK, SIZE = launched_rank() or 0, launched_ranks() or 1
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH", "") not in ("", "0")
 TEST_LIMIT_S = float(os.environ.get("HPCDP_TEST_LIMIT_S", 120))
+CLUSTER_LIMIT_S = 5 * TEST_LIMIT_S
+"""Of a test on hosts that are made for it: jobs wait in queues, and limits of their own end them before."""
+
 REPORT = os.environ.get("HPCDP_TEST_REPORT")
 
 hypothesis.settings.register_profile("hpcdp", deadline=None)
@@ -81,7 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _record(item.nodeid, "started")
-    faulthandler.dump_traceback_later(TEST_LIMIT_S, exit=True, file=_terminal)
+    limit_s = CLUSTER_LIMIT_S if item.get_closest_marker("cluster") else TEST_LIMIT_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=_terminal)
     try:
         return (yield)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -102,9 +101,14 @@ def _script(given: argparse.Namespace) -> Script:
     from ..slurm import profile, script
 
     check_name("template", given.template, script.TEMPLATES)
+    if given.template == "sweep" and given.settings is None:
+        raise ConfigError(
+            "sweep", expected="--settings FILE, a line of further arguments for each task", got="none",
+            remedy="e.g. a file with the lines --lr 0.1 and --lr 0.2: "
+            "hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
+        )  # fmt: skip
     said = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
-    site = profile.load(given.site)
-    site = dataclasses.replace(site, **{name: value for name, value in said.items() if value is not None})
+    site = profile.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
     request = script.Request(
         template=given.template,
         program=tuple(given.program),
@@ -163,5 +167,6 @@ def _status(given: argparse.Namespace) -> int:
 def _cancel(given: argparse.Namespace) -> int:
     from ..slurm import queue
 
-    queue.cancel(given.jobs, given.save)
+    for line in queue.cancel(given.jobs, given.save):
+        print(line)
     return 0

@@ -44,8 +44,8 @@ class Beside:
     ) -> None:
         self.times: list[BucketTimes] = []
         """When the buckets of the last step that is over were ready, launched and done."""
-        self.waited_s = 0.0
-        """Seconds that forward has waited for updates of parameters."""
+        self.waited: Callable[[int, int], None] = lambda begin_ns, end_ns: None
+        """Told of each wait of this rank for the update of parameters."""
         self._memory, self._buckets, self._params, self._lane = memory, buckets, params, lane
         self._watchdog = Watchdog.of(world)
         self._trace: Trace | None = world.kept.get(Trace)
@@ -113,7 +113,7 @@ class Beside:
         self._updating.pop(bucket.number, None)
         bucket.state = State.FILLING
         end = time.perf_counter_ns()
-        self.waited_s += (end - begin) / 1e9
+        self.waited(begin, end)
         if self._trace is not None:
             self._trace.slice(f"wait for bucket {bucket.number}", "main", begin, end)
         if not self._updating:
@@ -123,14 +123,6 @@ class Beside:
         """Wait for all updates under way."""
         for bucket in reversed(self._buckets):
             self.settle(bucket)
-
-    def busy_s(self) -> float:
-        """Seconds of the last step that is over in which the reduction of some bucket was under way."""
-        total = end = 0
-        for begin, done in sorted((each.launched_ns, each.done_ns) for each in self.times):
-            total += max(0, done - max(begin, end))
-            end = max(end, done)
-        return total / 1e9
 
     def _behind(self, bucket: Bucket, *milestones: int) -> list[int]:
         """The local ranks that have not reached the first of ``milestones`` that is not reached by all."""

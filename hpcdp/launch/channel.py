@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .guard import FIRST_WORDS
+from .quiet import Quiet
 
 SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")
 """It never asks: for a password, or whether a host is known."""
@@ -33,7 +34,7 @@ class Channel:
         self.cores = 0
         self.heard_s = time.monotonic()
         self._buffer = b""
-        self._words = b""
+        self._words, self._quiet = b"", Quiet()
         guard = shlex.join([sys.executable, "-c", _GUARD.format(str(_ROOT))])
         self._ssh = subprocess.Popen(
             [*SSH, *_ALIVE, "--", host, f"exec {guard}"],
@@ -79,7 +80,7 @@ class Channel:
         received = os.read(self.err, 1 << 16)
         if self.is_ready:
             with contextlib.suppress(OSError):
-                os.write(2, received)
+                os.write(2, self._quiet.pass_on(received) if received else self._quiet.end())
         else:
             self._keep(received)
         return bool(received)

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpcdp.errors import LaunchError
 
 from . import interfaces
-from .hosts import Place
+from .hosts import Place, of_ranks
 from .job import Job
 
 LOST_AFTER_S = 30
@@ -56,8 +56,7 @@ class Dialect:
         """The list that `placed` names: for Open MPI the host of each rank, then of each server; for hydra each host
         with how many processes it gets."""
         if not self._is_hydra:
-            counts = [(place.name, place.ranks) for place in places] + [(place.name, place.servers) for place in places]
-            return "".join(f"{name}\n" * count for name, count in counts)
+            return "".join(f"{name}\n" for name in of_ranks(places))
         if any(":" in place.name for place in places):
             raise LaunchError(
                 "launch -H", expected="names of hosts", got="an IPv6 address", remedy="name it in ~/.ssh/config"

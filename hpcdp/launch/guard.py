@@ -5,8 +5,8 @@ connection: when that closes, or nothing has come for `LOST_AFTER_S`, everything
 /dev/shm is removed. So no rank outlives the launcher, its host, or the network between them, whatever the MPI library
 does.
 
-Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``beat`` and ``end``,
-the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and ``died``.
+Both sides write lines of JSON, each with one key: the launcher ``begin``, ``check``, ``start``, ``ranks``, ``beat`` and
+``end``, the guard ``ready``, ``problems``, ``beat``, ``rank``, ``rank_end``, ``started_end`` and ``died``.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ class Guard:
                 tell({"problems": problems(**value)})
             elif key == "start":
                 self._start(**value)
+            elif key == "ranks":
+                for rank, pid in value:
+                    self._watch.know_of(rank, pid)
             elif key == "end":
                 self._is_over = True
 

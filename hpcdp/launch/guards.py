@@ -85,6 +85,12 @@ class Guards:
             begin = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
             channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": segments}})
 
+    def know_of(self, ranks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Tells the guard of each host which ranks, with their processes, mpirun says it has started there."""
+        for host, started in ranks.items():
+            if host in self._channels:
+                self._channels[host].send({"ranks": started})
+
     def cores(self) -> dict[str, int]:
         """How many cores may be used on each host."""
         return {name: channel.cores for name, channel in self._channels.items()}

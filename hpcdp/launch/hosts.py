@@ -92,11 +92,17 @@ def _slots(text: str, line: str, where: str) -> int:
     return int(text)
 
 
-def _is_ipv6(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a host's name is an IP address."""
     try:
-        return ipaddress.ip_address(text).version == 6 and "%" not in text
+        ipaddress.ip_address(text)
     except ValueError:
         return False
+    return True
+
+
+def _is_ipv6(text: str) -> bool:
+    return ":" in text and "%" not in text and is_address(text)
 
 
 def _merged(hosts: Sequence[Host]) -> tuple[Host, ...]:
@@ -154,6 +160,12 @@ def place(job: Job) -> tuple[Place, ...]:
         for host, count, beside in zip(job.hosts, ranks, servers, strict=True)
         if count or beside
     )
+
+
+def of_ranks(places: Sequence[Place]) -> list[str]:
+    """The host of each rank, then of each server."""
+    ranks = [place.name for place in places for _ in range(place.ranks)]
+    return ranks + [place.name for place in places for _ in range(place.servers)]
 
 
 def _too_few(job: Job, room: int) -> LaunchError:

@@ -29,7 +29,10 @@ def run(job: Job, usr1_has_come: Callable[[], bool] | None = None) -> int:
     library, command = _mpirun(job)
     environ = {**os.environ, **command.env}
     processes = job.ranks + job.servers
-    return supervise(command.argv, environ, processes, library.family, job.servers, usr1_has_come, verbose=job.verbose)
+    return supervise(
+        command.argv, environ, processes, library.family, job.servers, usr1_has_come, asked=job.mpi_args,
+        verbose=job.verbose,
+    )  # fmt: skip
 
 
 def plan(job: Job) -> Plan:

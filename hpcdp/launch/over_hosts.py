@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from . import mpi_library, segments, sync
+from . import mpi_library, segments, slurm_allocation, sync
 from .checks import check, check_binding
 from .dialect import Dialect
 from .environment import environment_of_hosts, travelling
 from .guards import Guards
-from .hosts import is_this_machine, place
+from .hosts import is_this_machine, of_ranks, place
 from .inside import batch_system
 from .job import SERVER, Command, Job, Plan
 from .supervise import say, supervise
@@ -32,6 +32,9 @@ def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
     dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    given = None if by_ssh else slurm_allocation.allocation()
+    if given is not None:
+        slurm_allocation.check(job, given, library.family)
     places = place(job) if job.hosts else ()
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
     environ |= dialect.interface(job.interface)
@@ -99,6 +102,8 @@ def _by_ssh(job: Job, command: Command) -> int:
                 library.family,
                 job.servers,
                 elsewhere=sum(each.processes for each in others),
+                hosts=[name if name in {each.name for each in others} else None for name in of_ranks(places)],
+                asked=job.mpi_args,
                 guards=guards,
                 verbose=job.verbose,
             )
@@ -117,6 +122,7 @@ def _in_batch(job: Job, command: Command) -> int:
         library.family,
         job.servers,
         elsewhere=processes,
+        asked=job.mpi_args,
         verbose=job.verbose,
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpcdp.errors import ConfigError, LaunchError
 
-from . import batch
+from . import batch, batch_values
 from .job import Command, Job, Plan
 
 _AGAIN = 99
@@ -38,7 +38,8 @@ def plan(job: Job) -> Plan:
     """The script of ``job`` and its qsub.
 
     Raises `ConfigError` for hosts, ``--sync-dst-dir``, a working folder of a name that qsub takes apart, and
-    ``--batch-args`` that name no parallel environment for several ranks, or set what the launcher sets.
+    ``--batch-args`` that name no parallel environment for several ranks, set what the launcher sets, or have a value
+    that cannot be.
     """
     batch.check(job, "sge")
     folder = batch.folder_of("sge")
@@ -61,6 +62,7 @@ def plan(job: Job) -> Plan:
             got=repr(job.batch_args),
             remedy="qconf -spl lists those of the site",
         )
+    _check_values(arguments)
     files = [f"-o {shlex.quote(str(folder / batch.OUTPUT))}", f"-e {shlex.quote(str(folder / batch.ERRORS))}"]
     script = folder / "job.sh"
     written = {script: _script(job, folder, files, _stop_s(arguments), has_hosts="-pe" in arguments)}
@@ -77,6 +79,14 @@ def run(job: Job) -> int:
     """
     wanted = plan(job)
     return batch.run(wanted, batch.folder_of("sge"), functools.partial(_submit, wanted.commands[0], job.verbose))
+
+
+def _check_values(arguments: list[str]) -> None:
+    given = list(batch_values.of_words(arguments))
+    batch_values.check("launch --batch-args", given, batch_values.SGE)
+    resources = [each.partition("=") for name, value in given if name == "l" for each in value.split(",")]
+    found = [(name, value) for name, equals, value in resources if equals]
+    batch_values.check("launch --batch-args", found, batch_values.SGE_RESOURCES)
 
 
 def _stop_s(arguments: list[str]) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from hpcdp.errors import LaunchError
 
-from . import mpi_library
+from . import batch_values, mpi_library
 from .checks import check
 from .environment import THREAD_VARIABLES
 from .job import Command, Job, Plan
@@ -53,10 +53,13 @@ def plan(job: Job) -> Plan:
     Raises:
         LaunchError: there is no srun; it lacks the --mpi that the MPI library needs; something was asked for that srun
             cannot do; and as `hpcdp.launch.checks.check` does.
-        ConfigError: as that does.
+        ConfigError: as that does; an option of srun has a value that cannot be.
     """
     given = allocation()
     further = check(job if given is not None else dataclasses.replace(job, interface=None))  # the nodes may have others
+    batch_values.check(
+        "launch --mpi-args", batch_values.of_words(further, batch_values.SLURM_SHORT), batch_values.SLURM
+    )
     if job.sync_dst_dir is not None:
         raise LaunchError(
             "launch --sync-dst-dir", expected="a file system that all hosts of a Slurm job see", got=job.sync_dst_dir,

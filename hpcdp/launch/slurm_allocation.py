@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from hpcdp.errors import LaunchError
 
-from .job import Host
+from . import hosts
+from .job import Host, Job
 
+_POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 _MOST_HOSTS = 100_000
 _PIECE = re.compile(r"([^\[\],]*)(?:\[([^\[\]]*)\])?")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -69,6 +71,45 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
         raise _unreadable("SLURM_CPUS_PER_TASK", "a number of cores", repr(cpus))
     hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
     return Allocation(job, hosts, None if cpus is None else int(cpus))
+
+
+def check(job: Job, given: Allocation, family: str) -> None:
+    """Raises `LaunchError` where the mpirun of ``family`` could not start ``job`` on the hosts of ``given``.
+
+    Open MPI's says so in a page of text, or starts nothing and has status 0; MPICH's waits for ever for a host that is
+    not among them, but takes any number of processes.
+    """
+    slots = {host.name.partition(".")[0]: host.slots or 0 for host in given.hosts}
+    for place in hosts.place(job) if job.hosts else ():
+        name = place.name.partition(".")[0]
+        if name not in slots:
+            if family == "openmpi" and hosts.is_address(place.name):  # it asks the resolver
+                continue
+            raise LaunchError("launch -H", expected=f"hosts of {given}", got=place.name)
+        if family == "openmpi" and place.processes > slots[name] and not _oversubscribes(job):
+            raise _too_many("launch -H", f"{slots[name]} on {place.name}", given, place.processes)
+    if family != "openmpi" or job.hosts or _oversubscribes(job):
+        return
+    if job.ranks + job.servers > given.tasks:
+        raise _too_many("launch", str(given.tasks), given, job.ranks + job.servers)
+    if job.ranks_per_node is not None:
+        room = sum(min(host.slots or 0, job.ranks_per_node) for host in given.hosts)
+        if job.ranks > room:
+            raise _too_many("launch", f"{room} with {job.ranks_per_node} per node", given, job.ranks)
+
+
+def _oversubscribes(job: Job) -> bool:
+    policy = {**os.environ, **job.env}.get(_POLICY, "")
+    return "oversubscribe" in f"{job.mpi_args} {policy}".lower()
+
+
+def _too_many(operation: str, most: str, given: Allocation, got: int) -> LaunchError:
+    return LaunchError(
+        operation,
+        expected=f"at most {most} in {given}",
+        got=f"{got} processes",
+        remedy=f"ask Slurm for more tasks, or set {_POLICY}=:oversubscribe",
+    )
 
 
 def expand_hosts(text: str) -> list[str]:

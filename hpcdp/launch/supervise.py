@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import select
 import signal
 import socket
 import subprocess
@@ -16,12 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hpcdp.errors import LaunchError
+
 from . import machine, segments
 from .guards import Guards
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, end_orphans
-from .watch import BEREFT, End, Start, Watch, first_failure
-from .words import Words
+from .started import Started, listed
+from .watch import BEREFT, End, Start, Watch, first_failure, name_of
+from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,6 +48,8 @@ def supervise(
     *,
     elsewhere: int = 0,
     guards: Guards | None = None,
+    hosts: Sequence[str | None] = (),
+    asked: str = "",
     verbose: bool = False,
 ) -> int:
     """Runs ``command`` with all of ``environ`` until it and all that it has started have ended.
@@ -55,11 +61,16 @@ def supervise(
         elsewhere: how many of the ranks run on other hosts.
         guards: what holds those, where it is this launcher that reaches the hosts; else it is a batch system, and of
             a host that is lost mpirun's words on stderr are all there is.
+        hosts: where each rank runs, None for this machine; empty where only mpirun knows, or all run here.
+        asked: arguments of the user's own in ``command``.
         verbose: whether to tell where the ranks of this machine are.
 
     Returns:
         The job's exit status: 128 + the number of the signal that ended this launcher, or that of the rank that failed
-        first, or the command's own; 1 for a job that has lost a host.
+        first, or the command's own; 1 for a job that has lost a host, or of which nothing has been started.
+
+    Raises:
+        LaunchError: mpirun has refused what was ``asked`` of it.
     """
     watched = {*FORWARDED, signal.SIGCHLD}
     libc = ctypes.CDLL(None)
@@ -76,56 +87,77 @@ def supervise(
                 left_behind.enter_context(segments.new_ones_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
                 environ = left_behind.enter_context(segments.own_folder(environ))
-            words = Words() if elsewhere else None
-            mpirun = subprocess.Popen(
-                command, env=environ, preexec_fn=before_exec, stderr=None if words is None else words.end
-            )
+            started = None
+            if family == "openmpi":
+                places = hosts or ([] if elsewhere else [None] * ranks)
+                command, started = left_behind.enter_context(listed(command, ranks, places))
+            words = Words(held=bool(asked))
+            mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec, stderr=words.end)
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)
-                if words is not None:
-                    words.attach(watch)
+                words.attach(watch)
+                if started is not None:
+                    started.attach(watch, guards)
                 goes_on = "--with-ft" in command  # Open MPI's, with ULFM: who survives decides
-                ended_by = _forward_signals(mpirun, watch, usr1_has_come, guards, verbose, goes_on, family)
+                ended_by = _forward_signals(
+                    mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
+                )  # fmt: skip
+                count = ranks if started is None else started.end()
                 ends = watch.ends()
-                lost = [] if guards is None else guards.lost
-                if words is not None:
-                    lost += words.lost()
+                lost = ([] if guards is None else guards.lost) + words.lost()
             if guards is not None:
                 guards.end()
             end_orphans()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    refusal = None if ends or mpirun.returncode <= 0 or lost or ended_by else words.refusal(started is not None)
+    if refusal is not None:
+        raise LaunchError("launch --mpi-args", expected=f"arguments of {command[0]}", got=f"{asked!r}: {refusal}")
+    words.show()
     if ended_by is not None:
         return 128 + ended_by
     if lost:
         for each in lost:
             say(each)
         return 1
-    if family == "srun" and words is not None and mpirun.returncode > 0:
+    if family == "srun" and mpirun.returncode > 0:
         return words.status() or mpirun.returncode
     if mpirun.returncode < 0:
         first = _failed(watch.failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
-    return _explained(ends, mpirun.returncode, family)
+    if mpirun.returncode == 0 and count < ranks:
+        say(f"mpirun has ended with status 0, but not started {ranks} ranks")
+        return 1
+    if elsewhere:
+        ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
+    return _explained(ends, mpirun.returncode, family, words.named)
 
 
-def _explained(ends: Sequence[End], code: int, family: str) -> int:
+def _explained(ends: Sequence[End], code: int, family: str, named: Named | None) -> int:
     """The status of the job, once the rank that failed first has been named where mpirun has not done so.
 
     Open MPI names it and has its status, but says of one that left with status 0 only what may have happened, of a
     server not that it is one, and not always on which host a rank was.
     """
     first = first_failure(ends, code, _bereft(family))
+    if named is not None and (first is None or first.status is None):
+        first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
     if first is None or (first.status is None and code == 0):
         return code
     alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
     names_it = family != "mpich" and first.status != 0 and first.server is None and first.host is None
+    if first.status is None:
+        if not names_it:
+            say(f"{first}; the status of mpirun is {code}{f' ({name_of(code - 128)})' if code > 128 else ''}")
+        return code
     if not names_it and not alike:
         say(first)
-    if first.status is None:
-        return code
     return first.exit_status or 1
+
+
+def _as_named(end: End, named: Named) -> End:
+    return end if named.status is None else end._replace(status=named.status)
 
 
 def _bereft(family: str) -> int | None:
@@ -142,6 +174,8 @@ def _forward_signals(
     watch: Watch,
     usr1_has_come: Callable[[], bool] | None,
     guards: Guards | None,
+    words: Words,
+    started: Started | None,
     verbose: bool,
     goes_on: bool,
     family: str,
@@ -160,6 +194,9 @@ def _forward_signals(
         if is_held and watch.all_take(signal.SIGUSR1):
             mpirun.send_signal(signal.SIGUSR1)
             is_held = False
+        words.look()
+        if started is not None:
+            started.look()
         if verbose:
             told = _tell_of_starts(watch.starts, told)
         if guards is not None:
@@ -169,12 +206,19 @@ def _forward_signals(
                 deadline, is_told_to_end = min(deadline, time.monotonic() + _LOST_GRACE_S), True
         if watch.failed is not None and not goes_on:  # Open MPI's now and then waits for ranks that are in MPI_Finalize
             deadline = min(deadline, watch.failed.at_s + _FAILED_GRACE_S)
+        gone_s = watch.all_gone_at_s  # of ranks that all are killed at once Open MPI's now and then notices none
+        if gone_s is not None and time.monotonic() >= gone_s + _GRACE_S and _output_is_read():
+            deadline = 0.0
         alone_s = watch.servers_alone_since_s  # those of a program that has never come to hpcdp.init()
         if time.monotonic() >= min(deadline, float("inf") if alone_s is None else alone_s + _GRACE_S):
             if ended_by is None and not is_told_to_end:
                 if watch.failed is not None:
                     first = _failed(watch.failed, watch.ends(), family)
                     say(f"{first}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
+                elif gone_s is not None:
+                    say(
+                        f"{watch.ends()[0].who} and all others have ended, and mpirun has not in {_GRACE_S:g} s: killed"
+                    )
                 else:
                     why = "all workers have ended, and the servers, whom only hpcdp.init() tells, have not"
                     say(f"{why} in {_GRACE_S:g} s: killed")
@@ -194,6 +238,13 @@ def _forward_signals(
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
         say(f"mpirun was killed by {signal.Signals(-mpirun.returncode).name}")
     return ended_by
+
+
+def _output_is_read() -> bool:
+    """Whether it is not for who reads standard output, such as a pager, that mpirun waits."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _tell_of_starts(starts: Sequence[Start], told: int) -> int:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=")
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
+_LOOK_S, _LOOK_SOON_S, _LATER_LOOK_S = 0.02, 10.0, 1.0
+"""Ranks are looked for so often, so long; later on less often. One that fails at an import lives for some 50 ms."""
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
 """What mpirun ends the other ranks with."""
 _BEFORE_S, _AFTER_S = 1.0, 0.05
@@ -60,19 +61,24 @@ class End(NamedTuple):
         code = os.waitstatus_to_exitcode(self.status or 0)
         return code if code >= 0 else 128 - code
 
+    @property
+    def who(self) -> str:
+        """The rank, or the server, with its process and where that ran."""
+        where = f"pid {self.pid}" + (f" on {self.host}" if self.host else "")
+        if self.server is None:
+            return f"rank {self.rank} ({where})"
+        return f"server {self.server} (rank {self.rank}, {where})"
+
     def __str__(self) -> str:
         if self.status is None:
             how = "ended before the others"
         elif os.WIFSIGNALED(self.status):
-            how = f"was killed by {_name(os.WTERMSIG(self.status))}"
+            how = f"was killed by {name_of(os.WTERMSIG(self.status))}"
         elif self.status == 0:
             how = "ended without MPI_Finalize (exit status 0)"
         else:
             how = f"ended with status {os.WEXITSTATUS(self.status)} before the others"
-        where = f"pid {self.pid}" + (f" on {self.host}" if self.host else "")
-        if self.server is None:
-            return f"rank {self.rank} ({where}) {how}"
-        return f"server {self.server} (rank {self.rank}, {where}) {how}"
+        return f"{self.who} {how}"
 
 
 class Signal(NamedTuple):
@@ -105,7 +111,9 @@ class Watch:
         self, mpirun: int, ranks: int, signals: set[signal.Signals], servers: int = 0, elsewhere: int = 0
     ) -> None:
         self._mpirun, self._count, self._missing, self._workers = mpirun, ranks, ranks, ranks + elsewhere - servers
-        self._pause_s, self._next_look = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
+        self._all = ranks + elsewhere
+        self._next_look = time.monotonic() + _LOOK_S
+        self._later = time.monotonic() + _LOOK_SOON_S
         self._ranks: dict[int, tuple[int, int]] = {}  # by pidfd: rank and pid
         self._others: dict[int, Callable[[], object]] = {}
         self.starts: list[Start] = []
@@ -113,6 +121,8 @@ class Watch:
         self._ends: dict[int, End] = {}  # by rank, the first end first
         self.failed: End | None = None
         """The first end that was seen, while mpirun ran, to be none with status 0."""
+        self.all_gone_at_s: float | None = None
+        """When all ranks were first seen to be gone, none with a status that is known (monotonic)."""
         self.servers_alone_since_s: float | None = None
         """When servers were first seen to run without any worker (monotonic); None while there are workers."""
         self._signals = _signal_descriptor(signals)
@@ -142,13 +152,21 @@ class Watch:
             self._ends[seen.rank] = seen
             if seen.status and self.failed is None:
                 self.failed = seen
+            if len(self._ends) == self._all and all(end.status is None for end in self._ends.values()):
+                self.all_gone_at_s = seen.at_s
+
+    def know_of(self, rank: int, pid: int) -> None:
+        """A rank runs here, says who has started it; it may have ended before it was seen."""
+        if rank not in (start.rank for start in self.starts) and not self._take(rank, pid):
+            self.note(Start(rank, pid))
+            self.note(End(rank, pid, None, time.monotonic(), self.server(rank)))
 
     def wait(self, timeout_s: float) -> Signal | None:
         """The next signal; None after ``timeout_s`` seconds at most."""
         if self._missing and time.monotonic() >= self._next_look:
             self._look()
-            self._pause_s = min(2 * self._pause_s, _LONGEST_LOOK_S)
-            self._next_look = time.monotonic() + self._pause_s
+            now = time.monotonic()
+            self._next_look = now + (_LOOK_S if now < self._later else _LATER_LOOK_S)
         if self._missing:
             timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
         self._see(timeout_s)
@@ -194,12 +212,21 @@ class Watch:
         known = {pid for _, pid in self._ranks.values()}
         for rank, pid in _ranks_below(self._mpirun):
             if pid not in known:
-                with contextlib.suppress(OSError, AttributeError):  # it has gone; or Python was built without
-                    descriptor = os.pidfd_open(pid)
-                    self._ranks[descriptor] = rank, pid
-                    self.note(Start(rank, pid))
-                    self._poll.register(descriptor, select.EPOLLIN)
-                    self._missing -= 1
+                self._take(rank, pid)
+
+    def _take(self, rank: int, pid: int) -> bool:
+        """Whether there is such a process, whose end is waited for from now on."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        except (OSError, AttributeError):  # Python was built without
+            return True
+        self._ranks[descriptor] = rank, pid
+        self.note(Start(rank, pid))
+        self._poll.register(descriptor, select.EPOLLIN)
+        self._missing -= 1
+        return True
 
 
 def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> End | None:
@@ -304,7 +331,8 @@ def _signal_descriptor(signals: set[signal.Signals]) -> int:
     return descriptor
 
 
-def _name(sign: int) -> str:
+def name_of(sign: int) -> str:
+    """Of a signal."""
     try:
         return signal.Signals(sign).name
     except ValueError:

@@ -1,7 +1,8 @@
-"""What mpirun or srun says on stderr, copied on and searched: of ranks on other hosts nothing else tells.
+"""What mpirun or srun says on stderr, copied on and searched: of ranks on other hosts often nothing else tells.
 
 Of a host that it has lost Open MPI's mpirun says so, and ends with status 0. srun says of each task how it has ended,
-and has the largest status of all, also of those that the library ended because another one had failed.
+and has the largest status of all, also of those that the library ended because another one had failed. Where mpirun may
+refuse its arguments what it says is kept until a rank runs: a page of text is not what the launcher shows then.
 """
 
 from __future__ import annotations
@@ -10,23 +11,54 @@ import contextlib
 import os
 import re
 import signal
+import time
+from typing import NamedTuple
 
+from .quiet import Quiet
 from .watch import BEREFT, Watch
 
 _LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)", re.DOTALL)
 _TASK = re.compile(rb"srun: error: \S+: tasks? [0-9,\[\]-]+: (?:Exited with exit code ([0-9]+)|(.+?))(?: \(.*\))?\n")
+_NAMED = (
+    re.compile(
+        rb"process rank (?P<rank>[0-9]+) with PID (?P<pid>[0-9]+) on node \S+\s+exited\s+on\s+"
+        rb"signal (?P<signal>[0-9]+)"
+    ),
+    re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]+)\]\n +Exit code: +(?P<code>[0-9]+)"),
+    re.compile(rb"= +PID (?P<pid>[0-9]+) RUNNING AT "),
+)
+_RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
+_OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
+_HOLD_S = 10.0
+_MOST_HELD, _MOST_TOLD = 1 << 16, 300
 _KEPT = 1000
 _KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 
-class Words:
-    """A pipe for mpirun's stderr, and what came through it; ``end`` is what mpirun gets, and is closed by `attach`."""
+class Named(NamedTuple):
+    """A rank that has failed, as far as mpirun tells: its number, its process, and its status (wait(2))."""
 
-    def __init__(self) -> None:
+    rank: int | None
+    pid: int | None
+    status: int | None
+
+
+class Words:
+    """A pipe for mpirun's stderr, and what came through it; ``end`` is what mpirun gets, and is closed by `attach`.
+
+    Args:
+        held: whether nothing is shown before a rank has been seen, or ten seconds have passed.
+    """
+
+    def __init__(self, held: bool = False) -> None:
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
-        self._kept = b""
+        self._quiet, self._kept = Quiet(), b""
+        self._held: bytes | None = b"" if held else None
+        self._until_s = time.monotonic() + _HOLD_S
         self._lost: list[str] = []
+        self.named: Named | None = None
+        """The first rank that mpirun has said to have failed."""
         self._of_tasks, self._statuses = b"", list[int]()
 
     def attach(self, watch: Watch) -> None:
@@ -35,12 +67,41 @@ class Words:
         self._watch = watch
         watch.also(self._read, self._copy)
 
+    def look(self) -> None:
+        """Shows what was held, once a rank has been seen or time has passed; called over and over."""
+        if self._held is not None and (
+            self._watch.starts or time.monotonic() > self._until_s or len(self._held) > _MOST_HELD
+        ):
+            self.show()
+
+    def show(self) -> None:
+        """Shows what is held."""
+        held, self._held = self._held, None
+        _write(held or b"")
+
     def lost(self) -> list[str]:
         """What mpirun said of hosts that it has lost; called once it has ended."""
         while self._copy():
             pass
         os.close(self._read)
+        self._show(self._quiet.end())
         return self._lost
+
+    def refusal(self, is_certain: bool) -> str | None:
+        """Why mpirun has started nothing, in its own words, where they have not been shown; called after `lost`.
+
+        Args:
+            is_certain: whether it is known that it has started nothing.
+        """
+        held = self._held or b""
+        if not held or not (is_certain or b"unrecogni" in held):
+            return None
+        if of_hydra := _OF_HYDRA.search(held):
+            return of_hydra[1].decode(errors="replace")
+        rule = _RULE.search(held)
+        said = _RULE.split(held[rule.end() :])[0] if rule else held
+        text = said.decode(errors="replace").partition("\n\nPlease ")[0]
+        return " ".join(text.split())[:_MOST_TOLD]
 
     def status(self) -> int | None:
         """That of the task that has failed of itself, 128 + the number of a signal as in a shell; called after `lost`.
@@ -60,12 +121,13 @@ class Words:
         if not received:
             self._watch.no_more(self._read)
             return False
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            os.write(2, received)
+        self._show(self._quiet.pass_on(received))
         self._kept += received
         while found := _LOST.search(self._kept):
             self._lost.append(f"mpirun has lost {found[1].decode(errors='replace')}")
             self._kept = self._kept[found.end() :]
+        if self.named is None:
+            self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
             status = int(found[1]) if found[1] else _status_of(found[2].decode(errors="replace"))
@@ -73,6 +135,23 @@ class Words:
         self._of_tasks = self._of_tasks[self._of_tasks.rfind(b"\n") + 1 :][-_KEPT:]
         self._kept = self._kept[-_KEPT:]
         return True
+
+    def _show(self, what: bytes) -> None:
+        if self._held is None:
+            _write(what)
+        else:
+            self._held += what
+
+
+def _write(what: bytes) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, what)
+
+
+def _named(said: re.Match[bytes]) -> Named:
+    found = {name: int(value) for name, value in said.groupdict().items()}
+    status = found["code"] << 8 if "code" in found else found.get("signal")
+    return Named(found.get("rank"), found.get("pid"), status)
 
 
 def _status_of(words: str) -> int | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hpcdp.errors import ConfigError, LaunchError
 
-from . import batch
+from . import batch, batch_values
 from .containers import agent_script, container_name
 from .job import Command, Job, Plan
 
@@ -40,13 +40,15 @@ def plan(job: Job) -> Plan:
     """The scripts of ``job`` and the client of YARN's distributed shell.
 
     A container takes ``ranks_per_node`` processes, servers counted, or all of them. Raises `ConfigError` for hosts,
-    ``--sync-dst-dir`` and ``--batch-args`` that set what the launcher sets, `LaunchError` where Hadoop is not found.
+    ``--sync-dst-dir`` and ``--batch-args`` that set what the launcher sets or have a value that cannot be,
+    `LaunchError` where Hadoop is not found.
     """
     batch.check(job, "yarn")
     folder = batch.folder_of("yarn")
     if ":" in str(folder):
         raise ConfigError("launch --launcher yarn", where=folder, expected="a working folder without : in its name")
     arguments = batch.split(job.batch_args, [f"{dashes}{name}" for dashes in ("-", "--") for name in _OURS])
+    batch_values.check("launch --batch-args", batch_values.of_words(arguments), batch_values.YARN)
     given = {word.lstrip("-") for word in arguments}
     slots = job.ranks + job.servers
     in_each = min(slots, job.ranks_per_node or slots)

@@ -90,6 +90,8 @@ class BucketTrainer(Trainer):
             param.data[...] = from_host(values, param.data)
         layout, overlap = plan(described(ours), bucket_cap_mb), False if adding else overlap
         self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
+        if self.reducer.beside is not None:
+            self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
         self._stale: list[str] = []
@@ -132,7 +134,7 @@ class BucketTrainer(Trainer):
             return self._held_count
         if count:
             self._refuse_sums("step")
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         if self._reproducible is not None:
             self._reproducible.leave(count)
             if not self._reproducible.is_last:
@@ -149,7 +151,7 @@ class BucketTrainer(Trainer):
                 self._reproducible.move_statistics()
         finally:
             self._begin_step()
-        self._account(began)
+        self._account(began_ns)
         return total
 
     def _next_virtual_shard(self, count: int) -> int:
@@ -196,10 +198,10 @@ class BucketTrainer(Trainer):
         """See `Trainer.allreduce_grads`."""
         self._refuse_reproducible("allreduce_grads", "let step() sum them")
         self._refuse_sums("allreduce_grads")
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
         self.reducer.reduce_everywhere()
-        self._account(began)
+        self._account(began_ns)
 
     def _refuse_reproducible(self, operation: str, remedy: str) -> None:
         if self.virtual_shards is not None:
@@ -301,15 +303,10 @@ class BucketTrainer(Trainer):
         if self._reproducible is not None:
             self._reproducible.begin(self.step_count + 1)
 
-    def _account(self, began: float) -> None:
-        spent, busy_s, beside = time.perf_counter() - began, 0.0, self.reducer.beside
-        if beside is not None:
-            spent += beside.waited_s
-            beside.waited_s = 0.0
-            busy_s = beside.busy_s()
+    def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
-        self.stats.exposed_s += spent
-        self.stats.total_s += max(spent, busy_s)
+        self.stats.waited(began_ns, time.perf_counter_ns())
+        self.stats.ran((each.launched_ns, each.done_ns) for each in self.bucket_times)
 
     def _refuse_unfinished(self, operation: str) -> None:
         """Refuse what would lose gradients; every rank must call."""

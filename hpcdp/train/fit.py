@@ -146,9 +146,10 @@ class _Loop:
             seen = self._run(epoch, start.step if epoch == start.epoch else 0)
             if seen is None:
                 return records
+            times = self.report.end_epoch()  # what evaluate waits for is no part of the training
             with evaluating:
                 test = evaluate() if evaluate is not None else None
-            records.append(self.meter.end_epoch(epoch, test) | self.report.end_epoch() | seen)
+            records.append(self.meter.end_epoch(epoch, test) | times | seen)
             _tell(self.callbacks, records[-1])
             if self.checkpoints is not None and epoch < epochs:
                 after = Position(epoch + 1, 0, self.meter.steps)

@@ -83,7 +83,6 @@ class StoreTrainer(Trainer):
         self._syncing, self._held_count = True, 0
         self._grad_reqs: dict[str, str] | None = None
         """Those that `no_sync` has replaced in this step."""
-        self._waited_s = 0.0
         self._known_steps = 0
         """Updates of all ranks until they have last met, where they do not step together."""
         for param in self._params:
@@ -123,7 +122,7 @@ class StoreTrainer(Trainer):
             return self._held_count
         if count:
             self._refuse_sums("step")
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         total = self._close_step(count)
         if total and self.update_on_kvstore:
             self.step_count += 1
@@ -132,18 +131,18 @@ class StoreTrainer(Trainer):
             self._sum()
             self._update(total)
         self._begin_step()
-        self._account(began)
+        self._account(began_ns)
         return total
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
         self._refuse_if_store_updates("allreduce_grads")
         self._refuse_sums("allreduce_grads")
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         self._close_step(1 if self._written else 0)
         self._sum()
         self._holds_sums = True
-        self._account(began)
+        self._account(began_ns)
 
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
@@ -177,7 +176,7 @@ class StoreTrainer(Trainer):
 
     def synchronize(self) -> None:
         """See `Trainer.synchronize`."""
-        began = time.perf_counter()
+        began_ns = time.perf_counter_ns()
         self.store.barrier()
         if self.update_on_kvstore:  # else it holds sums of gradients
             self._pull()
@@ -187,8 +186,7 @@ class StoreTrainer(Trainer):
             of_all = self.world.comm.allgather_json(self.step_count - self._known_steps)
             self._known_steps += sum(of_all)
             self.step_count = self._known_steps
-        self._waited_s = 0.0
-        self._spend(time.perf_counter() - began)
+        self.stats.waited(began_ns, time.perf_counter_ns())
 
     def statistics(self) -> dict[str, float]:
         """See `Trainer.statistics`."""
@@ -323,9 +321,9 @@ class StoreTrainer(Trainer):
             return
 
         def wait(param: Any) -> None:
-            began = time.perf_counter()
+            began_ns = time.perf_counter_ns()
             hook(param)
-            self._waited_s += time.perf_counter() - began
+            self.stats.waited(began_ns, time.perf_counter_ns())
 
         param.data_hook = wait
 
@@ -349,14 +347,9 @@ class StoreTrainer(Trainer):
                 param.grad_req = self._grad_reqs[param.name]
             self._grad_reqs = None
 
-    def _account(self, began: float) -> None:
+    def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
-        self._spend(time.perf_counter() - began + self._waited_s)
-        self._waited_s = 0.0
-
-    def _spend(self, spent: float) -> None:
-        self.stats.exposed_s += spent
-        self.stats.total_s += spent
+        self.stats.waited(began_ns, time.perf_counter_ns())
 
 
 def _place(param: Any) -> Any:

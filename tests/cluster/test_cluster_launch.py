@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -133,6 +134,23 @@ def test_a_rank_that_fails_elsewhere_is_named(two_hosts: Cluster, jobs: list[Job
     jobs.append(Job(two_hosts, "node1:2,node2:2", 4, f"if world.rank == 3: time.sleep(0.5); {does}"))
     assert jobs[0].end() == status, jobs[0].said()
     assert "node2" in jobs[0].said() and ("rank 3" in jobs[0].said() or ",3]" in jobs[0].said()), jobs[0].said()
+
+
+def test_ranks_that_are_killed_before_mpi_is_up_are_named_in_a_line(two_hosts: Cluster) -> None:
+    if mpi_library.find_library().family != "openmpi":
+        pytest.skip("MPICH's mpirun lists no ranks, and says itself which processes have ended")
+    done = launch(two_hosts, "-n", "2", "-H", "node1,node2", "--", "sh", "-c", "kill -9 $$")
+    assert done.returncode == 137, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("hpcdp launch: ")]
+    assert len(ours) == 1 and re.match(
+        r"hpcdp launch: rank [01] \(pid \d+ on node[12]\) .*(SIGKILL|killed)", ours[0]
+    ), ours
+
+
+def test_arguments_that_mpirun_refuses_are_one_line(two_hosts: Cluster) -> None:
+    done = launch(two_hosts, "-n", "2", "-H", "node1,node2", "--mpi-args=--bogus", "--", "hostname")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout + done.stderr
+    assert done.stderr.startswith("hpcdp: launch --mpi-args: expected arguments of ") and "bogus" in done.stderr
 
 
 @pytest.mark.parametrize(("sign", "status"), [("INT", 130), ("TERM", 143), ("HUP", 129), ("KILL", 137)])

@@ -148,17 +148,39 @@ def test_slurm_sends_the_signal_before_the_time_is_up(slurm: Cluster) -> None:
     assert site.end(job)[0] == "CANCELLED"
 
 
-@pytest.mark.parametrize("save", [True, False])
-def test_a_job_that_is_cancelled_does_not_come_back(slurm: Cluster, save: bool) -> None:
-    site = Site(slurm, "srun")
-    job = site.submit("train", "--nodes", "2", "--", *TRAIN, "100000", "--run-dir", "runs/a")
-    metrics = site.folder / "runs" / "a" / "metrics.jsonl"
+def started(site: Site, *program: str) -> str:
+    """The number of a job that trains for long, and has saved a few epochs."""
+    job = site.submit("train", "--nodes", "2", "--", *TRAIN, "100000", *program)
+    metrics = site.folder / "runs" / f"train-{job}" / "metrics.jsonl"
     site.until(lambda: metrics.exists() and metrics.read_text().count('"epoch"') > 2, "the first epochs")
-    site.hpcdp("slurm", "cancel", *(["--save"] if save else []), job)
-    state, _ = site.end(job)
-    assert state == ("FAILED" if save else "CANCELLED"), site.show(job)
+    return job
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(slurm: Cluster) -> None:
+    site = Site(slurm, "srun")
+    job = started(site)
+    assert site.hpcdp("slurm", "cancel", job) == ""
+    assert site.end(job)[0] == "CANCELLED"
     assert "Restarts=0" in site.show(job)
-    assert bool(list((site.folder / "runs" / "a" / "checkpoints").glob("step-*"))) or not save
+
+
+def test_a_job_that_was_saved_goes_on_by_the_command_that_is_named(slurm: Cluster) -> None:
+    site = Site(slurm, "srun")
+    job = started(site)
+    told = site.hpcdp("slurm", "cancel", "--save", job)
+    before, _, again = told.strip().partition("go on with: ")
+    assert before == f"job {job} does not come back; " and again.endswith(f" runs/train-{job}"), told
+    assert site.end(job) == ("FAILED", 75), site.show(job)
+    assert "Restarts=0" in site.show(job)
+    assert "goes back into the queue" not in (site.folder / "runs" / f"train-{job}.out").read_text()
+
+    run = site.folder / "runs" / f"train-{job}"
+    saved = len(losses(run))
+    other = site.slurm("sh", "-c", again).split()[-1]
+    site.until(lambda: len(losses(run)) > saved, "further epochs")
+    site.hpcdp("slurm", "cancel", other)
+    assert "going on in" in (site.folder / "runs" / f"train-{other}.out").read_text()
+    assert not (site.folder / "runs" / f"train-{other}").exists()
 
 
 def test_a_sweep_of_three(slurm: Cluster) -> None:
@@ -238,6 +260,21 @@ def test_without_n_a_job_has_the_ranks_of_its_allocation(slurm: Cluster) -> None
     done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=2", *launch], 90)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} 4 2 None" for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["-n", "3"], "launch: expected at most 2 in job "),
+        (["-n", "2", "-H", "node2", "--launcher", "mpi"], "launch -H: expected at most 1 on node2 in job "),
+        (["-n", "1", "-H", "node3", "--launcher", "mpi"], "launch -H: expected hosts of job "),
+    ],
+)
+def test_what_a_job_has_no_room_for_is_refused_in_a_line(slurm: Cluster, asked: list[str], says: str) -> None:
+    around = ["salloc", "-Q", "--nodes=2", "--ntasks-per-node=1"]
+    done = slurm.on(1, [*around, *HPCDP, "launch", *asked, "--", "hostname"], 60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stdout + done.stderr
+    assert says in done.stderr, done.stderr
 
 
 def test_info_tells_the_job(slurm: Cluster) -> None:

@@ -62,6 +62,9 @@ def test_a_job_stops_before_its_time_limit(arguments: str, stop_s: float) -> Non
         ({"batch_args": "-q long -pe"}, "the name of a parallel environment after -pe"),
         ({"batch_args": "-pe mpi -o out"}, "got '-o'"),
         ({"batch_args": "-pe 'mpi"}, "expected closed quotes"),
+        ({"batch_args": "-pe mpi -l h_rt=soon"}, "expected for h_rt seconds, or H:M:S, e.g. 4:00:00, got 'soon'"),
+        ({"batch_args": "-pe mpi -l gpu,h_vmem=4X"}, "expected for h_vmem a number of bytes, or with K, M or G behind"),
+        ({"batch_args": "-pe mpi -q 'a b'"}, "expected for q a name of letters, digits and _.+@:*-, got 'a b'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict, says: str) -> None:

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import info
-from hpcdp.launch.slurm_allocation import allocation, expand_counts, expand_hosts
+from hpcdp.launch import info, launchers
+from hpcdp.launch.job import Host, Job
+from hpcdp.launch.slurm_allocation import Allocation, allocation, check, expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(
@@ -121,3 +122,62 @@ def test_info_tells_the_allocation(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(info, "_version_of", lambda *_: "")
     assert info.show(as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["Slurm"].startswith("job 4711, 5 tasks on 3 hosts")
+
+
+GIVEN = Allocation("7", (Host("node1", 2), Host("node2", 1)))
+POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (Job(("x",), 2, hosts=(Host("node2"),)), "launch -H: expected at most 1 on node2 in job 7, 3 tasks on 2 hosts"),
+        (Job(("x",), 2, 1, hosts=(Host("node2.site"), Host("node1"))), "at most 1 on node2.site in job 7"),
+        (
+            Job(("x",), 1, hosts=(Host("n3"),)),
+            "expected hosts of job 7, 3 tasks on 2 hosts (node1:2, node2:1), got n3",
+        ),
+        (
+            Job(("x",), 3, 1),
+            "launch: expected at most 3 in job 7, 3 tasks on 2 hosts (node1:2, node2:1), got 4 ",
+        ),
+        (Job(("x",), 3, ranks_per_node=1), "launch: expected at most 2 with 1 per node in job 7"),
+    ],
+)
+def test_what_the_mpirun_of_open_mpi_could_not_start_in_a_job(job: Job, says: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        check(job, GIVEN, "openmpi")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "job"),
+    [
+        ("openmpi", Job(("x",), 3)),
+        ("openmpi", Job(("x",), 2, ranks_per_node=1)),
+        ("openmpi", Job(("x",), 2, 1, hosts=(Host("node1.site"), Host("node2")))),
+        ("openmpi", Job(("x",), 2, hosts=(Host("10.77.0.2"),))),
+        ("openmpi", Job(("x",), 9, mpi_args="--map-by node:OVERSUBSCRIBE")),
+        ("openmpi", Job(("x",), 9, hosts=(Host("node2"),), env={POLICY: ":oversubscribe"})),
+        ("mpich", Job(("x",), 9)),
+        ("mpich", Job(("x",), 9, hosts=(Host("node2"),))),
+    ],
+)
+def test_what_an_mpirun_starts_in_a_job_is_not_refused(family: str, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(POLICY, raising=False)
+    check(job, GIVEN, family)
+
+
+def test_mpich_is_not_asked_for_a_host_that_it_would_wait_for() -> None:
+    for name in ("node3", "10.77.0.2"):
+        with pytest.raises(LaunchError, match=f"got {name}"):
+            check(Job(("x",), 1, hosts=(Host(name),)), GIVEN, "mpich")
+
+
+def test_it_is_checked_before_mpirun_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ID": "7", "NODELIST": "node[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    for name in ("SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", POLICY):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=r"expected hosts of job 7, 2 tasks on 2 hosts .*, got node3"):
+        launchers.launcher("mpi").plan(Job(("true",), 1, hosts=(Host("node3"),)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.errors import LaunchError
+from hpcdp.errors import ConfigError, LaunchError
 from hpcdp.launch import mpi_library, slurm
 from hpcdp.launch.job import Host, Job
 from hpcdp.launch.mpi_library import MpiLibrary
@@ -55,6 +55,28 @@ def test_outside_of_a_job(srun: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--time=soon", "launch --mpi-args: expected for time a time as Slurm writes it, e.g. 04:00:00 or 2-12"),
+        ("-t soon", "expected for time a time as Slurm writes it"),
+        ("-tsoon", "expected for time a time as Slurm writes it"),
+        ("--mem 4X", "expected for mem a number of MiB, or with K, M, G or T behind it, e.g. 16G, got '4X'"),
+        ("--partition='a b'", "expected for partition a name of letters, digits and _.+@:*-, got 'a b'"),
+        ("-c 0", "expected for cpus-per-task a whole number from 1, got '0'"),
+    ],
+)
+def test_values_that_srun_would_refuse(srun: Path, options: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        slurm.plan(Job(("p",), 2, mpi_args=options))
+    assert says in str(raised.value)
+
+
+def test_values_that_srun_takes(srun: Path) -> None:
+    options = ["-t", "5", "-pmain,long", "--mem=16G", "--gres=gpu:a100:2", "--exclusive", "-v", "--time=1-12:30"]
+    assert argv(Job(("p",), 2, mpi_args=" ".join(options)))[-len(options) - 1 :] == [*options, "p"]
+
+
+@pytest.mark.parametrize(
     ("ranks", "tasks", "layout"),
     [
         (4, "2(x2)", ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]),
@@ -78,8 +100,9 @@ def test_servers_are_the_last_ranks(srun: Path) -> None:
 
 
 def test_options(srun: Path) -> None:
-    found = argv(Job(("p",), 2, bind="numa", tag_output=True, mpi_args="--mpi=pmix_v4 --mem='2 G'"))
-    assert found == ["srun", *COMMON, "--ntasks=2", "--cpu-bind=ldoms", "--label", "--mpi=pmix_v4", "--mem=2 G", "p"]
+    found = argv(Job(("p",), 2, bind="numa", tag_output=True, mpi_args="--mpi=pmix_v4 --comment='a b'"))
+    further = ["--mpi=pmix_v4", "--comment=a b"]
+    assert found == ["srun", *COMMON, "--ntasks=2", "--cpu-bind=ldoms", "--label", *further, "p"]
 
 
 def test_variables(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,10 @@ def test_scripts_have_no_faults_of_the_shell(name: str, tmp_path: Path, monkeypa
         ({"sync_dst_dir": "/tmp/x"}, "launch --sync-dst-dir with --launcher yarn"),
         ({"batch_args": "-num_containers 3"}, "got '-num_containers'"),
         ({"batch_args": "--shell_env A=B"}, "got '--shell_env'"),
+        ({"batch_args": "-container_memory 4G"}, "expected for container_memory a whole number from 1, got '4G'"),
+        ({"batch_args": "-container_vcores 0"}, "expected for container_vcores a whole number from 1, got '0'"),
+        ({"batch_args": "-container_resources much"}, "expected for container_resources e.g. memory-mb=4096,vcores=2"),
+        ({"batch_args": "-queue 'a b'"}, "expected for queue a name of letters, digits and _.+@:*-, got 'a b'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict, says: str) -> None:

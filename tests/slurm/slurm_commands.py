@@ -112,6 +112,8 @@ def scontrol(arguments: list[str]) -> None:
         if job is None or job["state"] == "FORGOTTEN":
             sys.exit("slurm_load_jobs error: Invalid job id specified")
         print(f"JobId={arguments[3]} JobName={job['name']} JobState={job['state']} ExitCode=0:0 RunTime=00:01:02")
+    elif arguments[:2] == ["show", "job"]:
+        print(f"   JobState={jobs[arguments[2]]['state']}\n   StdOut={Path.cwd() / 'out of'} {arguments[2]}")
     elif arguments[0] == "update" and arguments[2] == "Requeue=0":
         jobs[arguments[1].removeprefix("JobId=")]["log"].append("no requeue")
         save(jobs)

@@ -38,15 +38,23 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     environ = {"HOME": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"expected a file: hpcdp-site.toml, .*/.config/hpcdp/site.toml, got none"):
         load(environ=environ)
-    for number, place in enumerate(reversed(places(environ | {"HPCDP_SITE": "said.toml"}))):
+    for number, place in enumerate([*reversed(places(environ)), Path("said.toml")]):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(f'time = "{number}"')
     assert load(environ=environ).time == "1"
     assert load(environ=environ | {"HPCDP_SITE": "said.toml"}).time == "2"
     Path("hpcdp-site.toml").unlink()
     assert load(environ=environ).time == "0"
-    with pytest.raises(ConfigError, match=r"expected a file: other.toml"):
-        load(environ=environ | {"HPCDP_SITE": "other.toml"})
+
+
+def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hpcdp-site.toml").write_text('time = "1"')
+    with pytest.raises(ConfigError) as raised:
+        load(environ={"HPCDP_SITE": "other.toml"})
+    assert str(raised.value) == "site profile [HPCDP_SITE=other.toml]: expected a file, got No such file or directory"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,10 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("modules = [1]", "modules [site.toml]: expected text on one line, got 1"),
         ('sbatch = ["-C ib"]', "sbatch [site.toml]: expected long options with the value behind ="),
         ('sbatch = ["--signal=INT"]', "expected no option that a key, a flag or the template sets, got '--signal=INT'"),
+        ('partition = "a b"', "partition [site.toml]: expected a name of letters, digits and _.+@:*-, got"),
+        ('gres = "gpu:four:2:1"', "gres [site.toml]: expected a name, its type and its number, e.g. gpu:4"),
+        ('sbatch = ["--mem=16X"]', "for --mem a number of MiB, or with K, M, G or T behind it, e.g. 16G, got '--mem=1"),
+        ('sbatch = ["--mem"]', "for --mem a number of MiB"),
         ('env = "A=1"', "env [site.toml]: expected a table [env] of variables"),
         ('env = {"A B" = "1"}', "env [site.toml]: expected names of variables, got 'A B'"),
         ("time = ", "site profile [site.toml]: expected a TOML file, got"),

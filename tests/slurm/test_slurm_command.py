@@ -92,8 +92,22 @@ def test_cancel(standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert cli.main(["slurm", "cancel", "--save", "8"]) == 0
     assert standin()["7"]["log"] == ["cancel"]
     assert standin()["8"]["log"] == ["no requeue", "USR1", "cancel"]
+    assert capsys.readouterr().out == f"job 8 has said nothing of a checkpoint: see {Path.cwd()}/out of 8\n"
     assert cli.main(["slurm", "cancel", "9"]) == 2
     assert "cancel [9]: expected a job in the queue, got COMPLETED" in capsys.readouterr().err
+
+
+def test_cancel_tells_how_what_it_has_saved_goes_on(
+    standin, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "_POLL_S", 0.01)
+    standin(job7={}, job8={"state": "PENDING"})
+    Path("out of 7").write_text("hpcdp: job 7, start 1\nhpcdp: job 7 does not come back; go on with: sbatch a\nlast\n")
+    assert cli.main(["slurm", "cancel", "--save", "7", "8"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "job 7 does not come back; go on with: sbatch a",
+        "job 8 was PENDING: it had nothing to save",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["cancel", "1"], ["submit", "train"]])
@@ -114,9 +128,18 @@ def test_without_slurm_it_is_one_line(
         (["render", "gpu"], "unknown template 'gpu'"),
         (["render", "train", "--nodes", "0"], "argument --nodes: expected a whole number from 1, got '0'"),
         (["render", "train", "--nods", "2"], "unrecognized arguments: --nods 2"),
-        (["render", "train", "--time", "soon"], "time: expected a time as Slurm writes it"),
+        (["render", "train", "--time", "soon"], "hpcdp: --time: expected a time as Slurm writes it, e.g. 04:00:00"),
+        (["render", "train", "--partition", "a b"], "hpcdp: --partition: expected a name of letters, digits and"),
+        (["render", "train", "--account", ""], "hpcdp: --account: expected text on one line, got ''"),
+        (["render", "train-gpu", "--gres", "gpu=x y"], "hpcdp: --gres: expected a name, its type and its number"),
+        (["render", "train", "--nodes", "99999999999"], "hpcdp: --nodes: expected at most 1,000,000, got 99999999999"),
+        (
+            ["submit", "sweep"],
+            "sweep: expected --settings FILE, a line of further arguments for each task, got none; e.g. a file with "
+            "the lines --lr 0.1 and --lr 0.2: hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
+        ),
         (["submit", "interactive"], "expected a template of a batch job, got interactive; hpcdp slurm render inter"),
-        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: got No such file or directory"),
+        (["render", "train", "--site", "x.toml"], "site profile [x.toml]: expected a file, got No such file"),
     ],
 )
 def test_what_is_asked_wrongly(arguments: list[str], says: str, standin, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,8 @@ def test_what_a_job_that_comes_back_needs(name: str) -> None:
 
 def test_a_folder_of_its_own_to_go_on_in() -> None:
     made = render(Request(template="train", program=TRAIN), SRUN)
-    assert f'program=({" ".join(TRAIN)} --run-dir "runs/train-$job" --resume auto)' in made.text
+    assert "run=${1:-runs/train-$job}\n" in made.text
+    assert f'program=({" ".join(TRAIN)} --run-dir "$run" --resume auto)' in made.text
     assert made.folder == Path("runs")
     named = render(Request(template="train", program=(*TRAIN, "--run-dir=x/y", "--resume", "x/y")), SRUN)
     assert f"program=({' '.join(TRAIN)} --run-dir=x/y --resume x/y)" in named.text
@@ -118,6 +119,7 @@ def test_what_is_missing_or_cannot_be(profile: Profile, request_: Request, says:
     [
         ({"template": "trian"}, "unknown template 'trian'; did you mean 'train'? valid: train, train-gpu, sweep,"),
         ({"template": "train", "name": "a b"}, "--name: expected letters, digits and _.-, got 'a b'"),
+        ({"template": "train", "nodes": 10**9}, "--nodes: expected at most 1,000,000, got 1000000000"),
         ({"template": "train", "program": ("a\nb",)}, "expected arguments of one line"),
         ({"template": "sweep"}, "expected a file of 1 to 100,000 lines of settings, got 0; --settings FILE"),
         ({"template": "train", "at_once": 3}, "train: expected no settings of a sweep"),
@@ -143,20 +145,33 @@ def test_a_sweeps_lines(tmp_path: Path) -> None:
 class Stage:
     """A rendered job that bash runs here: srun, scontrol and what the ranks run are small scripts."""
 
-    def __init__(self, folder: Path, program: str, request: Request | None = None) -> None:
+    def __init__(
+        self, folder: Path, program: str, request: Request | None = None, *, requeue: int = 1, arguments: str = "",
+        hpcdp: str = "exit 1",
+    ) -> None:  # fmt: skip
         self.folder = folder
         (folder / "bin").mkdir()
         self.add("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
-        self.add("scontrol", f'echo "$*" >>{shlex.quote(str(folder / "scontrol"))}')
+        known = f"   Requeue={requeue} Restarts=0 BatchFlag=1\n   Command=/a b/job.sh {arguments}".rstrip()
+        show = f"[[ $1 != show ]] || {{ cat <<<{shlex.quote(known)}; exit; }}"
+        self.add("scontrol", f'{show}\necho "$*" >>{shlex.quote(str(folder / "scontrol"))}')
         self.add("program", program)
+        self.add("hpcdp", hpcdp)
         self.add("sleep", "exec /bin/sleep 0.1")  # of the script's polls
         request = request or Request(template="train", program=("program", "it's", "$HOME", 'a "b"'))
         path = folder / "job.sh"
         path.write_text(render(request, Profile(mpi_type="pmix", time="1")).text)
-        environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", "SLURM_ARRAY_JOB_ID": "11",
-                   "SLURM_ARRAY_TASK_ID": "2", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
+        environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", "SLURM_SUBMIT_DIR": "/a b",
+                   "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}  # fmt: skip
+        if request.template == "sweep":
+            environ |= {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "2"}
         self.job = subprocess.Popen(
-            ["bash", path], cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ["bash", path, *arguments.split()],
+            cwd=folder,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     def add(self, name: str, text: str) -> None:
@@ -184,8 +199,11 @@ TAKES = """touch started
 exec python3 -c '
 import signal, sys, time
 {before}
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit({status}))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))
+def stop(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python gives handlers up as it ends, and the next one would end it
+    sys.exit({status})
+signal.signal(signal.SIGUSR1, stop)
+signal.signal(signal.SIGTERM, stop)
 open("ready", "w").close()
 time.sleep(30)'"""
 
@@ -218,8 +236,36 @@ def test_a_job_that_is_cancelled_does_not_come_back(tmp_path: Path) -> None:
     stage = Stage(tmp_path, TAKES.format(before="", status=75))
     stage.until("ready")
     stage.job.send_signal(signal.SIGTERM)
-    assert stage.end()[0] == 75
-    assert stage.requeued == ""
+    status, said = stage.end()
+    assert (status, stage.requeued) == (75, "")
+    outside = (
+        "hpcdp: job 12 was ended from outside; unless Slurm requeues it, go on with: cd /a\\ b && sbatch /a\\ b/job.sh"
+    )
+    assert said.splitlines()[-1] == outside
+
+
+@pytest.mark.parametrize("arguments", ["", "runs/train-7"])
+def test_a_job_that_may_not_come_back_names_the_command_that_goes_on_in_its_folder(
+    tmp_path: Path, arguments: str
+) -> None:
+    request = Request(template="train", program=("hpcdp", "train", "lenet"))
+    stage = Stage(tmp_path, "", request, requeue=0, arguments=arguments, hpcdp='echo "$@"; exit 75')
+    status, said = stage.end()
+    folder = arguments or "runs/train-12"
+    assert (status, stage.requeued) == (75, "")
+    assert said.splitlines()[1:] == [
+        f"train lenet --run-dir {folder} --resume auto",
+        "hpcdp: job 12 has stopped with a checkpoint",
+        f"hpcdp: job 12 does not come back; go on with: cd /a\\ b && sbatch /a\\ b/job.sh {folder}",
+    ]
+
+
+def test_a_task_that_may_not_come_back_goes_on_alone(tmp_path: Path) -> None:
+    request = Request(template="sweep", program=TRAIN, settings=(("a",), ("b",)))
+    stage = Stage(tmp_path, "", request, requeue=0, hpcdp='echo "$@"; exit 75')
+    said = stage.end()[1].splitlines()
+    assert said[1].endswith(" b --run-dir runs/sweep-11/2 --resume auto")
+    assert said[-1].endswith("go on with: cd /a\\ b && sbatch --array=2 /a\\ b/job.sh runs/sweep-11")
 
 
 def test_a_task_of_a_sweep_has_its_line_and_is_requeued_alone(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ echo "hpcdp: job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_N
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from the job
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 
+run=''
 program=(apptainer exec --nv x.sif python train.py 'a\b' '$x')
 
 # Whatever is started ignores USR1 until it takes it: nothing dies of a signal that comes early, and since one that is
@@ -47,11 +48,19 @@ status=$?
 
 # 75: stopped early, with a checkpoint. A job that was cancelled must not come back; one that is preempted does anyway.
 if ((status == 75)); then
-  if [[ -z $cancelled || -n $ends_soon ]]; then
-    echo "hpcdp: stopped with a checkpoint; job $job goes back into the queue"
-    scontrol requeue "$job" || echo "hpcdp: job $job was not requeued: submit it again to go on"
+  known=$(scontrol show job "$job")
+  script=$(sed -n 's/^ *Command=//p' <<<"$known")
+  script=${script%"${1:+ $1}"}
+  printf -v again 'cd %q && sbatch%s %q%s' "$SLURM_SUBMIT_DIR" \
+    "${SLURM_ARRAY_TASK_ID:+ --array=$SLURM_ARRAY_TASK_ID}" "$script" "${run:+ $run}"
+  echo "hpcdp: job $job has stopped with a checkpoint"
+  if [[ -n $cancelled && -z $ends_soon ]]; then
+    echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, go on with: $again"
+  elif [[ $known == *' Requeue=0 '* ]]; then
+    echo "hpcdp: job $job does not come back; go on with: $again"
   else
-    echo "hpcdp: stopped with a checkpoint; job $job was ended from outside, and goes on where it is submitted again"
+    echo "hpcdp: job $job goes back into the queue"
+    scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; go on with: $again"
   fi
 fi
 exit "$status"

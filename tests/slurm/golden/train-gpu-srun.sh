@@ -29,7 +29,8 @@ export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-8}"
 export PMIX_MCA_psec=native  # or Open MPI says that it found no munge
 export HPCDP_CACHE_DIR='/scratch/$USER'"'"'s'
 
-program=(hpcdp train lenet --data digits --run-dir "runs/train-gpu-$job" --resume auto)
+run=${1:-runs/train-gpu-$job}
+program=(hpcdp train lenet --data digits --run-dir "$run" --resume auto)
 
 # Whatever is started ignores USR1 until it takes it: nothing dies of a signal that comes early, and since one that is
 # ignored is lost, it is passed on again and again in the first two minutes. The ranks are polled: a `wait` returns at
@@ -55,11 +56,19 @@ status=$?
 
 # 75: stopped early, with a checkpoint. A job that was cancelled must not come back; one that is preempted does anyway.
 if ((status == 75)); then
-  if [[ -z $cancelled || -n $ends_soon ]]; then
-    echo "hpcdp: stopped with a checkpoint; job $job goes back into the queue"
-    scontrol requeue "$job" || echo "hpcdp: job $job was not requeued: submit it again to go on"
+  known=$(scontrol show job "$job")
+  script=$(sed -n 's/^ *Command=//p' <<<"$known")
+  script=${script%"${1:+ $1}"}
+  printf -v again 'cd %q && sbatch%s %q%s' "$SLURM_SUBMIT_DIR" \
+    "${SLURM_ARRAY_TASK_ID:+ --array=$SLURM_ARRAY_TASK_ID}" "$script" "${run:+ $run}"
+  echo "hpcdp: job $job has stopped with a checkpoint"
+  if [[ -n $cancelled && -z $ends_soon ]]; then
+    echo "hpcdp: job $job was ended from outside; unless Slurm requeues it, go on with: $again"
+  elif [[ $known == *' Requeue=0 '* ]]; then
+    echo "hpcdp: job $job does not come back; go on with: $again"
   else
-    echo "hpcdp: stopped with a checkpoint; job $job was ended from outside, and goes on where it is submitted again"
+    echo "hpcdp: job $job goes back into the queue"
+    scontrol requeue "$job" || echo "hpcdp: job $job was not requeued; go on with: $again"
   fi
 fi
 exit "$status"

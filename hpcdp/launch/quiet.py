@@ -1,0 +1,55 @@
+"""What mpirun writes to stderr although nothing is wrong is left out, to the letter; all else passes as it comes."""
+
+from __future__ import annotations
+
+import re
+
+_NOISE = [
+    # The daemon's ssh has begun to run before its parent made it the leader of its group, which it is by then.
+    rb"\[[^\]\s]+:[0-9]+\] plm:ssh: Warning: setpgid\([0-9]+,[0-9]+\) failed in parent with errno=Permission denied"
+    rb"\(13\)",
+    # libevent, of a connection to a rank or a daemon that has ended meanwhile.
+    rb"\[warn\] Epoll (ADD|MOD|DEL)\([0-9]+\) on fd [0-9]+ failed\. *Old events were .*: (Bad file descriptor|"
+    rb"No such file or directory|Operation not permitted)",
+]
+_LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
+_BEGINNING = re.compile(rb"\[[\w.-]*(:[0-9]*(\] ?(p.*)?)?)?|\[warn\] ?(E.*)?")
+_RULE = b"-" * 74 + b"\n"
+_LONGEST = 500
+
+
+class Quiet:
+    """Takes what has come and returns what is to be shown of it."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self._line = b""  # what has been shown of the line that has not ended
+        self._is_behind_rule = False
+
+    def pass_on(self, received: bytes) -> bytes:
+        """Without lines that are noise; the beginning of what may be one is kept until its end has come."""
+        shown = []
+        for piece in re.findall(rb"[^\n]*\n|[^\n]+", self._kept + received):
+            self._kept = b""
+            if self._is_behind_rule and piece.startswith(b"\0"):  # that ends a message of Open MPI's
+                piece = piece[1:]
+            if not piece:
+                continue
+            if not self._line and not piece.endswith(b"\n") and _may_be_noise(piece):
+                self._kept = piece
+                break
+            if self._line or not _LINE.fullmatch(piece):
+                shown.append(piece)
+            line = (self._line + piece)[-_LONGEST:]
+            self._is_behind_rule = line == _RULE
+            self._line = b"" if line.endswith(b"\n") else line
+        return b"".join(shown)
+
+    def end(self) -> bytes:
+        """What was kept, once nothing more will come."""
+        kept, self._kept = self._kept, b""
+        return kept
+
+
+def _may_be_noise(line: bytes) -> bool:
+    return len(line) < _LONGEST and _BEGINNING.fullmatch(line) is not None

@@ -1,0 +1,48 @@
+"""Known noise of mpirun is left out to the letter; what is not known passes, whole and in pieces."""
+
+import pytest
+
+from hpcdp.launch.quiet import Quiet
+
+NOISE = [
+    b"[node1:03546] plm:ssh: Warning: setpgid(3549,3549) failed in parent with errno=Permission denied(13)\n",
+    b"[warn] Epoll ADD(4) on fd 26 failed.  Old events were 0; read change was 0 (none); write change was 1 (add); "
+    b"close change was 0 (none): Bad file descriptor\n",
+    b"[warn] Epoll DEL(1) on fd 9 failed. Old events were 6; read change was 0 (none): No such file or directory\n",
+]
+RULE = b"-" * 74 + b"\n"
+OTHER = [
+    b"[node1:03546] plm:ssh: Warning: setpgid(3549,3549) failed in parent with errno=No such process(3)\n",
+    b"[node1:03546] plm:ssh: Error: setpgid(0,0) failed in child with errno=Permission denied(13)\n",
+    b"[warn] Epoll wait failed: Bad file descriptor\n",
+    b"my [warn] Epoll DEL(1) on fd 9 failed. Old events were 6: No such file or directory\n",
+    b"\0 a zero of a rank's own\n",
+    b"loss 0.1\rloss 0.2\r\nplain\n\n",
+]
+
+
+def shown(text: bytes, size: int) -> bytes:
+    quiet = Quiet()
+    return b"".join(quiet.pass_on(text[at : at + size]) for at in range(0, len(text), size)) + quiet.end()
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_noise_is_left_out_and_all_else_is_shown(size: int) -> None:
+    text = b"".join(one + other for one, other in zip(NOISE * 2, OTHER, strict=True))
+    assert shown(text, size) == b"".join(OTHER)
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_the_zero_behind_a_message_of_open_mpi_is_left_out(size: int) -> None:
+    assert shown(RULE + b"All nodes are filled.\n" + RULE + b"\0hpcdp launch: so\n", size) == (
+        RULE + b"All nodes are filled.\n" + RULE + b"hpcdp launch: so\n"
+    )
+
+
+@pytest.mark.parametrize("text", [b"50 %", b"continue? [Y/n] ", b"[Y/n] ", b"Password: ", b"\rstep 3"])
+def test_the_beginning_of_a_line_that_cannot_be_noise_is_shown_at_once(text: bytes) -> None:
+    assert Quiet().pass_on(text) == text
+
+
+def test_an_end_in_the_middle_of_a_line_loses_nothing() -> None:
+    assert shown(b"[warn] Epoll AD", 3) == b"[warn] Epoll AD"

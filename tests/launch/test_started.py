@@ -1,0 +1,129 @@
+"""Ranks that mpirun says it has started: those that nobody saw are named, and none at all is no success."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdp.launch import mpi_library
+from hpcdp.launch.started import listed
+
+RUN = """
+import os, sys
+from hpcdp.launch.supervise import supervise
+mpirun, ranks, elsewhere, asked = sys.argv[1:]
+hosts = [None] * (int(ranks) - int(elsewhere)) + ["away"] * int(elsewhere)
+try:
+    status = supervise([mpirun, "-n", ranks], os.environ, int(ranks), "openmpi", elsewhere=int(elsewhere), hosts=hosts,
+                       asked=asked)
+except Exception as error:
+    status = print(error, file=sys.stderr) or 2
+sys.exit(status)
+"""
+LINE = "(rank, host, exe, pid) = ({}, {}, /bin/a, b, {})"
+NO_PROCESS = 2**22 + 1  # more than pid_max may be
+KILLED = f"""
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID {NO_PROCESS + 1} on node away exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+REFUSED = """
+--------------------------------------------------------------------------
+An unrecognized option was included on the mpirun command line:
+
+  Option: --bogus
+
+Please use the "mpirun --help" command to obtain a list of all
+supported options.
+--------------------------------------------------------------------------
+"""
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path):
+    """An mpirun of Open MPI 5 that starts nothing, but lists so many ranks, and says and ends as it is told."""
+
+    def make(option: str | None, ranks: int = 0, says: str = "", status: int = 0) -> Path:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "lib").mkdir()
+        if option is not None:
+            (tmp_path / "lib" / "libprrte.so.3").write_bytes(f"\0{option}\0output-proctable\0".encode())
+        (tmp_path / "bin" / "prterun").touch()
+        (tmp_path / "says").write_text(says.lstrip("\n"))
+        lines = [LINE.format(rank, "any", NO_PROCESS + rank) for rank in range(ranks)]
+        (tmp_path / "list").write_text("".join(f"{line}\n" for line in lines))
+        program = tmp_path / "bin" / "mpirun"
+        program.write_text(
+            "#!/bin/sh\n"
+            f'case $1 in --{option}) cat "{tmp_path}/list" >"${{2#output-proctable=}}" ;; esac\n'
+            f'cat "{tmp_path}/says" >&2\nexit {status}\n'
+        )
+        program.chmod(0o755)
+        return program
+
+    return make
+
+
+def run(program: Path, ranks: int, elsewhere: int = 0, asked: str = "") -> tuple[int, str]:
+    words = [str(program), str(ranks), str(elsewhere), asked]
+    done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("option", ["runtime-options", "rtos"])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_an_mpirun_that_starts_less_than_it_was_asked_for_is_no_success(mpirun, option: str, ranks: int) -> None:
+    said = "hpcdp launch: mpirun has ended with status 0, but not started 3 ranks\n"
+    assert run(mpirun(option, ranks), 3) == (1, said)
+
+
+@pytest.mark.parametrize("option", ["runtime-options", None])
+def test_ranks_that_ended_before_a_look_are_a_success(mpirun, option: str | None) -> None:
+    assert run(mpirun(option, 3), 3) == (0, "")
+
+
+def test_a_rank_that_nobody_saw_is_named_where_mpirun_is_silent(mpirun) -> None:
+    code, said = run(mpirun("rtos", 2, status=137), 2, elsewhere=1)
+    who = rf"rank 0 \(pid {NO_PROCESS} on {re.escape(os.uname().nodename)}\)"
+    assert code == 137 and re.fullmatch(
+        f"hpcdp launch: {who} ended before the others; the status of mpirun is 137 \\(SIGKILL\\)\n", said
+    ), said
+
+
+def test_it_is_the_one_that_mpirun_speaks_of(mpirun) -> None:
+    code, said = run(mpirun("rtos", 2, KILLED, 137), 2, elsewhere=1)
+    ours = f"hpcdp launch: rank 1 (pid {NO_PROCESS + 1} on away) was killed by SIGKILL\n"
+    assert (code, said) == (137, KILLED.lstrip("\n") + ours)
+
+
+def test_arguments_that_mpirun_refuses_are_one_line(mpirun) -> None:
+    program = mpirun("rtos", 0, REFUSED, 213)
+    says = "'--bogus': An unrecognized option was included on the mpirun command line: Option: --bogus\n"
+    assert run(program, 2, asked="--bogus") == (2, f"launch --mpi-args: expected arguments of {program}, got {says}")
+
+
+def test_what_mpirun_says_is_shown_where_it_has_refused_nothing(mpirun) -> None:
+    assert run(mpirun("rtos", 2, KILLED, 137), 2, asked="--report-bindings") == (137, KILLED.lstrip("\n"))
+
+
+def test_a_list_of_the_users_own_is_left_alone(mpirun) -> None:
+    program = str(mpirun("rtos"))
+    for word in ("--rtos", "--runtime-options", "--output-proctable=-"):
+        with listed([program, word], 2, []) as (command, started):
+            assert (command, started) == ([program, word], None)
+
+
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH's mpirun writes no list")
+def test_this_mpirun_lists_ranks() -> None:
+    program = mpi_library.find_mpirun(mpi_library.find_library())
+    if mpi_library.is_open_mpi_4(program):
+        pytest.skip("Open MPI 4 writes no list")
+    with listed([str(program)], 2, []) as (_, started):
+        assert started is not None
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
