@@ -71,7 +71,7 @@ def run() -> Run:
         lines += ["    open(sys.argv[1], 'w').write(json.dumps(answers))"]
         script.write_text("\n".join(lines))
         answers.unlink(missing_ok=True)
-        done = cluster.mpirun(ranks_per_node, [sys.executable, script, answers], 90)
+        done = cluster.mpirun(ranks_per_node, [sys.executable, script, answers], 240)
         assert done.returncode == 0, done.stdout + done.stderr
         return list(json.loads(Path(answers).read_text()))
 

@@ -27,7 +27,7 @@ def hpcdp(*arguments: str | Path) -> list[str]:
 
 
 def launch(
-    cluster: Cluster, hosts: str, argv: Sequence[str], *options: str, limit_s: float = 100
+    cluster: Cluster, hosts: str, argv: Sequence[str], *options: str, limit_s: float = 240
 ) -> CompletedProcess[str]:
     """Run ``argv`` as a job of ``hpcdp launch``, on host 1, with one rank for each slot of ``hosts``.
 
@@ -45,7 +45,7 @@ def numbers(run_dir: Path) -> list[list[object]]:
     return [[record.get(name) for name in SAME] for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
-def wait_for(condition: Callable[[], object], what: str, limit_s: float = 60) -> None:
+def wait_for(condition: Callable[[], object], what: str, limit_s: float = 180) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not in {limit_s:g} s"

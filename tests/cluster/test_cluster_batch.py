@@ -31,7 +31,7 @@ def slurm(slurm_possible: None) -> Iterator[Cluster]:
         yield cluster
 
 
-def submitted(cluster: Cluster, options: str, body: str, limit_s: float = 60) -> tuple[str, str]:
+def submitted(cluster: Cluster, options: str, body: str, limit_s: float = 180) -> tuple[str, str]:
     """The number of a job that has ended, and what it has written."""
     script, output = cluster.folder / "job.sh", cluster.folder / "job-%j.txt"
     script.write_text(f"#!/bin/bash\n#SBATCH {options} --output={output}\n{SETTINGS}\n{body}\n")

@@ -69,7 +69,7 @@ def srun(cluster: Cluster, *arguments: str) -> list[str]:
         "PMIX_MCA_psec": "native", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_btl_tcp_if_include": "eth0", "OMPI_MCA_mpi_yield_when_idle": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    done = cluster.on(1, ["env", *(f"{name}={value}" for name, value in settings.items()), "srun", *arguments], 100)
+    done = cluster.on(1, ["env", *(f"{name}={value}" for name, value in settings.items()), "srun", *arguments], 240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -73,7 +73,7 @@ class Site:
 
     def hpcdp(self, *arguments: str) -> str:
         command = ["sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *HPCDP, *arguments]
-        done = self.cluster.on(1, command, 60)
+        done = self.cluster.on(1, command, 180)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -87,7 +87,7 @@ class Site:
     def show(self, job: str) -> str:
         return self.slurm("scontrol", "--oneliner", "show", "job", job)
 
-    def until(self, condition: Callable[[], object], what: str, limit_s: float = 90) -> None:
+    def until(self, condition: Callable[[], object], what: str, limit_s: float = 180) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ class Site:
                 pytest.fail("\n".join([f"waited in vain for {what}", self.slurm("squeue"), *logs]))
             time.sleep(0.3)
 
-    def end(self, job: str, limit_s: float = 120) -> tuple[str, int]:
+    def end(self, job: str, limit_s: float = 240) -> tuple[str, int]:
         """State and exit status of a job that has left the queue."""
         self.until(lambda: not re.search("JobState=(PENDING|RUNNING|COMPLETING)", self.show(job)), job, limit_s)
         found = re.search(r"JobState=(\w+).* ExitCode=(\d+):", self.show(job))
@@ -143,7 +143,7 @@ def test_slurm_sends_the_signal_before_the_time_is_up(slurm: Cluster) -> None:
     """A minute's limit is less than the two minutes before the end: the signal comes at once, after each start."""
     site = Site(slurm, "srun")
     job = site.submit("train", "--time", "1", "--", *TRAIN, "100000", "--run-dir", "runs/a")
-    site.until(lambda: "Restarts=1" in site.show(job), "the requeue", 120)
+    site.until(lambda: "Restarts=1" in site.show(job), "the requeue", 240)
     site.hpcdp("slurm", "cancel", job)
     assert site.end(job)[0] == "CANCELLED"
 
@@ -237,7 +237,7 @@ PLACES = "import hpcdp; w = hpcdp.init(); print('rank', w.rank, 'node', w.node)"
 
 def test_ranks_are_spread_evenly_also_where_nodes_differ(slurm: Cluster) -> None:
     launch = [*HPCDP, "launch", "--launcher", "slurm", "-n", "5", "--", sys.executable, "-c", PLACES]
-    done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=3", *launch], 90)
+    done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=3", *launch], 240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} node {rank // 3}" for rank in range(5)]
 
@@ -250,14 +250,14 @@ def test_the_slurm_launcher_with_and_without_a_job(slurm: Cluster, servers: list
     program = ["--launcher", "slurm", "-n", "3", *servers, "--ranks-per-node", "2", "--tag-output"]
     expected = [f"rank {rank} 3 2 {1 if servers else None}" for rank in range(3)]
     for around in ([], ["salloc", "--nodes=2", "--ntasks-per-node=2"]):
-        done = slurm.on(1, [*around, *HPCDP, "launch", *program, "--", sys.executable, "-c", WORLD], 90)
+        done = slurm.on(1, [*around, *HPCDP, "launch", *program, "--", sys.executable, "-c", WORLD], 240)
         assert done.returncode == 0, done.stdout + done.stderr
         assert sorted(re.sub(r"^\d+: ", "", line) for line in done.stdout.splitlines()) == expected
 
 
 def test_without_n_a_job_has_the_ranks_of_its_allocation(slurm: Cluster) -> None:
     launch = [*HPCDP, "launch", "--launcher", "slurm", "--", sys.executable, "-c", WORLD]
-    done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=2", *launch], 90)
+    done = slurm.on(1, ["salloc", "--nodes=2", "--ntasks-per-node=2", *launch], 240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} 4 2 None" for rank in range(4)]
 
@@ -299,7 +299,7 @@ def test_a_rank_that_fails_ends_the_others(slurm: Cluster, fault: str, status: i
     program = [sys.executable, "-c", FAILS.format(fault)]
     began = time.monotonic()
     done = slurm.on(
-        1, [*HPCDP, "launch", "--launcher", "slurm", "-n", "4", "--ranks-per-node", "2", "--", *program], 90
+        1, [*HPCDP, "launch", "--launcher", "slurm", "-n", "4", "--ranks-per-node", "2", "--", *program], 240
     )
     assert done.returncode == status, done.stdout + done.stderr
     assert time.monotonic() - began < 60

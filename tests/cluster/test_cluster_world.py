@@ -96,7 +96,7 @@ def test_info_names_the_hosts(two_hosts: Cluster) -> None:
 
 def test_a_rank_that_fails_ends_the_job_on_all_hosts(two_hosts: Cluster) -> None:
     program = "import hpcdp; world = hpcdp.init(); assert world.rank != 3; world.barrier()"
-    done = two_hosts.mpirun(2, [sys.executable, "-c", program], 60)
+    done = two_hosts.mpirun(2, [sys.executable, "-c", program], 180)
     assert done.returncode not in (0, 124)
     assert "rank 3 of 4 failed" in done.stderr
     left = two_hosts.on(2, ["pgrep", "-fc", "hpcdp.init"])

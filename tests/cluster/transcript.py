@@ -115,7 +115,7 @@ def typed(cluster: Cluster) -> str:
         waited_for = "squeue -h -t PD" if command.startswith("sbatch") else "squeue -h"
         script.append(f"while [[ $({waited_for}) ]]; do sleep .3; done")
     (cluster.folder / "typed.sh").write_text("\n".join(script))
-    return cluster.on(1, ["bash", str(cluster.folder / "typed.sh")], timeout_s=110).stdout
+    return cluster.on(1, ["bash", str(cluster.folder / "typed.sh")], timeout_s=300).stdout
 
 
 def made() -> str:
