@@ -155,8 +155,8 @@ def test_a_residual_block_is_its_formula():
 
 def test_resnet18_learns():
     net, (x, y) = nn.models.resnet18((1, 4, 4), num_classes=3), batch((1, 4, 4), classes=3)
-    losses = train(net, x, y, steps=3, lr=0.01)
-    assert losses[-1].mean() < 0.7 * losses[0].mean()
+    losses = train(net, x, y, steps=4, lr=0.002)
+    assert losses[-1].mean() < 0.5 * losses[0].mean()
 
 
 @pytest.mark.parametrize(("shape", "said"), [((28, 28), "expected input_shape"), ((0, 8, 8), "expected input_shape")])

@@ -82,8 +82,6 @@ def resnet18(
     return net
 
 
-def resnet18_cifar(
-    input_shape: Sequence[int] = (3, 32, 32), num_classes: int = 10, seed: int | None = 0
-) -> Sequential:
+def resnet18_cifar(input_shape: Sequence[int] = (3, 32, 32), num_classes: int = 10, seed: int | None = 0) -> Sequential:
     """`resnet18` of the variant "cifar"."""
     return resnet18(input_shape, num_classes, seed, "cifar")
