@@ -292,7 +292,7 @@ def test_real_ranks_tune(tables, capsys):
     import hpcdp
 
     world = hpcdp.init()
-    if world.size == 1:
+    if world.size not in (2, 3):  # more than there are cores take long for every algorithm
         return
     kept = {key: world.kept.pop(key) for key in ("tuning table", "tuning fingerprint") if key in world.kept}
     try:
