@@ -90,3 +90,105 @@ def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-unt
         for n in range(batch):
             for i in range(size):
                 dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor
+
+
+@numba.njit(
+    [numba.void(f[:, :, ::1], numba.float64[:, ::1]) for f in _FLOATS],
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+    fastmath={"reassoc", "contract"},
+)
+def channel_sums(x, sums):  # type: ignore[no-untyped-def]
+    """See `reference.channel_sums`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        total, squares = 0.0, 0.0
+        for n in range(batch):
+            for i in range(size):
+                value = numba.float64(x[n, c, i])
+                total += value
+                squares += value * value
+        sums[0, c] = total
+        sums[1, c] = squares
+
+
+@numba.njit(
+    [
+        numba.void(f[:, :, ::1], f[::1], f[::1], numba.types.UniTuple(f[::1], 2), f[:, :, ::1], numba.float64)
+        for f in _FLOATS
+    ],
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+    fastmath={"reassoc", "contract"},
+)
+def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
+    """See `reference.normalise`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        mean = saved[0][c]
+        factor = x.dtype.type(scale[c] / np.sqrt(saved[1][c] + eps))
+        offset = shift[c]
+        for n in range(batch):
+            for i in range(size):
+                out[n, c, i] = (x[n, c, i] - mean) * factor + offset
+
+
+@numba.njit(
+    [
+        numba.void(f[:, :, ::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64[:, ::1], numba.float64)
+        for f in _FLOATS
+    ],
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+    fastmath={"reassoc", "contract"},
+)
+def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
+    """See `reference.gradient_sums`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        mean = saved[0][c]
+        total, product = 0.0, 0.0
+        for n in range(batch):
+            part, other = x.dtype.type(0), x.dtype.type(0)
+            for i in range(size):
+                part += gy[n, c, i]
+                other += gy[n, c, i] * (x[n, c, i] - mean)
+            total += part
+            product += other
+        sums[0, c] = total
+        sums[1, c] = product / np.sqrt(saved[1][c] + eps)
+
+
+@numba.njit(
+    [
+        numba.void(
+            f[:, :, ::1],
+            f[:, :, ::1],
+            f[::1],
+            numba.types.UniTuple(f[::1], 2),
+            numba.float64[:, ::1],
+            f[:, :, ::1],
+            numba.float64,
+        )
+        for f in _FLOATS
+    ],
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+    fastmath={"reassoc", "contract"},
+)
+def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-untyped-def]
+    """See `reference.gradient_of_input`."""
+    batch, channels, size = x.shape
+    for c in range(channels):
+        mean = saved[0][c]
+        inverse = 1.0 / np.sqrt(saved[1][c] + eps)
+        factor = x.dtype.type(scale[c] * inverse)
+        constant = x.dtype.type(means[0, c])
+        slope = x.dtype.type(means[1, c] * inverse)
+        for n in range(batch):
+            for i in range(size):
+                dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor

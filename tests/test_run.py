@@ -31,22 +31,21 @@ def run(folder: Path, tests: str, workers: int, ranks: str, **environ: str) -> s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "ranks", "passed"), [(1, "1,2", 5), (2, "", 2)])
-def test_counts_over_all_runs(workers: int, ranks: str, passed: int, tmp_path: Path) -> None:
+def test_counts_over_all_runs(tmp_path: Path) -> None:
     done = run(
         tmp_path,
-        f"def test_plain(request): assert hasattr(request.config, 'workerinput') == {workers > 1}\n"
+        "def test_plain(request): assert hasattr(request.config, 'workerinput')\n"
         "@pytest.mark.alone\ndef test_alone(request): assert not hasattr(request.config, 'workerinput')\n"
         "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
         "@pytest.mark.mpi\ndef test_everywhere(): pass\n"
         "@pytest.mark.mpi(min_size=2)\ndef test_two(): pass\n"
         "@pytest.mark.mpi(min_size=99)\ndef test_many(): pass\n",
-        workers,
-        ranks,
+        2,
+        "1,2",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 x no GPU" in done.stdout and ("Test requires 99 MPI processes" in done.stdout) == bool(ranks)
-    assert done.stdout.splitlines()[-1] == f"{passed} passed, 0 failed, {2 if ranks else 1} skipped"
+    assert "1 x no GPU" in done.stdout and "Test requires 99 MPI processes" in done.stdout
+    assert done.stdout.splitlines()[-1] == "5 passed, 0 failed, 2 skipped"
 
 
 @pytest.mark.slow
@@ -99,12 +98,10 @@ def test_a_hang_and_a_crash_end_a_worker_and_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_module_that_cannot_be_imported_fails_in_the_runs_that_import_it(tmp_path: Path) -> None:
-    done = run(tmp_path, "import no_such_module\n", 2, "")
+    done = run(tmp_path, "import no_such_module\n@pytest.mark.mpi\ndef test_everywhere(): pass\n", 2, "1")
     assert done.returncode == 1
     assert "No module named 'no_such_module'" in done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
-    done = run(tmp_path, "import no_such_module\n@pytest.mark.mpi\ndef test_everywhere(): pass\n", 1, "1")
-    assert done.stdout.splitlines()[-1] == "0 passed, 2 failed, 0 skipped"
+    assert done.stdout.splitlines()[-1] == "0 passed, 2 failed, 0 skipped"  # not in that of what is marked alone
 
 
 @pytest.mark.slow

@@ -212,9 +212,14 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
 
 def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
     """The sum over ``axis``, over all axes if it is None."""
-    xp = array_namespace(x.data)
-    spread = _spread(x.shape, axis, keepdims)
-    return _unary(x, xp.sum(x.data, axis=axis, keepdims=keepdims), lambda gy: xp.broadcast_to(spread(gy), x.shape))
+    xp, shape = array_namespace(x.data), x.shape
+    spread = _spread(shape, axis, keepdims)
+
+    def derivative(gy: Array) -> Array:
+        wide = spread(gy)
+        return wide if wide.shape == shape else xp.broadcast_to(wide, shape)  # which only can be read
+
+    return _unary(x, xp.sum(x.data, axis=axis, keepdims=keepdims), derivative)
 
 
 def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:

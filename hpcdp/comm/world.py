@@ -261,9 +261,10 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any)
 
 
 def _load_mpi() -> Any:
-    # A process without a launcher has no peers; Open MPI would look for fabrics for a second.
+    # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
+    # /dev/shm where a signal ends the process.
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
-        os.environ.setdefault("OMPI_MCA_btl", "self,sm,tcp")
+        os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if os.environ.get(_OUTLIVES_RANKS, "0") not in ("", "0"):
         os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")

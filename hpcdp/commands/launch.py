@@ -136,4 +136,8 @@ def _variable(text: str) -> tuple[str, str]:
         raise ConfigError("launch --env", expected="NAME=VALUE, or the NAME of a variable here", got=repr(text))
     if not equals and name not in os.environ:
         raise ConfigError("launch --env", expected=f"{name}=VALUE, as it is not set here", got=repr(text))
-    return name, value if equals else os.environ[name]
+    if not equals:
+        value = os.environ[name]
+    if name == "PATH" and not value:
+        raise ConfigError("launch --env", expected="a PATH with folders, in which programs are found", got=repr(text))
+    return name, value

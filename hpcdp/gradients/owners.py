@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from .. import kernels
 from ..arrays import Array, array_namespace
 from ..optim import Optimizer
+from . import layers
 from .reducer import Bucket, Parameter, Reducer
 
 
@@ -66,9 +67,12 @@ class _Piece(NamedTuple):
     rule: Optimizer
     passed_over: int
     """In how many steps they were left out."""
+    layer: str = ""
+    """The parameter whose norms the rule needs; none where it goes by elements."""
 
     def joins(self, following: _Piece) -> bool:
         alike = self.rule is following.rule and self.passed_over == following.passed_over
+        alike = alike and self.layer == following.layer
         return alike and self.last == following.first
 
 
@@ -136,7 +140,8 @@ class _Flat:
             end = min(last, min(each for each in ends if each > slot.offset))
             if rule is None or end <= begin:
                 continue
-            piece = _Piece(begin, end, rule, self.passed_over.get(slot.name, 0))
+            layer = slot.name if rule.by_layer and len(slot.shape) > 1 else ""
+            piece = _Piece(begin, end, rule, self.passed_over.get(slot.name, 0), layer)
             if pieces and pieces[-1].joins(piece):
                 piece = piece._replace(first=pieces.pop().first)
             pieces.append(piece)
@@ -166,9 +171,20 @@ class _Flat:
         return {name: array[first - offset : last - offset] for name, array in self._states[bucket.number].items()}
 
     def _update_own(self, bucket: Bucket, pieces: Sequence[_Piece], step: int, scale: float) -> None:
-        for first, last, rule, passed_over in pieces:
+        for first, last, rule, passed_over, _ in pieces:
             flat, state = self.flats[bucket.number][first:last], self._state_of(bucket, first, last)
             rule.update(flat, bucket.mine[first:last], state, step=step - passed_over, scale=scale)
+
+    def _update_all(self, step: int, scale: float) -> None:
+        if not self.optimizer.by_layer:
+            for bucket in self.reducer.buckets:
+                self._update_own(bucket, self._pieces[bucket.number], step, scale)
+            return
+        found = layers.squares(self.reducer, self.flats, self.span)
+        for bucket in self.reducer.buckets:
+            for piece in self._pieces[bucket.number]:
+                rule, scale_of = layers.rule_of(piece.rule, step - piece.passed_over, scale, found.get(piece.layer))
+                self._update_own(bucket, [piece._replace(rule=rule)], step, scale_of)
 
     def _update_later(self, step: int, scale: float) -> None:
         """Update every bucket as soon as it is reduced, with the rules' settings of this moment."""
@@ -188,15 +204,14 @@ class EveryRank(_Flat):
         self.reducer.reduce_everywhere()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        if self.reducer.updates_later and self.reducer.memory.size == 1:
+        if self.reducer.updates_later and self.reducer.memory.size == 1 and not self.optimizer.by_layer:
             self._update_later(step, scale)
         else:
             self.reduce()
             self.update(step, scale)
 
     def update(self, step: int, scale: float) -> None:
-        for bucket in self.reducer.buckets:
-            self._update_own(bucket, self._pieces[bucket.number], step, scale)
+        self._update_all(step, scale)
 
 
 class ShardOwner(_Flat):
@@ -227,10 +242,16 @@ class ShardOwner(_Flat):
         return bucket.shard
 
     def reduce(self) -> None:
-        self.reducer.reduce_shards()
+        if self.optimizer.by_layer and self.reducer.virtual_shards is not None:
+            self.reducer.reduce_everywhere()  # norms of parts would depend on what the parts are
+        else:
+            self.reducer.reduce_shards()
 
     def reduce_and_update(self, step: int, scale: float) -> None:
-        if self.reducer.updates_later:
+        if self.optimizer.by_layer:
+            self.reduce()
+            self.update(step, scale)
+        elif self.reducer.updates_later:
             self._update_later(step, scale)
         elif self.reducer.sums_rows and self.reducer.memory.size > 1:
             self._sum_and_update(step, scale)
@@ -247,7 +268,7 @@ class ShardOwner(_Flat):
                 for each in pieces
             ]
             if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
-                for (first, last, rule, _), (name, coefficients) in zip(pieces, kernels_of, strict=True):
+                for (first, last, rule, *_), (name, coefficients) in zip(pieces, kernels_of, strict=True):
                     state, flat = self._state_of(bucket, first, last), self.flats[bucket.number][first:last]
                     arrays = (state[each] for each in rule.state_names())
                     fused.RULES[name](bucket.rows, first, last, flat, *arrays, coefficients)
@@ -257,6 +278,5 @@ class ShardOwner(_Flat):
         reducer.gate.barrier()
 
     def update(self, step: int, scale: float) -> None:
-        for bucket in self.reducer.buckets:
-            self._update_own(bucket, self._pieces[bucket.number], step, scale)
+        self._update_all(step, scale)
         self.reducer.gate.barrier()

@@ -17,7 +17,7 @@ from ..arrays import Array
 from ..compression import Compression, Settings
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
-from ..optim import Optimizer, require_optimizer
+from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys
 from .entry import Entry
 from .keeps_state import KeepsState
@@ -212,6 +212,7 @@ class KVStore(KeepsState):
         What was received stands for the gradient. A learning rate that is assigned counts from the next push on.
         """
         require_optimizer("set_optimizer", optimizer)
+        require_by_elements("set_optimizer", optimizer)
         self._updater = ByOptimizer(optimizer)
 
     def set_gradient_compression(self, settings: Settings) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol, TextIO
 
 from hpcdp.errors import ConfigError, LaunchError
 
+from .environment import FIND_PROGRAMS, READ_BY_PROGRAMS
 from .inside import launched_ranks
 from .job import Job, Plan
 from .supervise import ENDING, FORWARDED
@@ -31,11 +32,8 @@ OUTPUT, ERRORS, STATUS = "output", "errors", "status"
 AGENT = "hpcdp-agent"
 """That of the program there which mpirun calls as it would call ssh."""
 
-_TRAVELS = (
-    "HPCDP_", "PYTHON", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "MPICH_", "I_MPI_", "MPI4PY_", "UCX_", "FI_", "NCCL_",
-    "HYDRA_", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_", "HDF5_", "GLOO_",
-)  # fmt: skip
-_TRAVELS_WHOLE = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL")
+_TRAVEL = (*READ_BY_PROGRAMS, "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "MPICH_", "I_MPI_", "HYDRA_")
+_TRAVEL_ALONE = (*FIND_PROGRAMS, "LANG", "LC_ALL")
 _POLL_S = 0.2
 _CANCEL_S = 90.0
 _LATE_S = 10.0
@@ -103,7 +101,7 @@ def exports(environ: Mapping[str, str] = os.environ) -> list[str]:
 
     What else an environment holds, such as a desktop's addresses and keys, concerns this machine alone.
     """
-    names = sorted(name for name in environ if name in _TRAVELS_WHOLE or name.startswith(_TRAVELS))
+    names = sorted(name for name in environ if name in _TRAVEL_ALONE or name.startswith(_TRAVEL))
     return [f"export {name}={shlex.quote(environ[name])}" for name in names]
 
 

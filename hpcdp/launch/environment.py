@@ -16,8 +16,16 @@ from .inside import batch_system
 from .mpi_library import MpiLibrary, is_open_mpi_4
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_TRAVEL = ("HPCDP_", "PYTHON", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "GLOO_", "NCCL_", "UCX_", "FI_", "TTY_")
-_TRAVEL_ALONE = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "COLUMNS")
+READ_BY_PROGRAMS = (
+    "HPCDP_", "PYTHON", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_", "HDF5_", "GLOO_", "NCCL_", "UCX_", "FI_",
+)  # fmt: skip
+"""How the variables begin that ranks need on every host."""
+
+FIND_PROGRAMS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""The others."""
+
+_TRAVEL = (*READ_BY_PROGRAMS, "TTY_")
+_TRAVEL_ALONE = (*FIND_PROGRAMS, "COLUMNS")
 
 
 def environment(

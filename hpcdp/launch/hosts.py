@@ -19,6 +19,7 @@ from .job import Host, Job
 
 _VALID = "HOST, HOST:SLOTS or HOST slots=SLOTS, with a HOST that ssh knows"
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")
+_OF_FILES = (".txt", ".hosts", ".host", ".nodes", ".list", ".lst", ".conf", ".cfg", ".csv")
 _MOST_SLOTS = 1_000_000
 _MOST_BYTES = 64 << 20
 
@@ -32,7 +33,7 @@ def read(text: str) -> tuple[Host, ...]:
     path = Path(text)
     if text and "\0" not in text and path.exists():
         return read_file(path)
-    if "/" in text:
+    if "/" in text or path.suffix in _OF_FILES:
         raise ConfigError("launch -H", expected="a file of hosts, or node1:4,node2:4", got=f"no file {text!r}")
     return _merged([_host(part, f"-H {text!r}") for part in text.split(",")])
 

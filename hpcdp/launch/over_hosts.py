@@ -28,6 +28,11 @@ def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
     Args:
         by_ssh: whether the hosts are `Job.hosts` and reached by ssh, else they are those of a batch system.
     """
+    return _planned(job, by_ssh, folder)[0]
+
+
+def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.MpiLibrary, Dialect]:
+    """With what has been found for it, which takes several milliseconds."""
     further = check(job)
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
@@ -51,7 +56,8 @@ def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]
     copies = [] if job.sync_dst_dir is None else sync.commands([host.name for host in places], job.sync_dst_dir)
-    return Plan([*copies, Command.beside(argv, environ)], {path: dialect.host_file(places)} if places else {})
+    files = {path: dialect.host_file(places)} if places else {}
+    return Plan([*copies, Command.beside(argv, environ)], files), library, dialect
 
 
 def run(job: Job, *, by_ssh: bool) -> int:
@@ -62,20 +68,18 @@ def run(job: Job, *, by_ssh: bool) -> int:
     """
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="hpcdp-hosts-") as name:  # 0700
         folder = Path(name)
-        planned = plan(job, by_ssh=by_ssh, folder=folder)
+        planned, library, dialect = _planned(job, by_ssh, folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
         *_, command = planned.commands
-        return _by_ssh(job, command) if by_ssh else _in_batch(job, command)
+        return _by_ssh(job, command, library, dialect) if by_ssh else _in_batch(job, command, library)
 
 
-def _by_ssh(job: Job, command: Command) -> int:
+def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect: Dialect) -> int:
     tell = _teller(job)
     places = place(job)
     others = [each for each in places if not is_this_machine(each.name)]
-    library = mpi_library.find_library()
-    dialect = Dialect(library.family, mpi_library.is_open_mpi_4(Path(command.argv[0])))
     environ = {**os.environ, **command.env}
     tell(f"{library.name}, {command.argv[0]}")
     for each in places:
@@ -109,8 +113,7 @@ def _by_ssh(job: Job, command: Command) -> int:
             )
 
 
-def _in_batch(job: Job, command: Command) -> int:
-    library = mpi_library.find_library()
+def _in_batch(job: Job, command: Command, library: mpi_library.MpiLibrary) -> int:
     tell = _teller(job)
     tell(f"{library.name}, {command.argv[0]}, on the hosts of {batch_system(os.environ)}")
     tell(str(command))

@@ -18,6 +18,7 @@ from hpcdp.errors import LaunchError
 
 from . import batch_values, mpi_library
 from .checks import check
+from .dialect import Dialect
 from .environment import THREAD_VARIABLES
 from .job import Command, Job, Plan
 from .slurm_allocation import Allocation, allocation
@@ -147,12 +148,7 @@ def _environment(family: str, job: Job) -> Mapping[str, str]:
     if family == "openmpi":
         # Without these: a line at each window; a line from each rank about munge.
         wanted |= {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
-        if job.interface is not None:
-            wanted |= {"OMPI_MCA_btl_tcp_if_include": job.interface}
-    elif job.interface is not None:
-        wanted |= {"FI_TCP_IFACE": job.interface}
-    if job.interface is not None:
-        wanted |= {"GLOO_SOCKET_IFNAME": job.interface, "UCX_NET_DEVICES": job.interface}
+    wanted |= Dialect(family).interface(job.interface)
     cores = os.environ.get("SLURM_CPUS_PER_TASK")
     if not any(name in os.environ for name in THREAD_VARIABLES):
         wanted |= dict.fromkeys(THREAD_VARIABLES, cores or "1")

@@ -86,7 +86,7 @@ def _find(environ: Mapping[str, str]) -> tuple[str, str]:
     jars = [path for path in jars if not re.search("-(tests|sources|javadoc|test-sources)[.]jar$", path.name)]
     if programs and jars:
         return programs[0], str(jars[0])
-    missing = [] if programs else ["the program yarn"]
+    missing = [] if programs else ["program yarn"]
     missing += [] if jars else [f"{_JAR} in share/hadoop/yarn"]
     raise LaunchError(
         "launch --launcher yarn",

@@ -27,11 +27,11 @@ def pair(size: Size) -> Pair:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def _kernels(name: str, x: Array) -> Any:
+def kernels_for(name: str, x: Array) -> Any:
     return kernels.load(name) if is_host(x) else reference
 
 
-def _alike(operation: str, x: Array, *others: Array | None) -> Any:
+def alike(operation: str, x: Array, *others: Array | None) -> Any:
     """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
     given = [x, *(other for other in others if other is not None)]
     if x.dtype.char not in "fd" or any(each.dtype != x.dtype for each in given):
@@ -64,7 +64,7 @@ def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair
     return size[0], size[1]
 
 
-def _contiguous(gy: Array) -> Array:
+def contiguous(gy: Array) -> Array:
     return array_namespace(gy).ascontiguousarray(gy)
 
 
@@ -80,24 +80,24 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     a, w = as_tensor(x).data, as_tensor(weight).data
     b = None if bias is None else as_tensor(bias).data
     relu = _is_relu(activation)
-    xp = _alike("dense", a, w, b)
+    xp = alike("dense", a, w, b)
     if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
         raise UnsupportedError(
             "dense",
             expected="shapes (..., in), (in, out) and (out,)",
             got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
         )
-    rows = _contiguous(a).reshape(-1, w.shape[0])
+    rows = contiguous(a).reshape(-1, w.shape[0])
     out = xp.matmul(rows, w, out=empty((rows.shape[0], w.shape[1]), a.dtype, xp))
     if b is not None or relu:
-        added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else _contiguous(b)
-        _kernels("epilogue", a).add_bias(out, added, relu)
+        added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else contiguous(b)
+        kernels_for("epilogue", a).add_bias(out, added, relu)
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
-        g = _contiguous(gy).reshape(out.shape)
+        g = contiguous(gy).reshape(out.shape)
         if relu:
             masked = empty(out.shape, out.dtype, xp)
-            _kernels("epilogue", g).relu_gradient(g, out, masked)
+            kernels_for("epilogue", g).relu_gradient(g, out, masked)
             g = masked
         if dbias is not None:
             dbias.add(xp.sum(g, axis=0, out=dbias.empty()))
@@ -139,10 +139,10 @@ def conv2d(
     Returns:
         Shape ``(batch, out, (height + 2 padding - kernel) // stride + 1, ...)``.
     """
-    a, w = _images("conv2d", x), _contiguous(as_tensor(weight).data)
-    b = None if bias is None else _contiguous(as_tensor(bias).data)
+    a, w = _images("conv2d", x), contiguous(as_tensor(weight).data)
+    b = None if bias is None else contiguous(as_tensor(bias).data)
     relu, steps, zeros = _is_relu(activation), pair(stride), pair(padding)
-    xp = _alike("conv2d", a, w, b)
+    xp = alike("conv2d", a, w, b)
     if w.ndim != 4 or a.shape[1] != w.shape[1] or (b is not None and b.shape != w.shape[:1]):
         raise UnsupportedError(
             "conv2d",
@@ -151,12 +151,12 @@ def conv2d(
         )
     size = _windows("conv2d", a, w.shape[2:], steps, zeros)
     out = empty((a.shape[0], w.shape[0], *size), a.dtype, xp)
-    _kernels("conv", a).conv2d(a, w, b, out, steps, zeros, relu)
+    kernels_for("conv", a).conv2d(a, w, b, out, steps, zeros, relu)
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         wanted = (dx, dweight, dbias)
         into = tuple(None if each is None else each.empty() for each in wanted)
-        _kernels("conv", a).conv2d_gradients(a, w, _contiguous(gy), out if relu else None, into, steps, zeros)
+        kernels_for("conv", a).conv2d_gradients(a, w, contiguous(gy), out if relu else None, into, steps, zeros)
         for gradient, place in zip(wanted, into, strict=True):
             if gradient is not None:
                 gradient.add(place)
@@ -168,14 +168,14 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     """The mean of each window, padding counted as zeros; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
     steps = kernel if stride is None else pair(stride)
-    xp = _alike("avg_pool2d", a)
+    xp = alike("avg_pool2d", a)
     out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    _kernels("pool", a).average_pool(a, out, kernel, steps, zeros)
+    kernels_for("pool", a).average_pool(a, out, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            _kernels("pool", gy).average_pool_gradient(_contiguous(gy), place, kernel, steps, zeros)
+            kernels_for("pool", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
             dx.add(place)
 
     return on_tape(out, (x,), pullback)
@@ -185,17 +185,17 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
     """The largest element of each window, never padding; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
     steps = kernel if stride is None else pair(stride)
-    xp = _alike("max_pool2d", a)
+    xp = alike("max_pool2d", a)
     if zeros[0] * 2 > kernel[0] or zeros[1] * 2 > kernel[1]:
         raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
     out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
     chosen = empty(out.shape, xp.int32, xp)
-    _kernels("pool", a).max_pool(a, out, chosen, kernel, steps, zeros)
+    kernels_for("pool", a).max_pool(a, out, chosen, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            _kernels("pool", gy).max_pool_gradient(_contiguous(gy), chosen, place, kernel, steps, zeros)
+            kernels_for("pool", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
             dx.add(place)
 
     return on_tape(out, (x,), pullback)
@@ -210,7 +210,7 @@ def relu(x: Any) -> Tensor:
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            _kernels("epilogue", gy).relu_gradient(_contiguous(gy), out, place)
+            kernels_for("epilogue", gy).relu_gradient(contiguous(gy), out, place)
             dx.add(place)
 
     return on_tape(out, (x,), pullback)
@@ -245,20 +245,20 @@ def batch_norm(x: Any, scale: Any, shift: Any, eps: float) -> tuple[Tensor, Arra
     Returns:
         The result, and mean and biased variance of each channel, zeros for an empty batch.
     """
-    a, gamma, beta = (_contiguous(as_tensor(each).data) for each in (x, scale, shift))
-    xp = _alike("batch_norm", a, gamma, beta)
+    a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
+    xp = alike("batch_norm", a, gamma, beta)
     planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
     mean, variance = xp.empty(gamma.shape, dtype=a.dtype), xp.empty(gamma.shape, dtype=a.dtype)
     out = empty(planes.shape, a.dtype, xp)
-    _kernels("batch_norm", a).batch_norm(planes, gamma, beta, out, (mean, variance), eps)
+    kernels_for("batch_norm", a).batch_norm(planes, gamma, beta, out, (mean, variance), eps)
     if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
         mean[...], variance[...] = 0, 0
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
         places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
         dx = empty(planes.shape, planes.dtype, xp)
-        g = _contiguous(gy).reshape(planes.shape)
-        _kernels("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
+        g = contiguous(gy).reshape(planes.shape)
+        kernels_for("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
         for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
             if gradient is not None:
                 gradient.add(place)

@@ -55,6 +55,9 @@ class Module:
     `autograd.is_training`.
     """
 
+    needs_all_ranks = False
+    """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+
     def forward(self, *inputs: Any) -> Any:
         """What the module computes from tensors; subclasses define it."""
         raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="none")
@@ -106,6 +109,10 @@ class Module:
                 if isinstance(value, np.random.Generator) and id(value) not in seen:
                     seen.add(id(value))
                     yield prefix + name, value
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all its parts, and theirs."""
+        return (module for _, module in self._modules(""))
 
     def _modules(self, prefix: str) -> Iterator[tuple[str, Module]]:
         yield prefix, self

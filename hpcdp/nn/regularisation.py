@@ -43,15 +43,26 @@ class BatchNorm(KeepsStatistics, Module):
             raise UnsupportedError(
                 "forward", where=repr(self), expected=f"input of shape (batch, {channels}, ...)", got=tuple(x.shape)
             )
-        if is_training() and x.size:
-            y, mean, variance = functional.batch_norm(x, self.gamma, self.beta, self.eps)
-            shard = entered_shard()
-            for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
-                if shard is not None:
-                    shard.note(running, batch)
-                else:
-                    move(running, self.momentum, batch)
-            return y
+        if is_training():
+            return self.by_batch(x)
+        return self.by_running(x)
+
+    def by_batch(self, x: Tensor) -> Tensor:
+        """``x`` by its own statistics, which move the running ones; those of an empty batch are none."""
+        if not x.size:
+            return self.by_running(x)
+        y, mean, variance = functional.batch_norm(x, self.gamma, self.beta, self.eps)
+        shard = entered_shard()
+        for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
+            if shard is not None:
+                shard.note(running, batch)
+            else:
+                move(running, self.momentum, batch)
+        return y
+
+    def by_running(self, x: Tensor) -> Tensor:
+        """``x`` by the running statistics."""
+        channels = self.gamma.shape[0]
         shape = (channels,) + (1,) * (x.ndim - 2)
         xp = array_namespace(self.running_var.data)
         inverse = 1.0 / xp.sqrt(self.running_var.data + self.eps)

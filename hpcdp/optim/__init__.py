@@ -3,7 +3,8 @@
 Knows nothing of ranks: an optimizer updates flat arrays, be they a whole bucket or the shard that a rank owns.
 """
 
-from .optimizer import Optimizer, create, from_config, require_optimizer
+from .lars import LARS, linear_scaling
+from .optimizer import Optimizer, create, from_config, require_by_elements, require_optimizer
 from .rules import SGD, Adam, AdamW
 from .schedules import (
     ConstantSchedule,
@@ -16,6 +17,7 @@ from .schedules import (
 )
 
 __all__ = [
+    "LARS",
     "SGD",
     "Adam",
     "AdamW",
@@ -29,5 +31,7 @@ __all__ = [
     "WarmupSchedule",
     "create",
     "from_config",
+    "linear_scaling",
+    "require_by_elements",
     "require_optimizer",
 ]

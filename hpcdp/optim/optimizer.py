@@ -21,13 +21,16 @@ class Optimizer(Configurable, abc.ABC):
     """An update rule for flat parameters.
 
     It holds settings only; the state belongs to the caller, one dict for each flat array that is updated. Rules are
-    elementwise, so an array updated whole or in any pieces (shards, segments) gets the same bits.
+    elementwise (but `by_layer`), so an array updated whole or in any pieces (shards, segments) gets the same bits.
 
     Args:
         lr: the learning rate, a number or a `Schedule`; may be assigned between steps.
     """
 
     lr: float | Schedule
+
+    by_layer = False
+    """Whether it is no rule by elements, but needs norms of whole layers: see `LARS`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -149,7 +152,7 @@ def _check_alike(operation: str, arrays: tuple[Array, ...]) -> None:
 
 
 def create(name: str, **args: Any) -> Optimizer:
-    """The optimizer called ``name`` ("sgd", "adam", "adamw"), e.g. ``create("sgd", lr=0.1, momentum=0.9)``.
+    """The optimizer called ``name`` ("sgd", "adam", "adamw", "lars"), e.g. ``create("sgd", lr=0.1, momentum=0.9)``.
 
     Raises:
         ConfigError: unknown name or argument (the valid ones are listed), a wrong value.
@@ -172,3 +175,12 @@ def require_optimizer(operation: str, given: object) -> None:
     if not isinstance(given, Optimizer):
         expected = "an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
         raise ConfigError(operation, expected=expected, got=repr(given))
+
+
+def require_by_elements(operation: str, optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for a rule that needs norms of whole layers, where there are parts of them."""
+    if optimizer.by_layer:
+        raise ConfigError(
+            operation, expected="a rule that goes by elements", got=f"{optimizer.name}, which needs whole layers",
+            remedy="train without a kvstore",
+        )  # fmt: skip

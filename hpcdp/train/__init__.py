@@ -4,22 +4,24 @@ Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, da
 archive, state, kernels, arrays, errors.
 
 `trainer` makes one update of the gradients of all ranks, `fit` is the loop around it, `run` what ``hpcdp train`` does;
-`traced` writes down who did what when.
+`traced` writes down who did what when, `SyncBatchNorm` normalises by the batches of all ranks.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .sync_batch_norm import SyncBatchNorm
     from .tracing import traced
 
-__all__ = ["traced"]
+__all__ = ["SyncBatchNorm", "traced"]
+
+_HOMES = {"SyncBatchNorm": "sync_batch_norm", "traced": "tracing"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "traced":  # not imported before it is used: the command line asks this package for settings alone
-        from .tracing import traced
-
-        return traced
+    if name in _HOMES:  # not imported before it is used: the command line asks this package for settings alone
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,8 +20,9 @@ AUTO = "auto"
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
 
-LEARNING_RATE, LATE_LEARNING_RATE = 0.05, 0.03
-"""Defaults. Late gradients push on when they should turn back, and so bear less."""
+LEARNING_RATE, LATE_LEARNING_RATE, LARS_LEARNING_RATE = 0.05, 0.03, 1.0
+"""Defaults. Late gradients push on when they should turn back, and so bear less; that of LARS is a part of another
+length."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
@@ -52,7 +53,7 @@ class TrainConfig:
     setting, what was got and what is valid.
     """
 
-    model: str = _setting("lenet", "network to train: lenet, mlp")
+    model: str = _setting("lenet", "network to train: lenet, mlp, resnet18, resnet18_cifar")
     data: str = _setting("digits", "data set to train on: cifar10, digits, fashion_mnist, mnist")
     data_dir: str | None = _setting(
         None,
@@ -60,14 +61,18 @@ class TrainConfig:
     )
     epochs: int = _setting(20, "passes over the training set", least=1)
     batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
-    optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw"))
+    optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lars"))
     lr: float | None = _setting(
         None,
-        f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE})",
+        f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE}, "
+        f"with optimizer=lars {LARS_LEARNING_RATE:g})",
         least=0.0,
         above=True,
     )
-    momentum: float = _setting(0.9, "momentum of sgd; adam and adamw do not use it", least=0.0)
+    lr_batch_size: int | None = _setting(
+        None, "the global batch that lr is for, with another one it grows in proportion (default: lr stays)", least=1
+    )
+    momentum: float = _setting(0.9, "momentum of sgd and lars; adam and adamw do not use it", least=0.0)
     weight_decay: float = _setting(0.001, "weight decay per step, times the learning rate", least=0.0)
     schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
     warmup_epochs: float = _setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
@@ -148,7 +153,8 @@ class TrainConfig:
     def _check_kv_store(self) -> None:
         kind = self.kv_store
         if self.lr is None:
-            object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else LEARNING_RATE)
+            usual = LARS_LEARNING_RATE if self.optimizer == "lars" else LEARNING_RATE
+            object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else usual)
         if kind != "dist_async" and self.staleness is not None:
             raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
         if self.servers and (kind != "dist_async" or self.staleness == 0):
@@ -158,6 +164,8 @@ class TrainConfig:
             raise ConfigError("setting update_on_kvstore", expected=f"true with kv_store={kind}", got="false")
         if kind is None:
             return
+        if self.optimizer == "lars":
+            raise ConfigError("setting optimizer", expected="sgd, adam or adamw with kv_store", got="lars")
         for name, alone in (("owner", "auto"), ("clip_norm", None), ("reproducible", False)):
             if getattr(self, name) != alone:
                 expected = f"{'none' if alone is None else alone} with kv_store"

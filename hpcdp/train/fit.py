@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpcdp.autograd import Tensor, record
 from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank
@@ -128,6 +130,7 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.meter, self.report = Meter(self.trainer, self.world), StepReport(self.trainer, self.world)
+        self._all_compute = any(part.needs_all_ranks for part in self.net.modules())
         self._trace: Trace | None = self.world.kept.get(Trace)
         self._exchanging = Phase("metrics", self._trace)
 
@@ -232,7 +235,9 @@ class _Loop:
     def _train(self, shard: int, batch: Any) -> None:
         """One call of `Trainer.step`, with this rank's ``batch``, None where it has none."""
         phase = self.report.phase
-        if batch is None or len(batch[1]) == 0:
+        if batch is None and self._all_compute:
+            batch = self._empty_batch()
+        if batch is None or (len(batch[1]) == 0 and not self._all_compute):
             with phase[STEP]:
                 self.trainer.step(0)
             return
@@ -245,3 +250,8 @@ class _Loop:
         with phase[STEP]:
             self.trainer.step(len(y))
         self.meter.add(shard, float(losses.data.sum()), number_correct(output.data, y), len(y))
+
+    def _empty_batch(self) -> Any:
+        """What takes part in a step without samples."""
+        x, y = self.loader.dataset[np.empty(0, np.int64)]
+        return (x, y) if self.loader.transform is None else self.loader.transform(x, y)

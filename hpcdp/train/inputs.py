@@ -35,6 +35,8 @@ def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimi
             all. Together they decay weights as one does, and go as far where the rule does not see a gradient's length.
     """
     base, decay = float(config.lr or 0), config.weight_decay
+    if config.lr_batch_size is not None:
+        base = optim.linear_scaling(base, config.batch_size, config.lr_batch_size)
     if config.optimizer != "sgd":
         base /= updates
     if config.optimizer != "adamw":  # whose decay is times the rate
@@ -46,5 +48,5 @@ def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimi
     if warmup_steps:
         inner = lr if isinstance(lr, optim.Schedule) else optim.ConstantSchedule(lr)
         lr = optim.WarmupSchedule(inner, steps=warmup_steps)
-    momentum = {"momentum": config.momentum} if config.optimizer == "sgd" else {}
+    momentum = {"momentum": config.momentum} if config.optimizer in ("sgd", "lars") else {}
     return optim.create(config.optimizer, lr=lr, weight_decay=decay, **momentum)

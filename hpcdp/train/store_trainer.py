@@ -27,7 +27,7 @@ from ..gradients.closing import ClosingExchange
 from ..gradients.lane import Lane
 from ..kvstore import KINDS, KVStore, create
 from ..kvstore.asynchronous import AsyncStore
-from ..optim import Optimizer
+from ..optim import Optimizer, require_by_elements
 from . import store_states
 from .policy import Policy, Unwritten, stale, stale_anywhere
 from .store_checks import check_settings, check_unused
@@ -64,6 +64,7 @@ class StoreTrainer(Trainer):
         """Whether the store updates; else every rank does."""
         kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
         check_settings(kind, update_on_kvstore, self.policy, for_buckets)
+        require_by_elements("Trainer", optimizer)
         self.world: World | None = world
         """The ranks; None where a store of one process was made without."""
         if KINDS[kind].scope == "world":

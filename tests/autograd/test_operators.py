@@ -159,3 +159,14 @@ def test_powers_at_zero_have_the_gradients_of_their_limits():
         z = 0.0**y
     z.backward()
     np.testing.assert_array_equal(y.grad, np.zeros(y.shape))
+
+
+def test_a_sum_over_axes_of_length_one_hands_on_a_gradient_that_may_be_written():
+    x = autograd.Tensor(np.ones((3, 2, 1, 1), np.float32))
+    x.attach_grad()
+    seen = []
+    with autograd.record():
+        y = autograd.on_tape(x.data, (x,), lambda gy, dx: seen.append(gy))
+        total = y.sum(axis=(2, 3), keepdims=True)
+    total.backward()
+    assert seen[0].flags.writeable

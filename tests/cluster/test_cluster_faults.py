@@ -12,8 +12,15 @@ import pytest
 from runs import checkpoints_of, hpcdp, launch, left_on, numbers, pids_of, running, wait_for, wait_for_checkpoints
 
 from hpcdp.benchmarks.cluster import Cluster
+from hpcdp.launch import mpi_library
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        mpi_library.find_library().family != "openmpi",
+        reason="which rank has ended, and how, is known of Open MPI's jobs: MPICH's mpirun has other statuses",
+    ),
+]
 
 SLOW = "200mbit"
 
@@ -73,9 +80,8 @@ def test_a_rank_that_is_killed_ends_all_on_every_host(
         began = time.monotonic()
         done = job.result()
     assert time.monotonic() - began < 10
-    assert done.returncode not in (0, 124), done.stderr
-    # Where another rank sees the closed connection first, Open MPI ends the job by it, and names the host alone.
-    assert f"rank {rank}" in done.stderr or f"Peer host:  node{host}" in done.stderr, done.stderr
+    assert done.returncode == 137, done.stderr
+    assert f"hpcdp launch: rank {rank} (pid {pid} on node{host}) was killed by SIGKILL" in done.stderr, done.stderr
     for each in (1, 2):
         wait_for(lambda host=each: not left_on(two_hosts, host), f"nothing of it on host {each}", 5)
     check_resumed(two_hosts, "node1:2", f"killed-{rank}", undisturbed)

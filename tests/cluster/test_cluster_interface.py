@@ -7,8 +7,14 @@ import pytest
 from runs import launch
 
 from hpcdp.benchmarks.cluster import Cluster
+from hpcdp.launch import mpi_library
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        mpi_library.find_library().family != "openmpi", reason="the interface is asked for in Open MPI's words"
+    ),
+]
 
 NBYTES, TIMES = 4_000_000, 5
 

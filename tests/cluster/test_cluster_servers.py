@@ -13,8 +13,14 @@ import pytest
 from runs import left_on, pids_of, running, wait_for
 
 from hpcdp.benchmarks.cluster import Cluster
+from hpcdp.launch import mpi_library
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        mpi_library.find_library().family != "openmpi", reason="ranks are found by a variable of Open MPI's"
+    ),
+]
 
 # Workers push until they are told to stop, and tell what came of it.
 PROGRAM = """

@@ -57,6 +57,6 @@ def test_a_wrong_setting_is_a_line_and_status_2(two_hosts: Cluster) -> None:
     done = two_hosts.mpirun(1, hpcdp("train", "lenett", "--data", "digits"))
     assert done.returncode == 2
     assert {line for line in done.stderr.splitlines() if line.startswith("hpcdp: ")} == {
-        "hpcdp: model: expected lenet or mlp, got 'lenett'"
+        "hpcdp: model: expected one of lenet, mlp, resnet18, resnet18_cifar, got 'lenett'"
     }
     assert "Traceback" not in done.stderr

@@ -169,3 +169,11 @@ def test_a_complete_receive_stays_complete():
     received.wait()
     sent.wait()
     assert y.tolist() == [(world.rank - 1) % world.size] * 3
+
+
+def test_a_process_without_a_launcher_has_no_memory_that_a_kill_would_leave():
+    code = "import hpcdp; hpcdp.init(); print(*(line for line in open('/proc/self/maps') if 'sm_segment' in line))"
+    prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    done = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

@@ -89,3 +89,27 @@ def test_a_rule_with_the_update_of_all_is_fused_with_the_sum(monkeypatch):
     calls.clear()
     threads.run(2, lambda world: trained(world, ShardOwner, ClippingSGD(lr=0.5), steps=1))
     assert not calls
+
+
+def by_layer(n, optimizer, steps=3):
+    """LARS from its formula, layer by layer; what has one axis by SGD."""
+    params = [gradient(9, 0, shape).astype("f8") for shape in SHAPES]
+    moments = [np.zeros_like(param) for param in params]
+    for step in range(1, steps + 1):
+        for param, moment in zip(params, moments, strict=True):
+            mean = sum(gradient(r, step, param.shape).astype("f8") for r in range(n)) / n
+            weights, length = np.linalg.norm(param), np.linalg.norm(mean)
+            factor = optimizer.trust * weights / (length + optimizer.weight_decay * weights) if param.ndim > 1 else 1
+            moment *= optimizer.momentum
+            moment += factor * (mean + optimizer.weight_decay * param)
+            param -= optimizer.lr * moment
+    return np.concatenate([param.reshape(-1) for param in params])
+
+
+@pytest.mark.parametrize("owner", [EveryRank, ShardOwner])
+@pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, None), (4, 2), (3, 1)])
+def test_a_rule_by_layers_sees_whole_ones(owner, n, per_node):
+    optimizer = optim.LARS(lr=0.5, trust=0.1, weight_decay=0.01)
+    expected = by_layer(n, optimizer)
+    for found in threads.run(n, lambda world: trained(world, owner, optimizer), per_node):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

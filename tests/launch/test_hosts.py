@@ -81,6 +81,7 @@ def test_what_is_no_host_is_named_with_file_and_line(text: str | bytes, says: st
     ("text", "says"),
     [
         ("none/hosts", "expected a file of hosts, or node1:4,node2:4, got no file 'none/hosts'"),
+        ("typo.txt", "expected a file of hosts, or node1:4,node2:4, got no file 'typo.txt'"),
         ("", "[-H '']"),
         ("a,,b", "[-H 'a,,b']"),
         (".", "Is a directory"),

@@ -79,7 +79,7 @@ def test_what_is_missing_of_hadoop_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("HADOOP_YARN_HOME", raising=False)
     monkeypatch.delenv("HADOOP_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"HADOOP_HOME=not set.*no the program yarn and no hadoop-yarn-applic"):
+    with pytest.raises(LaunchError, match=r"HADOOP_HOME=not set.*no program yarn and no hadoop-yarn-applic"):
         yarn.plan(Job(("python",), 1))
     hadoop = hadoop_in(tmp_path / "hadoop")
     monkeypatch.setenv("HADOOP_HOME", str(hadoop))

@@ -23,8 +23,8 @@ def train_step(net, x, y, optimizer, states, step):
     return loss.asnumpy()
 
 
-def train(net, x, y, steps=3):
-    optimizer = optim.SGD(lr=0.1, momentum=0.9)
+def train(net, x, y, steps=3, lr=0.1):
+    optimizer = optim.SGD(lr=lr, momentum=0.9)
     states = [optimizer.init_state(param.data.reshape(-1)) for param in net.parameters()]
     return [train_step(net, x, y, optimizer, states, step) for step in range(1, steps + 1)]
 
@@ -75,7 +75,7 @@ def test_seeds_fix_the_weights(name):
 
 
 def test_a_wrong_name_lists_the_valid_ones():
-    with pytest.raises(ConfigError, match="model: expected lenet or mlp, got 'lenett'"):
+    with pytest.raises(ConfigError, match="model: expected one of lenet, mlp, resnet18, resnet18_cifar, got 'lenett'"):
         nn.models.create("lenett")
     with pytest.raises(ConfigError, match=r"model \[lenet\].*unexpected keyword argument 'sead'"):
         nn.models.create("lenet", sead=1)
@@ -130,3 +130,38 @@ def test_lenet_trains_as_pytorchs():
         optimizer.step()
         expected.append(loss.detach().numpy())
     np.testing.assert_allclose(train(net, x, y, steps=5), expected, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "learnt"),
+    [(nn.models.resnet18, (1, 28, 28), 11_175_818), (nn.models.resnet18_cifar, (3, 32, 32), 11_173_962)],
+)
+def test_resnet18_has_the_published_number_of_parameters(make, shape, learnt):
+    net = make(shape)
+    assert sum(param.size for param in net.parameters()) == learnt
+    assert net(np.zeros((2, shape[0], 8, 8), np.float32)).shape == (2, 10)
+    assert [len(block) for block in net if isinstance(block, nn.Sequential)] == [2, 2, 2, 2]
+
+
+def test_a_residual_block_is_its_formula():
+    block = nn.models.resnet.Residual(3, 5, stride=2, normalises_shortcut=True)
+    x = RNG.standard_normal((4, 3, 7, 6)).astype(np.float32)
+    normal = block.norm2(block.conv2(nn.functional.relu(block.norm1(block.conv1(x)))))
+    expected = np.maximum(normal.data + block.shortcut(x).data, 0)
+    np.testing.assert_array_equal(block(x).data, expected)
+    assert block(x).shape == (4, 5, 4, 3) and block.shortcut[0].weight.shape == (5, 3, 1, 1)
+    assert nn.models.resnet.Residual(3, 3).shortcut is None
+
+
+def test_resnet18_learns():
+    net, (x, y) = nn.models.resnet18((1, 4, 4), num_classes=3), batch((1, 4, 4), classes=3)
+    losses = train(net, x, y, steps=4, lr=0.002)
+    assert losses[-1].mean() < 0.5 * losses[0].mean()
+
+
+@pytest.mark.parametrize(("shape", "said"), [((28, 28), "expected input_shape"), ((0, 8, 8), "expected input_shape")])
+def test_what_is_impossible_for_resnet18_is_said(shape, said):
+    with pytest.raises(ConfigError, match=f"resnet18: {said}"):
+        nn.models.resnet18(shape)
+    with pytest.raises(ConfigError, match=r"resnet18 \[variant\]: expected document or cifar, got 'imagenet'"):
+        nn.models.resnet18(variant="imagenet")

@@ -95,7 +95,7 @@ def test_a_schedule_drives_the_rate() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: optim.create("sdg", lr=1), "one of adam, adamw, sgd, got 'sdg'"),
+        (lambda: optim.create("sdg", lr=1), "one of adam, adamw, lars, sgd, got 'sdg'"),
         (lambda: optim.create("sgd", lr=1, moment=0.9), "arguments lr, momentum, nesterov, weight_decay, got moment"),
         (lambda: optim.create("sgd"), "an argument lr, got none"),
         (lambda: optim.from_config({"lr": 1.0}), 'a dict with a "name"'),

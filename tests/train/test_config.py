@@ -41,6 +41,10 @@ from hpcdp.train.config import TrainConfig
         ({"kv_store": "dist_sync", "owner": "rank"}, "setting owner: expected auto with kv_store, got rank"),
         ({"kv_store": "dist_sync", "clip_norm": 1.0}, "setting clip_norm: expected none with kv_store, got 1.0"),
         ({"kv_store": "dist_sync", "reproducible": True}, "setting reproducible: expected False with kv_store, got"),
+        (
+            {"kv_store": "dist_sync", "optimizer": "lars"},
+            "setting optimizer: expected sgd, adam or adamw with",
+        ),
         ({"kv_store": "local", "ranks": 2}, "setting kv_store: expected a dist kind for 2 ranks, got local"),
         ({"batch_size": 3, "ranks": 4}, "expected at least one sample for each of the 4 ranks, got 3"),
     ],

@@ -89,6 +89,15 @@ def test_the_number_of_ranks_and_nodes_changes_no_bit(ranks, per_node, num, alon
         assert set(found) == {alone[num, clip]}, options
 
 
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_norms_of_layers_have_the_same_bits_too(owner):
+    found = {
+        ranks: threads.run(ranks, lambda world: epoch(world, rule=optim.LARS(lr=1.0), owner=owner), per_node)[0]
+        for ranks, per_node in [(1, None), (2, None), (3, None), (3, 1), (4, 2)]
+    }
+    assert len(set(found.values())) == 1
+
+
 def test_what_ought_to_make_a_difference_does(alone):
     assert len(set(alone.values())) == 4
     assert threads.run(1, lambda world: epoch(world, seed=2))[0] != alone[8, None]

@@ -156,7 +156,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def test_a_time_limit(tmp_path):
-    done = train(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--time-limit-s", "0.1")
+    done = train(tmp_path, *RUN, "--ranks", "1", "--epochs", "4000", "--run-dir", "a", "--time-limit-s", "0.1")
     assert done.returncode == 75
     assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in done.stdout
 

@@ -9,8 +9,14 @@ from ...errors import ConfigError
 from ..module import Module
 from .lenet import lenet
 from .mlp import mlp
+from .resnet import resnet18, resnet18_cifar
 
-MODELS: dict[str, Callable[..., Module]] = {"lenet": lenet, "mlp": mlp}
+MODELS: dict[str, Callable[..., Module]] = {
+    "lenet": lenet,
+    "mlp": mlp,
+    "resnet18": resnet18,
+    "resnet18_cifar": resnet18_cifar,
+}
 
 
 def create(name: str, **kwargs: Any) -> Module:
@@ -20,11 +26,11 @@ def create(name: str, **kwargs: Any) -> Module:
         ConfigError: there is no such network, or it does not take an argument or input of that kind.
     """
     if name not in MODELS:
-        raise ConfigError("model", expected=" or ".join(sorted(MODELS)), got=repr(name))
+        raise ConfigError("model", expected=f"one of {', '.join(MODELS)}", got=repr(name))
     try:
         return MODELS[name](**kwargs)
     except TypeError as error:
         raise ConfigError("model", where=name, got=f"{kwargs}: {error}") from error
 
 
-__all__ = ["MODELS", "create", "lenet", "mlp"]
+__all__ = ["MODELS", "create", "lenet", "mlp", "resnet18", "resnet18_cifar"]

@@ -1,0 +1,82 @@
+"""Floor 3: optim, rates that differ by layer: LARS, and the linear scaling rule. Imports: arrays, errors, kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from .. import kernels
+from ..arrays import Array, array_namespace, is_host
+from .rules import SGD
+from .settings import count, number
+
+
+@dataclasses.dataclass
+class LARS(SGD):
+    """`SGD` for large batches: each layer moves by a part of its own weights' length.
+
+    Gradient and decay of a layer are multiplied by ``trust * |w| / (|g| + weight_decay * |w|)``, with norms over the
+    whole layer and ``g`` the mean gradient; the factor is 1 where either is zero. Layers are the parameters of two axes
+    or more: biases, scales and shifts are updated as `SGD` does. So it is no rule by elements: a `Trainer` exchanges
+    the norms, key-value stores, which hold parts, refuse it.
+
+    Args:
+        lr: the global rate, the paper's gamma.
+        trust: the paper's eta, above 0.
+        momentum, nesterov, weight_decay: as `SGD`.
+
+    Raises:
+        ConfigError: a value outside of that.
+
+    Source: You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017, algorithm 1, with the rate
+    outside of the momentum, as in ``torch.optim.SGD``.
+    """
+
+    momentum: float = 0.9
+    trust: float = 0.001
+    name = "lars"
+    by_layer = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.trust = number("lars trust", self.trust, low=math.ulp(0.0))
+
+    def of_layer(self, step: int, scale: float, squares: tuple[float, float]) -> tuple[SGD, float]:
+        """The rule by elements for one layer at ``step``, and its ``scale``.
+
+        Args:
+            squares: of the norms of the layer's weights, and of its summed gradient, before ``scale``.
+        """
+        weights, gradient = (math.sqrt(each) for each in squares)
+        length = gradient * scale + self.weight_decay * weights
+        factor = self.trust * weights / length if weights and gradient else 1.0
+        return self.by_elements(step, factor), scale * factor
+
+    def by_elements(self, step: int, factor: float = 1.0) -> SGD:
+        """The rule at ``step`` of what is no layer, or of one with that ``factor``, which belongs to the scale, too."""
+        return SGD(self.learning_rate(step), self.momentum, self.nesterov, self.weight_decay * factor)
+
+    def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
+        """As `Optimizer.update`, of ``param`` as one whole layer."""
+        rule, scale = self.of_layer(step, scale, (squares(param), squares(grad)))
+        rule.update(param, grad, state, step=step, scale=scale)
+
+
+def squares(x: Array) -> float:
+    """The squared norm of a flat array, summed in float64."""
+    if is_host(x):
+        return float(kernels.load("norms").sum_of_squares(x))
+    xp = array_namespace(x)
+    return float(xp.sum(x * x, dtype=xp.float64))
+
+
+def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:
+    """``lr``, which suits batches of ``base_batch_size``, for a global batch of ``batch_size``: in proportion.
+
+    With a `WarmupSchedule` for the first epochs (Goyal et al., "Accurate, large minibatch SGD", 2017, 2.1 and 2.2).
+
+    Raises:
+        ConfigError: a negative rate, or a size below 1.
+    """
+    sizes = count("linear_scaling batch_size", batch_size), count("linear_scaling base_batch_size", base_batch_size)
+    return number("linear_scaling lr", lr) * sizes[0] / sizes[1]

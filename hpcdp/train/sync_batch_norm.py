@@ -1,0 +1,65 @@
+"""Batch normalisation by the statistics of all ranks' batches."""
+
+from __future__ import annotations
+
+from ..autograd import Tensor
+from ..collectives import allreduce
+from ..comm import World, init
+from ..errors import ConfigError
+from ..nn import BatchNorm, Module, entered_shard
+from ..nn.joint import joint_batch_norm
+from ..nn.virtual_shard import move
+
+
+class SyncBatchNorm(BatchNorm):
+    """`nn.BatchNorm` that in training normalises by mean and variance of the batches of all ranks together.
+
+    Batches may differ in size and be empty. Every rank must run the same forwards and backwards, those without samples
+    on an empty batch, as `fit` does. Prediction needs no other rank. The gradients of ``gamma`` and ``beta`` are those
+    of this rank's samples, which a `Trainer` sums as others; running statistics stay alike on all ranks.
+
+    Args:
+        world: the ranks; default `hpcdp.init()`. The others are those of `nn.BatchNorm`.
+
+    Raises:
+        ConfigError: in forward, under a reproducible `Trainer`, where each virtual shard has statistics of its own.
+
+    Source: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1, over the global batch.
+    """
+
+    needs_all_ranks = True
+
+    def __init__(self, channels: int, momentum: float = 0.9, eps: float = 1e-5, world: World | None = None) -> None:
+        super().__init__(channels, momentum, eps)
+        self.world = init() if world is None else world
+
+    @classmethod
+    def convert(cls, net: Module, world: World | None = None) -> Module:
+        """Replace each `nn.BatchNorm` within ``net``, in place, by one of this kind with its parameters and buffers.
+
+        Returns:
+            ``net``; of a layer alone a new one. Before a `Trainer` has the parameters, or after: they are the same.
+        """
+        world = init() if world is None else world
+        if type(net) is BatchNorm:
+            found = cls(net.gamma.shape[0], net.momentum, net.eps, world)
+            for name in ("gamma", "beta", "running_mean", "running_var"):
+                setattr(found, name, getattr(net, name))
+            return found
+        for name, child in net.children():
+            setattr(net, name, cls.convert(child, world))
+        return net
+
+    def by_batch(self, x: Tensor) -> Tensor:
+        if entered_shard() is not None:
+            raise ConfigError(
+                "SyncBatchNorm", expected="a Trainer without reproducible=True", got="one with it",
+                remedy="take nn.BatchNorm: its statistics are those of a virtual shard, on any number of ranks",
+            )  # fmt: skip
+        y, mean, variance, count = joint_batch_norm(
+            x, self.gamma, self.beta, self.eps, lambda sums: allreduce(sums, "sum", self.world)
+        )
+        if count:
+            move(self.running_mean, self.momentum, mean)
+            move(self.running_var, self.momentum, variance)
+        return y

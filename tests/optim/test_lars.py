@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+
+from hpcdp import optim
+from hpcdp.errors import ConfigError
+
+
+def test_one_array_is_one_layer():
+    rng = np.random.default_rng(2)
+    param, grad = rng.standard_normal(50).astype("f4"), rng.standard_normal(50).astype("f4")
+    expected = param - 0.5 * 0.01 * np.linalg.norm(param) / np.linalg.norm(grad / 4) * grad / 4
+    rule = optim.LARS(lr=0.5, momentum=0.0, trust=0.01)
+    rule.update(param, grad, rule.init_state(param), step=1, scale=0.25)
+    np.testing.assert_allclose(param, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("squares", [(0.0, 4.0), (4.0, 0.0)])
+def test_without_a_length_the_factor_is_one(squares):
+    rule = optim.LARS(lr=0.5, trust=0.01, weight_decay=0.1)
+    assert rule.of_layer(1, 0.25, squares) == (optim.SGD(0.5, 0.9, weight_decay=0.1), 0.25)
+
+
+def test_a_schedule_gives_the_rate_of_the_step():
+    rule = optim.LARS(lr=optim.StepSchedule(1.0, every=2, factor=0.5))
+    assert [rule.by_elements(step).lr for step in (1, 2, 3)] == [1.0, 1.0, 0.5]
+
+
+def test_it_travels_by_name():
+    rule = optim.LARS(lr=2.0, weight_decay=0.1)
+    assert rule.config() == {
+        "name": "lars", "lr": 2.0, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "trust": 0.001
+    }  # fmt: skip
+    assert optim.from_config(rule.config()) == rule
+    with pytest.raises(ConfigError, match=r"lars trust\]: expected a number >= .*got 0"):
+        optim.LARS(lr=2.0, trust=0)
+
+
+def test_the_rate_grows_with_the_batch():
+    assert optim.linear_scaling(0.1, 1024) == pytest.approx(0.4)
+    assert optim.linear_scaling(0.1, 32, base_batch_size=64) == pytest.approx(0.05)
+    for wrong in ((-0.1, 32), (0.1, 0), (0.1, 32, 0), (0.1, 32.5)):
+        with pytest.raises(ConfigError, match="linear_scaling"):
+            optim.linear_scaling(*wrong)

@@ -1,0 +1,135 @@
+"""Batch normalisation over all ranks, against one process that has the whole batch."""
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import nn, optim
+from hpcdp.autograd import Tensor, record
+from hpcdp.comm import threads
+from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.errors import ConfigError
+from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.train.fit import fit
+from hpcdp.train.sync_batch_norm import SyncBatchNorm
+
+SAMPLES = [3, 5, 1, 0]
+
+
+def samples(rank, shape, step, dtype):
+    rng = np.random.default_rng([rank, step])
+    x = (3 + 2 * rng.standard_normal((SAMPLES[rank], 6, *shape))).astype(dtype)
+    return x, rng.standard_normal(x.shape).astype(dtype)
+
+
+def through(layer, x, gy):
+    """Result and gradient of ``x`` in training."""
+    source = Tensor(x)
+    source.attach_grad()
+    with record():
+        y = layer(source)
+    y.backward(gy)
+    return y.data, source.grad
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("f4", 1e-4), ("f8", 1e-10)])
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3)])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, shape, dtype, tolerance):
+    def rank(world):
+        reference = nn.BatchNorm(6, momentum=0.7).to(dtype)
+        ours = SyncBatchNorm.convert(nn.BatchNorm(6, momentum=0.7).to(dtype), world)
+        for step in range(3):
+            pieces = [samples(other, shape, step, dtype) for other in range(n)]
+            expected = through(reference, *(np.concatenate(each) for each in zip(*pieces, strict=True)))
+            found = through(ours, *pieces[world.rank])
+            first = sum(SAMPLES[: world.rank])
+            for whole, mine in zip(expected, found, strict=True):
+                part = whole[first : first + SAMPLES[world.rank]]
+                np.testing.assert_allclose(mine, part, rtol=tolerance, atol=tolerance)
+            for name, param in reference.named_parameters():  # each rank's are those of its samples: they add up
+                mine = getattr(ours, name).grad
+                total = np.sum(world.comm.allgather_json(mine.tolist()), axis=0)
+                np.testing.assert_allclose(total, param.grad, rtol=10 * tolerance, atol=10 * tolerance)
+        for name, buffer in reference.named_buffers():
+            np.testing.assert_allclose(getattr(ours, name).data, buffer.data, rtol=tolerance, atol=tolerance)
+        x = samples(0, shape, 9, dtype)[0]
+        np.testing.assert_allclose(ours(x).data, reference(x).data, rtol=tolerance, atol=tolerance)
+
+    threads.run(n, rank)
+
+
+def test_a_mean_far_from_zero_costs_no_digits():
+    def rank(world):
+        layer = SyncBatchNorm(1, world=world)
+        x = (1000 + np.random.default_rng(world.rank).standard_normal((50, 1, 8))).astype("f4")
+        return x, through(layer, x, np.ones_like(x))[0]
+
+    found = threads.run(3, rank)
+    x, y = (np.concatenate(each).astype("f8") for each in zip(*found, strict=True))
+    np.testing.assert_allclose(y, (x - x.mean()) / x.std(), atol=1e-3)
+
+
+def test_no_samples_anywhere_move_nothing():
+    def rank(world):
+        layer = SyncBatchNorm(6, world=world)
+        y, dx = through(layer, np.empty((0, 6, 2), "f4"), np.empty((0, 6, 2), "f4"))
+        assert y.shape == dx.shape == (0, 6, 2)
+        assert not layer.gamma.grad.any() and not layer.running_mean.data.any() and (layer.running_var.data == 1).all()
+
+    threads.run(2, rank)
+
+
+def network():
+    weights = nn.init.Xavier(3)
+    return nn.Sequential(
+        nn.Conv2D(1, 4, 3, weight_init=weights), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2D(2), nn.Flatten(),
+        nn.Dense(16, 5, weight_init=weights),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_training_on_any_number_of_ranks_is_that_of_one(n):
+    """Of 13 samples 4 a step make a last batch of one, in which all but one rank have none."""
+    rng = np.random.default_rng(2)
+    data = ArrayDataset(rng.standard_normal((13, 1, 6, 6)).astype("f4"), rng.integers(0, 5, 13))
+
+    def rank(world):
+        net = SyncBatchNorm.convert(network(), world)
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world)
+        loader = DataLoader(data, ShardedSampler(13, 4, world.size, world.rank, seed=1), prefetch=0)
+        records = fit(net, trainer, loader, epochs=3, loss=softmax_cross_entropy, world=world)
+        return records[-1]["loss"], {name: array.copy() for name, array in net.state_dict().items()}
+
+    (loss, alone), *_ = threads.run(1, rank)
+    for found, state in threads.run(n, rank):
+        assert found == pytest.approx(loss, rel=1e-4)
+        for name, array in alone.items():
+            np.testing.assert_allclose(state[name], array, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+def test_what_it_replaces_keeps_parameters_and_buffers():
+    def rank(world):
+        net = nn.Sequential(nn.Dense(4, 6), nn.Sequential(nn.BatchNorm(6, eps=1e-3)))
+        before = dict(net.named_parameters()) | dict(net.named_buffers())
+        assert SyncBatchNorm.convert(net, world) is net
+        after = dict(net.named_parameters()) | dict(net.named_buffers())
+        assert list(after) == list(before) and all(after[name] is before[name] for name in after)
+        assert repr(net[1]) == "Sequential(\n  (0): SyncBatchNorm(6, momentum=0.9, eps=0.001)\n)"
+        assert SyncBatchNorm.convert(net, world)[1][0].eps == 1e-3
+
+    threads.run(1, rank)
+
+
+def test_a_reproducible_trainer_is_refused():
+    def rank(world):
+        net = SyncBatchNorm.convert(network(), world)
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, reproducible=True)
+        with (
+            pytest.raises(ConfigError, match="expected a Trainer without reproducible=True, got one with it"),
+            record(),
+        ):
+            net(np.ones((2, 1, 6, 6), "f4"))
+        assert trainer.step_count == 0
+
+    threads.run(2, rank)
