@@ -10,16 +10,17 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..engine import Engine
 from .plan import Piece
 from .shard import BLOCK_NBYTES, failing, mark_dtype
 
 COMPRESSIONS = ("gzip", "lzf")
+_LANE = "compress"
 
 
 def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> None:
@@ -38,10 +39,10 @@ def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> N
 def _beside_signals(work: Callable[[threading.Event], None]) -> None:
     """Python raises KeyboardInterrupt in the main thread: there it would come out of the object that never fails."""
     stop = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work, stop)
+    with Engine(lanes=(_LANE,), synchronous=False) as engine:
         try:
-            done.result()
+            engine.push(lambda: work(stop), lane=_LANE)
+            engine.waitall()
         except BaseException:
             stop.set()
             raise

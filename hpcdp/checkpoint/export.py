@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import urllib.parse
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, DataError, HpcdpError, listed
-from . import manifest, overview, tree
+from . import manifest, names, overview, tree
 from .manifest import Tensor
 from .reading import pieces, read_whole, widened
 from .shard import ShardReader
@@ -66,14 +65,14 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
     if form is None:
         tops = sorted({name.partition("/")[0] for name, _ in tree.entries(found.state)})
         raise ConfigError("export", where="--name", expected=f"a name of the state, which has {listed(tops)}",
-                          got=repr(prefix))  # fmt: skip
+                          got=repr(prefix), remedy=names.remedy(found.state, prefix))  # fmt: skip
     per_rank = [name for name, node in tree.leaves(form, prefix) if isinstance(node, dict) and "ranks" in node]
     form = tree.without_ranks(form)
     tensors: dict[str, Tensor] = {}
     others = []
     for name, node in tree.leaves(form):
         if isinstance(node, dict) and "tensor" in node:
-            new = _unquoted(name or prefix.rpartition("/")[2] or "state")
+            new = names.unquoted(name or prefix.rpartition("/")[2] or "state")
             if new in tensors:
                 raise ConfigError("export", expected="names that differ", got=f"{new!r} twice")
             tensors[new] = found.tensors[node["tensor"]]
@@ -82,11 +81,6 @@ def choose(folder: Path, prefix: str = "") -> Chosen:
     if not tensors:
         raise ConfigError("export", where=f"--name {prefix}" if prefix else folder, expected="tensors", got="none")
     return Chosen(folder, found.step, form, tensors, found, others, per_rank)
-
-
-def _unquoted(name: str) -> str:
-    """A name with the keys that programs know; only slashes say where one ends."""
-    return "/".join("" if key == "%" else urllib.parse.unquote(key) for key in name.split("/"))
 
 
 def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, tell: Tell = lambda nbytes: None) -> int:

@@ -23,6 +23,8 @@ from .shard import BLOCK_NBYTES, File, Stored
 NAME = "manifest.json"
 FORMAT, VERSION = "hpcdp checkpoint", 1
 _FORMS = ("dict", "list", "tuple", "tensor", "ranks", "float")
+_LONGEST_FILE_NAME = 255
+_LONGEST_REASON = 200
 _STEP = re.compile("step-([0-9]{10,18})")
 _ITEMSIZES = {
     np.dtype(char).name: np.dtype(char).itemsize for char in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
@@ -187,7 +189,8 @@ def parse(content: bytes, where: object) -> Manifest:
         return _built(members)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         expected = f"a manifest of format version {VERSION}"
-        raise DataError("read the checkpoint", where=where, expected=expected, got=error) from error
+        got = str(error)[:_LONGEST_REASON]
+        raise DataError("read the checkpoint", where=where, expected=expected, got=got) from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -204,8 +207,9 @@ def _built(members: Mapping[str, Any]) -> Manifest:
                        ("commit_file", bool)):  # fmt: skip
         if type(members[name]) is not kind:
             raise ValueError(f"{name}: {members[name]!r}")
-    if any(type(each) not in (int, float) for each in members["metrics"].values()):
-        raise ValueError(f"metrics: {members['metrics']!r}")
+    for name, kinds in (("versions", (str,)), ("metrics", (int, float))):
+        if any(type(each) not in kinds for each in members[name].values()):
+            raise ValueError(f"{name}: {members[name]!r}")
     return Manifest(
         _count(members["step"]), members["state"], tensors, files, members["world"], members["versions"],
         members["metrics"], members["config"], members["written"], members["commit_file"],
@@ -247,6 +251,8 @@ def _count(value: Any) -> int:
 
 def _name(value: Any) -> str:
     if type(value) is not str or os.path.basename(value) != value or value in ("", ".", ".."):
+        raise ValueError(f"file name {value!r}")
+    if "\0" in value or not tree.is_utf8(value) or len(value.encode()) > _LONGEST_FILE_NAME:
         raise ValueError(f"file name {value!r}")
     return value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 BLOCK_NBYTES = 1 << 20
 """Elements have a checksum for so many bytes: a rank that reads a part of them checks what it reads."""
+_HDF5_TOLD = re.compile("errno = ([0-9]+), error message = ")
+"""What the system said, among file names, addresses, and the time."""
 _READ_NBYTES = 256 << 10
 """So much is read before its checksum is computed, which is then done in the core's own cache."""
 _ALIGN_FROM, _ALIGNMENT = 64 << 10, 4096
@@ -64,6 +67,9 @@ def failing(operation: str, where: Callable[[], object]) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, OverflowError, MemoryError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else error
+        told = _HDF5_TOLD.search(str(got))
+        if told is not None:
+            got = os.strerror(int(told[1]))
         raise DataError(operation, where=where(), got=got) from error
 
 

@@ -107,13 +107,21 @@ def _layout_faults(path: Path, parts: list[tuple[manifest.Tensor, Stored]]) -> I
     try:
         with failing("verify", lambda: path.name), h5py.File(path, "r", locking=False) as file:
             for tensor, part in parts:
-                dataset = file.get(part.dataset)
+                dataset = _dataset(file, part.dataset)
                 expected = (part.count,), tensor.stored_dtype, part.offset if part.count else None
                 got = _layout(dataset)
                 if got != expected:
                     yield f"{path.name}, {part.dataset}: expected {_told(expected)}, got {_told(got)}"
     except DataError as error:
         yield _line(error, path.parent)
+
+
+def _dataset(file: Any, name: str) -> Any:
+    """None where there is none of that name, be there something else."""
+    import h5py
+
+    found = file.get(name)
+    return found if isinstance(found, h5py.Dataset) else None
 
 
 def _layout(dataset: Any) -> tuple[Any, ...] | None:
@@ -135,7 +143,8 @@ def _index_faults(path: Path, found: manifest.Manifest) -> Iterator[str]:
     try:
         with failing("verify", lambda: index.NAME), h5py.File(path / index.NAME, "r", locking=False) as file:
             for name, tensor in found.tensors.items():
-                yield from (f"{index.NAME}, {name}: {what}" for what in _view_faults(path, file.get(name), tensor))
+                found_faults = _view_faults(path, _dataset(file, name), tensor)
+                yield from (f"{index.NAME}, {name}: {what}" for what in found_faults)
     except DataError as error:
         yield _line(error, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import math
 import os
@@ -120,14 +121,16 @@ def main(argv: Sequence[str]) -> int:
     return status
 
 
-def _say(text: str) -> None:
-    """Print at once.
+def _say(*lines: str) -> None:
+    """Print at once; what names have in them breaks no line, and does nothing to a terminal.
 
     Raises:
         HpcdpError: nothing can be written there; nothing more is then.
     """
+    from . import texts
+
     try:
-        print(text, flush=True)
+        print("\n".join(map(texts.plain, lines)), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -141,9 +144,9 @@ def _ls(given: argparse.Namespace) -> int:
 
     seen = overview(given.path)
     if given.json:
-        _say(json.dumps(listing.as_json(seen), indent=2))
+        _say(*json.dumps(listing.as_json(seen), indent=2).splitlines())
     else:
-        _say("\n".join(listing.lines(seen)))
+        _say(*listing.lines(seen))
     return 0
 
 
@@ -158,11 +161,12 @@ def _show(given: argparse.Namespace) -> int:
     name = given.name.strip("/")
     tensor = showing.tensor_called(found, name) if name else None
     if tensor is None:
-        _say("\n".join(showing.part(found, name) if name else showing.whole(found, path)).lstrip("\n"))
+        lines = showing.part(found, name) if name else showing.whole(found, path)
+        _say(*itertools.dropwhile(lambda line: not line, lines))
         return 0
     with BytesBar(name, tensor.nbytes) as bar:
         of = statistics.statistics(path, tensor, bar.tell)
-    _say("\n".join(showing.one(name, tensor, of)))
+    _say(*showing.one(name, tensor, of))
     return 0
 
 
@@ -206,7 +210,7 @@ def _diff(given: argparse.Namespace) -> int:
 
     a, b = chosen(given.a), chosen(given.b)
     of = manifest.read(a)
-    _say(f"A  {a}\nB  {b}")
+    _say(f"A  {a}", f"B  {b}")
     with BytesBar("compared", of.nbytes) as bar:
         found = list(difference.differences(a, b, given.rtol, given.atol, bar.tell))
     for each in difference.folded(found):

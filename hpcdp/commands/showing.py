@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import tree
+from ..checkpoint import names, tree
 from ..checkpoint.manifest import Manifest, Tensor
 from ..checkpoint.statistics import Statistics
 from ..errors import ConfigError
 from . import texts
 
 _NO_VALUE = object()
+_SHAPE_WIDTH = 32
 
 
 class _Placeholder:
@@ -30,14 +30,18 @@ def whole(found: Manifest, path: Path) -> Iterator[str]:
     """All there is to say of a checkpoint."""
     nbytes = sum(file.nbytes for file in found.files)
     ranks, nodes = (found.world.get(name, "?") for name in ("size", "num_nodes"))
-    yield texts.fact("checkpoint", str(path))
-    yield texts.fact("step", f"{found.step}, written {texts.local_time(found.written)}")
-    yield texts.fact("world", f"ranks {ranks}, nodes {nodes}")
+    yield from texts.fact("checkpoint", str(path))
+    yield from texts.fact("step", f"{found.step}, written {texts.local_time(found.written)}")
+    yield from texts.fact("world", f"ranks {ranks}, nodes {nodes}")
     tensors, files = texts.counted(len(found.tensors), "tensor"), texts.counted(len(found.files), "file")
-    yield texts.fact("size", f"{texts.size(found.nbytes)} of elements in {tensors}, {texts.size(nbytes)} in {files}")
-    yield texts.fact("versions", ", ".join(f"{name} {' '.join(what.split())}" for name, what in found.versions.items()))
+    yield from texts.fact(
+        "size", f"{texts.size(found.nbytes)} of elements in {tensors}, {texts.size(nbytes)} in {files}"
+    )
+    yield from texts.fact(
+        "versions", ", ".join(f"{name} {' '.join(what.split())}" for name, what in found.versions.items())
+    )
     if found.metrics:
-        yield texts.fact("metrics", texts.numbers(found.metrics))
+        yield from texts.fact("metrics", texts.numbers(found.metrics))
     yield from _section("config", texts.tree(found.config, 2))
     yield from part(found, "")
 
@@ -51,7 +55,7 @@ def part(found: Manifest, name: str) -> Iterator[str]:
     if tensors:
         yield from [""] if not name else []
         rows = [
-            (each or "state", texts.shape(of.shape), of.dtype, f"{of.nbytes:,}", f"{len(of.parts)}")
+            (each or "state", texts.shape(of.shape, _SHAPE_WIDTH), of.dtype, f"{of.nbytes:,}", f"{len(of.parts)}")
             for each, of in tensors
         ]
         yield from texts.table(("tensor", "shape", "dtype", "bytes", "parts"), rows, (3, 4))
@@ -102,22 +106,21 @@ def tensor_called(found: Manifest, name: str) -> Tensor | None:
         return found.tensors[node["tensor"]] if isinstance(node, dict) and "tensor" in node else None
     if any(each.startswith(f"{name}/") for each in nodes):
         return None
-    close = difflib.get_close_matches(name, nodes, n=1)
     raise ConfigError("show", expected="a name of the state", got=repr(name),
-                      remedy=f"did you mean {close[0]!r}?" if close else "without a name it shows all")  # fmt: skip
+                      remedy=names.remedy(found.state, name) or "without a name it shows all")  # fmt: skip
 
 
 def one(name: str, tensor: Tensor, of: Statistics) -> Iterator[str]:
     """One tensor and its statistics."""
-    yield texts.fact("tensor", name)
-    yield texts.fact("shape", f"{texts.shape(tensor.shape)} {tensor.dtype}, {texts.size(tensor.nbytes)}")
+    yield from texts.fact("tensor", name)
+    yield from texts.fact("shape", f"{texts.shape(tensor.shape)} {tensor.dtype}, {texts.size(tensor.nbytes)}")
     files = [f"{part.file} {part.dataset} ({part.count:,} elements)" for part in tensor.parts]
     more = [f"and {len(files) - 4} more"] if len(files) > 4 else []
     for number, file in enumerate([*files[:4], *more]):
-        yield texts.fact("" if number else "parts", file)
+        yield from texts.fact("" if number else "parts", file)
     if of.count:
         about = " of absolute values" if tensor.dtype.startswith("complex") else ""
-        yield texts.fact("range", f"{of.smallest:.6g} to {of.largest:.6g}{about}")
-        yield texts.fact("mean", f"{of.mean:.6g}, standard deviation {of.deviation:.6g}")
-        yield texts.fact("zeros", f"{of.zeros:,} of {tensor.count:,}")
-    yield texts.fact("NaNs", f"{of.nans:,}, infinities {of.infinities:,}")
+        yield from texts.fact("range", f"{of.smallest:.6g} to {of.largest:.6g}{about}")
+        yield from texts.fact("mean", f"{of.mean:.6g}, standard deviation {of.deviation:.6g}")
+        yield from texts.fact("zeros", f"{of.zeros:,} of {tensor.count:,}")
+    yield from texts.fact("NaNs", f"{of.nans:,}, infinities {of.infinities:,}")

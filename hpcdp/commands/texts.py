@@ -44,7 +44,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
     Args:
         right: which columns end at the right.
     """
-    lines = [list(head), *map(list, rows)]
+    lines = [list(head), *([plain(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in lines) for column in range(len(head))]
     room = columns() - sum(widths[1:]) - 2 * (len(widths) - 1)
     widths[0] = min(widths[0], max(room, 8))
@@ -58,10 +58,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
         yield "  ".join(cells).rstrip()
 
 
-def fact(name: str, text: str, width: int = 13) -> str:
-    """A name and what there is to say of it, on as many lines as that takes."""
-    return textwrap.fill(text, columns(), initial_indent=f"{name:<{width}}", subsequent_indent=" " * width,
-                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+def fact(name: str, text: str, width: int = 13) -> Iterator[str]:
+    """Lines of a name and what there is to say of it."""
+    yield from textwrap.wrap(plain(text), columns(), initial_indent=f"{name:<{width}}", subsequent_indent=" " * width,
+                             break_long_words=False, break_on_hyphens=False)  # fmt: skip
 
 
 def numbers(values: Mapping[str, float]) -> str:
@@ -69,16 +69,25 @@ def numbers(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in values.items())
 
 
-def shape(sizes: Sequence[int]) -> str:
-    """As Python writes it."""
-    return str(tuple(sizes))
+def shape(sizes: Sequence[int], width: int | None = None) -> str:
+    """As Python writes it; where that is longer than ``width``, the first sizes and how many there are."""
+    text = str(tuple(sizes))
+    if width is None or len(text) <= width:
+        return text
+    end = f", ... {len(sizes)} sizes)"
+    return text[: text.rindex(",", 0, width - len(end) + 1)] + end
+
+
+def plain(text: str) -> str:
+    """A text on one line, which does nothing to a terminal: what is no character that one sees is written out."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def tree(value: Any, indent: int) -> Iterator[str]:
     """Lines of nested dicts and lists, indented; what fits is on one line."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, each in pairs:
-        start = f"{' ' * indent}{key}  "
+        start = f"{' ' * indent}{plain(str(key))}  "
         if isinstance(each, Mapping | list | tuple) and each:
             inline = repr(each)
             if not _holds_dicts(each) and len(start) + len(inline) <= columns():

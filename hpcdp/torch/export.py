@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint import tree
 from ..checkpoint.export import Chosen, Tell, read
-from ..errors import UnsupportedError
+from ..errors import ConfigError
 from .state import tensor
 
 
@@ -19,11 +19,13 @@ def write(chosen: Chosen, path: Path, tell: Tell) -> None:
     All elements must fit in memory.
 
     Raises:
-        UnsupportedError: PyTorch has no such dtype.
+        ConfigError: PyTorch has no such dtype.
         DataError: a file is missing or damaged.
     """
     wanted = [node["tensor"] for _, node in tree.leaves(chosen.form) if isinstance(node, dict) and "tensor" in node]
     tensors = {name: chosen.manifest.tensors[name] for name in wanted}
+    for name, each in tensors.items():
+        _made(name, np.empty(0, each.stored_dtype), each.dtype)  # refused before gigabytes are read
     arrays = dict(read(chosen.folder, tensors, tell))
     torch.save(tree.built(chosen.form, lambda name: _made(name, arrays[name], tensors[name].dtype)), path)
 
@@ -32,5 +34,5 @@ def _made(name: str, array: np.ndarray, dtype: str) -> torch.Tensor:
     try:
         return tensor(array, dtype)
     except TypeError as error:
-        raise UnsupportedError("export", where=name, expected="a dtype that PyTorch has", got=dtype,
-                               remedy="--format npz") from error  # fmt: skip
+        raise ConfigError("export", where=name, expected="a dtype that PyTorch has", got=dtype,
+                          remedy="--format npz") from error  # fmt: skip

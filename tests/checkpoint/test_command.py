@@ -206,6 +206,43 @@ def test_long_names_and_values_fit(run, tmp_path, monkeypatch):
     assert "numbers  500 values, 0 ... 499" in out
 
 
+def test_names_break_no_line_and_do_nothing_to_a_terminal(run, tmp_path):
+    odd = "a\nb\x1b[31m\u202e"
+    told = r"a\nb\x1b[31m\u202e"
+    for folder, value in (("a", 1.0), ("b", 2.0)):
+        state = {odd: np.full(3, value), "v": {odd: value}}
+        save(tmp_path / folder, state=lambda step, world, state=state: state, metrics=lambda step: {odd: 1.0})
+    out = run("show", tmp_path / "a")[1]
+    assert re.search(rf"^{re.escape(told)}  +\(3,\)  +float64  +24  +1$", out, re.M)
+    assert f"\n  v\n    {told}  1.0\n" in out or f"\n  v  {{'{told}': 1.0}}\n" in out
+    assert f"tensor       {told}\n" in run("show", tmp_path / "a", odd)[1]
+    assert f"{told} 1\n" in run("ls", tmp_path / "a")[1].replace("\n    ", "")
+    assert f"\n{told}: 3 of 3 elements differ" in run("diff", tmp_path / "a", tmp_path / "b")[1]
+    part = manifest.read(tmp_path / "a" / "step-0000000100").tensors[odd].parts[0]
+    flip(tmp_path / "a" / "step-0000000100" / part.file, part.offset)
+    _, fault = run("verify", tmp_path / "a")[1].splitlines()
+    assert r", a b\x1b[31m\u202e: expected checksum" in fault
+
+
+def test_a_tensor_of_many_axes_widens_no_row(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, state=lambda step, world: {"a": np.ones((1,) * 31 + (2,)), "b": np.ones((10, 200, 30))})
+    out = run("show", ".")[1]
+    assert narrow(out)
+    assert re.search(r"^a +\(1, 1, .*, 1, \.\.\. 32 sizes\) +float64 +16 +1$", out, re.M)
+    assert re.search(r"^b +\(10, 200, 30\) +float64", out, re.M)
+    assert "(1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1," in run("show", ".", "a")[1]
+
+
+@pytest.mark.parametrize("command", [["show"], ["export", "net.npz", "--name"]])
+def test_a_name_with_a_slash_is_found_by_what_it_was(command, run, tmp_path):
+    save(tmp_path, state=lambda step, world: {"a": {"with/slash": {"x": np.ones(2), "50%": np.ones(2)}}})
+    for name in ("a/with/slash", "a/with/slash/50%"):
+        status, _, error = run(command[0], tmp_path, *command[1:], name)
+        key = name.replace("with/slash", "with%2Fslash").replace("50%", "50%25")
+        assert status == 2 and error.endswith(f"got {name!r}; did you mean {key!r}?\n")
+
+
 def test_verify(run, saved, folder):
     status, out, _ = run("verify", saved)
     assert status == 0

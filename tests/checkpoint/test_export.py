@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from saved import Bfloat16, arrays, flip, save
 
+from hpcdp import cli
 from hpcdp.checkpoint import PerRank, export, manifest
 from hpcdp.checkpoint.export import WRITERS, choose, write
-from hpcdp.errors import ConfigError, DataError, UnsupportedError
+from hpcdp.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +181,9 @@ def test_dtypes_that_a_format_does_not_have(tmp_path, torch):
     (path,) = save(tmp_path, state=lambda step, world: {"x": np.ones(2, np.longdouble), "y": np.ones(2, complex)})
     with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that safetensors has.*--format npz"):
         write(choose(path), tmp_path / "x.safetensors", WRITERS["safetensors"])
-    with pytest.raises(UnsupportedError, match=r"\[x\]: expected a dtype that PyTorch has.*--format npz"):
+    with pytest.raises(ConfigError, match=r"\[x\]: expected a dtype that PyTorch has.*--format npz"):
         write(choose(path), tmp_path / "x.pt", torch_writer())
+    assert cli.main(["checkpoint", "export", str(path), str(tmp_path / "x.pt")]) == 2  # as for the others
 
 
 def test_a_missing_package_is_one_line_with_the_remedy(path, tmp_path, monkeypatch):

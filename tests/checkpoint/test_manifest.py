@@ -82,8 +82,12 @@ WRONG = [
     (("files", 0, "name"), "/etc/passwd"),
     (("files", 0, "name"), ""),
     (("files", 0, "name"), "other"),
+    (("files", 0, "name"), "\ud800"),
+    (("files", 0, "name"), "a\0b"),
+    (("files", 2, "name"), "é" * 128),
     (("files", 0, "nbytes"), 1.5),
     (("files", 0, "nbytes"), 4099),
+    (("versions", "numpy"), 2),
     (("metrics",), []),
     (("metrics", "loss"), "x"),
     (("commit_file",), 0),
@@ -139,6 +143,14 @@ def test_what_it_says_must_fit(path, value):
     change(members, path, value)
     with pytest.raises(DataError, match="expected a manifest of format version 1"):
         manifest.parse(signed(members), "here")
+
+
+def test_what_is_wrong_is_said_in_short():
+    members = json.loads(sample().to_json())
+    members["written"] = ["x" * 10_000]
+    with pytest.raises(DataError, match="written: ") as info:
+        manifest.parse(signed(members), "here")
+    assert len(str(info.value)) < 400
 
 
 def test_states_are_read_as_deep_as_they_are_saved():

@@ -174,6 +174,17 @@ def test_elements_that_are_elsewhere_for_hdf5(path):
     assert any(fault.startswith("shard-0000") and fault.endswith("got no such data set") for fault in faults(path))
 
 
+@pytest.mark.parametrize("name", ["net", "/", "", "net/bias/x", "a\0b"])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_elements_that_are_no_data_set_for_hdf5(name, compression, tmp_path):
+    state = {"net": {"bias": np.ones(3)}}
+    (path,) = save(tmp_path, ranks=1, compression=compression, state=lambda step, world: state)
+    rewritten(path, lambda members: members["tensors"]["net/bias"]["parts"][0].update(dataset=name))
+    found = list(faults(path))
+    assert all(fault.startswith(("shard-00000.h5, ", "index.h5, net/bias: ")) for fault in found)
+    assert any("no such data set" in fault for fault in found)
+
+
 def test_names_with_the_characters_that_hdf5_treats_apart(tmp_path):
     state = {"a/b": np.arange(3), "100%": {"": np.arange(4), ".": np.arange(5), "%d%%b": np.arange(6)}}
     (path,) = save(tmp_path, state=lambda step, world: state)

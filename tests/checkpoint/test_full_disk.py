@@ -1,4 +1,4 @@
-"""Compressed files: HDF5 writes them, and never learns what the file system refuses."""
+"""A disk that is full at any place: one error, and the run goes on; in compressed files HDF5 never meets it."""
 
 import contextlib
 import errno
@@ -50,9 +50,9 @@ def check(found, step, world):
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("compression", ["gzip", "lzf"])
+@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
 def test_a_disk_that_is_full_at_any_place(compression, n, wait, tmp_path):
-    limits = [100, 70_000, 1_100_000]
+    limits = [100, 4000, 1_100_000]  # in HDF5's first block, while it lays data sets out, in the elements
 
     def one(world):
         with Manager(tmp_path, world, compression=compression, keep=2) as manager:
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_at_any_place(compression, n, wait, tmp_path):
                 world.comm.barrier()
                 with files_of_at_most(limit) if world.rank == 0 else contextlib.nullcontext():
                     world.comm.barrier()
-                    with pytest.raises(DataError, match=r"save \[.*\.tmp/shard-00000\.h5\]: got File too large"):
+                    with pytest.raises(DataError, match=r"save \[.*\.tmp/shard-00000\.h5.*\]: got File too large$"):
                         manager.save(number, state(number, world), wait=wait)
                         manager.wait()
                     world.comm.barrier()
