@@ -317,11 +317,12 @@ class Server:
         count = np.ones(1)
         assert self._ending is not None
         try:
-            ended = self._ending.native_iallreduce(count, "sum")
-            while not ended.test():
+            ended = None if self.comm.lost else self._ending.native_iallreduce(count, "sum")
+            while ended is not None and not self.comm.lost and not ended.test():
                 time.sleep(_LONG_NAP_S)
         except Exception as error:
-            if not self._ending.takes_note(error):
+            # Of the death of another one a library may tell by whatever error.
+            if not (self._ending.takes_note(error) or self.comm.lost):
                 raise
         if count[0] != self.comm.size:  # Open MPI says so only on some ranks
             self._end_without_the_dead()
@@ -338,13 +339,14 @@ class Server:
                 missing.discard(found[0])
 
     def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
-        """The commands to a server, one after another, until all workers have ended."""
-        ended = 0
-        while ended < num_workers or self.commands:
+        """The commands to a server, one after another, until all workers have ended, or died."""
+        workers = set(range(num_workers))
+        ended = set[int]()
+        while not workers <= ended | self.comm.lost or self.commands:
             if self.commands:
                 yield self.commands.popleft()
-            elif self.comm.irecv_any(ENDED) is not None:
-                ended += 1
+            elif (found := self.comm.irecv_any(ENDED)) is not None:
+                ended.add(found[0])
             else:
                 time.sleep(_LONG_NAP_S)
 
