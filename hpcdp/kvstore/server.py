@@ -25,6 +25,7 @@ from ..comm import Communicator, Request, World
 from ..comm.roles import ENDED
 from ..errors import HpcdpError
 from ..gradients.lane import Lane
+from .updaters import described
 from .wire import Kind, Message, decode, following_nbytes, pieces
 
 REQUESTS, ANSWERS = 1, 2
@@ -298,7 +299,7 @@ class Server:
         try:
             answer = attempt()
         except Exception as error:  # a user's function may raise anything
-            answer = Message.of_text(Kind.FAILED, f"{type(error).__name__}: {error}")
+            answer = Message.of_text(Kind.FAILED, described(error))
         if answer is not None:
             self._answer(source, request, answer)
         return answer is not None and answer.kind is not Kind.HELD

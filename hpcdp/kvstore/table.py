@@ -153,15 +153,7 @@ class Table:
         assert isinstance(updater, ByFunction)
         shape = (-1,) if item.in_order else item.shape
 
-        def apply(flat: np.ndarray) -> None:
-            before = flat.copy()
-            try:
-                updater.function(item.key, received.reshape(shape), flat.reshape(shape))
-            except BaseException:
-                flat[:] = before  # a push takes effect whole or not at all
-                raise
-
-        return apply
+        return lambda flat: updater.update(item.key, received.reshape(shape), flat.reshape(shape))
 
     def rate(self, worker: int, said: float) -> Rate:
         """The learning rate of a push of a worker of another node, which has ``said`` a number, or NaN.
