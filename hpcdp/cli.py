@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -45,6 +46,7 @@ _FORWARDING = {
     "tune": "measure this machine and save which algorithms suit it",
     "checkpoint": "look at checkpoints, check, compare, export, remove them",
     "slurm": "render batch scripts, submit them, look after their jobs",
+    "report": "make a page of HTML about runs, side by side",
 }
 """Commands whose rooms parse the rest of the line themselves."""
 _INFO_EXAMPLES = """\
@@ -286,25 +288,11 @@ def _as_arguments(config: TrainConfig) -> list[str]:
 def _forward(arguments: argparse.Namespace) -> int:
     """Every rank of a job calls, and what is wrong is so for all."""
     try:
-        if arguments.name == "bench":
-            from hpcdp.benchmarks import command
-
-            return command.main(arguments.rest)
-        if arguments.name == "checkpoint":
-            from hpcdp.commands import checkpoint
-
-            return checkpoint.main(arguments.rest)
-        if arguments.name == "slurm":
-            from hpcdp.commands import slurm
-
-            return slurm.main(arguments.rest)
-        if arguments.name == "launch":
-            from hpcdp.commands import launch
-
-            return launch.main(arguments.rest)
-        from hpcdp.benchmarks import tune
-
-        return tune.main(arguments.rest)
+        room = {"bench": "hpcdp.benchmarks.command", "tune": "hpcdp.benchmarks.tune"}.get(
+            arguments.name, f"hpcdp.commands.{arguments.name}"
+        )
+        main: Callable[[Sequence[str]], int] = importlib.import_module(room).main
+        return main(arguments.rest)
     except ConfigError as error:
         from hpcdp.launch.ending import fail
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from . import manifest
-from .shard import COMPRESSIONS, failing
+from .compressed import COMPRESSIONS
+from .shard import failing
 from .tree import is_utf8
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..comm import Communicator, World
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import ConfigError
+from .compressed import write_compressed
 from .plan import Piece
 from .shard import (
     File,
@@ -23,7 +24,6 @@ from .shard import (
     place_of,
     seen,
     span,
-    write_compressed,
 )
 
 Written = tuple[list[Stored], list[File]]

@@ -1,7 +1,7 @@
 """One HDF5 file of a checkpoint: a data set for each run of elements, with checksums by blocks.
 
 HDF5 lays the file out; the elements go where it has put them by plain writes, and come back by plain reads, each block
-with its checksum while it is in the cache. Compressed data sets are HDF5's affair altogether.
+with its checksum while it is in the cache. Compressed data sets are HDF5's affair, see `compressed`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 BLOCK_NBYTES = 1 << 20
 """Elements have a checksum for so many bytes: a rank that reads a part of them checks what it reads."""
-COMPRESSIONS = ("gzip", "lzf")
 _READ_NBYTES = 256 << 10
 """So much is read before its checksum is computed, which is then done in the core's own cache."""
 _ALIGN_FROM, _ALIGNMENT = 64 << 10, 4096
@@ -201,25 +200,6 @@ def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
         import h5py
 
         h5py.Dataset(dataset).attrs["dtype"] = dtype
-
-
-def write_compressed(path: Path, pieces: Sequence[Piece], compression: str) -> None:
-    """Make a file of compressed data sets, in chunks that HDF5 gives checksums of its own.
-
-    Raises:
-        DataError: it cannot be written.
-    """
-    import h5py
-
-    how: dict[str, Any] = {"compression": compression, "shuffle": True, "fletcher32": True}
-    if compression == "gzip":
-        how["compression_opts"] = 1
-    with failing("save", lambda: path), h5py.File(path, "x", locking=False) as file:
-        for piece in pieces:
-            values = piece.values
-            chunk = (min(values.size, BLOCK_NBYTES // values.itemsize),)
-            options = how | {"chunks": chunk} if values.size else {}
-            mark_dtype(file.create_dataset(piece.dataset, data=values, **options).id, piece.dtype)
 
 
 def _write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int]:

@@ -140,6 +140,9 @@ class World:
         return self.kept[key]
 
 
+_KNOWN_FROM_THE_START = "1024"
+"""In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
+
 _world: World | None = None
 _init_lock = threading.Lock()
 
@@ -260,6 +263,9 @@ def _load_mpi() -> Any:
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if outlives_ranks():
         os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
+    # Else ranks learn of a peer when they first send to it, or it to them. With several threads in MPI it may be half
+    # known when it connects: Open MPI then drops the connection, and ends the job by "Socket closed", status 14.
+    os.environ.setdefault("OMPI_MCA_mpi_add_procs_cutoff", _KNOWN_FROM_THE_START)
     try:
         import mpi4py
 

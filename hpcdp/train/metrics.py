@@ -211,10 +211,10 @@ def _finite(record: Mapping[str, Any]) -> Record:
     }
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a text file anew, whole or not at all. Raises OSError."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file anew, whole or not at all; text in UTF-8. Raises OSError."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
     os.replace(beside, path)
 
 

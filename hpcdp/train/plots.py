@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .metrics import Record
 
@@ -20,14 +21,9 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
         path: file name ending in ``.png``. Raises OSError where it cannot be written.
         title: one line above the picture.
     """
-    # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure = Figure(figsize=(9.0, 3.6), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
+    figure, (loss_axes, accuracy_axes) = styled(2, (9.0, 3.6), columns=2)
     for axes, name, unit in ((loss_axes, "loss", ""), (accuracy_axes, "accuracy", "%")):
         train = _points(records, "step", name)
         test = _points(records, "epoch", f"test_{name}")
@@ -37,14 +33,9 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
         axes.set_ylabel(name)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(True, color="#d9d9d9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper right" if name == "loss" else "lower right")
     if any(value and value > 0 for value in _points(records, "step", "loss")[1]):
-        loss_axes.set_yscale("log")
-        loss_axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        loss_axes.yaxis.set_major_formatter("{x:g}")
-        loss_axes.yaxis.set_minor_locator(NullLocator())
+        by_powers(loss_axes)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _zoom_to_the_end(accuracy_axes, [value for _, value in _pairs(records)])
     if title:
@@ -52,10 +43,36 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
     unfinished = Path(path).with_suffix(".png.part")
     try:
         with open(unfinished, "wb") as file:
-            canvas.print_png(file)
+            figure.canvas.print_png(file)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def styled(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure of ``size`` inches, and its ``count`` axes, in as many ``columns``."""
+    # Figure and the Agg canvas alone: pyplot would look for a display and keep the figure in a global list.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(-(-count // columns), columns, squeeze=False).reshape(-1).tolist()
+    for axes in all_axes:
+        axes.grid(True, color="#d9d9d9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    return figure, all_axes
+
+
+def by_powers(axes: Any) -> None:
+    """Let the values of ``axes`` grow in powers, with numbers as people write them."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:

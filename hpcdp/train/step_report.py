@@ -142,6 +142,11 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
     if len(work) > 1:
         ratios = [seconds / median if median > 0 else 1.0 for seconds in work]
         found |= {
+            "by_rank": {
+                "compute_s": [_compute(each) for each in summaries],
+                "data_s": [each[DATA] for each in summaries],
+                "exposed_s": [each["exposed"] for each in summaries],
+            },
             "slowest_rank": slowest,
             "slowest_host": summaries[slowest]["host"],
             "slowest_ratio": ratios[slowest],

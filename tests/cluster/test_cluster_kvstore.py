@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from runs import wait_for
 
 from hpcdp.benchmarks.cluster import Cluster
 
@@ -11,6 +12,7 @@ pytestmark = pytest.mark.cluster
 
 PUSHES = """
 import time
+from pathlib import Path
 from hpcdp import kvstore, optim
 
 store = kvstore.create({kind!r})
@@ -20,6 +22,8 @@ store.set_optimizer(optim.SGD(lr=1.0))
 began, rounds, longest = time.monotonic(), {rounds}, 0.0
 for turn in range(rounds):
     before = time.monotonic()
+    if turn == 3:
+        Path(sys.argv[1]).with_name("pushing").touch()
     for key in keys:
         store.push(key, np.full_like(np.asarray(store.pull(key)), -(world.rank + 1)))
     store.wait()
@@ -41,9 +45,11 @@ def test_the_numbers_over_hosts(two_hosts: Cluster, run, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_link_that_is_cut_for_five_seconds(two_hosts: Cluster, run, kind: str) -> None:
     """Every push counts once, and the job goes on where it was."""
+    pushing = two_hosts.folder / "pushing"
+    pushing.unlink(missing_ok=True)
 
     def cut() -> None:
-        time.sleep(4)
+        wait_for(pushing.exists, "the first rounds")
         two_hosts.cut(2)
         try:
             time.sleep(5)

@@ -113,3 +113,41 @@ def test_numbers_are_right_at_a_slow_link(two_hosts: Cluster, run) -> None:
     finally:
         two_hosts.rate(2, "1gbit")
     assert seconds == np.float64(2000000)
+
+
+FIRST_WORDS = """
+import threading, time
+import numpy as np
+import hpcdp
+
+world = hpcdp.init()
+from mpi4py import MPI
+
+comm, other, over = MPI.COMM_WORLD, MPI.COMM_WORLD.Dup(), threading.Event()
+
+
+def look():
+    while not over.is_set():
+        other.iprobe()
+        time.sleep(0)
+
+
+looking = threading.Thread(target=look)
+looking.start()
+mine, theirs = np.zeros(1000), np.zeros((comm.size, 1000))
+peers = [(comm.rank + distance) % comm.size for distance in range(1, comm.size)]
+MPI.Request.Waitall([each for peer in peers for each in (comm.Irecv(theirs[peer], peer), comm.Isend(mine, peer))])
+over.set()
+looking.join()
+comm.Barrier()
+"""
+
+
+def test_threads_that_hear_of_a_peer_first_drop_no_connection(four_hosts: Cluster) -> None:
+    """Of four jobs, half have lost one, and some hung, where Open MPI learns of peers one by one."""
+    program = four_hosts.folder / "first_words.py"
+    program.write_text(FIRST_WORDS)
+    for _ in range(4):
+        done = four_hosts.mpirun(2, [sys.executable, program], 120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "inbound MPI TCP connection" not in done.stderr

@@ -1,0 +1,64 @@
+"""`hpcdp report`: one page of HTML about runs. Needs no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..benchmarks.options import Parser
+from ..errors import ConfigError
+from ..train.metrics import replace_file
+
+_EPILOG = """\
+The page is complete in itself: pictures are in it, and it needs no network.
+
+examples:
+  hpcdp report runs/lenet-digits-001             writes report.html into it
+  hpcdp report runs/lenet-* --output all.html    runs side by side
+  hpcdp report runs/lenet-digits-001 --png figs  the pictures as files, too
+"""
+
+
+def parser() -> Parser:
+    """The options of ``hpcdp report``."""
+    made = Parser(
+        prog="hpcdp report", description="Make one page of HTML about a run, or about several side by side.",
+        epilog=_EPILOG,
+    )  # fmt: skip
+    made.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="the folder of a run")
+    made.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="(default: report.html, of one run in its folder)"
+    )
+    made.add_argument("--png", metavar="DIR", type=Path, help="write the pictures into this folder, too")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``argv`` asks for and return the exit status.
+
+    Raises:
+        ConfigError: no run folder, or a place that cannot be written.
+        DataError: a damaged file of a run.
+    """
+    arguments = parser().parse_args(argv)
+    from ..train import report, report_figures  # after --help, which needs no matplotlib
+
+    runs = report.read_runs(arguments.runs)
+    output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
+    page = report.page(runs)
+    _write(output, page)
+    print(f"report    {output}, {len(page) / 1e3:.0f} kB")
+    if arguments.png is not None:
+        for heading, png in report_figures.draw_all(runs).items():
+            name = heading.lower().replace(",", "").replace(" ", "-")
+            _write(arguments.png / f"{name}.png", png)
+            print(f"picture   {arguments.png / f'{name}.png'}")
+    return 0
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigError("report", where=path, expected="a place for it", got=error.strerror or str(error)) from error

@@ -1,0 +1,152 @@
+"""One page of HTML about one run or several: what they reached, how fast, what waited for what, and their settings.
+
+The page needs no other file and no network, so that it can be sent or opened from a file system: pictures are in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import statistics
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdp.errors import ConfigError, DataError
+
+from . import report_figures
+from .metrics import Record, read_metrics
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1c1c1c; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums } .wide { overflow-x: auto }
+td, th { padding: .25rem .9rem .25rem 0; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top }
+th { font-weight: 600 } .differs td { background: #fff6dd } img { max-width: 100%; height: auto }
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has left in its folder."""
+
+    name: str
+    settings: dict[str, Any]
+    records: list[Record]
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """Its records of one ``kind``."""
+        return [each for each in self.records if each["kind"] == kind]
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs of ``folders``, by the shortest names that tell them apart.
+
+    Raises:
+        ConfigError: one is no run folder, or is named twice.
+        DataError: its files are damaged.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError("report", where=path, expected="each run once", got="it twice")
+    num_parts = 1
+    while len({path.parts[-num_parts:] for path in paths}) < len(paths):
+        num_parts += 1
+    return [_read(path, "/".join(path.parts[-num_parts:])) for path in paths]
+
+
+def _read(folder: Path, name: str) -> Run:
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError("report", where=folder, expected="the folder of a run, with metrics.jsonl", got="none")
+    try:
+        records = read_metrics(path)
+        if not all(isinstance(each, dict) and {"kind", "epoch", "step"} <= each.keys() for each in records):
+            raise ValueError("a line that is no record")
+        path = folder / "config.toml"
+        settings = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DataError("report", where=path, expected="what a run has written", got=str(error)) from error
+    return Run(name, settings, records)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page about ``runs``."""
+    title = ", ".join(run.name for run in runs)
+    parts = [f"<h1>{_text(title)}</h1>", "<h2>Results</h2>", _table(*_results(runs))]
+    for heading, png in report_figures.draw_all(runs).items():
+        data = base64.b64encode(png).decode("ascii")
+        parts += [f"<h2>{_text(heading)}</h2>", f'<img alt="{_text(heading)}" src="data:image/png;base64,{data}">']
+    parts += ["<h2>Settings</h2>", _table(*_settings(runs))]
+    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+Rows = Sequence[tuple[str, Sequence[str]]]
+
+
+def _results(runs: Sequence[Run]) -> tuple[Sequence[str], Rows]:
+    found = [_result(run) for run in runs]
+    names = [name for name in _ROWS if any(name in each for each in found)]
+    return [run.name for run in runs], [(name, [each.get(name, "") for each in found]) for name in names]
+
+
+_ROWS = (
+    "network", "ranks", "epochs", "steps", "test accuracy", "best test accuracy", "test loss", "training time",
+    "samples/s", "communication exposed", "critical path", "slowest rank",
+)  # fmt: skip
+
+
+def _result(run: Run) -> dict[str, str]:
+    """What the table says of one run; what it has not measured is missing."""
+    steps, epochs = run.of_kind("step"), run.of_kind("epoch")
+    found: dict[str, str] = {}
+    if run.settings:
+        found["network"] = f"{run.settings.get('model', '?')} on {run.settings.get('data', '?')}"
+        found["ranks"] = str(run.settings.get("ranks", 1))
+    if run.records:
+        found["epochs"], found["steps"] = f"{run.records[-1]['epoch']:g}", str(run.records[-1]["step"])
+    accuracies = [each["test_accuracy"] for each in epochs if each.get("test_accuracy") is not None]
+    if accuracies:
+        found["test accuracy"], found["best test accuracy"] = f"{accuracies[-1]:.4f}", f"{max(accuracies):.4f}"
+    if epochs and epochs[-1].get("test_loss") is not None:
+        found["test loss"] = f"{epochs[-1]['test_loss']:.4f}"
+    seconds = sum(each.get("seconds") or 0 for each in steps)
+    if seconds:
+        exposed = sum(each.get("comm_exposed_s") or 0 for each in steps)
+        found["training time"] = f"{seconds:.1f} s"
+        found["samples/s"] = f"{statistics.median(each['samples_per_s'] for each in steps):,.0f}, median"
+        found["communication exposed"] = f"{exposed:.2f} s, {exposed / seconds:.1%}"
+    if epochs and epochs[-1].get("critical_path"):
+        found["critical path"] = str(epochs[-1]["critical_path"])
+    slow = [each for each in epochs if "slowest_rank" in each]
+    if slow:
+        last = slow[-1]
+        found["slowest rank"] = (
+            f"{last['slowest_rank']} on {last['slowest_host']}, {last['slowest_ratio']:.2f} x the median"
+        )
+    return found
+
+
+def _settings(runs: Sequence[Run]) -> tuple[Sequence[str], Rows]:
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    rows = [(name, [str(run.settings.get(name, "")) for run in runs]) for name in names]
+    return [run.name for run in runs], rows
+
+
+def _table(columns: Sequence[str], rows: Rows) -> str:
+    """A row for each name; one whose values differ between runs is marked."""
+    lines = ["<tr><th></th>" + "".join(f"<th>{_text(each)}</th>" for each in columns) + "</tr>"]
+    for name, values in rows:
+        mark = ' class="differs"' if len(set(values)) > 1 else ""
+        lines.append(
+            f"<tr{mark}><th>{_text(name)}</th>" + "".join(f"<td>{_text(each)}</td>" for each in values) + "</tr>"
+        )
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,135 @@
+"""The page about runs: what is in it, and what it does with runs that are damaged, killed or none."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from hpcdp.cli import main
+from hpcdp.train import report, report_figures
+
+
+def write_run(folder, epochs=3, ranks=2, lr=0.1, torn=False):
+    folder.mkdir(parents=True)
+    folder.joinpath("config.toml").write_text(f'model = "mlp"\ndata = "<digits>"\nlr = {lr}\nranks = {ranks}\n')
+    lines = []
+    for step in range(1, 10 * epochs + 1):
+        common = {
+            "step": step,
+            "epoch": step / 10,
+            "loss": 2 / step,
+            "accuracy": 1 - 1 / step,
+            "samples_per_s": 900 + step,
+        }
+        if step % 5 == 0:
+            lines.append({"kind": "step", "seconds": 0.5, "comm_exposed_s": 0.1, **common})
+        if step % 10 == 0:
+            of_ranks = {
+                part: [0.1 * (rank + 1) for rank in range(ranks)] for part in ("compute_s", "data_s", "exposed_s")
+            }
+            more = (
+                {"slowest_rank": 1, "slowest_host": "node2", "slowest_ratio": 1.5, "by_rank": of_ranks}
+                if ranks > 1
+                else {}
+            )
+            lines.append({"kind": "epoch", "test_loss": 1 / step, "test_accuracy": 0.9, **common, **more})
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    folder.joinpath("metrics.jsonl").write_text(text[:-20] if torn else text)
+    return folder
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.found = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def rows(page):
+    found = {}
+    for table in re.findall(r"<table>.*?</table>", page, re.DOTALL):
+        for row in ElementTree.fromstring(table):
+            name, *values = [cell.text or "" for cell in row]
+            found[name] = values
+    return found
+
+
+def test_the_page_is_complete_in_itself_and_says_what_a_run_reached(tmp_path, capsys):
+    run = write_run(tmp_path / "a")
+    assert main(["report", str(run)]) == 0
+    assert (
+        capsys.readouterr().out
+        == f"report    {run}/report.html, {len((run / 'report.html').read_text()) / 1e3:.0f} kB\n"
+    )
+    page = (run / "report.html").read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.open
+    images = [attrs for tag, attrs in tags.found if tag == "img"]
+    assert [each["alt"] for each in images] == [
+        "Loss", "Accuracy", "Samples a second", "Exposed communication, ms a step", "Ranks, ms a step",
+    ]  # fmt: skip
+    assert all(each["src"].startswith("data:image/png;base64,iVBOR") for each in images)
+    assert not re.search(r"<script|https?:", page)
+    found = rows(page)
+    assert found["network"] == ["mlp on <digits>"] and found["lr"] == ["0.1"]
+    assert found["test accuracy"] == ["0.9000"] and found["epochs"] == ["3"] and found["steps"] == ["30"]
+    assert found["training time"] == ["3.0 s"] and found["communication exposed"] == ["0.60 s, 20.0%"]
+    assert found["slowest rank"] == ["1 on node2, 1.50 x the median"]
+
+
+def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
+    runs = [write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", ranks=1, lr=0.2)]
+    output = tmp_path / "all.html"
+    assert main(["report", *map(str, runs), "--output", str(output), "--png", str(tmp_path / "figures")]) == 0
+    page = output.read_text()
+    assert rows(page)["lr"] == ["0.1", "0.2"] and "x/run, y/run" in page
+    marked = re.findall(r'<tr class="differs"><th>(.*?)</th>', page)
+    assert "lr" in marked and "ranks" in marked and "model" not in marked
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        "accuracy.png", "exposed-communication-ms-a-step.png", "loss.png", "ranks-ms-a-step.png",
+        "samples-a-second.png",
+    ]  # fmt: skip
+
+
+def test_times_of_ranks_are_those_of_a_step_after_the_first_epoch(tmp_path):
+    (run,) = report.read_runs([write_run(tmp_path / "a", epochs=3, ranks=3)])
+    found = report_figures._by_rank(run)
+    assert found["compute_s"] == pytest.approx([10.0, 20.0, 30.0])
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
+    run = write_run(tmp_path / "a", epochs=epochs, torn=True)
+    assert main(["report", str(run)]) == 0
+    assert ("Loss" in report_figures.draw_all(report.read_runs([run]))) == bool(epochs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none"], "expected the folder of a run, with metrics.jsonl, got none"),
+        (["a", "a/../a"], "expected each run once, got it twice"),
+        (["torn"], "expected what a run has written, got"),
+        (["strange"], "expected what a run has written, got a line that is no record"),
+        (["a", "-o", "nowhere/at/all.html"], "expected a place for it, got No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a")
+    for name, text in (("torn", '{"kind"\n{}\n'), ("strange", "[1]\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    assert main(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("hpcdp: report [") and said in error and error.count("\n") == 1
