@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from ..errors import MismatchError, UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
+from .failing import end_job
 from .reductions import reducible, resolve
 
 MAX_ELEMENTS = 2**30
@@ -261,7 +262,7 @@ class MpiCommunicator:
         return [json.loads(gathered[end - n : end].tobytes()) for n, end in zip(lengths, ends, strict=True)]
 
     def abort(self, code: int) -> None:
-        MPI.COMM_WORLD.Abort(code)  # of a part of the job, a library may end that part alone
+        end_job(MPI.COMM_WORLD, code)  # of a part of the job, a library may end that part alone
 
 
 def _known(x: np.ndarray) -> np.ndarray:

@@ -98,11 +98,16 @@ class RollCall:
         place[0] = said
         self._sent[kind, rank] = self._comm.isend(place.view(np.uint8), rank, make_tag(0, kind))
 
-    @staticmethod
-    def _has_come(request: Request) -> bool:
+    @property
+    def lost(self) -> set[int]:
+        """Those of which the library has told that they have died."""
+        return self._comm.lost
+
+    def _has_come(self, request: Request) -> bool:
         try:
             return request.test()
         except WorldAborted:
             raise
-        except Exception:  # the library's: the other one is gone, and will be missed
+        except Exception as error:  # the library's: the other one is gone, and will be missed
+            self._comm.takes_note(error)
             return False

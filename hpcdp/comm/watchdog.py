@@ -19,13 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import numpy as np
 
 from .. import kernels
 from ..errors import ConfigError, WorldAborted
+from .members import Member, look_at
 from .roll_call import Question, RollCall
 from .shared import Gate, NodeMemory
 
@@ -37,12 +37,14 @@ DEFAULT_TIMEOUT_S = 600.0
 _LOOKS = 20
 _LONGEST_LOOK_S = 1.0
 _GRACE_S = 1.0
+_DEATH_S = 3.0
+"""For so long a call must go on after a rank has gone: it may have done its part of it, and come to its end."""
 _MOST_NAMES = 8
 _SHORTEST_LIMIT_S = 0.1
 _ANSWER_S = 1.0
 """How long an answer may take, beside the time until the other watchdog looks."""
 _NAP_S = 0.01
-_LATE = "has not come"
+_LATE, _GONE = "has not come", "is gone"
 _SHOW_STACKS = signal.SIGRTMIN + 9
 """At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
 
@@ -66,29 +68,6 @@ def _seconds(name: str, default: float) -> float:
         expected = f"seconds, at least {_SHORTEST_LIMIT_S:g}, or 0 for no limit"
         raise ConfigError(name, expected=expected, got=repr(text))
     return limit
-
-
-class _Member(NamedTuple):
-    """A rank as the others know it."""
-
-    rank: int
-    host: str
-    pid: int
-    born: str
-    """When its process began, as /proc puts it: a process of the same number may be another one."""
-    shows_stacks: bool
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-
-def _process(pid: int) -> tuple[str, str]:
-    """State and birth of a process; empty where there is none to be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, UnicodeDecodeError):
-        return "", ""
-    return fields[0], fields[19]
 
 
 class Watchdog:
@@ -120,9 +99,9 @@ class Watchdog:
 
     def _meet(self, shows_stacks: bool) -> None:
         world, pid, host = self._world, os.getpid(), socket.gethostname()
-        mine = _Member(world.rank, host, pid, _process(pid)[1], shows_stacks)
-        self._everyone = [_Member(*each) for each in world.comm.allgather_json(mine)]
-        self._visible = [each for each in self._everyone if each.host == host and _process(each.pid)[1] == each.born]
+        mine = Member(world.rank, host, pid, look_at(pid)[1], shows_stacks)
+        self._everyone = [Member(*each) for each in world.comm.allgather_json(mine)]
+        self._visible = [each for each in self._everyone if each.host == host and each.state != "X"]
         """Those whose process can be looked at."""
         self._neighbours = world.node_comm.allgather_json(world.rank) if world.node_memory.size > 1 else [world.rank]
         self._seen = world.node_memory.alloc((world.node_memory.size,), np.int64)
@@ -153,7 +132,8 @@ class Watchdog:
         Args:
             operation: what it is.
             x: what it is done to: an array, or a function that says so when it must be reported.
-            behind: the local ranks that are waited for; default those that have made fewer calls.
+            behind: the local ranks that are waited for; default those that have made fewer calls. `nobody` where
+                the call needs no other rank, and so goes on when one dies.
         """
         return _Watching(self, (operation, x, behind))
 
@@ -170,10 +150,11 @@ class Watchdog:
 
     def _look_again_and_again(self) -> None:
         call: tuple[Any, ...] | None = None
-        lasted, told = 0.0, False
+        lasted, without, told = 0.0, 0.0, False
         looked = time.monotonic()
         while not self._ended.wait(self._look_s):
             # While this process was stopped itself nobody kept it waiting.
+            before = lasted
             lasted += min(time.monotonic() - looked, self._look_s + _LONGEST_LOOK_S)
             looked = time.monotonic()
             self._seen[self._world.node_memory.rank] = self.calls
@@ -184,8 +165,15 @@ class Watchdog:
             if now is not call or call is None:
                 if told and call is not None:
                     self._say(f"{_described(call)} has ended after {lasted:.1f} s, and the job goes on")
-                call, lasted, told = now, 0.0, False
-            elif kernels.loading():
+                call, lasted, without, told = now, 0.0, 0.0, False
+                continue
+            gone = self._gone(call)
+            without = without + lasted - before if gone else 0.0
+            if without > _DEATH_S:
+                self._say(f"{_described(call)} cannot end: {self._listed(gone)}; the job ends now")
+                self._world.comm.abort(1)
+                return
+            if kernels.loading():
                 lasted = 0.0
             elif 0 < self._timeout < lasted:
                 told = True
@@ -218,7 +206,7 @@ class Watchdog:
         """By a signal, of the ranks of this node; others show theirs when the roll is called."""
         for each in self._visible:
             late = each.rank in self._neighbours and missing.get(each.rank) == _LATE
-            if late and each.shows_stacks and _process(each.pid)[1] == each.born:
+            if late and each.shows_stacks and each.state != "X":
                 self._say(f"{each} shows its stack, too")
                 with contextlib.suppress(OSError):
                     os.kill(each.pid, _SHOW_STACKS)
@@ -251,6 +239,16 @@ class Watchdog:
         self._stream.write(f"rank {self._world.rank} of {self._world.size}: {text}\n")
         self._stream.flush()
 
+    def _gone(self, call: tuple[Any, ...]) -> dict[int, str]:
+        """The ranks without which a call cannot end any more."""
+        if call[2:] == (nobody,):
+            return {}
+        found = dict.fromkeys(self._roll.lost if self._roll else (), _GONE)
+        for each in self._visible:
+            if each.state == "X":
+                found[each.rank] = _GONE
+        return found
+
     def _missing(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks that this one waits for, as far as can be seen from here, and what is the matter with each."""
         behind = call[2] if len(call) > 2 else None
@@ -258,9 +256,9 @@ class Watchdog:
         found = dict.fromkeys((self._neighbours[here] for here in late), _LATE)
         found.pop(self._world.rank, None)
         for each in self._visible:
-            state, born = _process(each.pid)
-            if born != each.born or state in ("Z", "X"):
-                found[each.rank] = "is gone"
+            state = each.state
+            if state == "X":
+                found[each.rank] = _GONE
             elif state in ("T", "t"):
                 found[each.rank] = "is stopped"
         return dict(sorted((found | self._absent(call, found)).items()))
@@ -285,6 +283,11 @@ class Watchdog:
         if self._roll is not None or len(self._neighbours) == self._world.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
+
+
+def nobody() -> list[int]:
+    """For `Watchdog.watching`."""
+    return []
 
 
 class Asked(Protocol):

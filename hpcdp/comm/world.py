@@ -5,21 +5,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
-from .roles import count_workers, name_of, tell_servers
+from .failing import abort_when_one_fails, outlives_ranks
+from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
@@ -145,9 +143,6 @@ class World:
 _KNOWN_FROM_THE_START = "1024"
 """In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
 
-_OUTLIVES_RANKS = "OMPI_MCA_mpi_ft_enable"
-"""What Open MPI's ``mpirun --with-ft ulfm`` sets."""
-
 _world: World | None = None
 _init_lock = threading.Lock()
 
@@ -209,7 +204,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
     workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
     if everyone.size > 1:
-        _abort_when_one_fails(MPI.COMM_WORLD, name_of(everyone.rank, workers))
+        abort_when_one_fails(MPI.COMM_WORLD, workers)
     if workers == everyone.size:
         return _world_of(everyone, ranks_per_node)
     whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
@@ -266,7 +261,7 @@ def _load_mpi() -> Any:
     if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
         os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
-    if os.environ.get(_OUTLIVES_RANKS, "0") not in ("", "0"):
+    if outlives_ranks():
         os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
     # Else ranks learn of a peer when they first send to it, or it to them. With several threads in MPI it may be half
     # known when it connects: Open MPI then drops the connection, and ends the job by "Socket closed", status 14.
@@ -328,19 +323,3 @@ def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, s
             stacklevel=5,
         )
     return PrivateMemory()
-
-
-def _abort_when_one_fails(comm_world: MPI.Intracomm, name: str) -> None:
-    """Make an uncaught exception end the whole job: the other processes would wait for this one for ever."""
-
-    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            print(f"{name}: interrupted", file=sys.stderr, flush=True)
-            comm_world.Abort(130)
-            return  # with MPICH, which ends the process a little later
-        text = "".join(traceback.format_exception(kind, error, trace))
-        print(f"{name} failed:\n{text}", file=sys.stderr, flush=True)
-        comm_world.Abort(1)
-
-    sys.excepthook = abort
-    threading.excepthook = lambda args: abort(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)

@@ -28,6 +28,7 @@ from ..arrays import Array
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import require_same
+from ..comm.watchdog import nobody
 from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
@@ -99,6 +100,7 @@ class AsyncStore(WorldStore):
             self._server = Server.of(group, has_servers)
         if self._server is not None:
             self._server.stores[number] = Requests(self._table)
+            self._table.strangers = self._server.comm
         if self._replay is not None:
             self._shared = self._replay.share(world, self._table)
         self._transfer = StateTransfer(self._table, number, self._server, world.rank)
@@ -277,7 +279,7 @@ class AsyncStore(WorldStore):
             self._of_group.wait(variable)
 
     def _watching(self, operation: str) -> AbstractContextManager[None]:
-        return self._watchdog.watching(operation, behind=list)  # calls of ranks are not alike
+        return self._watchdog.watching(operation, behind=nobody)  # calls of ranks are not alike
 
     def _leave(self) -> None:
         """This worker's program has come to its end: nobody is to wait for it."""

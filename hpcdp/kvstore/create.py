@@ -51,7 +51,7 @@ def create(
     Raises:
         ConfigError: there is no such kind, or it has no such setting.
     """
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise ConfigError("kvstore.create", where="name", expected=f"one of {', '.join(KINDS)}", got=repr(name))
     for setting, value in (("staleness", staleness), ("replay", replay)):
         if value is not None and name != "dist_async":

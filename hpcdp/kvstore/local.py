@@ -67,7 +67,7 @@ class LocalStore(KVStore):
             received = value if codes is None else _decoded(codes, value)
             updater.update(entry.key, received, entry.stored)
 
-        self._engine.push(update, [var], [var], self._lane, priority, f"push of {var.name}")
+        self._engine.push(update, [], [var], self._lane, priority, f"push of {var.name}")
 
 
 def _decoded(codes: Codes, value: np.ndarray) -> np.ndarray:

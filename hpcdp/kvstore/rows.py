@@ -14,9 +14,11 @@ from ..errors import HpcdpError, MismatchError
 from ..gradients.bucket import Bucket
 from ..gradients.buckets import plan
 from .arguments import Key
+from .updaters import summary
 
 COME, FILLED, SUMMED = 1, 2, 3
 _LEAST_PHASES = 4
+_FAILED = np.dtype([("round", np.int64), ("why", "S200")])
 
 
 class Rows:
@@ -65,8 +67,9 @@ class Rows:
         self.rounds = 0
         """Pushes of this rank; that of the same number of every rank makes a round."""
         self._memory = memory
-        self._failed = memory.alloc((memory.size,), np.int64)
-        """For every rank of the node the last round whose update failed there."""
+        failed = memory.alloc((memory.size,), _FAILED)
+        self._failed, self._reasons = failed["round"], failed["why"]
+        """For every rank of the node the last round whose update failed there, and why."""
         self._rates = memory.alloc((memory.size,), np.float64)
         """For every rank of the node the learning rate of the round, from its first post on."""
 
@@ -108,8 +111,9 @@ class Rows:
             got = f"{rates[0]:g} on rank {ranks[0]}, {rates[at]:g} on rank {ranks[at]}"
             raise MismatchError("push", where=name, expected="the same learning rate on all ranks", got=got)
 
-    def fail(self, number: int) -> None:
+    def fail(self, number: int, error: Exception) -> None:
         """Let the others know, when the value is new, that it is not."""
+        self._reasons[self._memory.rank] = summary(error).encode()
         self._failed[self._memory.rank] = number
 
     def check(self, number: int, name: str, ranks: list[int]) -> None:
@@ -123,7 +127,8 @@ class Rows:
         """
         failing = np.flatnonzero(self._failed == number)
         if failing.size:
-            raise HpcdpError("push", where=name, expected="an update", got=f"an error on rank {ranks[failing[0]]}")
+            why = bytes(self._reasons[failing[0]]).decode(errors="ignore")
+            raise HpcdpError("push", where=name, expected="an update", got=f"{why} on rank {ranks[failing[0]]}")
 
     def over(self, value: np.ndarray) -> Bucket:
         """A bucket of ``value`` itself, for a rank that shares with nobody: a sum over nodes needs no row."""

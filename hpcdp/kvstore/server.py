@@ -25,6 +25,7 @@ from ..comm import Communicator, Request, World
 from ..comm.roles import ENDED
 from ..errors import HpcdpError
 from ..gradients.lane import Lane
+from .updaters import described
 from .wire import Kind, Message, decode, following_nbytes, pieces
 
 REQUESTS, ANSWERS = 1, 2
@@ -298,7 +299,7 @@ class Server:
         try:
             answer = attempt()
         except Exception as error:  # a user's function may raise anything
-            answer = Message.of_text(Kind.FAILED, f"{type(error).__name__}: {error}")
+            answer = Message.of_text(Kind.FAILED, described(error))
         if answer is not None:
             self._answer(source, request, answer)
         return answer is not None and answer.kind is not Kind.HELD
@@ -317,11 +318,12 @@ class Server:
         count = np.ones(1)
         assert self._ending is not None
         try:
-            ended = self._ending.native_iallreduce(count, "sum")
-            while not ended.test():
+            ended = None if self.comm.lost else self._ending.native_iallreduce(count, "sum")
+            while ended is not None and not self.comm.lost and not ended.test():
                 time.sleep(_LONG_NAP_S)
         except Exception as error:
-            if not self._ending.takes_note(error):
+            # Of the death of another one a library may tell by whatever error.
+            if not (self._ending.takes_note(error) or self.comm.lost):
                 raise
         if count[0] != self.comm.size:  # Open MPI says so only on some ranks
             self._end_without_the_dead()
@@ -338,13 +340,14 @@ class Server:
                 missing.discard(found[0])
 
     def next_commands(self, num_workers: int) -> Iterator[dict[str, Any]]:
-        """The commands to a server, one after another, until all workers have ended."""
-        ended = 0
-        while ended < num_workers or self.commands:
+        """The commands to a server, one after another, until all workers have ended, or died."""
+        workers = set(range(num_workers))
+        ended = set[int]()
+        while not workers <= ended | self.comm.lost or self.commands:
             if self.commands:
                 yield self.commands.popleft()
-            elif self.comm.irecv_any(ENDED) is not None:
-                ended += 1
+            elif (found := self.comm.irecv_any(ENDED)) is not None:
+                ended.add(found[0])
             else:
                 time.sleep(_LONG_NAP_S)
 

@@ -199,6 +199,9 @@ class KVStore(KeepsState):
     def set_updater(self, updater: Function) -> None:
         """From the next push on change stored values by ``updater(key, received, stored)``, in place.
 
+        It returns None, or ``stored`` itself. One that raises has changed nothing; who waits for the key gets the error
+        until it is pushed again, or assigned.
+
         It is called on a thread of the store's, with the sum of all pushes and the stored value in the key's shape; in
         a ``dist`` store on one worker of every node, so it must compute the same everywhere.
         """
@@ -239,6 +242,26 @@ class KVStore(KeepsState):
         entries = self._entries.values()
         plain = sum(each.plain_nbytes for each in entries)
         return plain - sum(each.spared_nbytes for each in entries), plain
+
+    def take(self, key: Any, count: int = 1) -> int:
+        """The integer under a key, which is ``count`` greater then; of ``dist_async`` alone.
+
+        Raises:
+            UnsupportedError: in a store of another kind.
+        """
+        raise self._has_no("take")
+
+    def statistics(self) -> dict[str, float]:
+        """What this worker's pushes have met so far; of ``dist_async`` alone.
+
+        Raises:
+            UnsupportedError: in a store of another kind.
+        """
+        raise self._has_no("statistics")
+
+    def _has_no(self, operation: str) -> UnsupportedError:
+        expected = "a dist_async store, with a staleness other than 0"
+        return UnsupportedError(operation, where="kvstore", expected=expected, got=f"one of kind {self.kind}")
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
         """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.

@@ -245,7 +245,7 @@ class SyncStore(WorldStore):
                     updater.update(entry.key, whole.reshape(entry.stored.shape), entry.stored)
         except Exception as error:
             failure = error
-            rows.fail(number)
+            rows.fail(number, error)
         yield [rows.post(number, rows.phases)]
         if failure is not None:
             raise failure

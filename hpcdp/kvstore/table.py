@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import World
+from ..comm import Communicator, World
 from ..comm.locks import NodeLocks
 from ..compression import Compression
 from ..errors import ConfigError, MismatchError
@@ -93,6 +93,8 @@ class Table:
         self._locks = NodeLocks(group.node_comm if shares else None)
         self._num_locks = 0
         self.neighbours: list[int] = group.node_comm.allgather_json(group.rank) if shares else [group.rank]
+        self.strangers: Communicator | None = None
+        """Over which processes of other nodes are asked, where there are some: it knows who of them has died."""
         self._looked = 0.0
         self._left = memory.alloc((memory.size,), np.int64)
 
@@ -151,15 +153,7 @@ class Table:
         assert isinstance(updater, ByFunction)
         shape = (-1,) if item.in_order else item.shape
 
-        def apply(flat: np.ndarray) -> None:
-            before = flat.copy()
-            try:
-                updater.function(item.key, received.reshape(shape), flat.reshape(shape))
-            except BaseException:
-                flat[:] = before  # a push takes effect whole or not at all
-                raise
-
-        return apply
+        return lambda flat: updater.update(item.key, received.reshape(shape), flat.reshape(shape))
 
     def rate(self, worker: int, said: float) -> Rate:
         """The learning rate of a push of a worker of another node, which has ``said`` a number, or NaN.
@@ -190,11 +184,12 @@ class Table:
         return cell.may_push(worker, self.staleness)
 
     def _pass_over_the_dead(self) -> None:
-        """Let workers of this node that have died hold nobody back; looks now and then."""
+        """Let workers that have died hold nobody back; looks now and then."""
         now = time.monotonic()
         if now - self._looked > _LOOK_S:
             self._looked = now
-            for rank in self.gone():
+            lost = set() if self.strangers is None else self.strangers.lost
+            for rank in lost.union(self.gone()):
                 if rank < self.num_workers:
                     self.set_clocks(rank, AWAY)
 

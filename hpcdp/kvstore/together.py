@@ -67,7 +67,9 @@ def serve(whole: World) -> None:
     for command in server.next_commands(whole.size - whole.num_servers):
         number = command["store"]
         if command["do"] == "store":
-            server.stores[number] = Requests(Table(whole, command["workers"], command["staleness"]))
+            table = Table(whole, command["workers"], command["staleness"])
+            table.strangers = server.comm
+            server.stores[number] = Requests(table)
             whole.comm.barrier()
             continue
         requests = server.stores[number]

@@ -72,7 +72,16 @@ class ByFunction:
         return self
 
     def update(self, key: Key, received: Array, stored: Array) -> None:
-        self.function(key, received, stored)
+        before = stored.copy()
+        try:
+            returned = self.function(key, received, stored)
+            if not (returned is None or returned is stored):
+                expected, got = "None, and `stored` changed in place", f"a {type(returned).__name__}"
+                raise ConfigError("updater", expected=f"a function that returns {expected}", got=got)
+        except BaseException as error:
+            stored[...] = before  # a push takes effect whole or not at all
+            error.add_note(f"in the updater, of key {key!r}")
+            raise
 
 
 @dataclass
@@ -98,8 +107,12 @@ class ByOptimizer:
         flat = stored.reshape(-1)
         if key not in self.states:
             self.states[key] = new_state(self.optimizer, flat)
-        self.steps[key] = self.steps.get(key, 0) + 1
-        apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], self.steps[key])
+        step = self.steps.get(key, 0) + 1
+        try:
+            apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], step)
+        except ConfigError as error:
+            raise _of_push(error) from None
+        self.steps[key] = step
 
 
 def rate_of(rule: Optimizer) -> Rate:
@@ -108,7 +121,26 @@ def rate_of(rule: Optimizer) -> Rate:
     Raises:
         ConfigError: what was assigned is none.
     """
-    return rule.lr if isinstance(rule.lr, Schedule) else rule.learning_rate(1)
+    try:
+        return rule.lr if isinstance(rule.lr, Schedule) else rule.learning_rate(1)
+    except ConfigError as error:
+        raise _of_push(error) from None
+
+
+def _of_push(error: ConfigError) -> ConfigError:
+    """What a rule says of its settings when it is used, long after they were given."""
+    return ConfigError("push", where=error.where, expected=error.expected, got=error.got)
+
+
+def described(error: BaseException) -> str:
+    """An error of an updater for other ranks, in one line, with its key."""
+    return "; ".join([summary(error), *getattr(error, "__notes__", ())])
+
+
+def summary(error: BaseException) -> str:
+    """Its kind, and what it says, if anything."""
+    said = str(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def state_dtype(dtype: np.dtype) -> np.dtype:

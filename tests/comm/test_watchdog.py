@@ -16,8 +16,9 @@ import pytest
 
 from hpcdp.collectives import allreduce, iallreduce
 from hpcdp.collectives.progress import Progress
-from hpcdp.comm import threads
-from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, Watchdog, _process, limits_s
+from hpcdp.comm import threads, watchdog
+from hpcdp.comm.members import look_at
+from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, Watchdog, limits_s, nobody
 from hpcdp.errors import ConfigError, WorldAborted
 
 
@@ -200,8 +201,8 @@ def test_what_is_waited_for_is_named_by_who_knows():
             try:
                 os.kill(stopped.pid, signal.SIGSTOP)
                 dog._visible = [
-                    dog._everyone[2]._replace(pid=gone.pid, born=_process(gone.pid)[1]),
-                    dog._everyone[3]._replace(pid=stopped.pid, born=_process(stopped.pid)[1]),
+                    dog._everyone[2]._replace(pid=gone.pid, born=look_at(gone.pid)[1]),
+                    dog._everyone[3]._replace(pid=stopped.pid, born=look_at(stopped.pid)[1]),
                 ]
                 gone.kill()
                 gone.wait()
@@ -228,6 +229,30 @@ def test_what_is_waited_for_is_named_by_who_knows():
     assert re.search(
         r"rank 2 \(host .*, pid \d+\) is gone, rank 3 \(host .*, pid \d+\) is stopped\n", reports[0].getvalue()
     )
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_call_of_all_ranks_ends_the_job_when_one_has_gone(per_node, monkeypatch):
+    """Long before its limit; what needs no other rank goes on."""
+    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_S", 0.02)
+    monkeypatch.setattr(watchdog, "_DEATH_S", 0.1)
+    reports, went_on = {}, []
+
+    def rank(world):
+        allreduce(np.ones(2), world=world, algorithm="ring")
+        dog = watched(world, 600, reports)
+        dog._visible = [dog._everyone[1]._replace(born="another process")]
+        with dog.watching("pull of key 'w'", behind=nobody):
+            time.sleep(0.5)
+        went_on.append(world.rank)
+        if world.rank != 1:
+            allreduce(np.ones(5, "f4"), world=world, algorithm="ring")
+
+    with pytest.raises(WorldAborted):
+        threads.run(2, rank, per_node)
+    assert sorted(went_on) == [0, 1]
+    gone = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) is gone"
+    assert reports[0].getvalue() == f"rank 0 of 2: allreduce of 5 float32 cannot end: {gone}; the job ends now\n"
 
 
 @pytest.mark.parametrize("name", ["HPCDP_STALL_S", "HPCDP_TIMEOUT_S"])

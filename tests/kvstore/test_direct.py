@@ -182,7 +182,7 @@ def test_an_update_that_fails_is_told_to_all_and_until_the_next_push(by_parts):
                 said.append(str(error).split("\n")[0])
         return said
 
-    other = f"push [key 'w']: expected an update, got an error on rank {int(by_parts)}"
+    other = f"push [key 'w']: expected an update, got ZeroDivisionError on rank {int(by_parts)}"
     found = threads.run(2, one)
     assert sorted(found) == sorted([["own", "own", "fine"], [other, other, "fine"]])
 

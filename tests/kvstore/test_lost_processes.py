@@ -149,3 +149,49 @@ def test_without_that_the_job_ends_and_the_worker_is_named(servers, per_node):
     done = launch(3, servers, 0.05, **environ)
     assert done.returncode not in (0, None)
     assert re.search(r"\brank:? 1\b", done.stdout + done.stderr), (done.stdout, done.stderr)
+
+
+ROUNDS = """
+import os, signal, sys
+import numpy as np
+import hpcdp
+from hpcdp import kvstore, optim
+
+world = hpcdp.init()
+store = kvstore.create(KIND, world, staleness=STALENESS)
+keys = [0, 1]
+store.init(keys, [np.zeros(1000, "f4") for _ in keys])
+store.set_optimizer(optim.SGD(lr=1.0))
+store.barrier()
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(20):
+    store.push(0, np.full(1000, -1.0, "f4"))
+    value = store.pull(0)[0]
+print("the end", value, flush=True)
+"""
+
+
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
+@pytest.mark.parametrize(("servers", "per_node"), [(0, "1"), pytest.param(1, None, marks=pytest.mark.thorough)])
+def test_a_job_ends_without_its_dead_worker_wherever_keys_lie(servers, per_node):
+    """Under a bound; key 0 is kept by the first worker, or by a server, which waits for no end of the dead."""
+    program = ROUNDS.replace("KIND", '"dist_async"').replace("STALENESS", "3")
+    environ = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": per_node}
+    done = launch(2, servers, 0, "--with-ft ulfm", program=program, **environ)
+    assert (done.returncode, done.stdout) == (0, "the end 20.0\n"), done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
+@pytest.mark.parametrize(
+    ("ranks", "per_node"), [(2, None), *(pytest.param(3, each, marks=pytest.mark.thorough) for each in (None, "1"))]
+)
+def test_rounds_of_all_ranks_end_with_the_name_of_the_dead(ranks, per_node):
+    program = ROUNDS.replace("KIND", '"dist_sync"').replace("STALENESS", "None")
+    environ = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": per_node}
+    done = launch(ranks, 0, 0, "--with-ft ulfm", program=program, HPCDP_STALL_S="0", **environ)
+    assert done.returncode != 0
+    assert "the end" not in done.stdout
+    said = rf"rank 1 \(host \S+, pid \d+\) is gone|rank 1 of {ranks} has died"
+    assert re.search(said, done.stdout + done.stderr), (done.stdout, done.stderr)

@@ -362,7 +362,9 @@ def test_an_updater_that_fails_is_told_to_every_rank_that_waits():
             return str(error).split("\n")[0]
 
     found = threads.run(3, one)
-    assert sorted(map(str, found)) == ["own"] + ["push [key 'w']: expected an update, got an error on rank 0"] * 2
+    assert (
+        sorted(map(str, found)) == ["own"] + ["push [key 'w']: expected an update, got ZeroDivisionError on rank 0"] * 2
+    )
 
 
 def _fails(key, received, stored):

@@ -8,6 +8,7 @@ NOISE = [
     b"[node1:03546] plm:ssh: Warning: setpgid(3549,3549) failed in parent with errno=Permission denied(13)\n",
     b"[warn] Epoll ADD(4) on fd 26 failed.  Old events were 0; read change was 0 (none); write change was 1 (add); "
     b"close change was 0 (none): Bad file descriptor\n",
+    b"NBC_Progress: an error 75 was found during schedule 0x7f10ec003f30 at row-offset 69 - aborting the schedule\n",
     b"[warn] Epoll DEL(1) on fd 9 failed. Old events were 6; read change was 0 (none): No such file or directory\n",
 ]
 RULE = b"-" * 74 + b"\n"
@@ -15,6 +16,8 @@ OTHER = [
     b"[node1:03546] plm:ssh: Warning: setpgid(3549,3549) failed in parent with errno=No such process(3)\n",
     b"[node1:03546] plm:ssh: Error: setpgid(0,0) failed in child with errno=Permission denied(13)\n",
     b"[warn] Epoll wait failed: Bad file descriptor\n",
+    b"NBC_Progress: an error 12 was found during schedule 0x7f10ec003f30 at row-offset 69 - aborting the schedule\n",
+    b"NBC_Progress: an error 75 was found\n",
     b"my [warn] Epoll DEL(1) on fd 9 failed. Old events were 6: No such file or directory\n",
     b"\0 a zero of a rank's own\n",
     b"loss 0.1\rloss 0.2\r\nplain\n\n",

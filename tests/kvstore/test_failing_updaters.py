@@ -1,0 +1,126 @@
+"""What an updater that fails leaves, and what is said of it: alike in all kinds of stores."""
+
+import numpy as np
+import pytest
+
+from hpcdp import kvstore, optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
+
+KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]
+
+
+def halves(key, received, stored):
+    """Of a sum that begins with a 1 it does half."""
+    stored[:2] += received[:2]
+    if received[0] == 1:
+        raise ValueError("a one")
+    stored[2:] += received[2:]
+
+
+def with_store(kind, per_node, do):
+    """What ``do`` returns on each worker of a new store; in ``dist_sync`` the push of the first one counts."""
+    if kind == "local":
+        return [do(kvstore.create("local"), True)]
+    return threads.run(2, lambda world: do(kvstore.create(kind, world), world.rank == 0), per_node)
+
+
+def pushed(store, value, first):
+    if store.kind == "dist_sync" or first:
+        store.push("w", np.full(4, float(value if first else 0)))
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_an_error_has_changed_nothing_and_lasts_until_the_next_push(kind, per_node):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        store.set_updater(halves)
+        pushed(store, 1, first)
+        concerned = first or store.kind == "dist_sync"
+        for _ in range(2 if concerned else 0):
+            with pytest.raises((ValueError, HpcdpError)) as failure:
+                store.pull("w").wait()
+            said = " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+            assert "a one" in said
+            assert "key 'w'" in said
+        pushed(store, 2, first)
+        if concerned:
+            store.wait()
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_a_function_that_returns_a_new_value_is_told(kind, per_node):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        store.set_updater(returns_the_sum)
+        pushed(store, 1, first)
+        if first:
+            with pytest.raises(HpcdpError, match="returns None, and `stored` changed in place, got a ndarray"):
+                store.wait()
+
+    with_store(kind, per_node, one)
+
+
+def returns_the_sum(key, received, stored):
+    return stored + received
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_a_function_may_return_what_it_has_changed(kind, per_node):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        store.set_updater(returns_stored)
+        pushed(store, 1, first)
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    assert all(value == [1.0] * 4 for value in with_store(kind, per_node, one))
+
+
+def returns_stored(key, received, stored):
+    return np.add(stored, received, out=stored)
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_a_rate_that_is_none_is_an_error_of_the_push(kind, per_node):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        rule = optim.SGD(lr=1.0)
+        store.set_optimizer(rule)
+        rule.lr = "x"
+        with pytest.raises(ConfigError, match=r"^push \[sgd lr\]: expected a number >= 0, got 'x'"):
+            store.push("w", np.ones(4))
+            store.wait()
+        rule.lr = 1.0
+        store.push("w", np.ones(4))
+        store.barrier()
+        assert (store.pull("w").wait() < 0).all()
+
+    with_store(kind, per_node, one)
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "dist_sync", "dist_async"])
+def test_what_only_an_asynchronous_store_has_is_refused_by_name(kind):
+    """A staleness of 0 makes rounds."""
+    settings = {"staleness": 0} if kind == "dist_async" else {}
+    kind_of = "dist_sync" if kind == "dist_async" else kind
+
+    def one(world):
+        store = kvstore.create(kind, world, **settings)
+        store.init("w", np.zeros(1, np.int64))
+        for name, call in (("take", lambda: store.take("w")), ("statistics", store.statistics)):
+            said = rf"{name} \[kvstore\]: expected a dist_async store, with .*, got one of kind {kind_of}"
+            with pytest.raises(UnsupportedError, match=said):
+                call()
+
+    threads.run(1, one)
+
+
+@pytest.mark.parametrize("name", [["local"], None, 3])
+def test_a_kind_that_is_no_name_is_refused(name):
+    with pytest.raises(ConfigError, match=r"kvstore.create \[name\]: expected one of local, device, "):
+        kvstore.create(name)
