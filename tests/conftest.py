@@ -56,7 +56,7 @@ def _only(config: pytest.Config) -> str | None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     only = _only(config)
-    if only is None or collection_path.is_dir():
+    if only is None or collection_path.suffix != ".py":
         return None
     if collection_path in (Path(argument.partition("::")[0]).resolve() for argument in config.args):
         return None  # pytest says that what was asked for by name is not there

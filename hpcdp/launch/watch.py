@@ -243,8 +243,8 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
     """
     if bereft is not None:
         left = next((end for end in ends if end.exit_status == bereft), None)
-        cause = next((end for end in ends if end.status and end.exit_status != bereft), None)
-        if left is not None and cause is not None and cause.at_s - left.at_s < _BEREFT_S:
+        cause = None if left is None else _left_others(ends, left, bereft)
+        if cause is not None:
             return cause
     first = next((end for end in ends if end.status != 0), None)
     if first is None or first.status is None or not os.WIFSIGNALED(first.status):
@@ -265,6 +265,15 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
     if of_themselves and code in (0, 1, sign):
         return of_themselves[-1]
     return first if code in (sign, 128 + sign, _HYDRA_FAILED) else None
+
+
+def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
+    """The rank for which another has ``left``; where cores are few mpirun's kills may be seen as early."""
+    others = [end for end in ends if end.status is not None and end.exit_status != bereft]
+    failed = [end for end in others if end.status and end.at_s - left.at_s < _BEREFT_S]
+    of_themselves = [end for end in failed if not _killed(end.status or 0)]
+    without_finalize = [end for end in others if end.status == 0 and end.at_s <= left.at_s]
+    return next(iter([*of_themselves, *without_finalize, *failed]), None)
 
 
 def _killed(status: int) -> bool:

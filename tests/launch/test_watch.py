@@ -169,6 +169,8 @@ def test_who_failed_first(ends: list[tuple[int, int | None, float]], code: int, 
         ([(1, 14 << 8, 1.0), (0, 14 << 8, 1.01), (2, 3 << 8, 1.02)], 2),
         ([(1, 14 << 8, 1.0), (0, 15, 1.3), (2, 15, 1.3)], 1),  # it is the program's own
         ([(1, 14 << 8, 1.0)], 1),
+        ([(2, 0, 1.0), (1, 14 << 8, 1.01), (0, 15, 1.1)], 2),  # without MPI_Finalize, and mpirun's kill seen early
+        ([(2, 0, 1.0), (1, 14 << 8, 1.01), (0, 15, 1.3)], 2),
     ],
 )
 def test_who_failed_first_of_ranks_that_leave_when_another_has_gone(

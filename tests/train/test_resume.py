@@ -26,7 +26,7 @@ LABELS = RNG.integers(0, 3, size=70)
 SAMPLES = data.ArrayDataset((CENTRES[LABELS] + RNG.normal(size=(70, 1, 4, 4))).astype(np.float32), LABELS)
 EPOCHS, BATCH, STEPS = 3, 6, 12
 TIMES = ("seconds", "samples_per_s", "comm_s", "comm_exposed_s", "data_s", "compute_s", "critical_path_s",
-         "critical_path", "slowest_rank", "slowest_host", "slowest_ratio", "stragglers")  # fmt: skip
+         "critical_path", "slowest_rank", "slowest_host", "slowest_ratio", "stragglers", "by_rank")  # fmt: skip
 
 OPTIMIZERS = {
     "momentum": lambda: optim.SGD(lr=optim.CosineSchedule(0.1, steps=EPOCHS * STEPS), momentum=0.9),
