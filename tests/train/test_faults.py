@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_ends_all_and_leaves_nothing(overlap, ranks, per_n
         assert [name for name in mapped if Path(name).exists()] == []
 
 
-BUCKET = r"update of bucket \d \(\d\.\w+, \d\.\w+.*; \d+ bytes\)"
+BUCKET = r"update of bucket \d \(\d\.\w+.*; \d+ bytes\)"  # whichever this rank reads first
 
 
 @pytest.mark.parametrize(("overlap", "waits_in"), [(True, BUCKET), (False, "barrier of the node's ranks")])
