@@ -45,11 +45,12 @@ def main(argv: Sequence[str]) -> int:
 
     runs = report.read_runs(arguments.runs)
     output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
-    page = report.page(runs)
+    figures = report_figures.draw_all(runs)
+    page = report.page(runs, figures)
     _write(output, page)
     print(f"report    {output}, {len(page) / 1e3:.0f} kB")
     if arguments.png is not None:
-        for heading, png in report_figures.draw_all(runs).items():
+        for heading, png in figures.items():
             name = heading.lower().replace(",", "").replace(" ", "-")
             _write(arguments.png / f"{name}.png", png)
             print(f"picture   {arguments.png / f'{name}.png'}")

@@ -8,8 +8,6 @@ import numpy as np
 
 from ..arrays import Array
 from ..collectives import allreduce
-from ..optim import Optimizer
-from ..optim.lars import LARS
 from ..optim.lars import squares as squares_of
 from .bucket import Bucket
 from .reducer import Reducer
@@ -40,12 +38,3 @@ def squares(reducer: Reducer, flats: Sequence[Array], span: Callable[[Bucket], t
     else:
         allreduce(found.reshape(-1), "sum", reducer.world)
     return {slot.name: (row[0], row[1]) for row, slot in zip(found.tolist(), slots, strict=True)}
-
-
-def rule_of(rule: Optimizer, step: int, scale: float, squares: Squares | None) -> tuple[Optimizer, float]:
-    """The rule by elements of one layer, ``squares`` None of what is none, and its scale."""
-    if not isinstance(rule, LARS):
-        return rule, scale
-    if squares is None:
-        return rule.by_elements(step), scale
-    return rule.of_layer(step, scale, squares)

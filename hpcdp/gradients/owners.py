@@ -183,7 +183,7 @@ class _Flat:
         found = layers.squares(self.reducer, self.flats, self.span)
         for bucket in self.reducer.buckets:
             for piece in self._pieces[bucket.number]:
-                rule, scale_of = layers.rule_of(piece.rule, step - piece.passed_over, scale, found.get(piece.layer))
+                rule, scale_of = piece.rule.of_layer(step - piece.passed_over, scale, found.get(piece.layer))
                 self._update_own(bucket, [piece._replace(rule=rule)], step, scale_of)
 
     def _update_later(self, step: int, scale: float) -> None:

@@ -28,6 +28,7 @@ from ..comm.shared import NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
 from ..errors import ConfigError, StaleGradientError
+from ..optim.lars import squares
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
@@ -359,7 +360,7 @@ class Reducer:
         """
         if not self.is_counted:
             return 0.0
-        return sum(self._squares(shard) for _, shard in self.shards())
+        return sum(squares(shard) for _, shard in self.shards())
 
     def sum_norm(self) -> float:
         """The norm of the summed gradients, the same on all ranks, all of which must call; the shards must be reduced.
@@ -367,14 +368,8 @@ class Reducer:
         It is not finite where some gradient is not.
         """
         if self.virtual_shards is not None and self.holds_sums:  # by shards its bits would depend on their number
-            return sum(self._squares(bucket.mine) for bucket in self.buckets) ** 0.5
+            return sum(squares(bucket.mine) for bucket in self.buckets) ** 0.5
         return float(self.closing.tally(self.sum_of_squares())[0] ** 0.5)
-
-    def _squares(self, shard: Array) -> float:
-        if is_host(shard):
-            return float(kernels.load("norms").sum_of_squares(shard))
-        xp = self._namespace
-        return float(xp.sum(shard * shard, dtype=xp.float64))
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""

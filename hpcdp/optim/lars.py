@@ -41,20 +41,14 @@ class LARS(SGD):
         super().__post_init__()
         self.trust = number("lars trust", self.trust, low=math.ulp(0.0))
 
-    def of_layer(self, step: int, scale: float, squares: tuple[float, float]) -> tuple[SGD, float]:
-        """The rule by elements for one layer at ``step``, and its ``scale``.
-
-        Args:
-            squares: of the norms of the layer's weights, and of its summed gradient, before ``scale``.
-        """
-        weights, gradient = (math.sqrt(each) for each in squares)
-        length = gradient * scale + self.weight_decay * weights
-        factor = self.trust * weights / length if weights and gradient else 1.0
-        return self.by_elements(step, factor), scale * factor
-
-    def by_elements(self, step: int, factor: float = 1.0) -> SGD:
-        """The rule at ``step`` of what is no layer, or of one with that ``factor``, which belongs to the scale, too."""
-        return SGD(self.learning_rate(step), self.momentum, self.nesterov, self.weight_decay * factor)
+    def of_layer(self, step: int, scale: float, squares: tuple[float, float] | None) -> tuple[SGD, float]:
+        factor = 1.0
+        if squares is not None:
+            weights, gradient = (math.sqrt(each) for each in squares)
+            length = gradient * scale + self.weight_decay * weights
+            factor = self.trust * weights / length if weights and gradient else 1.0
+        rule = SGD(self.learning_rate(step), self.momentum, self.nesterov, self.weight_decay * factor)
+        return rule, scale * factor
 
     def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
         """As `Optimizer.update`, of ``param`` as one whole layer."""

@@ -90,6 +90,15 @@ class Optimizer(Configurable, abc.ABC):
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
         """The name of the fused kernel and its coefficients at ``step``."""
 
+    def of_layer(self, step: int, scale: float, squares: tuple[float, float] | None) -> tuple[Optimizer, float]:
+        """The rule by elements for a layer at ``step``, and its ``scale``: this one, but for a rule that is `by_layer`.
+
+        Args:
+            squares: of the norms of the layer's weights and of its summed gradient, before ``scale``; None of what is
+                no layer.
+        """
+        return self, scale
+
     @property
     def update_is_its_kernel(self) -> bool:
         """Whether `update` does what its `kernel` says and no more, so that fused kernels may stand in for it."""

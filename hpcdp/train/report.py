@@ -9,14 +9,13 @@ import base64
 import html
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcdp.errors import ConfigError, DataError
 
-from . import report_figures
 from .metrics import Record, read_metrics
 
 _STYLE = """
@@ -73,11 +72,11 @@ def _read(folder: Path, name: str) -> Run:
     return Run(name, settings, records)
 
 
-def page(runs: Sequence[Run]) -> str:
-    """The page about ``runs``."""
+def page(runs: Sequence[Run], figures: Mapping[str, bytes]) -> str:
+    """The page about ``runs``; ``figures`` are PNG pictures by their headings, see `report_figures.draw_all`."""
     title = ", ".join(run.name for run in runs)
     parts = [f"<h1>{_text(title)}</h1>", "<h2>Results</h2>", _table(*_results(runs))]
-    for heading, png in report_figures.draw_all(runs).items():
+    for heading, png in figures.items():
         data = base64.b64encode(png).decode("ascii")
         parts += [f"<h2>{_text(heading)}</h2>", f'<img alt="{_text(heading)}" src="data:image/png;base64,{data}">']
     parts += ["<h2>Settings</h2>", _table(*_settings(runs))]

@@ -22,7 +22,7 @@ def test_without_a_length_the_factor_is_one(squares):
 
 def test_a_schedule_gives_the_rate_of_the_step():
     rule = optim.LARS(lr=optim.StepSchedule(1.0, every=2, factor=0.5))
-    assert [rule.by_elements(step).lr for step in (1, 2, 3)] == [1.0, 1.0, 0.5]
+    assert [rule.of_layer(step, 1.0, None)[0].lr for step in (1, 2, 3)] == [1.0, 1.0, 0.5]
 
 
 def test_it_travels_by_name():
