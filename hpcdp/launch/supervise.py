@@ -131,14 +131,15 @@ def supervise(
         return 1
     if elsewhere:
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
-    return _explained(ends, mpirun.returncode, family, words.named)
+    return _explained(ends, mpirun.returncode, family, words.named, words.aborted)
 
 
-def _explained(ends: Sequence[End], code: int, family: str, named: Named | None) -> int:
+def _explained(ends: Sequence[End], code: int, family: str, named: Named | None, aborted: int | None) -> int:
     """The status of the job, once the rank that failed first has been named where mpirun has not done so.
 
     Open MPI names it and has its status, but says of one that left with status 0 only what may have happened, of a
-    server not that it is one, and not always on which host a rank was.
+    server not that it is one, and not always on which host a rank was; and now and then it names another one, which
+    has aborted since its connection to the first had closed.
     """
     first = first_failure(ends, code, _bereft(family))
     if named is not None and (first is None or first.status is None):
@@ -147,6 +148,8 @@ def _explained(ends: Sequence[End], code: int, family: str, named: Named | None)
         return code
     alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
     names_it = family != "mpich" and first.status != 0 and first.server is None and first.host is None
+    told = {rank for rank in (named and named.rank, aborted) if rank is not None}
+    names_it = names_it and (not told or first.rank in told)
     if first.status is None:
         if not names_it:
             say(f"{first}; the status of mpirun is {code}{f' ({name_of(code - 128)})' if code > 128 else ''}")

@@ -27,6 +27,7 @@ _NAMED = (
     re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]+)\]\n +Exit code: +(?P<code>[0-9]+)"),
     re.compile(rb"= +PID (?P<pid>[0-9]+) RUNNING AT "),
 )
+_ABORTED = re.compile(rb"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+calling\s+\"abort\"")
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
@@ -59,6 +60,8 @@ class Words:
         self._lost: list[str] = []
         self.named: Named | None = None
         """The first rank that mpirun has said to have failed."""
+        self.aborted: int | None = None
+        """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
         self._of_tasks, self._statuses = b"", list[int]()
 
     def attach(self, watch: Watch) -> None:
@@ -128,6 +131,8 @@ class Words:
             self._kept = self._kept[found.end() :]
         if self.named is None:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
+        if self.aborted is None and (found := _ABORTED.search(self._kept)):
+            self.aborted = int(found[1])
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
             status = int(found[1]) if found[1] else _status_of(found[2].decode(errors="replace"))
