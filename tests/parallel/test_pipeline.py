@@ -216,7 +216,7 @@ def test_each_stage_has_checkpoints_that_another_number_of_copies_restores(tmp_p
         world.comm.barrier()
         return {name: part.copy() for name, part in net.state_dict().items()}, None
 
-    went_on, restored = (threads.run(n, lambda world: rank(world, n == 4)) for n in (4, 6))
+    went_on, restored = (threads.run(n, lambda world, saves=n == 4: rank(world, saves)) for n in (4, 6))
     np.testing.assert_allclose(joined(restored, 2), joined(went_on, 2), rtol=1e-5, atol=1e-6)
     assert not np.array_equal(joined(went_on, 2), unsplit()[0])
 
