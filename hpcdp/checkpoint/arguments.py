@@ -91,7 +91,7 @@ def _number(name: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of a library's number it may be anything
         pass
     text = type(value).__name__ if isinstance(value, int) else repr(value)  # too long to be shown
     raise ConfigError("save", where=f"metric {name}", expected="a number that a float can be", got=text)

@@ -69,14 +69,15 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
     comm, place = world.comm, folder.path_of(path, step)
     text, real_place = on_rank_0(comm, lambda: _read_manifest(path, step))
     saved = manifest.parse(text.encode(), place / manifest.NAME)
-    names = on_every_rank(comm, lambda: tree.new_names(saved.state, rename))
-    items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *tree.outline(into)]
+    names, outline = on_every_rank(comm, lambda: (tree.new_names(saved.state, rename), tree.outline("restore", into)))
+    items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *outline]
     require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
     form = tree.renamed(saved.state, names)
     filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict))
     on_every_rank(comm, lambda: filling.read(Path(real_place)))
-    return Restored(saved.step, filling.finish(), place, saved.metrics, saved.config, filling.missing,
-                    filling.left_over, filling.kept)  # fmt: skip
+    state = on_every_rank(comm, filling.finish)
+    return Restored(saved.step, state, place, saved.metrics, saved.config, filling.missing, filling.left_over,
+                    filling.kept)  # fmt: skip
 
 
 def _read_manifest(path: Path, step: int) -> tuple[str, str]:

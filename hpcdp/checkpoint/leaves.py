@@ -6,8 +6,9 @@ Rooms of higher floors add kinds of their own: `as_array` and `as_stateful` by `
 from __future__ import annotations
 
 import functools
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,22 @@ class HostView(NamedTuple):
     """The key of `MAKERS` by which such an array is made again; "" for NumPy's."""
     write_back: Callable[[np.ndarray], object] | None = None
     """Copies values back where `array` is a copy; None where it shares memory."""
+    overlaps: bool = False
+    """Whether elements of what it is a view of share memory, and so cannot get values of their own."""
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether elements share memory, as those of a broadcast array do.
+
+    Args:
+        strides: by dimension, in units of which an element has ``itemsize``.
+    """
+    span = itemsize
+    for stride, count in sorted((abs(stride), count) for stride, count in zip(strides, shape, strict=True)):
+        if count > 1 and stride < span:
+            return math.prod(shape) > 0
+        span += stride * (count - 1)
+    return False
 
 
 @functools.singledispatch
@@ -48,7 +65,8 @@ def _(value: np.ndarray) -> HostView:
     if value.flags.carray and value.dtype.isnative:
         return HostView(value, value.dtype.name)
     native = np.array(value, value.dtype.newbyteorder("="), order="C")
-    return HostView(native, native.dtype.name, "", lambda x: np.copyto(value, x))
+    shared = overlaps(value.shape, value.strides, value.itemsize)
+    return HostView(native, native.dtype.name, "", lambda x: np.copyto(value, x), shared)
 
 
 @as_array.register

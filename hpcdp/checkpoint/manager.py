@@ -213,17 +213,19 @@ class Manager:
         Raises:
             MismatchError: the ranks' states or arguments differ; on every rank, names ranks and the first difference.
             ConfigError: a step, metrics or a config that are none; the manager is closed.
-            UnsupportedError: something that cannot be saved.
+            UnsupportedError: something that cannot be saved, or whose ``state_dict()`` has raised something else.
             DataError: a file that cannot be written, another job that saves here; on every rank. Nothing is changed.
         """
         self._require_open("save")
         self.wait()
         comm = self.world.comm
-        header = on_every_rank(comm, lambda: self._checked_header(step, metrics, config))
+        header, outline = on_every_rank(
+            comm, lambda: (self._checked_header(step, metrics, config), tree.outline("save", state))
+        )
         called = [f"step {header['step']}", f"wait={wait}", *arguments.told_alike(header["metrics"], header["config"])]
         require_same(comm, "save", called, "call save alike on all ranks")
         header["metrics"] = {name: value for name, value in header["metrics"].items() if math.isfinite(value)}
-        require_same(comm, "save", tree.outline(state), _ALIKE)
+        require_same(comm, "save", outline, _ALIKE)
         flat = tree.flatten(state, self.world)
         told_to_all(comm, Outcome(error=flat.error))
         items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
@@ -352,6 +354,8 @@ class Manager:
             ConfigError: no step; a closed manager; names, shapes or dtypes that do not fit; on every rank, nothing is
                 changed.
             MismatchError: the ranks' arguments differ; on every rank, nothing is changed.
+            UnsupportedError: what an object of ``into`` has raised, e.g. its ``load_state_dict()``; on every rank.
+                ``into`` may then hold some of what was saved.
             DataError: there is no such checkpoint, or it is damaged: names file and data set, and an older checkpoint
                 that can be restored. ``into`` may then hold some of its elements.
         """

@@ -14,11 +14,12 @@ import numpy as np
 from ..arrays import from_host, is_host
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, listed
-from ..state import Part, PerRank, Sharded
+from ..state import Part, PerRank, Sharded, Stateful
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
+from .refused import refused
 from .shard import ShardReader
 
 Value = Callable[[], Any]
@@ -62,8 +63,6 @@ class _Read(NamedTuple):
     """Shape ``(count,)``."""
     rows: int | None = None
     """What is wanted is the sum over the tensor's rows, divided by so many."""
-    place: Any = None
-    """The part of an array on a device that gets what was read."""
 
 
 class Filling:
@@ -83,7 +82,8 @@ class Filling:
     def __init__(self, manifest: Manifest, form: tree.Form, world: World, into: Any, strict: bool) -> None:
         self._manifest, self._world, self._strict = manifest, world, strict
         self._reads: list[_Read] = []
-        self._write_back: list[Callable[[], object]] = []
+        self._write_back: list[tuple[str, Callable[[], object]]] = []
+        """By name: copies to what cannot be read into, once everything has been read."""
         self.missing: list[str] = []
         self.left_over: list[str] = []
         self.kept: list[str] = []
@@ -104,6 +104,7 @@ class Filling:
 
         Raises:
             DataError: a file is missing or damaged; some elements may have been read by then.
+            HpcdpError: what an array has raised that was to be written to.
         """
         with ShardReader(path) as reader:
             for each in self._reads:
@@ -111,20 +112,28 @@ class Filling:
                     read_elements(reader, each.tensor, each.first, each.out)
                 else:
                     _read_shares(reader, each)
-                if each.place is not None:
-                    each.place[...] = from_host(each.out, each.place)
-        for write in self._write_back:
-            write()
+        for name, write in self._write_back:
+            try:
+                write()
+            except Exception as error:
+                raise refused("restore", name, error) from error
 
     def finish(self) -> Any:
-        """Let objects take over their states; the whole state."""
-        return self._value()
+        """Let objects take over their states; the whole state.
+
+        Raises:
+            HpcdpError: what the first of them has raised; the others have theirs.
+        """
+        value = self._value()
+        if self._error is not None:
+            raise self._error
+        return value
 
     def _plan(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         try:
             return self._planned(template, node, name, takes)
-        except HpcdpError as error:  # goes on, or others would wait for this rank
-            self._error = self._error or error
+        except Exception as error:  # goes on, or others would wait for this rank
+            self._error = self._error or refused("restore", name, error)
             return lambda: template
 
     def _planned(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
@@ -142,7 +151,7 @@ class Filling:
             if stateful is not None:
                 more = _Takes.ALL if getattr(stateful, "takes_more", True) else _Takes.FITTING
                 inner = self._plan(stateful.state_dict(), node, name, more)
-                return lambda: (stateful.load_state_dict(inner()), template)[1]
+                return lambda: self._taken_over(template, stateful, inner(), name)
         if tag == "dict":
             return self._dict(template, content, name, takes)
         if tag in ("list", "tuple"):
@@ -158,6 +167,13 @@ class Filling:
         if takes is _Takes.NAMED and template is not _NOTHING and None not in kinds and kinds[0] != kinds[1]:
             raise _misfit(name, kinds[0], repr(value))
         return lambda: value
+
+    def _taken_over(self, template: Any, stateful: Stateful, state: Any, name: str) -> Any:
+        try:
+            stateful.load_state_dict(state)
+        except Exception as error:  # goes on: the next ones may do that together
+            self._error = self._error or refused("restore", name, error)
+        return template
 
     def _per_rank(self, template: Any, nodes: list[tree.Form], name: str, takes: _Takes) -> Value:
         inner = template.value if isinstance(template, PerRank) else template
@@ -236,14 +252,16 @@ class Filling:
             array = np.empty(tensor.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, 0, array.reshape(-1)))
             return lambda: array[()]
-        if isinstance(template, np.ndarray) and not template.flags.writeable:
+        _require_writable(template, name)
+        if view.overlaps:
             raise ConfigError(
-                "restore", where=name or "the state", expected="an array to write to", got="a read-only one"
-            )
+                "restore", where=name or "the state", expected="an array to write to",
+                got="one whose elements share memory", remedy="restore into a copy of it",
+            )  # fmt: skip
         self._reads.append(_Read(tensor, 0, view.array.reshape(-1)))
         if view.write_back is not None:
             write, array = view.write_back, view.array
-            self._write_back.append(lambda: write(array))
+            self._write_back.append((name, lambda: write(array)))
         return lambda: template
 
     def _sharded(self, template: Sharded, tensor: Tensor, name: str) -> Value:
@@ -252,20 +270,28 @@ class Filling:
         shapes, dtype = (tuple(template.shape), tensor.shape), np.dtype(template.dtype).name
         if template.shares and shapes[0] != shapes[1] and shapes[0][1:] == shapes[1][1:] and dtype == tensor.dtype:
             for part in parts:
-                self._part(tensor, part, shapes[0][0])
+                self._part(tensor, part, name, shapes[0][0])
         elif shapes[0] != shapes[1] or dtype != tensor.dtype:
             raise _misfit(name, f"shape {shapes[0]} {dtype}", f"shape {tensor.shape} {tensor.dtype}")
         else:
             for part in parts:
-                self._part(tensor, part)
+                self._part(tensor, part, name)
         return lambda: template
 
-    def _part(self, tensor: Tensor, part: Part, rows: int | None = None) -> None:
-        if is_host(part.values):
-            self._reads.append(_Read(tensor, part.first, part.values, rows))
+    def _part(self, tensor: Tensor, part: Part, name: str, rows: int | None = None) -> None:
+        place = part.values
+        if is_host(place):
+            _require_writable(place, name)
+            self._reads.append(_Read(tensor, part.first, place, rows))
         else:
-            out = np.empty(part.values.shape, tensor.stored_dtype)
-            self._reads.append(_Read(tensor, part.first, out, rows, part.values))
+            out = np.empty(place.shape, tensor.stored_dtype)
+            self._reads.append(_Read(tensor, part.first, out, rows))
+            self._write_back.append((name, lambda: place.__setitem__(..., from_host(out, place))))
+
+
+def _require_writable(array: Any, name: str) -> None:
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ConfigError("restore", where=name or "the state", expected="an array to write to", got="a read-only one")
 
 
 def _misfit(name: str, expected: object, got: object) -> ConfigError:

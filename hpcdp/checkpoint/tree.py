@@ -20,6 +20,7 @@ from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError
 from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
+from .refused import refused
 
 Form = Any
 DEEPEST = 100
@@ -82,9 +83,16 @@ def flatten(state: Any, world: World) -> Flattened:
     return Flattened(form, flattening.held, flattening.error)
 
 
-def outline(state: Any) -> list[str]:
-    """What in a state has a state of its own, which ranks may make together: a line each."""
-    return list(_outlined(state, "", ()))
+def outline(operation: str, state: Any) -> list[str]:
+    """What in a state has a state of its own, which ranks may make together: a line each.
+
+    Raises:
+        HpcdpError: what the state's own dicts have raised.
+    """
+    try:
+        return list(_outlined(state, "", ()))
+    except Exception as error:
+        raise refused(operation, "", error) from error
 
 
 def _outlined(value: Any, name: str, within: tuple[int, ...]) -> Iterator[str]:
@@ -108,8 +116,8 @@ class _Flattening:
     def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         try:
             return self._node(value, name, copies, copy)
-        except (ConfigError, UnsupportedError) as error:  # goes on, or others would wait for this rank
-            self.error = self.error or error
+        except Exception as error:  # goes on, or others would wait for this rank
+            self.error = self.error or refused("save", name, error)
             return None
 
     def _node(self, value: Any, name: str, copies: int, copy: int) -> Form:
@@ -356,7 +364,10 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
         return {}
     names = ["/".join(map(quoted, path)) for path, _ in _paths(form, ())]
     if callable(rename):
-        given = {name: rename(name) for name in names}
+        try:
+            given = {name: rename(name) for name in names}
+        except Exception as error:
+            raise refused("restore", "rename", error) from error
     elif not isinstance(rename, Mapping):
         raise ConfigError("restore", where="rename", expected="a dict of names, or a function", got=repr(rename))
     else:

@@ -22,6 +22,7 @@ from ..checkpoint.leaves import (
     as_stateful,
     average,
     of_ranks,
+    overlaps,
 )
 from ..comm import World
 from ..errors import UnsupportedError
@@ -54,7 +55,8 @@ def view(value: torch.Tensor) -> HostView:
         with torch.no_grad():
             value.copy_(host)
 
-    return HostView(array, BFLOAT16 if is_bfloat16 else array.dtype.name, _KIND, None if shares else write_back)
+    name = BFLOAT16 if is_bfloat16 else array.dtype.name
+    return HostView(array, name, _KIND, None if shares else write_back, overlaps(value.shape, value.stride(), 1))
 
 
 def tensor(array: np.ndarray, dtype: str) -> torch.Tensor:

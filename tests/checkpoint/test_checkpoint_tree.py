@@ -152,7 +152,7 @@ def test_a_text_that_is_an_enum_is_its_value():
     ],
 )
 def test_what_cannot_be_saved_is_named(state, where, got):
-    tree.outline(state)
+    tree.outline("save", state)
     (flat,) = flat_of(state)
     assert isinstance(flat.error, UnsupportedError)
     assert f"save [{where}]" in str(flat.error) and got in str(flat.error)
@@ -170,7 +170,7 @@ def test_a_state_within_itself_and_one_too_deep():
     within: dict = {"a": {}}
     within["a"]["b"] = [within]
     assert "save [a/b/0]: expected no state within itself" in str(flat_of(within)[0].error)
-    assert tree.outline(within) == []
+    assert tree.outline("save", within) == []
     deep: list = []
     for _ in range(tree.DEEPEST - 1):
         deep = [deep]
@@ -231,7 +231,7 @@ def test_parts_that_are_no_parts(parts, message, tmp_path):
 def test_the_outline_has_what_has_a_state_of_its_own():
     net = nn.Dense(2, 2)
     state = {"net": net, "a": [np.zeros(1), 3, {"own": PerRank(3), "text": "x"}]}
-    assert tree.outline(state) == ["net Dense", "a/2/own PerRank"]
+    assert tree.outline("save", state) == ["net Dense", "a/2/own PerRank"]
 
 
 FORM = {"dict": [["net", {"dict": [["a", 1], ["b", {"dict": []}]]}], ["netto", 2], [3, {"list": [4]}]]}

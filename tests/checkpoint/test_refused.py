@@ -1,0 +1,174 @@
+"""What entries of a state raise: one error on all ranks, which names the entry."""
+
+import numpy as np
+import pytest
+
+from hpcdp.checkpoint import Manager, PerRank, Sharded
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
+from hpcdp.state import Part
+
+WORST = 1
+"""The rank that fails."""
+
+
+class Counts:
+    """Fails on one rank, where it is asked to."""
+
+    def __init__(self, world, saving=False, restoring=False):
+        self.value = world.rank
+        self._saving = saving and world.rank == WORST
+        self._restoring = restoring and world.rank == WORST
+
+    def state_dict(self):
+        if self._saving:
+            raise ValueError("no counts today")
+        return {"value": 5}
+
+    def load_state_dict(self, state):
+        if self._restoring:
+            raise ValueError("no counts today")
+        self.value = state["value"]
+
+
+class Odd(dict):
+    def items(self):
+        raise ZeroDivisionError("no items")
+
+
+def told_alike(n, act, kind):
+    """What every rank's error says, which is the same."""
+
+    def one(world):
+        with pytest.raises(kind) as caught:
+            act(world)
+        return str(caught.value)
+
+    results = threads.run(n, one)
+    assert len({*results}) == 1
+    return results[0]
+
+
+def save(folder, state, n=3):
+    def one(world):
+        with Manager(folder, world) as manager:
+            manager.save(1, state(world))
+
+    threads.run(n, one)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda world: {"c": Counts(world, saving=True)}, "save [c]: expected its state, to save it, got ValueError"),
+        (lambda world: {"c": [PerRank(Counts(world, saving=True))]}, "[c/0/rank-1]: expected"),
+        (lambda world: {"c": Odd() if world.rank == WORST else {}}, "save [the state]: expected"),
+    ],
+)
+def test_what_cannot_be_taken_is_named_before_anything_is_written(n, state, message, tmp_path):
+    def act(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, state(world))
+
+    said = told_alike(n, act, UnsupportedError)
+    assert said.startswith("rank 1: save [") and message in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_object_that_does_not_take_its_state_is_told_to_all(n, tmp_path):
+    save(tmp_path, lambda world: {"a": Counts(world), "b": Counts(world)})
+    others = {}
+
+    def act(world):
+        others[world.rank] = Counts(world)
+        with Manager(tmp_path, world) as manager:
+            manager.restore(into={"a": Counts(world, restoring=True), "b": others[world.rank]})
+
+    said = told_alike(n, act, UnsupportedError)
+    assert said == "rank 1: restore [a]: expected it to take its state, got ValueError: no counts today"
+    assert [others[rank].value for rank in range(n)] == [5] * n  # which ranks may do together, and so all
+
+
+def test_names_by_a_function_that_fails_on_one_rank(tmp_path):
+    save(tmp_path, lambda world: {"a": 1})
+
+    def act(world):
+        def name(old):
+            return "a" if world.rank != WORST else {}[old]
+
+        with Manager(tmp_path, world) as manager:
+            manager.restore(rename=name)
+
+    assert told_alike(2, act, UnsupportedError).startswith("rank 1: restore [rename]: expected")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,)),
+        np.lib.stride_tricks.as_strided(np.zeros(4), (3,), (4,)),
+        np.broadcast_to(np.zeros(1), 3),
+        Sharded((3,), np.dtype("f8"), [Part(0, np.broadcast_to(np.zeros(3), 3))]),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_changes_no_other(place, tmp_path):
+    save(tmp_path, lambda world: {"b": np.ones(2), "a": np.arange(3.0), "p": np.ones(2)})
+    others = [[np.zeros(2), np.zeros(2)] for _ in range(2)]
+
+    def act(world):
+        b, p = others[world.rank]
+        with Manager(tmp_path, world) as manager:
+            manager.restore(into={"b": b, "a": place if world.rank == WORST else np.zeros(3), "p": p})
+
+    assert told_alike(2, act, ConfigError).startswith("rank 1: restore [a]: expected an array to write to, got")
+    assert not np.any(others)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x.T, lambda x: x[::-1, :3:2], lambda x: x[:, 1::2], lambda x: x[:, :1], lambda x: x[:0].T]
+)
+def test_places_whose_elements_lie_apart_are_written_to(make, tmp_path):
+    saved = make(np.arange(15.0).reshape(3, 5))
+    save(tmp_path, lambda world: {"a": saved})
+    place = make(np.zeros((3, 5)))
+
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.restore(into={"a": place})
+
+    threads.run(1, one)
+    assert np.array_equal(place, saved)
+
+
+def test_tensors_of_torch_that_cannot_be_taken_or_filled_are_named(tmp_path):
+    torch = pytest.importorskip("torch")
+    import hpcdp.torch  # noqa: F401
+
+    def saves(state):
+        def act(world):
+            with Manager(tmp_path / "none", world) as manager:
+                manager.save(1, state(world))
+
+        return told_alike(2, act, HpcdpError)
+
+    of_meta = saves(lambda world: {"x": torch.empty(2, device="meta") if world.rank else torch.ones(2)})
+    assert of_meta.startswith("rank 1: save [x]: expected its state, to save it, got NotImplementedError: ")
+    assert "checkpoint [x]: expected dense tensors" in saves(lambda world: {"x": torch.eye(2).to_sparse()})
+    assert "checkpoint [y/0]: expected a dtype that" in saves(
+        lambda world: {"y": [torch.zeros(2, dtype=torch.float8_e5m2)]}
+    )
+    assert not (tmp_path / "none").exists()
+
+    save(tmp_path / "a", lambda world: {"b": torch.ones(2), "a": torch.ones(3), "p": torch.ones(2)})
+    b, p = torch.zeros(2), torch.zeros(2)
+
+    def restores(world):
+        with Manager(tmp_path / "a", world) as manager:
+            a = torch.ones(1).expand(3) if world.rank == WORST else torch.zeros(3)
+            manager.restore(into={"b": b, "a": a, "p": p})
+
+    said = told_alike(2, restores, ConfigError)
+    assert said.startswith("rank 1: restore [a]: expected an array to write to, got one whose elements share memory")
+    assert not b.any() and not p.any()
