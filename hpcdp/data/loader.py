@@ -135,11 +135,13 @@ class DataLoader:
         Raises:
             ConfigError: the sampler's order is another one; says which argument differs. Nothing is changed.
         """
+        done = state["done"]
         if isinstance(self.sampler, Resumable):
             self.sampler.load_state_dict(state["sampler"])
+            done = self.sampler.taken_over(state["sampler"], done)
         else:
             self.sampler.set_epoch(state["epoch"])
-        self._position.restore(state)
+        self._position.restore({**state, "done": done})
 
     def _read(self, indices: object) -> Batch:
         x, y = self.dataset[indices]  # type: ignore[index]

@@ -68,6 +68,10 @@ class Resumable(Ordered, abc.ABC):
     def __iter__(self) -> Iterator[np.ndarray]:
         return self.batches()
 
+    def taken_over(self, state: Mapping[str, Any], done: int) -> int:
+        """After how many of its own global batches it goes on, where ``done`` of those of a `state_dict` are done."""
+        return done
+
     def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
         """Where a loop is; every part must call, and learns the same.
 

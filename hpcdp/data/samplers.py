@@ -306,7 +306,8 @@ class SharedSampler(Resumable):
     """Batches that parts take as they come to them, so that a slower part does fewer.
 
     One global order, alike on all parts, is cut into batches; a part takes the batch of the next number that nobody
-    has, until there is none left.
+    has, until there is none left. A position is one in that order: batches of what is left of an epoch may have another
+    size than those before.
 
     Args:
         n: number of samples in the data set.
@@ -320,7 +321,7 @@ class SharedSampler(Resumable):
         ConfigError: a value outside of that.
     """
 
-    decides = ("n", "batch_size", "shuffle", "seed", "last")
+    decides = ("n", "shuffle", "seed", "last")
 
     def __init__(
         self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
@@ -331,15 +332,39 @@ class SharedSampler(Resumable):
         self.numbers = numbers
         self.taken = 0
         """How many batches of this epoch were taken, by all parts, when this part took its last one."""
+        self._blank = 0
+        """The first batches count as if they had so many samples more, where they had another size."""
 
     def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
         order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
+        if done is None:
+            self._blank = 0
         first = self.taken = done or 0
         for number in self.numbers:
             if first + number >= len(self):
                 return
             self.taken = first + number + 1
-            yield order[(self.taken - 1) * self.batch_size : self.taken * self.batch_size]
+            end = self.taken * self.batch_size - self._blank
+            yield order[end - self.batch_size : end]
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self._blank = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        blank = {"blank": self._blank} if self._blank else {}
+        return super().state_dict() | {"batch_size": self.batch_size} | blank
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state({"blank": 0, **state})
+
+    def taken_over(self, state: Mapping[str, Any], done: int) -> int:
+        """See `Resumable.taken_over`; the samples that were taken count, whatever the size of their batches."""
+        taken = min(max(0, done * state["batch_size"] - state.get("blank", 0)), self.n)
+        batches = -(-taken // self.batch_size)
+        self._blank = batches * self.batch_size - taken
+        return batches
 
     def close(self) -> None:
         """Let this iteration end early, for all parts, where ``numbers`` has a method ``close``; one part calls."""
@@ -355,4 +380,5 @@ class SharedSampler(Resumable):
 
     def __len__(self) -> int:
         """The number of batches an epoch, all parts together."""
-        return self.n // self.batch_size if self.last == "discard" else -(-self.n // self.batch_size)
+        count = self.n + self._blank
+        return count // self.batch_size if self.last == "discard" else -(-count // self.batch_size)

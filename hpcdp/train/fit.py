@@ -211,7 +211,8 @@ class _Loop:
             trainer.synchronize()
         self._exchange(epoch)
         if self.checkpoints is not None:
-            position = Position(epoch, max(self.world.comm.allgather_json(step)), self.meter.steps)
+            taken = getattr(sampler, "taken", step)  # also where this rank came too late for any
+            position = Position(epoch, max(self.world.comm.allgather_json(taken)), self.meter.steps)
             if self.checkpoints.where_all_meet(position):
                 return None
         return trainer.statistics()

@@ -196,6 +196,54 @@ def test_parts_that_take_batches_go_on_after_those_that_were_taken():
     assert second.state_dict()["done"] == 6
 
 
+class Numbers:
+    """For one part."""
+
+    def __iter__(self):
+        self.count = 0
+        return self
+
+    def __next__(self):
+        self.count += 1
+        return self.count - 1
+
+    def given(self):
+        return self.count
+
+
+@pytest.mark.parametrize("last", ["keep", "discard"])
+@pytest.mark.parametrize("had", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4), (2, 5), (5, 2), (3, 3)])
+def test_batches_that_parts_take_may_have_another_size_when_they_go_on(sizes, had, last):
+    """As where there are other numbers of ranks; also twice within an epoch."""
+
+    def make(batch_size):
+        return loader(SharedSampler(N, batch_size, Numbers(), seed=3, last=last))
+
+    order = list(chain(*labels(loader(SharedSampler(N, 1, Numbers(), seed=3)))))
+    first, second, third = make(sizes[0]), make(sizes[1]), make(sizes[0])
+    seen = labels(islice(first, had))
+    second.load_state_dict(first.state_dict())
+    went_on = second.state_dict()
+    seen += labels(islice(second, 1))
+    third.load_state_dict(second.state_dict())
+    third.set_epoch(0)  # of which nothing may be left
+    left = labels(third)
+    found = list(chain(*seen, *left))
+    assert found == order[: len(found)]
+    assert N - len(found) < (1 if last == "keep" else max(sizes))
+    assert [len(batch) for batch in seen + left[:-1]] == [sizes[0]] * had + [sizes[1]] + [sizes[0]] * (len(left) - 1)
+    assert third.state_dict()["ended"]
+    unmoved = make(sizes[0])
+    unmoved.load_state_dict(went_on)  # restored, saved, and restored, without a batch in between
+    rest = list(chain(*labels(unmoved)))
+    assert rest == order[had * sizes[0] :][: len(rest)]
+    assert N - had * sizes[0] - len(rest) < (1 if last == "keep" else sizes[0])
+    for each in (second, third):
+        each.set_epoch(1)
+        assert len(each) == len(make(each.sampler.batch_size)) == len(labels(each))
+
+
 def test_samplers_of_the_users_own_are_gone_on_with_by_counting():
     class Own:
         epoch = 0
