@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -80,8 +81,13 @@ class ByFunction:
                 raise ConfigError("updater", expected=f"a function that returns {expected}", got=got)
         except BaseException as error:
             stored[...] = before  # a push takes effect whole or not at all
-            error.add_note(f"in the updater, of key {key!r}")
-            raise
+            failure = error
+            if not (isinstance(error, Exception) or _is_ctrl_c(error)):  # it may run far from the program that gave it
+                failure = ConfigError("updater", expected="a function that returns", got=summary(error))
+            failure.add_note(f"in the updater, of key {key!r}")
+            if failure is error:
+                raise
+            raise failure from error
 
 
 @dataclass
@@ -113,6 +119,10 @@ class ByOptimizer:
         except ConfigError as error:
             raise _of_push(error) from None
         self.steps[key] = step
+
+
+def _is_ctrl_c(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def rate_of(rule: Optimizer) -> Rate:

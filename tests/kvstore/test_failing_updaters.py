@@ -1,5 +1,7 @@
 """What an updater that fails leaves, and what is said of it: alike in all kinds of stores."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,41 @@ def test_an_error_has_changed_nothing_and_lasts_until_the_next_push(kind, per_no
             assert "key 'w'" in said
         pushed(store, 2, first)
         if concerned:
+            store.wait()
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
+
+
+def leaves(key, received, stored):
+    if received[0] == 1:
+        sys.exit("enough")
+    stored += received
+
+
+def interrupts(key, received, stored):
+    if received[0] == 1:
+        raise KeyboardInterrupt
+    stored += received
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize(("updater", "said"), [(leaves, "SystemExit: enough"), (interrupts, "KeyboardInterrupt")])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_an_updater_that_would_end_the_program_fails_like_others(per_node, updater, said, kind):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        store.set_updater(updater)
+        pushed(store, 1, first)
+        if first or kind == "dist_sync":
+            with pytest.raises(HpcdpError) as failure:
+                store.pull("w").wait()
+            told = " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+            assert f"expected a function that returns, got {said}" in told
+            assert "key 'w'" in told
+        pushed(store, 2, first)
+        if first or kind == "dist_sync":
             store.wait()
         store.barrier()
         return store.pull("w").wait().tolist()
