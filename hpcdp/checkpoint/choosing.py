@@ -60,9 +60,8 @@ def _lost(path: Path, complete: list[int]) -> list[str]:
 
 def _offer(path: Path, damaged: int) -> str | None:
     """Which other checkpoint can be taken."""
-    others = [step for step in found("restore", path) if step != damaged]
-    older = max((step for step in others if step < damaged), default=max(others, default=None))
-    return None if older is None else f"restore(step={older}) takes another checkpoint"
+    other = folder.another(found("restore", path), damaged)
+    return None if other is None else f"restore(step={other}) takes another checkpoint"
 
 
 def _restore(path: Path, world: World, step: int, into: Any, strict: bool, rename: Any) -> Restored:

@@ -38,6 +38,12 @@ def _old_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:010d}.old.tmp"
 
 
+def another(steps: Iterable[int], damaged: int) -> int | None:
+    """Which step to take instead of a damaged one: the next older, or else the newest; None where there is none."""
+    others = [step for step in steps if step != damaged]
+    return max((step for step in others if step < damaged), default=max(others, default=None))
+
+
 def find(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder that are complete, by step, oldest first; none where there is no folder.
 

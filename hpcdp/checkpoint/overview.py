@@ -130,3 +130,17 @@ def chosen(path: Path, step: int | None = None) -> Path:
         expected = "a complete checkpoint" if step is None else f"one of step {listed([*map(str, found)]) or step}"
         raise DataError("read checkpoints", where=inner, expected=expected, got="none" if step is None else step)
     return found[max(found) if step is None else step]
+
+
+@contextlib.contextmanager
+def offering_another(path: Path, taken: Path) -> Iterator[None]:
+    """What is found to be wrong with a checkpoint that `chosen` has ``taken`` of several names another one."""
+    try:
+        yield
+    except DataError as error:
+        if error.remedy is None and path != taken and str(error.where).startswith(str(taken)):
+            found = folder.find(taken.parent)
+            good = [step for step, each in found.items() if look_at(each, step).damage is None]
+            other = folder.another(good, folder.step_of(taken))
+            error.remedy = None if other is None else f"--step {other} takes another checkpoint"
+        raise

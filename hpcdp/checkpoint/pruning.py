@@ -43,10 +43,13 @@ def prune(
 
     Raises:
         ConfigError: ``path`` is the folder of one checkpoint, or ``best`` names no metric.
-        DataError: another job saves here, or nothing that stays is good. Nothing is removed then.
+        DataError: there are no checkpoints, another job saves here, or nothing that stays is good. Nothing is changed
+            then.
     """
     if overview.is_checkpoint(path):
         raise ConfigError("prune", where=path, expected="a folder of several checkpoints", got="that of one")
+    if not (folder.find(path) or folder.left_over(path) or (path / lock.NAME).exists()):
+        raise DataError("prune", where=path, expected="checkpoints", got="none")
     if dry_run:
         lock.require_free(path)
         return _remove(path, keep, keep_every, best, True, tell)

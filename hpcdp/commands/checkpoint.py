@@ -112,7 +112,12 @@ def main(argv: Sequence[str]) -> int:
     """
     if argv and not argv[0].startswith("-"):
         check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
-    given = parser().parse_args(argv)
+    of = parser()
+    given, more = of.parse_known_args(argv)
+    if given.run is _show and not given.name and more and not more[0].startswith("-"):
+        given.name = more.pop(0)  # which argparse does not take after an option
+    if more:
+        of.error(f"unrecognized arguments: {' '.join(more)}")
     if given.run is None:
         raise ConfigError("checkpoint", expected="a command", got="none", remedy="hpcdp checkpoint -h lists them")
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -151,23 +156,28 @@ def _ls(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
+    from ..checkpoint.overview import chosen, offering_another
+
+    path = chosen(given.path, given.step)
+    with offering_another(given.path, path):
+        _show_one(path, given.name.strip("/"))
+    return 0
+
+
+def _show_one(path: Path, name: str) -> None:
     from ..checkpoint import manifest, statistics
-    from ..checkpoint.overview import chosen
     from . import showing
     from .bytes_bar import BytesBar
 
-    path = chosen(given.path, given.step)
     found = manifest.read(path)
-    name = given.name.strip("/")
     tensor = showing.tensor_called(found, name) if name else None
     if tensor is None:
         lines = showing.part(found, name) if name else showing.whole(found, path)
         _say(*itertools.dropwhile(lambda line: not line, lines))
-        return 0
+        return
     with BytesBar(name, tensor.nbytes) as bar:
         of = statistics.statistics(path, tensor, bar.tell)
     _say(*showing.one(name, tensor, of))
-    return 0
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -222,7 +232,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     from ..checkpoint import export
-    from ..checkpoint.overview import chosen
+    from ..checkpoint.overview import chosen, offering_another
     from . import texts
     from .bytes_bar import BytesBar
 
@@ -231,10 +241,12 @@ def _export(given: argparse.Namespace) -> int:
         raise ConfigError("export", where=given.out, expected=f"a name that ends in {', '.join(_SUFFIXES)}",
                           got=given.out.suffix or "no suffix", remedy="--format says it, too")  # fmt: skip
     check_name("format", kind, [*export.WRITERS, "pt"])
-    found = export.choose(chosen(given.path, given.step), given.name)
-    writer = _torch_writer() if kind == "pt" else export.WRITERS[kind]
-    with BytesBar(given.out.name, found.nbytes) as bar:
-        nbytes = export.write(found, given.out, writer, given.overwrite, bar.tell)
+    path = chosen(given.path, given.step)
+    with offering_another(given.path, path):
+        found = export.choose(path, given.name)
+        writer = _torch_writer() if kind == "pt" else export.WRITERS[kind]
+        with BytesBar(given.out.name, found.nbytes) as bar:
+            nbytes = export.write(found, given.out, writer, given.overwrite, bar.tell)
     told = f"{given.out}: {texts.counted(len(found.tensors), 'tensor')} of step {found.step}, {texts.size(nbytes)}"
     left_out = [] if kind == "pt" or not found.others else [texts.counted(len(found.others), "value")]
     if found.per_rank:

@@ -34,7 +34,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     """``config`` with a ``run_dir`` that exists and is empty; called by one process of the job.
 
     Without a ``run_dir`` it is a new ``runs/MODEL-DATA-NNN``. One with results in it is refused, or with ``overwrite``
-    emptied of `RUN_FILES`; nothing else is ever removed.
+    emptied of `RUN_FILES`; nothing else is ever removed. One that another job has is a `DataError`, which names it.
     """
     if config.run_dir is None:
         return dataclasses.replace(config, run_dir=str(_new_run_dir(f"{config.model}-{config.data}")))
@@ -42,6 +42,7 @@ def reserve_run_dir(config: TrainConfig) -> TrainConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_empty(folder):
+            _require_free(folder)
             _clear_run_dir(folder, config.overwrite)
     except OSError as error:
         raise _cannot_make(folder, error) from error
@@ -56,6 +57,12 @@ def drop_empty_run_dir(config: TrainConfig) -> None:
             if (folder / CHECKPOINTS).is_dir():
                 _drop_checkpoints(folder / CHECKPOINTS)
             folder.rmdir()
+
+
+def _require_free(folder: Path) -> None:
+    from hpcdp.checkpoint.lock import require_free  # not before, as in `_is_empty`
+
+    require_free(folder / CHECKPOINTS)
 
 
 def _is_empty(folder: Path) -> bool:

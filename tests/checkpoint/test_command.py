@@ -286,6 +286,38 @@ def test_diff(run, saved, tmp_path):
     assert run("diff", tmp_path / "a", tmp_path / "b", "--rtol", "0.5")[0] == 0
 
 
+def test_a_damaged_one_of_several_offers_another(run, folder, tmp_path):
+    flip(folder / "step-0000000300" / "manifest.json", 20)
+    flip(folder / "step-0000000200" / "manifest.json", 20)
+    for command in (["show", folder], ["export", folder, tmp_path / "out.npz"]):
+        status, _, error = run(*command)
+        assert status == 2
+        assert "got a checksum that does not fit; --step 100 takes another checkpoint" in error
+        assert run(*command, "--step", "100")[0] == 0
+        assert "--step" not in run(command[0], folder / "step-0000000300", *command[2:])[2]  # which is one
+    status, _, error = run("show", folder, "--step", "200", "net/0.weight")
+    assert "--step 100 takes another checkpoint" in error
+    flip(folder / "step-0000000100" / "manifest.json", 20)
+    assert run("show", folder)[2].endswith("a checksum that does not fit\n")
+
+
+def test_a_name_may_come_after_an_option(run, saved):
+    folder = saved / "checkpoints"
+    name = re.search(r"net/\S+", run("show", folder, "net")[1])[0]
+    expected = run("show", folder, name, "--step", "200")
+    assert expected[0] == 0
+    assert run("show", folder, "--step", "200", name) == expected
+    status, _, error = run("show", folder, "--step", "200", name, "another")
+    assert status == 2 and "unrecognized arguments: another" in error
+
+
+def test_a_folder_without_checkpoints_is_left_as_it_was(run, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    status, out, error = run("prune", tmp_path, "--keep", "1")
+    assert (status, out) == (2, "") and f"prune [{tmp_path}]: expected checkpoints, got none" in error
+    assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_export(run, saved, tmp_path):
     status, out, _ = run("export", saved, tmp_path / "net.npz", "--name", "net", "--step", "200")
     assert status == 0

@@ -3,8 +3,9 @@ import os
 
 import pytest
 
+from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, DataError
 from hpcdp.train import config as settings
 from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
@@ -21,9 +22,9 @@ def open_on(ranks: int, config: TrainConfig) -> list:
     return threads.run(ranks, job)
 
 
-def error_on(ranks: int, config: TrainConfig) -> list[str]:
+def error_on(ranks: int, config: TrainConfig, kind: type = ConfigError) -> list[str]:
     def job(world):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(kind) as caught:
             make_run_folder(config, world)
         return str(caught.value)
 
@@ -59,6 +60,21 @@ def test_an_earlier_run_is_left_alone_and_every_rank_says_so(tmp_path):
         f"run folder exists and is not empty [{tmp_path}/a]; choose another --run-dir, or add --overwrite"
     }
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_job_that_has_the_folder_is_named_also_before_its_first_checkpoint(overwrite, tmp_path):
+    config = TrainConfig(model="mlp", run_dir=str(tmp_path / "a"), overwrite=overwrite)
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    lock = WriterLock(tmp_path / "a" / "checkpoints")  # which is the first thing that a job makes there
+    try:
+        (tmp_path / "a" / "config.toml").write_text("")
+        said = error_on(3, config, DataError)
+    finally:
+        lock.release()
+    assert len({*said}) == 1
+    assert f"expected no other job that saves here, got process {os.getpid()} of " in said[0]
+    assert (tmp_path / "a" / "config.toml").exists()
 
 
 def test_overwrite_replaces_the_run_and_nothing_else(tmp_path):
