@@ -37,7 +37,7 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str], remed
         MismatchError: on every rank alike; it names the ranks and the first difference.
     """
     digest = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
-    digests = comm.allgather_json(digest)
+    digests = _exchanged(comm, f"require_same of {operation}", digest)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not odd:
         return
@@ -83,14 +83,15 @@ def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
     """``fn()`` of this rank; every rank must call.
 
     Where it raised an `HpcdpError` on some rank, every rank raises the error of the lowest such rank, which is named
-    unless all ranks failed. Other exceptions pass, and so end the job.
+    unless all ranks failed. Other exceptions pass, and so end the job. A rank that does something else together with
+    others meanwhile is a `MismatchError` on all.
     """
     return told_to_all(comm, Outcome.of(fn))
 
 
 def told_to_all(comm: Communicator, outcome: Outcome[T]) -> T:
     """`on_every_rank` for what has been called already."""
-    _raise_first(comm.allgather_json(_described(outcome.error)), outcome.error)
+    _raise_first(_exchanged(comm, "on_every_rank", _described(outcome.error)), outcome.error)
     return outcome.value  # type: ignore[return-value]
 
 
@@ -100,9 +101,24 @@ def on_rank_0(comm: Communicator, fn: Callable[[], T]) -> T:
     The result goes to the other ranks as JSON.
     """
     own = Outcome.of(fn) if comm.rank == 0 else Outcome()
-    report, value = comm.allgather_json((_described(own.error), own.value))[0]
+    call = f"on_rank_0 of {getattr(fn, '__qualname__', type(fn).__name__).partition('.<locals>')[0]}"
+    report, value = _exchanged(comm, call, (_described(own.error), own.value))[0]
     _raise_first([report], own.error)
     return value  # type: ignore[no-any-return]
+
+
+def _exchanged(comm: Communicator, call: str, value: Any) -> list[Any]:
+    """Every rank's ``value``, where all ranks make the same ``call``; else `MismatchError`, on all that are here."""
+    everyone = comm.allgather_json({"call": call, "value": value})
+    calls = [each.get("call") if isinstance(each, dict) else None for each in everyone]
+    odd = next((rank for rank, each in enumerate(calls) if each != calls[0]), None)
+    if odd is not None:
+        raise MismatchError(
+            "what ranks do together", expected=f"{calls[0] or 'another call'} as on rank 0",
+            got=f"{calls[odd] or 'another call'} on rank {odd}",
+            remedy="call what every rank must call on all ranks, in the same order",
+        )  # fmt: skip
+    return [each["value"] for each in everyone]
 
 
 def _described(error: HpcdpError | None) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
 import pytest
 
+from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
-from hpcdp.comm.agreement import on_every_rank, on_rank_0
-from hpcdp.errors import ConfigError, DataError
+from hpcdp.comm.agreement import on_every_rank, on_rank_0, require_same
+from hpcdp.errors import ConfigError, DataError, MismatchError
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -60,6 +61,44 @@ def test_an_error_of_rank_0_reaches_ranks_that_did_not_call():
         return str(caught.value)
 
     assert threads.run(3, job) == ["run folder exists [runs/a]"] * 3
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda comm: on_rank_0(comm, len),
+        lambda comm: require_same(comm, "save", ["a"]),
+        lambda comm: comm.allgather_json("of nobody"),
+    ],
+)
+def test_ranks_that_do_other_things_together_are_told(other, n):
+    def job(world):
+        if world.rank == n - 1:
+            try:
+                return str(other(world.comm))
+            except MismatchError as error:
+                return str(error)
+        with pytest.raises(MismatchError) as caught:
+            on_every_rank(world.comm, lambda: world.rank)
+        return str(caught.value)
+
+    told = threads.run(n, job)
+    assert len({*told[:-1]}) == 1
+    assert "expected on_every_rank as on rank 0, got " in told[0] and f"on rank {n - 1}" in told[0]
+
+
+def test_a_call_of_one_rank_alone_is_told_by_the_next_of_all(tmp_path):
+    def job(world):
+        with Manager(tmp_path, world) as manager:
+            with pytest.raises(MismatchError) as caught:
+                if world.rank == 1:
+                    manager.latest()
+                manager.save(1, {})
+            return str(caught.value)
+
+    (told,) = {*threads.run(3, job)}
+    assert "expected on_every_rank as on rank 0, got on_rank_0 of Manager.steps on rank 1" in told
 
 
 def test_another_exception_is_no_agreement():
