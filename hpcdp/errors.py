@@ -50,7 +50,7 @@ class HpcdpError(Exception):
             text += ": " + ", ".join(facts)
         if self.remedy is not None:
             text += f"; {self.remedy}"
-        return " ".join(text.split())
+        return printable(" ".join(text.split()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__.copy())
@@ -99,6 +99,11 @@ class StaleGradientError(HpcdpError):
 
 class WorldAborted(HpcdpError):
     """Another rank failed; this one was waiting for it."""
+
+
+def printable(text: str) -> str:
+    """A text on one line, which does nothing to a terminal: what is no character that one sees is written out."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -18,6 +18,11 @@ def test_parts_that_are_missing_leave_no_trace(parts, text):
     assert str(HpcdpError("op", **parts)) == text
 
 
+def test_what_others_have_said_does_nothing_to_a_terminal():
+    error = ConfigError("push", where="key '\x07'", got="ValueError: \x1b[31mred\u202e\n  and on, Zürich")
+    assert str(error) == r"push [key '\x07']: got ValueError: \x1b[31mred\u202e and on, Zürich"
+
+
 def test_an_error_survives_a_copy_with_its_kind():
     error = pickle.loads(pickle.dumps(ConfigError("op", where="w", got=1)))
     assert type(error) is ConfigError

@@ -46,6 +46,11 @@ def name_of(rank: int, workers: int) -> str:
     return f"rank {rank} of {workers}" if rank < workers else f"server {rank - workers} (rank {rank})"
 
 
+def short_name_of(rank: int, workers: int) -> str:
+    """As `name_of`, of a worker without how many there are."""
+    return f"rank {rank}" if rank < workers else name_of(rank, workers)
+
+
 def tell_servers(whole: World) -> None:
     """Say that this worker has ended (`ENDED`): the servers end when all workers have."""
     for server in range(whole.size - whole.num_servers, whole.size):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarks.options import Parser, at_least
-from ..errors import ConfigError, DataError, HpcdpError
+from ..errors import ConfigError, DataError, HpcdpError, printable
 from ..train.config import check_name
 
 if TYPE_CHECKING:
@@ -132,10 +132,8 @@ def _say(*lines: str) -> None:
     Raises:
         HpcdpError: nothing can be written there; nothing more is then.
     """
-    from . import texts
-
     try:
-        print("\n".join(map(texts.plain, lines)), flush=True)
+        print("\n".join(map(printable, lines)), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..errors import printable
+
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -44,7 +46,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
     Args:
         right: which columns end at the right.
     """
-    lines = [list(head), *([plain(cell) for cell in row] for row in rows)]
+    lines = [list(head), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in lines) for column in range(len(head))]
     room = columns() - sum(widths[1:]) - 2 * (len(widths) - 1)
     widths[0] = min(widths[0], max(room, 8))
@@ -60,8 +62,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
 
 def fact(name: str, text: str, width: int = 13) -> Iterator[str]:
     """Lines of a name and what there is to say of it."""
-    yield from textwrap.wrap(plain(text), columns(), initial_indent=f"{name:<{width}}", subsequent_indent=" " * width,
-                             break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    yield from textwrap.wrap(
+        printable(text), columns(), initial_indent=f"{name:<{width}}", subsequent_indent=" " * width,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def numbers(values: Mapping[str, float]) -> str:
@@ -78,16 +82,11 @@ def shape(sizes: Sequence[int], width: int | None = None) -> str:
     return text[: text.rindex(",", 0, width - len(end) + 1)] + end
 
 
-def plain(text: str) -> str:
-    """A text on one line, which does nothing to a terminal: what is no character that one sees is written out."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
 def tree(value: Any, indent: int) -> Iterator[str]:
     """Lines of nested dicts and lists, indented; what fits is on one line."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, each in pairs:
-        start = f"{' ' * indent}{plain(str(key))}  "
+        start = f"{' ' * indent}{printable(str(key))}  "
         if isinstance(each, Mapping | list | tuple) and each:
             inline = repr(each)
             if not _holds_dicts(each) and len(start) + len(inline) <= columns():

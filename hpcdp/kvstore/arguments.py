@@ -25,6 +25,8 @@ def listed_keys(operation: str, key: object) -> list[Key]:
     for each in keys:
         if not isinstance(each, int | str) or isinstance(each, bool):
             raise ConfigError(operation, where="key", expected="an int, a str or a list of them", got=repr(each))
+    if not keys or "" in keys:
+        raise ConfigError(operation, where="key", expected="a key or more, none of them empty", got=repr(key))
     return keys
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from .. import errors
 from ..collectives.progress import wait_for
 from ..comm import Communicator, Request, World
-from ..comm.roles import ENDED
+from ..comm.roles import ENDED, short_name_of
 from ..errors import HpcdpError
 from ..gradients.lane import Lane
 from .updaters import described
@@ -61,6 +61,7 @@ class Asked:
 
     def __init__(self, server: Server, number: int, dest: int, say_held: Callable[[Message], None] | None) -> None:
         self._server, self._number, self.dest = server, number, dest
+        self._where = server.called(dest)
         self._say_held = say_held
         self._answer: Message | None = None
 
@@ -70,7 +71,7 @@ class Asked:
             answer = self._server.answer_to(self._number)
             if answer is None and self.dest in self._server.comm.lost:
                 raise HpcdpError(
-                    "key-value store", where=f"on rank {self.dest}", expected="an answer", got="none: it has died",
+                    "key-value store", where=f"on {self._where}", expected="an answer", got="none: it has died",
                     remedy="start again from the last checkpoint",
                 )  # fmt: skip
             if answer is None or answer.kind is not Kind.HELD:
@@ -96,7 +97,7 @@ class Asked:
         """
         assert self._answer is not None
         if self._answer.kind is Kind.FAILED:
-            raise _as_it_was(self._answer.text(), f"on rank {self.dest}")
+            raise _as_it_was(self._answer.text(), f"on {self._where}")
         return self._answer
 
 
@@ -146,6 +147,7 @@ class Server:
         # Behind servers of their own there is nobody else; they may never hear of a store, and wait for nothing.
         self.comm = group.comm if has_servers else group.comm.duplicate()
         self._ending = None if has_servers else group.comm.duplicate()  # what fails on it spoils no other messages
+        self._workers = group.size - group.num_servers
         self.stores: dict[int, Answers] = {}
         self.commands: deque[dict[str, Any]] = deque()
         """What the first worker has told this server to do together with all others."""
@@ -171,6 +173,10 @@ class Server:
     def of(cls, group: World, has_servers: bool) -> Server:
         """That of ``group``; all its ranks must call."""
         return group.kept.get(cls) or group.keep(cls, lambda: cls(group, has_servers))
+
+    def called(self, rank: int) -> str:
+        """What errors call a worker or a server."""
+        return short_name_of(rank, self._workers)
 
     def ask(self, dest: int, message: Message, say_held: Callable[[Message], None] | None = None) -> Asked:
         """Send a request to another rank; ``say_held`` is given what that says while it holds a push back."""
@@ -311,7 +317,8 @@ class Server:
     def _complain(self, source: int, error: HpcdpError) -> None:
         if not self._complained:
             self._complained = True
-            print(f"rank {self.comm.rank}: from rank {source}: {error}", file=sys.stderr, flush=True)
+            own = self.called(self.comm.rank)
+            print(f"{own}: from {self.called(source)}: {error}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Go on answering until all workers have ended, those whose keys lie elsewhere, too; every worker must call."""

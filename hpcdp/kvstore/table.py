@@ -24,7 +24,7 @@ from ..optim import Schedule, from_config
 from .arguments import Key
 from .cell import AWAY, Cell
 from .placement import Part, Placement
-from .updaters import ByFunction, ByOptimizer, Rate, Updater
+from .updaters import ByFunction, ByOptimizer, Rate, Updater, summary
 from .wire import NO_STATE, VALUE, Message
 
 MOST_STEPS = 1 << 53
@@ -284,9 +284,10 @@ def updater_of(described: dict[str, Any]) -> Updater:
         found: Any = importlib.import_module(module)
         for each in name.split("."):
             found = getattr(found, each)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # a script that runs when it is imported may raise anything
+        said = str(error) if isinstance(error, ImportError | AttributeError) else summary(error)
         raise ConfigError(
-            "set_updater", expected="a function that servers can import", got=f"{module}.{name}: {error}",
+            "set_updater", expected="a function that servers can import", got=f"{module}.{name}: {said}",
             remedy="put it into a module beside your script, not into the script itself",
         ) from None  # fmt: skip
     return ByFunction(found)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..comm import World
 from ..comm.agreement import on_every_rank
+from ..comm.roles import short_name_of
 from ..compression import Compression
 from ..errors import ConfigError
 from .arguments import Key
@@ -46,7 +47,13 @@ def set_updater(table: Table, find: Callable[[], Updater]) -> None:
         ConfigError: some process cannot find it; on all of them.
     """
     comm = table.group.comm
-    updater = on_every_rank(comm, find)
+    try:
+        updater = on_every_rank(comm, find)
+    except ConfigError as error:
+        if error.rank is not None:  # among workers and servers
+            workers = table.group.size - table.group.num_servers
+            error.operation, error.rank = f"{short_name_of(error.rank, workers)}: {error.operation}", None
+        raise
     table.set_updater(updater)
     comm.barrier()
 

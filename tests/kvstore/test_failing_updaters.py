@@ -8,6 +8,7 @@ import pytest
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
+from hpcdp.kvstore.together import serve
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]
 
@@ -87,6 +88,60 @@ def test_an_updater_that_would_end_the_program_fails_like_others(per_node, updat
         return store.pull("w").wait().tolist()
 
     assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
+
+
+def shouts(key, received, stored):
+    sys.exit("\x1b[31mred")
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_an_error_of_a_server_says_that_it_is_one(num_servers):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        store.set_updater(shouts)
+        store.push("w", np.ones(4))
+        with pytest.raises(HpcdpError) as failure:
+            store.pull("w").wait()
+        said = str(failure.value)
+        assert r"SystemExit: \x1b[31mred; in the updater, of key 'w' [on server 0 (rank 3)]" in said
+
+    threads.run(3, one, 1, num_servers, serve)
+
+
+@pytest.mark.parametrize("body", [None, "raise ZeroDivisionError('by nothing')", "import sys; sys.exit(1)"])
+def test_an_updater_that_servers_cannot_import_is_an_error_of_all(body, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    if body is not None:
+        (tmp_path / "script_of_its_own.py").write_text(body)
+
+    def added(key, received, stored):
+        stored += received
+
+    added.__module__, added.__qualname__ = "script_of_its_own", "added"
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        with pytest.raises(ConfigError) as failure:
+            store.set_updater(added)
+        return str(failure.value)
+
+    (said,) = {*threads.run(2, one, 1, 1, serve)}
+    assert said.startswith("server 0 (rank 2): set_updater: expected a function that servers can import, got script_of")
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_no_key_and_an_empty_one_are_refused(kind):
+    def one(store, first):
+        for call, got in (
+            (lambda: store.push([], []), "[]"), (lambda: store.pull([]), "[]"), (lambda: store.init([], []), "[]"),
+            (lambda: store.init("", np.zeros(1)), "''"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError) as failure:
+                call()
+            assert f"[key]: expected a key or more, none of them empty, got {got}" in str(failure.value)
+
+    with_store(kind, None, one)
 
 
 @pytest.mark.parametrize(("kind", "per_node"), KINDS)
