@@ -84,6 +84,8 @@ class Summary:
 def run(command: list[str], report: Path, limit_s: float, **environ: str) -> int:
     """Runs one pytest, or an mpirun of several, in a process group of its own; 124 if it is killed at the limit."""
     environ = {**os.environ, "HPCDP_TEST_REPORT": str(report), **environ}
+    # A run starts hundreds of processes, and without kept bytecode each compiles all of hpcdp from its sources.
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
     try:
         return process.wait(limit_s)
