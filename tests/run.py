@@ -2,8 +2,8 @@
 
     python tests/run.py [--workers N] [--ranks 1,2,3,4] [--limit-s SECONDS] [PYTEST ARGUMENTS ...]
 
-Tests of one process are shared out to as many workers as there are cores, up to four; those marked ``alone`` follow
-with nothing beside them. One worker runs all in one go.
+Tests of one process are shared out to one worker more than there are cores, up to four, since many wait for jobs that
+they have started; those marked ``alone`` follow with nothing beside them. One worker runs all in one go.
 
 The last line is always ``N passed, N failed, N skipped``. A test that runs in several worlds counts once for each of
 them; it counts as skipped if no run ran it.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
-WORKERS = min(4, len(os.sched_getaffinity(0)))
+WORKERS = min(4, 1 + len(os.sched_getaffinity(0)))
 
 
 class Summary:
@@ -134,9 +134,9 @@ def main() -> int:
         for number, (title, command) in enumerate(runs.items()):
             print(f"\n== {title}", flush=True)
             started = time.monotonic()
-            # BLAS threads that wait for each other crawl where other workers' tests have their cores.
-            threads = {"OMP_NUM_THREADS": "1"} if title.endswith("workers") else {}
-            status = run(command, Path(folder, str(number)), options.limit_s, **threads)
+            # BLAS threads and MPI ranks that wait for each other keep the cores from other workers' tests.
+            shared = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"} if title.endswith("workers") else {}
+            status = run(command, Path(folder, str(number)), options.limit_s, **shared)
             summary.add(title, sorted(Path(folder).glob(f"{number}.*")), status)
             print(f"== {title}: {time.monotonic() - started:.0f} s", flush=True)
             if status == 130:
