@@ -134,9 +134,9 @@ def main() -> int:
         for number, (title, command) in enumerate(runs.items()):
             print(f"\n== {title}", flush=True)
             started = time.monotonic()
-            # BLAS threads and MPI ranks that wait for each other keep the cores from other workers' tests.
-            shared = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"} if title.endswith("workers") else {}
-            status = run(command, Path(folder, str(number)), options.limit_s, **shared)
+            # BLAS threads that wait for each other crawl where other workers' tests have their cores.
+            threads = {"OMP_NUM_THREADS": "1"} if title.endswith("workers") else {}
+            status = run(command, Path(folder, str(number)), options.limit_s, **threads)
             summary.add(title, sorted(Path(folder).glob(f"{number}.*")), status)
             print(f"== {title}: {time.monotonic() - started:.0f} s", flush=True)
             if status == 130:
