@@ -2,8 +2,8 @@
 
     python tests/run.py [--workers N] [--ranks 1,2,3,4] [--limit-s SECONDS] [PYTEST ARGUMENTS ...]
 
-Tests of one process are shared out to as many workers as there are cores, up to four; those marked ``alone`` follow
-with nothing beside them. One worker runs all in one go.
+Tests of one process are shared out to one worker more than there are cores, up to four, since many wait for jobs that
+they have started; those marked ``alone`` follow with nothing beside them. One worker runs all in one go.
 
 The last line is always ``N passed, N failed, N skipped``. A test that runs in several worlds counts once for each of
 them; it counts as skipped if no run ran it.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
-WORKERS = min(4, len(os.sched_getaffinity(0)))
+WORKERS = min(4, 1 + len(os.sched_getaffinity(0)))
 
 
 class Summary:
@@ -84,6 +84,8 @@ class Summary:
 def run(command: list[str], report: Path, limit_s: float, **environ: str) -> int:
     """Runs one pytest, or an mpirun of several, in a process group of its own; 124 if it is killed at the limit."""
     environ = {**os.environ, "HPCDP_TEST_REPORT": str(report), **environ}
+    # A run starts hundreds of processes, and without kept bytecode each compiles all of hpcdp from its sources.
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
     process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
     try:
         return process.wait(limit_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Set
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,6 +22,9 @@ MAX_ELEMENTS = 2**30
 
 _TESTS_A_LOOK = 1 << 14
 """After so many tests in vain, some 10 ms of spinning or 2 s of naps, a receive looks for what else has come."""
+
+_SPIN_S, _NAP_S = 1e-3, 2e-3
+"""Of ranks that agree on something: how long one spins for the others, and the longest of the naps that follow."""
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 _DEATHS = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING
@@ -255,7 +259,7 @@ class MpiCommunicator:
     def allgather_json(self, value: Any) -> list[Any]:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = np.empty(self.size, np.int64)
-        self.mpi.Allgather(np.array([text.size], np.int64), lengths)
+        _doze(self.mpi.Iallgather(np.array([text.size], np.int64), lengths))
         gathered = np.empty(int(lengths.sum()), np.uint8)
         self.mpi.Allgatherv(text, [gathered, lengths])
         ends = np.cumsum(lengths)
@@ -263,6 +267,15 @@ class MpiCommunicator:
 
     def abort(self, code: int) -> None:
         end_job(MPI.COMM_WORLD, code)  # of a part of the job, a library may end that part alone
+
+
+def _doze(request: MPI.Request) -> None:
+    """Wait for ranks that may be seconds behind, and leave them the core: a spinning rank slows those it waits for."""
+    began = time.perf_counter()
+    while not request.Test():
+        waited = time.perf_counter() - began
+        if waited > _SPIN_S:
+            time.sleep(min(waited / 16, _NAP_S))
 
 
 def _known(x: np.ndarray) -> np.ndarray:

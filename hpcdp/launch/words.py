@@ -17,14 +17,15 @@ from typing import NamedTuple
 from .quiet import Quiet
 from .watch import BEREFT, Watch
 
-_LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)", re.DOTALL)
+# What is looked for ends behind a name or a number: half of it may come before the other half.
+_LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)\s", re.DOTALL)
 _TASK = re.compile(rb"srun: error: \S+: tasks? [0-9,\[\]-]+: (?:Exited with exit code ([0-9]+)|(.+?))(?: \(.*\))?\n")
 _NAMED = (
     re.compile(
         rb"process rank (?P<rank>[0-9]+) with PID (?P<pid>[0-9]+) on node \S+\s+exited\s+on\s+"
-        rb"signal (?P<signal>[0-9]+)"
+        rb"signal (?P<signal>[0-9]+)\D"
     ),
-    re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]+)\]\n +Exit code: +(?P<code>[0-9]+)"),
+    re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]+)\]\n +Exit code: +(?P<code>[0-9]+)\s"),
     re.compile(rb"= +PID (?P<pid>[0-9]+) RUNNING AT "),
 )
 _ABORTED = re.compile(rb"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+calling\s+\"abort\"")

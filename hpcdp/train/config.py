@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import tomllib
 import types
@@ -253,8 +254,13 @@ def names() -> list[str]:
 
 def kind_of(name: str) -> type:
     """The type of a setting that is not None: int, float, str or bool; of one that may be a word the other."""
-    hint = typing.get_type_hints(TrainConfig)[name]
+    hint = _hints()[name]
     return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+
+
+@functools.cache  # each evaluation is of all settings, and every `TrainConfig` asks for each of them
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(TrainConfig)
 
 
 def parse(name: str, text: str | bool) -> Any:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,16 @@ def test_ranks_of_one_machine_share_a_node(world):
     assert world.num_rails == world.size
     assert world.node_memory.size == world.size
     assert world.comm.allgather_json(world.rank) == list(range(world.size))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_wait_for_a_late_one_to_agree_leave_it_the_core(world):
+    world.barrier()
+    if world.rank == 0:
+        time.sleep(0.5)
+    before_s = time.thread_time()
+    assert world.comm.allgather_json(world.rank) == list(range(world.size))
+    assert time.thread_time() - before_s < 0.1
 
 
 @pytest.mark.mpi

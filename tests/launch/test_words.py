@@ -1,4 +1,4 @@
-"""What Open MPI's mpirun says of a host that it has lost is heard, and copied on."""
+"""What Open MPI's mpirun says of a host that it has lost, or a rank that has failed, is heard, and copied on."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from hpcdp.launch.watch import Watch
-from hpcdp.launch.words import Words
+from hpcdp.launch.words import Named, Words
 
 SAID = """\
 --------------------------------------------------------------------------
@@ -34,3 +34,26 @@ def test_a_lost_host_is_heard(hosts: tuple[str, ...], capfd: pytest.CaptureFixtu
             watch.wait(0.2)
         assert words.lost() == [f"mpirun has lost {host}" for host in hosts]
     assert capfd.readouterr().err == text
+
+
+@pytest.mark.parametrize(
+    ("text", "torn", "lost", "named"),
+    [
+        (SAID.format(1, "node2"), "node2", ["mpirun has lost node2"], None),
+        ("process rank 1 with PID 70 on node a exited on signal 11 (Segmentation fault).\n", "11", [],
+         Named(1, 70, 11)),
+        ("  Process name: [prterun-a-5@1,2]\n  Exit code:    70\n", "70", [], Named(2, None, 70 << 8)),
+    ],
+)  # fmt: skip
+def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: list[str], named: Named | None) -> None:
+    words = Words()
+    writing = os.dup(words.end)
+    at = text.rindex(torn) + 1
+    with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
+        words.attach(watch)
+        for piece in (text[:at], text[at:]):
+            os.write(writing, piece.encode())
+            watch.wait(10.0)
+        os.close(writing)
+        assert words.lost() == lost
+    assert words.named == named
