@@ -3,17 +3,24 @@
 from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
 from .module import Module, Parameter, Sequential
+from .recurrent import LSTM
 from .regularisation import BatchNorm, Dropout
+from .tokens import GELU, CausalSelfAttention, Embedding, LayerNorm
 from .virtual_shard import VirtualShard, entered_shard
 
 __all__ = [
+    "GELU",
+    "LSTM",
     "AvgPool2D",
     "BatchNorm",
+    "CausalSelfAttention",
     "Conv2D",
     "Dense",
     "Dropout",
+    "Embedding",
     "Flatten",
     "GlobalAvgPool2D",
+    "LayerNorm",
     "MaxPool2D",
     "Module",
     "Parameter",
