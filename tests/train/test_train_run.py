@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -285,3 +286,11 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
     )
     assert "communication  0.50 s exposed a rank; 15.6% of the time\nstore          dist_sync\n" in on_a_store
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_run_on_text_tells_its_perplexity(tmp_path):
+    done = train(tmp_path, "char_lstm", "--ranks", "2", "--epochs", "1", "--batch-size", "64", "--lr", "0.01")
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = read_metrics(tmp_path / "runs" / "char_lstm-shakespeare-001" / "metrics.jsonl")[-1]
+    assert f"perplexity     {math.exp(last['test_loss']):.2f} a token" in done.stdout
+    assert math.exp(last["test_loss"]) < 20  # of 62 characters
