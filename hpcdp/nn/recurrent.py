@@ -11,6 +11,7 @@ from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
+from . import deferred
 from .functional import alike, contiguous, kernels_for
 from .init import Initialiser, Xavier
 from .module import Module, Parameter
@@ -89,18 +90,25 @@ class LSTM(Module):
     (Jozefowicz, Zaremba and Sutskever 2015, section 2.2), the others at 0.
 
     Args:
+        in_features: None: that of the first input.
         weight_init: called for the weights of each gate; None is `init.Xavier()`.
     """
 
-    def __init__(self, in_features: int, size: int, weight_init: Initialiser | None = None) -> None:
-        if min(in_features, size) < 1:
+    def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
+        if min(1 if in_features is None else in_features, size) < 1:
             raise ConfigError("LSTM", expected="in_features and size from 1 on", got=f"{in_features} and {size}")
         initial = weight_init or Xavier()
-        self.weight = Parameter(np.concatenate([initial((in_features, size)) for _ in range(4)], axis=1))
-        self.recurrent_weight = Parameter(np.concatenate([initial((size, size)) for _ in range(4)], axis=1))
+
+        def gates(shape: tuple[int, ...]) -> np.ndarray:
+            return np.concatenate([initial((shape[0], size)) for _ in range(4)], axis=1)
+
+        self.weight = deferred.parameter((in_features, 4 * size), gates)
+        self.recurrent_weight = Parameter(gates((size, 4 * size)))
         self.bias = Parameter(np.repeat(np.array([0, 1, 0, 0], np.float32), size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            deferred.settle(self.weight, x.shape[2])
         features = self.weight.shape[0]
         if x.ndim != 3 or x.shape[2] != features:
             raise UnsupportedError(
@@ -109,4 +117,4 @@ class LSTM(Module):
         return lstm(x, self.weight, self.recurrent_weight, self.bias)
 
     def describe(self) -> str:
-        return f"{self.weight.shape[0]}, {self.recurrent_weight.shape[0]}"
+        return f"{deferred.shape_of(self.weight)[0]}, {self.recurrent_weight.shape[0]}"

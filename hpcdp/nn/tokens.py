@@ -10,6 +10,7 @@ from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
+from . import deferred
 from .functional import alike, contiguous, kernels_for
 from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
@@ -170,17 +171,23 @@ class Embedding(Module):
 
 
 class LayerNorm(Module):
-    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); scale starts at 1, shift at 0."""
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); scale starts at 1, shift at 0.
 
-    def __init__(self, features: int, eps: float = 1e-5) -> None:
-        self.gamma, self.beta = Parameter(Ones()((features,))), Parameter(Zeros()((features,)))
+    Args:
+        features: None: those of the first input.
+    """
+
+    def __init__(self, features: int | None, eps: float = 1e-5) -> None:
+        self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        for each in (self.gamma, self.beta):
+            deferred.settle(each, x.shape[-1])
         return layer_norm(x, self.gamma, self.beta, self.eps)
 
     def describe(self) -> str:
-        return f"{self.gamma.shape[0]}, eps={self.eps}"
+        return f"{deferred.shape_of(self.gamma)[0]}, eps={self.eps}"
 
 
 class GELU(Module):
