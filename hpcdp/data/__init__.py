@@ -16,9 +16,9 @@ from .samplers import (
     RandomSampler,
     SequentialSampler,
     ShardedSampler,
-    SharedSampler,
     VirtualShardSampler,
 )
+from .shared_sampler import SharedSampler
 from .split import split_and_load, split_batch
 from .text import TextDataset
 

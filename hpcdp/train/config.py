@@ -64,12 +64,7 @@ class TrainConfig:
     optimizer: str = _setting(
         None, "update rule (default: sgd, of sequences adamw)", choices=("sgd", "adam", "adamw", "lars")
     )
-    lr: float | None = _setting(
-        None,
-        f"learning rate at the global batch (default: {RATES})",
-        least=0.0,
-        above=True,
-    )
+    lr: float | None = _setting(None, f"learning rate at the global batch (default: {RATES})", least=0.0, above=True)
     lr_batch_size: int | None = _setting(
         None, "the global batch that lr is for, with another one it grows in proportion (default: lr stays)", least=1
     )
@@ -89,6 +84,9 @@ class TrainConfig:
         None,
         "train on a key-value store (default: in buckets, without)",
         choices=("local", "device", "dist", "dist_sync", "dist_device_sync", "dist_async"),
+    )
+    work_load: str | None = _setting(
+        None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"
     )
     staleness: int | None = _setting(
         None, "pushes by which a rank may lead the slowest one, with kv_store=dist_async (default: any)", least=0
@@ -148,6 +146,10 @@ class TrainConfig:
             raise ConfigError("setting overwrite", expected="false with resume", got="true")
         if self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume):
             raise ConfigError("setting run_dir", expected=f"none with resume={self.resume}", got=self.run_dir)
+        if self.work_load is not None:
+            from .work_load import check_work_load  # not before, as above
+
+            check_work_load(self)
         self._check_reproducible()
         self._check_kv_store()
         if self.ranks is not None and self.batch_size < self.ranks:

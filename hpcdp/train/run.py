@@ -45,6 +45,7 @@ from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
 from .trainer import Trainer
 from .usual import SEQUENCE_MODELS
+from .work_load import MEASURED, AdaptWorkLoad, parse_work_load
 
 
 def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]:
@@ -91,9 +92,11 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
             folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
+            if config.work_load == MEASURED and isinstance(loader.sampler, data.ShardedSampler):
+                callbacks.append(AdaptWorkLoad(loader.sampler))
             if folder is not None:
                 stack.enter_context(folder)
-                callbacks = [ShowProgress(), KeepMetrics(folder)]
+                callbacks += [ShowProgress(), KeepMetrics(folder)]
                 if config.resume is not None:
                     print(f"going on in {config.run_dir}", flush=True)
             records = fit(
@@ -201,7 +204,8 @@ def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, toge
         prefetch = 1
         sampler = data.SharedSampler(count, config.batch_size // world.size, SharedCount(world), seed=config.seed)
     elif config.virtual_shards is None:
-        sampler = data.ShardedSampler(count, config.batch_size, **part)
+        shares = parse_work_load(config.work_load, world.size)
+        sampler = data.ShardedSampler(count, config.batch_size, **part, weights=shares)
     else:
         sampler = data.VirtualShardSampler(count, config.batch_size, config.virtual_shards, **part)
     if config.shift == 0:
