@@ -11,6 +11,8 @@ import numba
 from .hyperbolic import tanh
 
 _FLOATS = (numba.float32, numba.float64)
+_BLOCK = 128
+"""Rows that are read across at a time: as many as the innermost cache holds of batches of 64."""
 
 
 @numba.njit(
@@ -24,16 +26,22 @@ def lstm_step(gates, recurrent, t, cells, out, hidden):  # type: ignore[no-untyp
     """See `reference_sequences.lstm_step`."""
     size = hidden.shape[1]
     half = gates.dtype.type(0.5)
+    for first in range(0, 4 * size, _BLOCK):
+        last = min(first + _BLOCK, 4 * size)
+        part = recurrent[first:last]
+        for b in range(gates.shape[0]):
+            row = gates[b, t, first:last]
+            for j in range(row.size):
+                row[j] += part[j, b]
     for b in range(gates.shape[0]):
         for number in range(4):
-            first, last = number * size, (number + 1) * size
-            gate, own = gates[b, t, first:last], recurrent[b, first:last]
+            gate = gates[b, t, number * size : (number + 1) * size]
             if number == 2:
                 for j in range(size):
-                    gate[j] = tanh(gate[j] + own[j])
+                    gate[j] = tanh(gate[j])
             else:
                 for j in range(size):
-                    gate[j] = half * tanh(half * (gate[j] + own[j])) + half
+                    gate[j] = half * tanh(half * gate[j]) + half
         for j in range(size):
             cells[b, t + 1, j] = gates[b, t, j] * gates[b, t, 2 * size + j] + gates[b, t, size + j] * cells[b, t, j]
         for j in range(size):

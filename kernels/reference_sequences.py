@@ -18,14 +18,14 @@ def lstm_step(gates: Array, recurrent: Array, t: int, cells: Array, out: Array, 
     Args:
         gates: ``(batch, time, 4 size)``, the input's part of the gates: input, forget, candidate, output. Step ``t`` of
             it is replaced by the values of the gates.
-        recurrent: ``(batch, 4 size)``, the part of the hidden values of the step before.
+        recurrent: ``(4 size, batch)``, the part of the hidden values of the step before.
         cells: ``(batch, time + 1, size)``; ``t`` is read and ``t + 1`` written.
         out: ``(batch, time, size)``; ``t`` is written.
         hidden: ``(batch, size)``, the same values; written.
     """
     xp = array_namespace(gates, recurrent)
     size = hidden.shape[1]
-    total = gates[:, t] + recurrent
+    total = gates[:, t] + recurrent.T
     i, f, o = (0.5 * xp.tanh(0.5 * total[:, k * size : (k + 1) * size]) + 0.5 for k in (0, 1, 3))
     g = xp.tanh(total[:, 2 * size : 3 * size])
     cells[:, t + 1] = i * g + f * cells[:, t]

@@ -48,11 +48,12 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     xp.matmul(rows, w, out=flat)
     kernels_for("epilogue", a).add_bias(flat, b, False)
     cells, out = empty((batch, time + 1, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
-    hidden, recurrent = xp.empty((batch, size), dtype=a.dtype), xp.zeros((batch, 4 * size), dtype=a.dtype)
+    hidden, recurrent = xp.empty((batch, size), dtype=a.dtype), xp.zeros((4 * size, batch), dtype=a.dtype)
+    turned = xp.ascontiguousarray(u.T)  # which both products of a step take a quarter to a third less time with
     cells[:, 0] = 0
     for t in range(time):
         if t:
-            xp.matmul(hidden, u, out=recurrent)
+            xp.matmul(turned, hidden.T, out=recurrent)
         compute.lstm_step(gates, recurrent, t, cells, out, hidden)
 
     def pullback(
@@ -61,11 +62,10 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         g = contiguous(gy)
         dgates, now = empty(gates.shape, a.dtype, xp), xp.empty((batch, 4 * size), dtype=a.dtype)
         dhidden, dcell = (xp.zeros((batch, size), dtype=a.dtype) for _ in range(2))
-        back = xp.ascontiguousarray(u.T)  # the product with a transposed view takes a third longer
         for t in range(time - 1, -1, -1):
             compute.lstm_step_gradients(g, dhidden, dcell, t, gates, cells, dgates, now)
             if t:
-                xp.matmul(now, back, out=dhidden)
+                xp.matmul(now, turned, out=dhidden)
         each = dgates.reshape(batch * time, 4 * size)
         if dbias is not None:
             dbias.add(xp.sum(each, axis=0, out=dbias.empty()))

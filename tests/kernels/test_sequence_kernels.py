@@ -33,7 +33,7 @@ def test_steps_of_an_lstm(draw, batch, time, size):
     modules = [reference, kernels.load("lstm")]
     for t in range(time):
         arrays = [
-            normal(batch, time, 4 * size), normal(batch, 4 * size), normal(batch, time + 1, size),
+            normal(batch, time, 4 * size), normal(4 * size, batch), normal(batch, time + 1, size),
             normal(batch, time, size), normal(batch, size),
         ]  # fmt: skip
         assert_alike(lambda n, g, r, c, out, h, t=t: modules[n].lstm_step(g, r, t, c, out, h), arrays, dtype)
@@ -107,7 +107,7 @@ def test_what_is_not_finite_stays_so():
         gates, cells, out = np.zeros((1, 1, 32), np.float32), np.zeros((1, 2, 8), np.float32), np.empty((1, 1, 8), "f4")
         cells[0, 0, 3] = bad
         hidden = np.empty((1, 8), np.float32)
-        module.lstm_step(gates, np.zeros((1, 32), np.float32), 0, cells, out, hidden)
+        module.lstm_step(gates, np.zeros((32, 1), np.float32), 0, cells, out, hidden)
         assert np.isfinite(out).sum() == (7 if np.isnan(bad) else 8)
         assert not np.isfinite(cells[0, 1, 3])
     scores = np.ones((1, 3, 3), np.float32)
