@@ -53,7 +53,9 @@ class TrainConfig:
 
     model: str = _setting("lenet", "network to train: char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar")
     data: str = _setting(
-        None, "data set: cifar10, digits, fashion_mnist, mnist, shakespeare (default: digits, of sequences shakespeare)"
+        None,
+        "data set to train on: cifar10, digits, fashion_mnist, mnist, shakespeare (default: shakespeare for sequences, "
+        "else digits)",
     )
     data_dir: str | None = _setting(
         None,
