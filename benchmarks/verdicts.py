@@ -112,6 +112,7 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
     return [
         *collectives,
         *_lenet(results),
+        *_models(results),
         *_scaling(results),
         *_kernels(results),
         *_stores(results),
@@ -232,6 +233,23 @@ def _lenet(results: dict[str, Any]) -> list[Verdict]:
         what = f"LeNet on one core, batch {batch}, against PyTorch ({np.median(rates):.0f} samples/s here)"
         measured = f"{np.median(ratios):.2f}x" if ratios else None
         found.append(Verdict("S5", what, "at least 1x", measured, bool(ratios) and np.median(ratios) >= 1))
+    return found
+
+
+_MODELS = {"char_lstm": ("character LSTM", 1.0), "resnet18": ("ResNet-18 on 32 x 32 images", 0.8)}
+
+
+def _models(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for model, (name, least) in _MODELS.items():
+        reports = [each for each in results.get("models", []) if each["model"] == model]
+        if reports:
+            ratios = [each["ratio"] for each in reports if each["ratio"] is not None]
+            rate = np.median([each["samples_s"]["hpcdp"] for each in reports])
+            what = f"{name} on one core, batch {reports[0]['batch']}, against PyTorch ({rate:.0f} samples/s here)"
+            measured = f"{np.median(ratios):.2f}x" if ratios else None
+            met = bool(ratios) and bool(np.median(ratios) >= least)
+            found.append(Verdict("S5", what, f"at least {least:g}x", measured, met))
     return found
 
 

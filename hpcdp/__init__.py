@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         comm,
         compression,
         data,
+        devices,
         engine,
         errors,
         gradients,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
     from hpcdp.comm.world import World, init
     from hpcdp.compression import Compression
+    from hpcdp.devices import Device, cpu, gpu
     from hpcdp.errors import HpcdpError
     from hpcdp.train.policy import Policy
     from hpcdp.train.trainer import Trainer
@@ -33,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Compression",
+    "Device",
     "HpcdpError",
     "Monoid",
     "Policy",
@@ -46,9 +49,12 @@ __all__ = [
     "collectives",
     "comm",
     "compression",
+    "cpu",
     "data",
+    "devices",
     "engine",
     "errors",
+    "gpu",
     "gradients",
     "iallreduce",
     "init",
@@ -63,6 +69,7 @@ __all__ = [
 
 _HOMES = {
     "Compression": "hpcdp.compression",
+    "Device": "hpcdp.devices",
     "HpcdpError": "hpcdp.errors",
     "Trainer": "hpcdp.train.trainer",
     "Monoid": "hpcdp.collectives",
@@ -71,6 +78,8 @@ _HOMES = {
     "allgather": "hpcdp.collectives",
     "allreduce": "hpcdp.collectives",
     "broadcast": "hpcdp.collectives",
+    "cpu": "hpcdp.devices",
+    "gpu": "hpcdp.devices",
     "iallreduce": "hpcdp.collectives",
     "init": "hpcdp.comm.world",
     "reduce": "hpcdp.collectives",

@@ -85,6 +85,10 @@ class ArrayMixError(HpcdpError):
     """Arrays of different namespaces or devices met in one operation."""
 
 
+class DeviceError(HpcdpError, RuntimeError):
+    """A device that the machine, or a network, does not have; or parameters that have no values yet."""
+
+
 class UnsupportedError(HpcdpError):
     """An operation is not defined for this dtype, layout or world."""
 

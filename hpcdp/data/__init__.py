@@ -1,4 +1,4 @@
-"""Floor 3: data, data sets, samplers and the loader. Imports: engine, arrays, errors.
+"""Floor 3: data, data sets, samplers and the loader. Imports: engine, devices, arrays, errors.
 
 Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers. The only importer of h5py beside
 checkpoint, when a file is opened.
@@ -16,10 +16,11 @@ from .samplers import (
     RandomSampler,
     SequentialSampler,
     ShardedSampler,
-    SharedSampler,
     VirtualShardSampler,
 )
-from .split import split_batch
+from .shared_sampler import SharedSampler
+from .split import split_and_load, split_batch
+from .text import TextDataset
 
 __all__ = [
     "ArrayDataset",
@@ -32,10 +33,12 @@ __all__ = [
     "SequentialSampler",
     "ShardedSampler",
     "SharedSampler",
+    "TextDataset",
     "VirtualShardSampler",
     "load",
     "read_cifar10",
     "read_csv",
     "read_idx",
+    "split_and_load",
     "split_batch",
 ]

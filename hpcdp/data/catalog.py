@@ -2,7 +2,7 @@
 
 Files lie in ``ROOT/NAME/``, where ROOT is ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``. Licences: digits CC BY 4.0,
 MNIST CC BY-SA 3.0 (LeCun, Cortes and Burges), Fashion-MNIST MIT (Zalando SE, 2017); CIFAR-10 states no licence and
-asks to cite Krizhevsky 2009. Only digits comes with the package.
+asks to cite Krizhevsky 2009; the plays of Shakespeare are in the public domain. Digits and text come with the package.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from .datasets import Dataset, ImageDataset
 from .digits import read_digits
 from .download import check_md5, fetch, folder_lock
 from .idx import read_idx
+from .text import read_shakespeare
 
-NAMES = ("cifar10", "digits", "fashion_mnist", "mnist")
+NAMES = ("cifar10", "digits", "fashion_mnist", "mnist", "shakespeare")
 SPLITS = ("train", "test")
 _NUM_CLASSES = 10
 
@@ -55,23 +56,28 @@ def load(name: str, split: str = "train", root: str | Path | None = None, image_
     share no file system, let one process a node call it first.
 
     Args:
-        name: "digits" (in the package, 8 x 8), "mnist", "fashion_mnist" (28 x 28) or "cifar10" (3 x 32 x 32).
+        name: "digits" (in the package, 8 x 8), "mnist", "fashion_mnist" (28 x 28), "cifar10" (3 x 32 x 32), or
+            "shakespeare" (in the package), a text.
         split: "train" or "test".
         root: the folder of all data sets; None for ``HPCDP_DATA_DIR``, else ``~/.cache/hpcdp/data``.
         image_size: None leaves the size; a larger one enlarges, see `images.resize` (LeNet takes 28).
 
     Returns:
         A data set of images ``(n, channels, height, width)``, float32 in [0, 1], and labels ``(n,)``, int64; its
-        ``num_classes`` is 10.
+        ``num_classes`` is 10. Of text a `TextDataset`, whose ``num_classes`` are its characters.
 
     Raises:
-        ConfigError: unknown name or split (the valid ones are listed), a size that is too small.
+        ConfigError: unknown name or split (the valid ones are listed), a size that is too small or of a text.
         DataError: a file cannot be fetched, is damaged, or has another checksum than the published one.
     """
     if name not in NAMES:
         raise ConfigError("data set", expected=f"one of {', '.join(NAMES)}", got=repr(name))
     if split not in SPLITS:
         raise ConfigError("data set", where=name, expected=f"split {' or '.join(SPLITS)}", got=repr(split))
+    if name == "shakespeare":
+        if image_size is not None:
+            raise ConfigError("data set", where=name, expected="no image_size, it is text", got=image_size)
+        return read_shakespeare(split)
     dataset = read_digits(split, image_size) if name == "digits" else _read(name, split, _root(root), image_size)
     dataset.num_classes = _NUM_CLASSES
     return dataset

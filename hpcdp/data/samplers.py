@@ -8,7 +8,7 @@ agree on a shuffle without talking, and a resumed run sees what it would have se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,24 +34,24 @@ class BatchIndices(Protocol):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-def _at_least(where: str, value: object, low: int) -> int:
+def at_least(where: str, value: object, low: int) -> int:
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
         raise ConfigError("sampler", where=where, expected=f"an integer >= {low}", got=repr(value))
     return int(value)
 
 
-def _one_of(where: str, value: str, valid: tuple[str, ...]) -> str:
+def one_of(where: str, value: str, valid: tuple[str, ...]) -> str:
     if value not in valid:
         raise ConfigError("sampler", where=where, expected=f"one of {', '.join(valid)}", got=repr(value))
     return value
 
 
-def _shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
+def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
 
 
 def _checked_part(num_parts: object, part_index: object) -> tuple[int, int]:
-    parts, index = _at_least("num_parts", num_parts, 1), _at_least("part_index", part_index, 0)
+    parts, index = at_least("num_parts", num_parts, 1), at_least("part_index", part_index, 0)
     if index >= parts:
         raise ConfigError("sampler", where="part_index", expected=f"0 to {parts - 1}", got=part_index)
     return parts, index
@@ -63,7 +63,7 @@ class SequentialSampler(Ordered):
     decides = ("n",)
 
     def __init__(self, n: int) -> None:
-        self.n = _at_least("n", n, 0)
+        self.n = at_least("n", n, 0)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.n))
@@ -83,10 +83,10 @@ class RandomSampler(Ordered):
     decides = ("n", "seed")
 
     def __init__(self, n: int, seed: int = 0) -> None:
-        self.n, self.seed = _at_least("n", n, 0), _at_least("seed", seed, 0)
+        self.n, self.seed = at_least("n", n, 0), at_least("seed", seed, 0)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(_shuffled(self.n, self.seed, self.epoch).tolist())
+        return iter(shuffled(self.n, self.seed, self.epoch).tolist())
 
     def __len__(self) -> int:
         return self.n
@@ -100,13 +100,21 @@ class BatchSampler(Resumable):
         batch_size: samples a batch.
         last: what becomes of a short last batch: "keep" yields it, "discard" drops it, "rollover" puts its samples
             before those of the next iteration, also where a loop is left early.
+        epoch_size: so many whole batches an iteration, of numbers that begin anew where they run out: where parts of a
+            data set have not as many samples each, N / b / n on all n of them. None: once through all.
+
+    Raises:
+        ConfigError: a value outside of that, or both an ``epoch_size`` and "rollover".
     """
 
-    decides = ("batch_size", "last")
+    decides = ("batch_size", "last", "epoch_size")
 
-    def __init__(self, sampler: Sampler, batch_size: int, last: str = "keep") -> None:
-        self.sampler, self.batch_size = sampler, _at_least("batch_size", batch_size, 1)
-        self.last = _one_of("last", last, ("keep", "discard", "rollover"))
+    def __init__(self, sampler: Sampler, batch_size: int, last: str = "keep", epoch_size: int | None = None) -> None:
+        self.sampler, self.batch_size = sampler, at_least("batch_size", batch_size, 1)
+        self.last = one_of("last", last, ("keep", "discard", "rollover"))
+        self.epoch_size = None if epoch_size is None else at_least("epoch_size", epoch_size, 0)
+        if epoch_size is not None and last == "rollover":
+            raise ConfigError("sampler", where="last", expected="keep or discard with epoch_size", got=last)
         self._rest: list[int] = []
         self._began_with: list[int] = []
         """What was left over when the last iteration began."""
@@ -115,6 +123,8 @@ class BatchSampler(Resumable):
         if done is None:
             self._began_with = self._rest
         numbers: Iterable[int] = self.sampler
+        if self.epoch_size is not None:
+            numbers = islice(cycle(self.sampler), self.epoch_size * self.batch_size)
         if self.last == "rollover":
             numbers = [*self._began_with, *self.sampler]
             self._rest = numbers[len(numbers) - len(numbers) % self.batch_size :]
@@ -125,6 +135,8 @@ class BatchSampler(Resumable):
 
     def __len__(self) -> int:
         """The number of batches of the next iteration."""
+        if self.epoch_size is not None:
+            return self.epoch_size if len(self.sampler) else 0
         total = len(self._rest) + len(self.sampler)
         return -(-total // self.batch_size) if self.last == "keep" else total // self.batch_size
 
@@ -183,7 +195,7 @@ class ShardedSampler(Resumable):
         last: str = "keep",
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.n, self.batch_size = _at_least("n", n, 0), _at_least("batch_size", batch_size, 1)
+        self.n, self.batch_size = at_least("n", n, 0), at_least("batch_size", batch_size, 1)
         self.num_parts, self.part_index = _checked_part(num_parts, part_index)
         if batch_size < num_parts:
             raise ConfigError(
@@ -193,18 +205,42 @@ class ShardedSampler(Resumable):
                 got=batch_size,
                 remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
             )
-        self.shuffle, self.seed = bool(shuffle), _at_least("seed", seed, 0)
-        self.last = _one_of("last", last, ("keep", "discard", "pad"))
-        self.weights = None if weights is None else tuple(weights)
-        self._bounds(batch_size)
+        self.shuffle, self.seed = bool(shuffle), at_least("seed", seed, 0)
+        self.last = one_of("last", last, ("keep", "discard", "pad"))
+        self.weights: tuple[float, ...] | None = None
+        self.set_weights(weights)
 
-    def _bounds(self, count: int) -> tuple[int, int]:
-        bounds = piece_bounds(count, self.num_parts, self.weights)
+    def set_weights(self, weights: Sequence[float] | None) -> None:
+        """Other weights from the next iteration on; all parts must call with the same ones. Which samples a global
+        batch has does not depend on them.
+
+        Raises:
+            ConfigError: not one positive number a part; nothing is changed.
+        """
+        piece_bounds(self.batch_size, self.num_parts, weights)
+        self.weights = None if weights is None else tuple(float(weight) for weight in weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Ordered.state_dict`; with the weights, if there are any."""
+        return super().state_dict() | ({} if self.weights is None else {"weights": list(self.weights)})
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        super().check_state({"weights": None, **state})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Ordered.load_state_dict`; weights of as many parts are taken over."""
+        super().load_state_dict(state)
+        if len(state.get("weights") or ()) == self.num_parts:
+            self.set_weights(state["weights"])
+
+    def _bounds(self, count: int, weights: Sequence[float] | None) -> tuple[int, int]:
+        bounds = piece_bounds(count, self.num_parts, weights)
         return bounds[self.part_index], bounds[self.part_index + 1]
 
     def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
-        order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
-        start, stop = self._bounds(self.batch_size)
+        order = shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
+        weights = self.weights
+        start, stop = self._bounds(self.batch_size, weights)
         for k in range(done or 0, len(self)):
             batch = order[k * self.batch_size : (k + 1) * self.batch_size]
             if len(batch) == self.batch_size:
@@ -212,7 +248,7 @@ class ShardedSampler(Resumable):
             elif self.last == "pad":
                 yield np.resize(np.roll(order, -k * self.batch_size), self.batch_size)[start:stop]
             else:
-                yield batch[slice(*self._bounds(len(batch)))]
+                yield batch[slice(*self._bounds(len(batch), weights))]
 
     def __len__(self) -> int:
         """The number of global batches an epoch, the same on every part (``n // batch_size`` where the last is
@@ -251,13 +287,13 @@ class VirtualShardSampler(Resumable):
         seed: int = 0,
         last: str = "keep",
     ) -> None:
-        self.num_shards = _at_least("num_shards", num_shards, 1)
+        self.num_shards = at_least("num_shards", num_shards, 1)
         parts, index = _checked_part(num_parts, part_index)
         if parts > num_shards:
             raise ConfigError(
                 "sampler", where="num_shards", expected=f"at least one for each of {parts} ranks", got=num_shards
             )
-        if _at_least("batch_size", batch_size, 1) < num_shards:
+        if at_least("batch_size", batch_size, 1) < num_shards:
             expected = f"at least one sample for each of {num_shards} virtual shards"
             raise ConfigError("sampler", where="batch_size", expected=expected, got=batch_size,
                               remedy="take a larger batch or fewer virtual shards")  # fmt: skip
@@ -300,85 +336,3 @@ class VirtualShardSampler(Resumable):
     def check_state(self, state: Mapping[str, Any]) -> None:
         self.shards[0].check_state(state)
         super().check_state(state)
-
-
-class SharedSampler(Resumable):
-    """Batches that parts take as they come to them, so that a slower part does fewer.
-
-    One global order, alike on all parts, is cut into batches; a part takes the batch of the next number that nobody
-    has, until there is none left. A position is one in that order: batches of what is left of an epoch may have another
-    size than those before.
-
-    Args:
-        n: number of samples in the data set.
-        batch_size: samples of one batch, which one part takes.
-        numbers: 0, 1, 2, ..., each given to one part alone; each iteration of it begins at 0 again, on all parts. A
-            method ``given() -> int``, if it has one, says on all parts, when all call, how many all have together.
-        shuffle, seed: as `ShardedSampler`.
-        last: what becomes of a short last batch: "keep" or "discard".
-
-    Raises:
-        ConfigError: a value outside of that.
-    """
-
-    decides = ("n", "shuffle", "seed", "last")
-
-    def __init__(
-        self, n: int, batch_size: int, numbers: Iterable[int], shuffle: bool = True, seed: int = 0, last: str = "keep"
-    ) -> None:
-        self.n, self.batch_size = _at_least("n", n, 0), _at_least("batch_size", batch_size, 1)
-        self.shuffle, self.seed = bool(shuffle), _at_least("seed", seed, 0)
-        self.last = _one_of("last", last, ("keep", "discard"))
-        self.numbers = numbers
-        self.taken = 0
-        """How many batches of this epoch were taken, by all parts, when this part took its last one."""
-        self._blank = 0
-        """The first batches count as if they had so many samples more, where they had another size."""
-
-    def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
-        order = _shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
-        if done is None:
-            self._blank = 0
-        first = self.taken = done or 0
-        for number in self.numbers:
-            if first + number >= len(self):
-                return
-            self.taken = first + number + 1
-            end = self.taken * self.batch_size - self._blank
-            yield order[end - self.batch_size : end]
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:
-            self._blank = 0
-        super().set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        blank = {"blank": self._blank} if self._blank else {}
-        return super().state_dict() | {"batch_size": self.batch_size} | blank
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        super().check_state({"blank": 0, **state})
-
-    def taken_over(self, state: Mapping[str, Any], done: int) -> int:
-        """See `Resumable.taken_over`; the samples that were taken count, whatever the size of their batches."""
-        taken = min(max(0, done * state["batch_size"] - state.get("blank", 0)), self.n)
-        batches = -(-taken // self.batch_size)
-        self._blank = batches * self.batch_size - taken
-        return batches
-
-    def close(self) -> None:
-        """Let this iteration end early, for all parts, where ``numbers`` has a method ``close``; one part calls."""
-        close = getattr(self.numbers, "close", None)
-        if close is not None:
-            close()
-
-    def place(self, before: int, used: int, ended: bool) -> tuple[int, bool]:
-        """See `Resumable.place`; what any part has taken counts, also where it has not come to use it."""
-        given = getattr(self.numbers, "given", None)
-        done = self.taken if given is None else min(before + given(), len(self))
-        return done, done == len(self)
-
-    def __len__(self) -> int:
-        """The number of batches an epoch, all parts together."""
-        count = self.n + self._blank
-        return count // self.batch_size if self.last == "discard" else -(-count // self.batch_size)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from ..arrays import Array
+from ..devices import Device
 from ..errors import ConfigError
 
 
@@ -57,3 +58,17 @@ def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
             remedy="pass even_split=False, or discard the last batch",
         )
     return [x[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def split_and_load(x: Array, devices: Sequence[Device], even_split: bool = True) -> list[Array]:
+    """`split_batch` into a part for each device, and each part copied there.
+
+    Args:
+        devices: at least one.
+
+    Raises:
+        ConfigError: as `split_batch`.
+        DeviceError: the machine does not have one of the devices; a RuntimeError.
+    """
+    parts = split_batch(x, len(devices), even_split)
+    return [device.put(part) for device, part in zip(devices, parts, strict=True)]

@@ -27,8 +27,8 @@ def pair(size: Size) -> Pair:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def kernels_for(name: str, x: Array) -> Any:
-    return kernels.load(name) if is_host(x) else reference
+def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
+    return kernels.load(name) if is_host(x) else plain
 
 
 def alike(operation: str, x: Array, *others: Array | None) -> Any:
@@ -281,11 +281,11 @@ def softmax(x: Any) -> Tensor:
 
 
 def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
-    """``-log(softmax(logits)[label])`` of each sample, not averaged.
+    """``-log(softmax(logits)[label])`` of each sample; of one with several labels their mean.
 
     Args:
-        logits: shape ``(batch, classes)``.
-        labels: integers in ``0 .. classes - 1``, shape ``(batch,)``, in the namespace of ``logits`` or NumPy's.
+        logits: shape ``(batch, ..., classes)``.
+        labels: integers in ``0 .. classes - 1``, shape ``(batch, ...)``, in the namespace of ``logits`` or NumPy's.
 
     Returns:
         Shape ``(batch,)``.
@@ -297,10 +297,13 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
     a, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
     xp = array_namespace(a)
     y = from_host(y, a) if is_host(y) else y
+    if a.ndim > 2 and y.shape == a.shape[:-1]:
+        each = softmax_cross_entropy(operators.reshape(as_tensor(logits), -1, a.shape[-1]), y.reshape(-1))
+        return each.reshape(y.shape[0], math.prod(y.shape[1:])).mean(axis=1)
     if a.ndim != 2 or y.shape != a.shape[:1] or y.dtype.kind not in "iu":
         raise UnsupportedError(
             "softmax_cross_entropy",
-            expected="logits (batch, classes) and integer labels (batch,)",
+            expected="logits (batch, ..., classes) and integer labels (batch, ...)",
             got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
         )
     if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:

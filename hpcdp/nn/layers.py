@@ -6,7 +6,7 @@ import math
 
 from ..autograd import Tensor
 from ..errors import UnsupportedError
-from . import functional
+from . import deferred, functional
 from .functional import Size, pair
 from .init import Initialiser, Xavier, Zeros
 from .module import Module, Parameter
@@ -20,7 +20,7 @@ class Dense(Module):
     """``activation(x @ weight + bias)`` with ``weight`` of shape ``(in_features, out_features)``.
 
     Args:
-        in_features: the input is ``(batch, ..., in_features)``.
+        in_features: the input is ``(batch, ..., in_features)``; None: that of the first one.
         bias: whether there is one.
         activation: "relu" or None.
         weight_init: None is `init.Xavier()`; the bias starts at 0.
@@ -28,30 +28,32 @@ class Dense(Module):
 
     def __init__(
         self,
-        in_features: int,
+        in_features: int | None,
         out_features: int,
         bias: bool = True,
         activation: str | None = None,
         weight_init: Initialiser | None = None,
     ) -> None:
-        self.weight = Parameter((weight_init or Xavier())((in_features, out_features)))
+        self.weight = deferred.parameter((in_features, out_features), weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_features,))) if bias else None
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim >= 2:
+            deferred.settle(self.weight, x.shape[-1])
         if x.ndim < 2 or x.shape[-1] != self.weight.shape[0]:
             raise _refuse(self, f"(batch, {self.weight.shape[0]})", x)
         return functional.dense(x, self.weight, self.bias, self.activation)
 
     def describe(self) -> str:
-        return ", ".join(str(n) for n in self.weight.shape) + _options(self)
+        return ", ".join(str(n) for n in deferred.shape_of(self.weight)) + _options(self)
 
 
 class Conv2D(Module):
     """``activation(weight * x + bias)``, cross-correlation, with ``weight`` of shape ``(out, in, kernel h, kernel w)``.
 
     Args:
-        in_channels: the input is ``(batch, in_channels, height, width)``.
+        in_channels: the input is ``(batch, in_channels, height, width)``; None: that of the first one.
         kernel_size: one number or (vertical, horizontal), as ``stride`` and ``padding``.
         padding: zeros added on both sides.
         bias: whether there is one.
@@ -61,7 +63,7 @@ class Conv2D(Module):
 
     def __init__(
         self,
-        in_channels: int,
+        in_channels: int | None,
         out_channels: int,
         kernel_size: Size,
         stride: Size = 1,
@@ -70,12 +72,14 @@ class Conv2D(Module):
         activation: str | None = None,
         weight_init: Initialiser | None = None,
     ) -> None:
-        self.weight = Parameter((weight_init or Xavier())((out_channels, in_channels, *pair(kernel_size))))
+        self.weight = deferred.parameter((out_channels, in_channels, *pair(kernel_size)), weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_channels,))) if bias else None
         self.stride, self.padding = pair(stride), pair(padding)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            deferred.settle(self.weight, x.shape[1])
         _, channels, height, width = self.weight.shape
         if x.ndim != 4 or x.shape[1] != channels:
             raise _refuse(self, f"(batch, {channels}, height, width)", x)
@@ -85,7 +89,7 @@ class Conv2D(Module):
         return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.activation)
 
     def describe(self) -> str:
-        out, channels, *kernel = self.weight.shape
+        out, channels, *kernel = deferred.shape_of(self.weight)
         return (
             f"{channels}, {out}, kernel_size={tuple(kernel)}, stride={self.stride}, padding={self.padding}"
             + _options(self)

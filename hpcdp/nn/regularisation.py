@@ -7,8 +7,9 @@ import numpy as np
 from ..arrays import array_namespace
 from ..autograd import Tensor, is_training
 from ..errors import ConfigError, UnsupportedError
-from . import functional
-from .module import Module, Parameter
+from . import deferred, functional
+from .init import Ones, Zeros
+from .module import Module
 from .virtual_shard import KeepsStatistics, entered_shard, move
 
 
@@ -21,16 +22,14 @@ class BatchNorm(KeepsStatistics, Module):
     and calls.
 
     Args:
-        channels: the input is ``(batch, channels, ...)``.
+        channels: the input is ``(batch, channels, ...)``; None: those of the first one.
         momentum: how much of the running statistics stays.
         eps: added to the variance.
     """
 
-    def __init__(self, channels: int, momentum: float = 0.9, eps: float = 1e-5) -> None:
-        self.gamma = Parameter(np.ones(channels, np.float32))
-        self.beta = Parameter(np.zeros(channels, np.float32))
-        self.running_mean = Tensor(np.zeros(channels, np.float32))
-        self.running_var = Tensor(np.ones(channels, np.float32))
+    def __init__(self, channels: int | None, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        self.gamma, self.beta = deferred.parameter((channels,), Ones()), deferred.parameter((channels,), Zeros())
+        self.running_mean, self.running_var = Tensor(Zeros()((channels or 0,))), Tensor(Ones()((channels or 0,)))
         self.momentum, self.eps = momentum, eps
 
     def statistics(self) -> tuple[Tensor, ...]:
@@ -38,6 +37,11 @@ class BatchNorm(KeepsStatistics, Module):
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim >= 2 and deferred.shape_of(self.gamma) == (None,):
+            channels = x.shape[1]
+            self.running_mean, self.running_var = Tensor(Zeros()((channels,))), Tensor(Ones()((channels,)))
+            deferred.settle(self.gamma, channels)
+            deferred.settle(self.beta, channels)
         channels = self.gamma.shape[0]
         if x.ndim < 2 or x.shape[1] != channels:
             raise UnsupportedError(
@@ -71,7 +75,7 @@ class BatchNorm(KeepsStatistics, Module):
         return x * scale.reshape(shape) + shift.reshape(shape)
 
     def describe(self) -> str:
-        return f"{self.gamma.shape[0]}, momentum={self.momentum}, eps={self.eps}"
+        return f"{deferred.shape_of(self.gamma)[0]}, momentum={self.momentum}, eps={self.eps}"
 
 
 class Dropout(Module):

@@ -15,15 +15,13 @@ from typing import Any
 
 from hpcdp.errors import ConfigError
 
+from .usual import RATES, usual
+
 AUTO = "auto"
 """``resume``: go on where there is something to go on from."""
 
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
-
-LEARNING_RATE, LATE_LEARNING_RATE, LARS_LEARNING_RATE = 0.05, 0.03, 1.0
-"""Defaults. Late gradients push on when they should turn back, and so bear less; that of LARS is a part of another
-length."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
@@ -54,22 +52,22 @@ class TrainConfig:
     setting, what was got and what is valid.
     """
 
-    model: str = _setting("lenet", "network to train: lenet, mlp, resnet18, resnet18_cifar")
-    data: str = _setting("digits", "data set to train on: cifar10, digits, fashion_mnist, mnist")
+    model: str = _setting("lenet", "network to train: char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar")
+    data: str = _setting(
+        None,
+        "data set to train on: cifar10, digits, fashion_mnist, mnist, shakespeare (default: shakespeare for sequences, "
+        "else digits)",
+    )
     data_dir: str | None = _setting(
         None,
         "the folder that holds NAME/, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
     )
     epochs: int = _setting(20, "passes over the training set", least=1)
     batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
-    optimizer: str = _setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lars"))
-    lr: float | None = _setting(
-        None,
-        f"learning rate at the global batch (default: {LEARNING_RATE}, with kv_store=dist_async {LATE_LEARNING_RATE}, "
-        f"with optimizer=lars {LARS_LEARNING_RATE:g})",
-        least=0.0,
-        above=True,
+    optimizer: str = _setting(
+        None, "update rule (default: sgd, of sequences adamw)", choices=("sgd", "adam", "adamw", "lars")
     )
+    lr: float | None = _setting(None, f"learning rate at the global batch (default: {RATES})", least=0.0, above=True)
     lr_batch_size: int | None = _setting(
         None, "the global batch that lr is for, with another one it grows in proportion (default: lr stays)", least=1
     )
@@ -77,14 +75,21 @@ class TrainConfig:
     weight_decay: float = _setting(0.001, "weight decay per step, times the learning rate", least=0.0)
     schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
     warmup_epochs: float = _setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
-    clip_norm: float | None = _setting(None, "largest L2 norm of a step's mean gradient", least=0.0, above=True)
+    clip_norm: float | None = _setting(
+        None, "largest L2 norm of a step's mean gradient (default: any, of sequences 1)", least=0.0, above=True
+    )
     seed: int = _setting(0, "seed of the initial parameters and of the shuffles", least=0)
-    shift: int = _setting(2, "training images move by up to so many pixels, anew each epoch", least=0)
+    shift: int = _setting(
+        None, "training images move by up to so many pixels, anew each epoch (default: 2, of sequences 0)", least=0
+    )
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     kv_store: str | None = _setting(
         None,
         "train on a key-value store (default: in buckets, without)",
         choices=("local", "device", "dist", "dist_sync", "dist_device_sync", "dist_async"),
+    )
+    work_load: str | None = _setting(
+        None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"
     )
     staleness: int | None = _setting(
         None, "pushes by which a rank may lead the slowest one, with kv_store=dist_async (default: any)", least=0
@@ -120,6 +125,9 @@ class TrainConfig:
     trace: str | None = _setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
+        for name, value in usual(self.model, self.optimizer, self.kv_store).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
@@ -141,6 +149,10 @@ class TrainConfig:
             raise ConfigError("setting overwrite", expected="false with resume", got="true")
         if self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume):
             raise ConfigError("setting run_dir", expected=f"none with resume={self.resume}", got=self.run_dir)
+        if self.work_load is not None:
+            from .work_load import check_work_load  # not before, as above
+
+            check_work_load(self)
         self._check_reproducible()
         self._check_kv_store()
         if self.ranks is not None and self.batch_size < self.ranks:
@@ -153,9 +165,6 @@ class TrainConfig:
 
     def _check_kv_store(self) -> None:
         kind = self.kv_store
-        if self.lr is None:
-            usual = LARS_LEARNING_RATE if self.optimizer == "lars" else LEARNING_RATE
-            object.__setattr__(self, "lr", LATE_LEARNING_RATE if kind == "dist_async" else usual)
         if kind != "dist_async" and self.staleness is not None:
             raise ConfigError("setting staleness", expected="kv_store=dist_async with it", got=self.staleness)
         if self.servers and (kind != "dist_async" or self.staleness == 0):

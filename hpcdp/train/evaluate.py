@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,12 +21,17 @@ from .metrics import number_correct
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `evaluate`, alike on every rank."""
+    """The result of `evaluate`, alike on every rank; ``correct`` as `metrics.number_correct` counts."""
 
     accuracy: float
     loss: float
-    correct: int
+    correct: float
     count: int
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``: among how many equally likely labels the network is as unsure."""
+        return math.exp(self.loss)
 
 
 def evaluate(
@@ -60,4 +66,4 @@ def evaluate(
                 sums[part] += (number_correct(logits.data, y), loss, len(y))
     allreduce(sums, world=world)  # exact: in each row one rank's numbers and zeros
     correct, loss, count = (float(value) for value in sums.sum(axis=0))
-    return Evaluation(correct / max(count, 1), loss / max(count, 1), int(correct), int(count))
+    return Evaluation(correct / max(count, 1), loss / max(count, 1), correct, int(count))

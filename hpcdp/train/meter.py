@@ -47,7 +47,7 @@ class Meter:
         """Steps since the start of the run, where ranks make them together; else until they have last met."""
         return self._step + (self._own_steps if self._trainer.steps_together else 0)
 
-    def add(self, shard: int, loss: float, correct: int, count: int) -> None:
+    def add(self, shard: int, loss: float, correct: float, count: int) -> None:
         """Add what this rank has computed of a step."""
         self._own[shard] += (loss, correct, count)
 

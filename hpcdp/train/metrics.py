@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import sys
@@ -102,10 +103,14 @@ def peak_memory_mb() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def number_correct(logits: Array, labels: Array) -> int:
-    """How many of ``logits``, shape ``(batch, classes)``, are largest at ``labels``, integers of shape ``(batch,)``."""
+def number_correct(logits: Array, labels: Array) -> float:
+    """How many of ``logits``, shape ``(batch, ..., classes)``, are largest at ``labels``, integers ``(batch, ...)``.
+
+    A sample with several labels counts with the share of them that are right.
+    """
     xp = array_namespace(logits, labels)
-    return int(to_host((xp.argmax(logits, axis=1) == labels).sum()))
+    right = int(to_host((xp.argmax(logits, axis=-1) == labels).sum()))
+    return right / max(1, math.prod(labels.shape[1:]))
 
 
 class MetricsLog:

@@ -1,4 +1,4 @@
-"""The picture that a run leaves behind: loss and accuracy over epochs."""
+"""The picture that a run leaves behind, loss and accuracy over epochs; and lines that grow while a program runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hpcdp.errors import ConfigError
 
 from .metrics import Record
 
@@ -40,13 +42,55 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
     _zoom_to_the_end(accuracy_axes, [value for _, value in _pairs(records)])
     if title:
         figure.suptitle(title, fontsize=10.5)
-    unfinished = Path(path).with_suffix(".png.part")
+    _write(figure, Path(path))
+
+
+def _write(figure: Any, path: Path) -> None:
+    unfinished = path.with_suffix(".png.part")
     try:
         with open(unfinished, "wb") as file:
             figure.canvas.print_png(file)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+class Animator:
+    """Lines that grow while a program runs, as the document's ``Animator``: a PNG that is drawn anew with every point.
+
+    Args:
+        path: file name ending in ``.png``; replaced in one go, so that who looks at it sees a whole picture.
+        xlabel: what `add` is given first, e.g. "epoch".
+        legend: a name for each line.
+        ylabel: what the lines are.
+    """
+
+    def __init__(self, path: str | Path, xlabel: str, legend: Sequence[str], ylabel: str = "") -> None:
+        self.path, self.xlabel, self.ylabel, self.legend = Path(path), xlabel, ylabel, tuple(legend)
+        self.X: list[list[float]] = [[] for _ in self.legend]
+        self.Y: list[list[float]] = [[] for _ in self.legend]
+        """The points of each line; ``Y[0][-1]`` is the last one of the first."""
+
+    def add(self, x: float, ys: Sequence[float | None]) -> None:
+        """A point more for each line, None for a line without one, and the picture anew.
+
+        Raises:
+            ConfigError: another number of values than of lines.
+            OSError: the picture cannot be written.
+        """
+        if len(ys) != len(self.legend):
+            raise ConfigError("Animator.add", expected=f"{len(self.legend)} values", got=len(ys))
+        for line, y in enumerate(ys):
+            if y is not None:
+                self.X[line].append(float(x))
+                self.Y[line].append(float(y))
+        figure, (axes,) = styled(1, (5.0, 3.4))
+        for name, at, values in zip(self.legend, self.X, self.Y, strict=True):
+            axes.plot(at, values, linewidth=1.4, marker="o", markersize=3, label=name)
+        axes.set_xlabel(self.xlabel)
+        axes.set_ylabel(self.ylabel)
+        axes.legend(frameon=False)
+        _write(figure, self.path)
 
 
 def styled(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Any, list[Any]]:

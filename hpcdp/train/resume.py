@@ -17,8 +17,8 @@ from .config import AUTO, TrainConfig, load, read_toml
 from .run_dir import CHECKPOINTS, RUNS
 
 _MAY_DIFFER = (
-    "ranks", "servers", "owner", "threads", "eval_batch_size", "data_dir", "run_dir", "overwrite", "resume", "trace",
-    "checkpoint_every", "keep", "keep_every", "time_limit_s",
+    "ranks", "servers", "work_load", "owner", "threads", "eval_batch_size", "data_dir", "run_dir", "overwrite",
+    "resume", "trace", "checkpoint_every", "keep", "keep_every", "time_limit_s",
 )  # fmt: skip
 """Settings that may be others when a run goes on: they decide how fast it is and what it leaves, not what it computes.
 So may ``epochs``, unless the learning rate follows them."""

@@ -44,6 +44,8 @@ from .shared_count import SharedCount
 from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
 from .trainer import Trainer
+from .usual import SEQUENCE_MODELS
+from .work_load import MEASURED, AdaptWorkLoad, parse_work_load
 
 
 def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]:
@@ -60,13 +62,13 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     Returns:
         ``stopped``: whether the run ended early, with a checkpoint, and then nothing else but ``run_dir`` and
         ``records``, as where a resumed run was at its end already, whose folder is then left as it is. Else the numbers
-        of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``samples_per_s`` (training, all ranks),
-        ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over ranks), ``comm_hidden`` (share of
-        ``comm_s`` hidden behind computation, None with one rank and on a store), ``compute_s`` and ``data_s`` (mean
-        over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank), ``nbytes`` (`Trainer.nbytes` of this rank),
-        ``ranks``, ``compression`` (a line about what it saved, None without), ``store`` (names and texts of lines about
-        it), ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one for each epoch of
-        this start, see `fit`).
+        of the report, alike on every rank: ``test_accuracy``, ``test_loss``, ``perplexity`` (None but of text),
+        ``samples_per_s`` (training, all ranks), ``seconds`` (training), ``comm_s`` and ``comm_exposed_s`` (mean over
+        ranks), ``comm_hidden`` (share of ``comm_s`` hidden behind computation, None with one rank and on a store),
+        ``compute_s`` and ``data_s`` (mean over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank),
+        ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``, ``compression`` (a line about what it saved, None
+        without), ``store`` (names and texts of lines about it), ``run_dir``, ``trace`` (a line about the file, None
+        without one) and ``records`` (one for each epoch of this start, see `fit`).
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
@@ -90,9 +92,11 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             checkpoints = stack.enter_context(make_checkpoints(config, world, stop))
             folder = open_run_folder(config, world)
             callbacks: list[Callback] = []
+            if config.work_load == MEASURED and isinstance(loader.sampler, data.ShardedSampler):
+                callbacks.append(AdaptWorkLoad(loader.sampler))
             if folder is not None:
                 stack.enter_context(folder)
-                callbacks = [ShowProgress(), KeepMetrics(folder)]
+                callbacks += [ShowProgress(), KeepMetrics(folder)]
                 if config.resume is not None:
                     print(f"going on in {config.run_dir}", flush=True)
             records = fit(
@@ -200,7 +204,8 @@ def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, toge
         prefetch = 1
         sampler = data.SharedSampler(count, config.batch_size // world.size, SharedCount(world), seed=config.seed)
     elif config.virtual_shards is None:
-        sampler = data.ShardedSampler(count, config.batch_size, **part)
+        shares = parse_work_load(config.work_load, world.size)
+        sampler = data.ShardedSampler(count, config.batch_size, **part, weights=shares)
     else:
         sampler = data.VirtualShardSampler(count, config.batch_size, config.virtual_shards, **part)
     if config.shift == 0:
@@ -236,6 +241,7 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world:
     return {
         "test_accuracy": records[-1]["test_accuracy"],
         "test_loss": records[-1]["test_loss"],
+        "perplexity": math.exp(records[-1]["test_loss"]) if config.model in SEQUENCE_MODELS else None,
         "samples_per_s": sum(record["samples"] for record in records) / seconds,
         "seconds": seconds,
         "comm_s": comm_s,
@@ -293,6 +299,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
     folder = result["run_dir"]
     lines = [
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
+        *([] if result["perplexity"] is None else [("perplexity", f"{result['perplexity']:.2f} a token")]),
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
         ("communication", communication),
         *([] if result["compression"] is None else [("compression", result["compression"])]),

@@ -36,7 +36,7 @@ def small_mnist(tmp_path: Path, monkeypatch) -> tuple[Path, np.ndarray, np.ndarr
 
 
 def test_unknown_names_list_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match="one of cifar10, digits, fashion_mnist, mnist, got 'minst'"):
+    with pytest.raises(ConfigError, match="one of cifar10, digits, fashion_mnist, mnist, shakespeare, got 'minst'"):
         data.load("minst")
     with pytest.raises(ConfigError, match="split train or test, got 'valid'"):
         data.load("digits", "valid")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hpcdp.data import read_csv
-from hpcdp.errors import DataError
+from hpcdp.errors import ConfigError, DataError
 
 
 def test_samples_and_labels(tmp_path: Path) -> None:
@@ -52,3 +52,33 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"1,2\n" * 100)[:20])
     with pytest.raises(DataError, match="read csv"):
         read_csv(tmp_path / "x.csv.gz")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 23])
+@pytest.mark.parametrize("num_parts", [2, 3, 7])
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_parts_together_are_the_table(tmp_path: Path, rows: int, num_parts: int, end: str) -> None:
+    path = tmp_path / "table.csv"
+    table = np.random.default_rng(rows).integers(0, 10**6, (rows, 3))
+    lines = [",".join(map(str, row)) for row in table]
+    path.write_text("name,of,columns\n" + (end or "\n").join(lines) + (end if rows else ""), newline="")
+    parts = [
+        read_csv(path, skip_rows=1, num_parts=num_parts, part_index=i, sample_shape=(2,)) for i in range(num_parts)
+    ]
+    np.testing.assert_array_equal(np.concatenate([part.x for part in parts]), table[:, :2])
+    np.testing.assert_array_equal(np.concatenate([part.y for part in parts]), table[:, 2])
+
+
+def test_parts_that_there_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv.gz"
+    with gzip.open(path, "wt") as file:
+        file.write("1,2\n3,4\n")
+    with pytest.raises(ConfigError, match="one part of a compressed file, got part 1 of 2"):
+        read_csv(path, num_parts=2, part_index=1)
+    path = tmp_path / "table.csv"
+    path.write_text("1,2\n3,x\n")
+    with pytest.raises(ConfigError, match="got part 2 of 2"):
+        read_csv(path, num_parts=2, part_index=2)
+    assert read_csv(path, num_parts=2, part_index=0).y.tolist() == [2]
+    with pytest.raises(DataError, match="rows of as many numbers each, got could not convert"):
+        read_csv(path, num_parts=2, part_index=1)

@@ -216,3 +216,36 @@ def test_shared_batches_in_order_and_without_a_short_last_one() -> None:
     for wrong in ({"batch_size": 0}, {"n": -1}, {"last": "pad"}, {"seed": -1}):
         with pytest.raises(ConfigError):
             SharedSampler(**({"n": 5, "batch_size": 2, "numbers": count()} | wrong))
+
+
+def test_a_given_number_of_batches_begins_anew_where_samples_run_out() -> None:
+    batches = BatchSampler(SequentialSampler(5), 2, epoch_size=4)
+    assert len(batches) == 4
+    assert [each.tolist() for each in batches] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    assert [each.tolist() for each in batches.batches(3)] == [[1, 2]]
+    assert [each.tolist() for each in BatchSampler(SequentialSampler(5), 2, epoch_size=1)] == [[0, 1]]
+    empty = BatchSampler(SequentialSampler(0), 2, epoch_size=3)
+    assert len(empty) == 0 and list(empty) == []
+    with pytest.raises(ConfigError, match=r"sampler \[last\]: expected keep or discard with epoch_size, got rollover"):
+        BatchSampler(SequentialSampler(5), 2, "rollover", epoch_size=4)
+
+
+def test_other_weights_count_from_the_next_iteration_on_and_are_kept() -> None:
+    sampler = ShardedSampler(20, 8, 2, 0, shuffle=False, weights=[3, 1])
+    loop = iter(sampler)
+    assert next(loop).tolist() == [0, 1, 2, 3, 4, 5]
+    sampler.set_weights([1, 3])
+    assert [len(each) for each in loop] == [6, 3]
+    assert [len(each) for each in sampler] == [2, 2, 1]
+    with pytest.raises(ConfigError, match="2 positive numbers"):
+        sampler.set_weights([1, 0])
+    state = sampler.state_dict()
+    other = ShardedSampler(20, 8, 2, 1, shuffle=False)
+    other.load_state_dict(state)
+    assert other.weights == (1, 3)
+    assert [len(each) for each in other] == [6, 6, 3]
+    third = ShardedSampler(20, 8, 3, 1, shuffle=False)
+    third.load_state_dict(state)
+    assert third.weights is None
+    other.load_state_dict(third.state_dict())
+    assert other.weights == (1, 3)

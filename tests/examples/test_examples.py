@@ -42,6 +42,15 @@ def test_learns_and_computes_the_same_on_1_and_3_ranks(name):
     assert losses[3] == pytest.approx(losses[1], rel=2e-3, abs=2e-4)
 
 
+def test_two_devices_and_two_ranks_learn_alike():
+    accuracies = []
+    for ranks, devices in ((1, "2"), (2, "1")):
+        shown = run_example("data_parallel_concise.py", ranks, "--epochs", "1", "--devices", devices)
+        accuracies.append(float(re.search(r"test accuracy (\d\.\d+)", shown)[1]))
+    assert accuracies[0] > 0.5
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.012)
+
+
 @pytest.mark.thorough
 def test_a_gpt_learns_on_three_ranks():
     pytest.importorskip("torch", reason="PyTorch is not installed")

@@ -157,7 +157,10 @@ def test_retained_tapes_survive_other_steps():
         (lambda: F.conv2d(IMAGES, np.ones((1, 3, 8, 3))), r"window of \(8, 3\) fits.*got height and width \(7, 6\)"),
         (lambda: F.avg_pool2d(IMAGES, 9), r"window of \(9, 9\)"),
         (lambda: F.max_pool2d(IMAGES, 2, padding=2), r"padding\]: expected at most half of \(2, 2\), got \(2, 2\)"),
-        (lambda: F.softmax_cross_entropy(np.ones((2, 3)), np.ones(2)), r"integer labels \(batch,\), got .*float64"),
+        (
+            lambda: F.softmax_cross_entropy(np.ones((2, 3)), np.ones(2)),
+            r"integer labels \(batch, \.+\), got .*float",
+        ),
         (lambda: F.softmax_cross_entropy(np.ones((2, 3)), np.ones(3, int)), r"\(2, 3\) and \(3,\)"),
     ],
 )

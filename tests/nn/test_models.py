@@ -75,7 +75,9 @@ def test_seeds_fix_the_weights(name):
 
 
 def test_a_wrong_name_lists_the_valid_ones():
-    with pytest.raises(ConfigError, match="model: expected one of lenet, mlp, resnet18, resnet18_cifar, got 'lenett'"):
+    with pytest.raises(
+        ConfigError, match="model: expected one of char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar, got 'lenett'"
+    ):
         nn.models.create("lenett")
     with pytest.raises(ConfigError, match=r"model \[lenet\].*unexpected keyword argument 'sead'"):
         nn.models.create("lenet", sead=1)

@@ -239,3 +239,20 @@ def test_a_store_that_does_not_update_reaches_the_ranks() -> None:
     parsed = vars(cli._parse(["train", *arguments]))
     flags = {name: config.parse(name, value) for name, value in parsed.items() if name in config.names()}
     assert config.load(flags=flags) == given
+
+
+def test_what_is_usual_depends_on_the_network():
+    images, text = TrainConfig(), TrainConfig(model="gpt")
+    assert (images.data, images.optimizer, images.lr, images.shift, images.clip_norm) == (
+        "digits",
+        "sgd",
+        0.05,
+        2,
+        None,
+    )
+    assert (text.data, text.optimizer, text.lr, text.shift, text.clip_norm) == ("shakespeare", "adamw", 0.003, 0, 1.0)
+    assert TrainConfig(model="char_lstm", optimizer="sgd", clip_norm=5.0).lr == 0.05
+    assert TrainConfig(model="char_lstm", kv_store="dist_sync").clip_norm is None
+    assert TrainConfig(optimizer="lars").lr == 1.0
+    assert TrainConfig(kv_store="dist_async").lr == 0.03
+    assert TrainConfig(model="gpt", data="digits", shift=1).shift == 1

@@ -4,6 +4,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from hpcdp.errors import ConfigError
+from hpcdp.train import plots
 from hpcdp.train.plots import draw_curves
 
 
@@ -52,3 +54,17 @@ def test_drawing_again_replaces_the_picture_and_leaves_no_other_file(tmp_path):
     for epochs in (1, 4):
         draw_curves(records(epochs), tmp_path / "curves.png")
     assert [p.name for p in tmp_path.iterdir()] == ["curves.png"]
+
+
+def test_lines_grow_with_every_point(tmp_path):
+    animator = plots.Animator(tmp_path / "test.png", "epoch", ("training", "test"), "accuracy")
+    sizes = []
+    for epoch in (1, 2, 3):
+        animator.add(epoch, (0.5 * epoch, None if epoch == 1 else 0.25 * epoch))
+        sizes.append(matplotlib.image.imread(tmp_path / "test.png").std())
+    assert (animator.X, animator.Y) == ([[1, 2, 3], [2, 3]], [[0.5, 1.0, 1.5], [0.5, 0.75]])
+    assert len(set(sizes)) == 3 and list(tmp_path.iterdir()) == [tmp_path / "test.png"]
+    with pytest.raises(ConfigError, match=r"Animator\.add: expected 2 values, got 1"):
+        animator.add(4, (1.0,))
+    with pytest.raises(OSError):
+        plots.Animator(tmp_path / "none" / "test.png", "epoch", ("a",)).add(1, (2.0,))

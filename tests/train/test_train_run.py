@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -222,7 +223,13 @@ def test_after_an_interrupt_the_ranks_end_and_the_folder_is_readable(tmp_path):
 def result(**numbers) -> dict:
     ran = {"compute_s": 2.5, "data_s": 0.25, "critical_path_s": 2.75, "seconds": 3.21, "comm_s": 0.0}
     record = {"critical_path": "computation"}
-    about = {"test_accuracy": 0.98761, "samples_per_s": 12345.6, "comm_exposed_s": 0.0, "comm_hidden": None}
+    about = {
+        "test_accuracy": 0.98761,
+        "perplexity": None,
+        "samples_per_s": 12345.6,
+        "comm_exposed_s": 0.0,
+        "comm_hidden": None,
+    }
     nbytes = {"parameters": 260_000, "gradients": 520_000, "state": 0}
     place = {
         "nbytes": nbytes,
@@ -285,3 +292,11 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
     )
     assert "communication  0.50 s exposed a rank; 15.6% of the time\nstore          dist_sync\n" in on_a_store
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_run_on_text_tells_its_perplexity(tmp_path):
+    done = train(tmp_path, "char_lstm", "--ranks", "2", "--epochs", "1", "--warmup-epochs", "0")
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = read_metrics(tmp_path / "runs" / "char_lstm-shakespeare-001" / "metrics.jsonl")[-1]
+    assert f"perplexity     {math.exp(last['test_loss']):.2f} a token" in done.stdout
+    assert math.exp(last["test_loss"]) < 20  # of 62

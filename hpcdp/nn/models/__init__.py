@@ -7,11 +7,15 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..module import Module
+from .char_lstm import char_lstm
+from .gpt import gpt
 from .lenet import lenet
 from .mlp import mlp
 from .resnet import resnet18, resnet18_cifar
 
 MODELS: dict[str, Callable[..., Module]] = {
+    "char_lstm": char_lstm,
+    "gpt": gpt,
     "lenet": lenet,
     "mlp": mlp,
     "resnet18": resnet18,
@@ -33,4 +37,4 @@ def create(name: str, **kwargs: Any) -> Module:
         raise ConfigError("model", where=name, got=f"{kwargs}: {error}") from error
 
 
-__all__ = ["MODELS", "create", "lenet", "mlp", "resnet18", "resnet18_cifar"]
+__all__ = ["MODELS", "char_lstm", "create", "gpt", "lenet", "mlp", "resnet18", "resnet18_cifar"]

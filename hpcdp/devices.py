@@ -1,0 +1,67 @@
+"""Floor 0: devices, real ones and virtual ones in host memory. Imports: arrays, errors."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, to_host
+from .errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where arrays are: ``cpu(i)`` or ``gpu(i)``.
+
+    Every ``cpu(i)`` is a virtual device, with memory of its own in that of the host: what is put there is a copy. So
+    programs for several devices run, and are tested, where there are none.
+    """
+
+    kind: str
+    index: int
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.index})"
+
+    def put(self, x: Array) -> Array:
+        """A copy of ``x`` on this device.
+
+        Raises:
+            DeviceError: the machine does not have it; a RuntimeError.
+        """
+        if self.kind == "cpu":
+            return np.array(to_host(x))
+        cupy = _cupy(self)
+        with cupy.cuda.Device(self.index):
+            return cupy.array(x)
+
+
+def cpu(index: int = 0) -> Device:
+    """The virtual device of this number, from 0 on."""
+    return _device("cpu", index)
+
+
+def gpu(index: int = 0) -> Device:
+    """The GPU of this number, whether it is there or not; that is said where something is put on it."""
+    return _device("gpu", index)
+
+
+def _device(kind: str, index: int) -> Device:
+    if index < 0:
+        raise DeviceError("device", expected="a number from 0 on", got=f"{kind}({index})")
+    return Device(kind, index)
+
+
+def _cupy(device: Device) -> Any:
+    try:
+        cupy = importlib.import_module("cupy")
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # CuPy raises its own where there is no driver
+        raise DeviceError("device", where=device, expected="CuPy and a GPU", got=f"{type(error).__name__}: {error}",
+                          remedy="take cpu(0), cpu(1), ...") from error  # fmt: skip
+    if device.index >= count:
+        raise DeviceError("device", where=device, expected=f"a number below {count}, the GPUs here", got=device.index)
+    return cupy

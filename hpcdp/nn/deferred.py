@@ -1,0 +1,56 @@
+"""Parameters whose shape is found when their layer is first called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import DeviceError
+from .module import Parameter
+
+Shape = tuple[int | None, ...]
+Draw = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def parameter(shape: Shape, draw: Draw) -> Parameter:
+    """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on."""
+    known = tuple(length for length in shape if length is not None)
+    return Parameter(draw(known)) if len(known) == len(shape) else Deferred(shape, draw)
+
+
+def settle(param: Parameter, length: int) -> None:
+    """Where ``param`` waits for the one length of its shape that is not known, draw its values with this one."""
+    if isinstance(param, Deferred) and param.draw is not None:
+        values = param.draw(tuple(length if each is None else each for each in param.expected))
+        param.draw = param.data_hook = None
+        param.data = values
+        param.attach_grad(param.grad_req)
+
+
+def shape_of(param: Parameter) -> Shape:
+    """The shape, with None for a length that is not known yet."""
+    return param.expected if isinstance(param, Deferred) and param.draw is not None else param.shape
+
+
+class Deferred(Parameter):
+    """A parameter that has no values until its layer is called.
+
+    To look at it, or to give it to a trainer, before that is a DeviceError, which is a RuntimeError.
+    """
+
+    __slots__ = ("draw", "expected")
+
+    def __init__(self, expected: Shape, draw: Draw) -> None:
+        super().__init__(np.empty(0, np.float32))
+        self.expected = expected
+        self.draw: Draw | None = draw
+        self.data_hook = _has_no_values
+
+
+def _has_no_values(param: Any) -> None:
+    raise DeviceError(
+        "parameter", where=param.name or None, expected="values", got=f"none yet, its shape is {param.expected}",
+        remedy="call the network once, on one sample",
+    )  # fmt: skip

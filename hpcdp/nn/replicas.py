@@ -1,0 +1,121 @@
+"""One network on several devices of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..arrays import Array, from_host, to_host
+from ..autograd import Gradient, Tensor, on_tape, operators
+from ..devices import Device
+from ..errors import ConfigError, DeviceError
+from .module import Module, Parameter
+
+
+def moved(x: Tensor, device: Device) -> Tensor:
+    """A copy of ``x`` on ``device``; its gradient comes back to where ``x`` is."""
+    home = x.data
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            dx.add(from_host(to_host(gy), home))
+
+    return on_tape(device.put(home), (x,), pullback)
+
+
+class Replicas(Module):
+    """A network that computes each batch in pieces, one a device, with copies of its parameters there.
+
+    The parameters are those of ``net``, and so are their gradients, which are summed over devices: to a `Trainer`, to
+    checkpoints and to `fit` and `evaluate` this is ``net``. Every call copies the parameters to the other devices and
+    the results to the first one. Devices compute one after the other.
+
+    Batch normalisation takes the statistics of each device's piece; running ones are kept by each device, those of the
+    first are the network's ("Dive into Deep Learning", section 12.6, does the same).
+
+    Args:
+        net: a network whose parameters have their shapes; what it does to a batch it does to each sample.
+        devices: where, each once. The first is where ``net`` is, with its own parameters.
+
+    Raises:
+        ConfigError: no device, or one twice.
+        DeviceError: the machine does not have one of them.
+    """
+
+    def __init__(self, net: Module, devices: Sequence[Device]) -> None:
+        if not devices or len(set(devices)) != len(devices):
+            raise ConfigError("Replicas", where="devices", expected="at least one, each once", got=list(devices))
+        self.net, self.devices = net, tuple(devices)
+        self._copies = {device: _copy(net, device) for device in self.devices[1:]}
+
+    def on(self, device: Device) -> Module:
+        """The network on ``device``, for a piece of a batch there; see `data.split_and_load`.
+
+        Of several pieces one backward is made, ``autograd.backward([loss, ...])``, which sums their gradients.
+
+        Raises:
+            DeviceError: it is not on that device; a RuntimeError.
+        """
+        if device == self.devices[0]:
+            return self.net
+        if device not in self._copies:
+            raise DeviceError("Replicas", where=device, expected=f"one of {', '.join(map(repr, self.devices))}",
+                              got="a device on which the network is not")  # fmt: skip
+        return _OnDevice(self.net, self._copies[device], device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, parts = x.shape[0], len(self.devices)
+        results = []
+        for number, device in enumerate(self.devices):
+            piece = x[count * number // parts : count * (number + 1) // parts]
+            if len(piece) or (number == 0 and not count):
+                results.append(self.on(device)(piece if number == 0 else moved(piece, device)))
+        first = [result if number == 0 else moved(result, self.devices[0]) for number, result in enumerate(results)]
+        return first[0] if len(first) == 1 else operators.concatenate(first)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Those of the network."""
+        return self.net.children()
+
+    def _tensors(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        return self.net._tensors(prefix)
+
+    def _modules(self, prefix: str) -> Iterator[tuple[str, Module]]:
+        return self.net._modules(prefix)
+
+    def describe(self) -> str:
+        return ", ".join(map(repr, self.devices))
+
+
+class _OnDevice(Module):
+    """The network with parameters that are brought to a device at each call."""
+
+    def __init__(self, net: Module, there: Module, device: Device) -> None:
+        self.net, self.there, self.device = net, there, device
+
+    def forward(self, *inputs: Any) -> Any:
+        _bring(self.net, self.there, self.device, {})
+        return self.there(*inputs)
+
+
+def _copy(net: Module, device: Device) -> Module:
+    """Modules of its own, with the same random generators and settings, and buffers on the device."""
+    there = copy.copy(net)
+    for name, value in vars(net).items():
+        if isinstance(value, Module):
+            setattr(there, name, _copy(value, device))
+        elif isinstance(value, Tensor):
+            setattr(there, name, Tensor(device.put(value.data)))
+    return there
+
+
+def _bring(net: Module, there: Module, device: Device, done: dict[Tensor, Tensor]) -> None:
+    """Parameters of ``net`` to its copy; one that several layers have is brought once."""
+    for name, value in vars(net).items():
+        if isinstance(value, Module):
+            _bring(value, getattr(there, name), device, done)
+        elif isinstance(value, Parameter):
+            if value not in done:
+                done[value] = moved(value, device)
+            setattr(there, name, done[value])

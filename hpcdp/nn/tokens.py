@@ -1,0 +1,221 @@
+"""Layers for sequences of tokens: embedding, layer normalisation, GELU, attention to what came before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..arrays import Array, from_host, is_host
+from ..autograd import Gradient, Tensor, as_tensor, on_tape
+from ..errors import ConfigError, DataError, UnsupportedError
+from ..kernels import reference_sequences
+from ..kernels.buffers import empty
+from . import deferred
+from .functional import alike, contiguous, kernels_for
+from .init import Initialiser, Normal, Ones, Zeros
+from .layers import Dense
+from .module import Module, Parameter
+
+
+def embedding(tokens: Any, weight: Any) -> Tensor:
+    """The row of ``weight`` for each token.
+
+    Args:
+        tokens: integers from 0 to ``number - 1``, any shape; in the namespace of ``weight`` or NumPy's.
+        weight: shape ``(number, features)``.
+
+    Returns:
+        Shape ``(*tokens.shape, features)``.
+
+    Raises:
+        UnsupportedError: tokens that are no integers.
+        DataError: a token is out of range.
+    """
+    w, numbers = as_tensor(weight).data, as_tensor(tokens).data
+    xp = alike("embedding", w)
+    if numbers.dtype.kind not in "iu":
+        raise UnsupportedError("embedding", expected="integer tokens", got=numbers.dtype)
+    if is_host(numbers) and numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < w.shape[0]:
+        raise DataError(
+            "embedding", where="tokens", expected=f"0 to {w.shape[0] - 1}",
+            got=f"{int(numbers.min())} to {int(numbers.max())}",
+        )  # fmt: skip
+    rows = (from_host(numbers, w) if is_host(numbers) else numbers).reshape(-1).astype(xp.int64)
+    out = xp.take(w, rows, axis=0, out=empty((rows.shape[0], w.shape[1]), w.dtype, xp))
+
+    def pullback(gy: Array, _: None, dweight: Gradient | None) -> None:
+        if dweight is not None:
+            place = dweight.empty()
+            place[...] = 0
+            values = contiguous(gy).reshape(out.shape)
+            kernels_for("sequences", w, reference_sequences).add_rows(place, rows, values)
+            dweight.add(place)
+
+    return on_tape(out.reshape(*numbers.shape, w.shape[1]), (None, weight), pullback)
+
+
+def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
+    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with mean and variance over the last axis.
+
+    Args:
+        x: shape ``(..., features)``.
+        scale: shape ``(features,)``; ``shift`` likewise.
+    """
+    a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
+    xp = alike("layer_norm", a, gamma, beta)
+    if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
+        raise UnsupportedError(
+            "layer_norm", expected="shapes (..., features), (features,) and (features,)",
+            got=", ".join(str(tuple(each.shape)) for each in (a, gamma, beta)),
+        )  # fmt: skip
+    rows = a.reshape(-1, a.shape[-1])
+    compute = kernels_for("sequences", a, reference_sequences)
+    out = empty(rows.shape, a.dtype, xp)
+    saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
+    compute.layer_norm(rows, gamma, beta, out, saved, eps)
+
+    def pullback(gy: Array, *gradients: Gradient | None) -> None:
+        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
+        dx = empty(rows.shape, a.dtype, xp)
+        compute.layer_norm_gradients(contiguous(gy).reshape(rows.shape), rows, gamma, saved, (dx, *places))
+        for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
+            if gradient is not None:
+                gradient.add(place)
+
+    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback)
+
+
+def gelu(x: Any) -> Tensor:
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
+    a = contiguous(as_tensor(x).data)
+    xp = alike("gelu", a)
+    compute = kernels_for("sequences", a, reference_sequences)
+    out = empty(a.shape, a.dtype, xp)
+    compute.gelu(a, out)
+
+    def pullback(gy: Array, dx: Gradient | None) -> None:
+        if dx is not None:
+            place = dx.empty()
+            compute.gelu_gradient(contiguous(gy), a, place)
+            dx.add(place)
+
+    return on_tape(out, (x,), pullback)
+
+
+def causal_attention(parts: Any, heads: int) -> Tensor:
+    """What each place takes from itself and those before it (Vaswani et al. 2017, sections 3.2.1 to 3.2.3).
+
+    ``softmax(q @ k.T / sqrt(width / heads)) @ v`` for each head, where no row looks at later ones.
+
+    Args:
+        parts: queries, keys and values side by side, ``(batch, time, 3 width)``; ``heads`` divides ``width``.
+
+    Returns:
+        The heads side by side, ``(batch, time, width)``.
+    """
+    a = contiguous(as_tensor(parts).data)
+    xp = alike("causal_attention", a)
+    if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads):
+        expected = f"shape (batch, time, 3 width) with a width that {heads} heads divide"
+        raise UnsupportedError("causal_attention", expected=expected, got=tuple(a.shape))
+    batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
+    depth = width // heads
+    compute = kernels_for("sequences", a, reference_sequences)
+    factor = 1 / math.sqrt(depth)
+
+    def split(x: Array, count: int) -> tuple[Array, ...]:
+        wide = x.reshape(batch, time, count, heads, depth).transpose(2, 0, 3, 1, 4)
+        return tuple(wide[i] for i in range(count))
+
+    queries, keys, values = split(a, 3)
+    chances = empty((batch, heads, time, time), a.dtype, xp)
+    flat = chances.reshape(batch * heads, time, time)
+    xp.matmul(queries, keys.swapaxes(-1, -2), out=chances)
+    compute.causal_shift(flat, factor)
+    xp.exp(flat, out=flat)
+    compute.normalise_rows(flat)
+    out = empty((batch, time, width), a.dtype, xp)
+    split(out, 1)[0][...] = xp.matmul(chances, values)
+
+    def pullback(gy: Array, dparts: Gradient | None) -> None:
+        if dparts is None:
+            return
+        (g,) = split(contiguous(gy), 1)
+        place = dparts.empty()
+        dqueries, dkeys, dvalues = split(place, 3)
+        dvalues[...] = xp.matmul(chances.swapaxes(-1, -2), g)
+        scores = xp.matmul(g, values.swapaxes(-1, -2), out=empty(chances.shape, a.dtype, xp))
+        compute.softmax_gradient(flat, scores.reshape(flat.shape), factor)
+        dqueries[...] = xp.matmul(scores, keys)
+        dkeys[...] = xp.matmul(scores.swapaxes(-1, -2), queries)
+        dparts.add(place)
+
+    return on_tape(out, (parts,), pullback)
+
+
+class Embedding(Module):
+    """A row of ``weight``, shape ``(num_tokens, features)``, for each token.
+
+    Args:
+        weight_init: None is ``init.Normal(0.02)``.
+    """
+
+    def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
+        self.weight = Parameter((weight_init or Normal(0.02))((num_tokens, features)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return embedding(x, self.weight)
+
+    def describe(self) -> str:
+        return ", ".join(str(n) for n in self.weight.shape)
+
+
+class LayerNorm(Module):
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); scale starts at 1, shift at 0.
+
+    Args:
+        features: None: those of the first input.
+    """
+
+    def __init__(self, features: int | None, eps: float = 1e-5) -> None:
+        self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (self.gamma, self.beta):
+            deferred.settle(each, x.shape[-1])
+        return layer_norm(x, self.gamma, self.beta, self.eps)
+
+    def describe(self) -> str:
+        return f"{deferred.shape_of(self.gamma)[0]}, eps={self.eps}"
+
+
+class GELU(Module):
+    """See `gelu`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu(x)
+
+
+class CausalSelfAttention(Module):
+    """Attention of each place to itself and those before it, by several heads: ``(batch, time, width)`` to the same.
+
+    Args:
+        weight_init: None is `init.Xavier()`.
+
+    Raises:
+        ConfigError: ``heads`` does not divide ``width``.
+    """
+
+    def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
+        if heads < 1 or width % heads:
+            raise ConfigError("CausalSelfAttention", expected=f"heads that divide {width}", got=heads)
+        self.project = Dense(width, 3 * width, weight_init=weight_init)
+        self.merge = Dense(width, width, weight_init=weight_init)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merge(causal_attention(self.project(x), self.heads))
+
+    def describe(self) -> str:
+        return f"heads={self.heads}"

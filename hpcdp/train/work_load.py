@@ -1,0 +1,100 @@
+"""Who computes how much of a batch: shares that are given, or found by what ranks have been seen to do.
+
+The samples of a step are the same whatever the shares, so they decide how fast a run is and, but for rounding, not what
+it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hpcdp.data import ShardedSampler
+from hpcdp.errors import ConfigError
+
+from .callbacks import Callback
+from .metrics import Record
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
+MEASURED = "measured"
+"""Shares that follow the speed of ranks."""
+
+_PARTS = 1000
+"""Shares that were measured are so many whole parts of a batch, which files keep exactly."""
+
+
+def parse_work_load(text: str | None, ranks: int | None) -> list[float] | None:
+    """The shares that a setting gives, one a rank; None where it gives none, or they are to be measured.
+
+    Args:
+        text: numbers between commas, `MEASURED` or None.
+        ranks: how many shares there must be; None: any number.
+
+    Raises:
+        ConfigError: neither of these, or another number of shares.
+    """
+    if text in (None, MEASURED):
+        return None
+    try:
+        shares = [float(each) for each in str(text).split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < each < float("inf") for each in shares) or len(shares) != (ranks or len(shares)):
+        count = "a positive number a rank" if ranks is None else f"{ranks} positive numbers"
+        raise ConfigError("setting work_load", expected=f"{count} between commas, or: {MEASURED}", got=repr(text))
+    return shares
+
+
+def check_work_load(config: TrainConfig) -> None:
+    """Raises `ConfigError` for a ``work_load`` of other settings, or one that `parse_work_load` does not take."""
+    parse_work_load(config.work_load, config.ranks)
+    if config.reproducible or config.kv_store == "dist_async":
+        got = "reproducible" if config.reproducible else f"kv_store={config.kv_store}"
+        raise ConfigError("setting work_load", expected="ranks that step together, on shares of a batch", got=got)
+
+
+class AdaptWorkLoad(Callback):
+    """After each epoch gives ranks shares of a batch in proportion to their speed in it. Give it to every rank.
+
+    A rank's speed is its share over the time of its own work, without what it waited for others, as the epoch's record
+    has it for all ranks; the new share is the mean of the old one and that of the speed. Nothing is exchanged for it.
+    The record gets ``work_load``, what was used in its epoch; put it before callbacks that keep records.
+
+    Args:
+        sampler: that of this rank's loader; its weights are changed, and are part of its state.
+    """
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self._sampler = sampler
+        self.history: list[tuple[int, list[float]]] = []
+        """Epoch and shares, as they were used."""
+
+    def on_record(self, record: Record) -> None:
+        """See `Callback.on_record`."""
+        if record["kind"] != "epoch":
+            return
+        used = list(self._sampler.weights or [1.0] * self._sampler.num_parts)
+        record["work_load"] = used
+        self.history.append((record["epoch"], used))
+        if "by_rank" in record:
+            times = record["by_rank"]
+            seconds = [a + b for a, b in zip(times["compute_s"], times["data_s"], strict=True)]
+            self._sampler.set_weights(adapted(used, seconds, self._sampler.batch_size))
+
+
+def adapted(used: Sequence[float], seconds: Sequence[float], batch_size: int) -> list[float]:
+    """The next shares, whole numbers that are about 1000 together, each enough for a sample of a batch.
+
+    Args:
+        used: the shares of an epoch.
+        seconds: what each rank has worked for in it; shares stay as they are where one has not been seen to work.
+    """
+    total = sum(used)
+    if min(seconds) <= 0:
+        return list(used)
+    speeds = [share / spent for share, spent in zip(used, seconds, strict=True)]
+    least = max(1.0, _PARTS / batch_size)
+    mean = [(share / total + speed / sum(speeds)) / 2 for share, speed in zip(used, speeds, strict=True)]
+    return [float(round(max(least, _PARTS * each))) for each in mean]

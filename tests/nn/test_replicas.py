@@ -1,0 +1,139 @@
+"""One network on several devices of one process computes, and learns, what it does on one."""
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import autograd, data, nn, optim
+from hpcdp.comm import threads
+from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.errors import ConfigError, DeviceError
+from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
+
+RNG = np.random.default_rng(5)
+X, Y = RNG.standard_normal((37, 6)).astype(np.float32), RNG.integers(0, 4, 37)
+
+
+def network():
+    return nn.models.mlp(6, 4, hidden=(8, 5), seed=1)
+
+
+def devices(count):
+    return [hpcdp.cpu(index) for index in range(count)]
+
+
+def test_the_documents_matrix():
+    x = np.arange(20).reshape(4, 5)
+    first, second = data.split_and_load(x, devices(2))
+    np.testing.assert_array_equal(first, x[:2])
+    np.testing.assert_array_equal(second, x[2:])
+    assert not np.shares_memory(first, x)
+    with pytest.raises(ConfigError, match="expected a number of samples that 3 divides, got 4"):
+        data.split_and_load(x, devices(3))
+    assert [len(part) for part in data.split_and_load(x, devices(3), even_split=False)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("samples", [37, 2, 0])
+def test_results_and_gradients_are_those_of_one_device(count, samples):
+    found = []
+    for make in (lambda net: net, lambda net: nn.Replicas(net, devices(count))):
+        net = network()
+        with autograd.record():
+            losses = softmax_cross_entropy(make(net)(X[:samples]), Y[:samples])
+        losses.backward()
+        found.append([losses.data, *(param.grad.copy() for param in net.parameters())])
+    for one, several in zip(*found, strict=True):
+        np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_that_a_program_loads_itself():
+    net = network()
+    replicas = nn.Replicas(net, devices(2))
+    with autograd.record():
+        losses = softmax_cross_entropy(net(X[:36]), Y[:36])
+    losses.backward()
+    expected = [param.grad.copy() for param in net.parameters()]
+    xs, ys = (data.split_and_load(each[:36], replicas.devices) for each in (X, Y))
+    with autograd.record():
+        losses = [softmax_cross_entropy(replicas.on(d)(x), y) for d, x, y in zip(devices(2), xs, ys, strict=True)]
+    autograd.backward(losses)
+    for param, gradient in zip(net.parameters(), expected, strict=True):
+        np.testing.assert_allclose(param.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 2), (3, 4)])
+def test_fit_and_evaluate_over_devices_and_ranks(ranks, count):
+    def job(world, count=count):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world=world)
+        many = nn.Replicas(net, devices(count)) if count else net
+        loader = DataLoader(ArrayDataset(X, Y), ShardedSampler(len(X), 10, world.size, world.rank), prefetch=0)
+        records = fit(
+            many, trainer, loader, epochs=3, evaluate=lambda: evaluate(many, loader.dataset, world), world=world
+        )
+        return records[-1], [param.data.copy() for param in net.parameters()]
+
+    ((record, alone),) = threads.run(1, lambda world: job(world, None))
+    for other, params in threads.run(ranks, job):
+        assert other["test_accuracy"] == pytest.approx(record["test_accuracy"], abs=1.5 / 37)
+        assert other["test_loss"] == pytest.approx(record["test_loss"], rel=1e-4)
+        for a, b in zip(params, alone, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_are_those_of_each_device():
+    net = nn.Sequential(nn.Dense(6, 3), nn.BatchNorm(3))
+    replicas = nn.Replicas(net, devices(2))
+    x = X[:20].copy()
+    x[10:] += 5
+    with autograd.record():
+        replicas(x)
+    alone = nn.Sequential(nn.Dense(6, 3), nn.BatchNorm(3))
+    alone.load_state_dict({**net.state_dict(), **{f"1.{name}": np.full(3, name[-1] == "r", "f4") for name in RUNNING}})
+    with autograd.record():
+        alone(x[:10])
+    for name in RUNNING:
+        np.testing.assert_allclose(net.state_dict()[f"1.{name}"], alone.state_dict()[f"1.{name}"], rtol=1e-5)
+        there = replicas.on(hpcdp.cpu(1)).there.state_dict()[f"1.{name}"]
+        assert np.abs(there - net.state_dict()[f"1.{name}"]).max() > 1e-3
+
+
+RUNNING = ("running_mean", "running_var")
+
+
+def test_a_parameter_of_two_layers_and_dropout():
+    net = nn.models.gpt((4,), 5, width=8, heads=2, layers=1)
+    replicas = nn.Replicas(net, devices(3))
+    tokens = RNG.integers(0, 5, (7, 4))
+    np.testing.assert_allclose(replicas(tokens).data, net(tokens).data, rtol=1e-5, atol=1e-6)
+    dropped = nn.Replicas(nn.Dropout(0.5, seed=3), devices(2))
+    with autograd.record():
+        y = dropped(np.ones((2, 64), np.float32)).data
+    assert (y[0] != y[1]).any()
+
+
+def test_to_others_it_is_the_network():
+    net = network()
+    replicas = nn.Replicas(net, devices(3))
+    assert all(a is b for a, b in zip(replicas.parameters(), net.parameters(), strict=True))
+    assert list(replicas.state_dict()) == list(net.state_dict())
+    assert [type(each) for each in replicas.modules()] == [type(each) for each in net.modules()]
+    assert repr(replicas).startswith("Replicas(cpu(0), cpu(1), cpu(2)")
+
+
+def test_devices_that_are_not_there():
+    replicas = nn.Replicas(network(), devices(2))
+    with pytest.raises(RuntimeError, match=r"Replicas \[cpu\(2\)\]: expected one of cpu\(0\), cpu\(1\)") as caught:
+        replicas.on(hpcdp.cpu(2))
+    assert isinstance(caught.value, DeviceError)
+    with pytest.raises(RuntimeError, match=r"device \[gpu\(99\)\]: expected"):
+        data.split_and_load(X, [hpcdp.gpu(99)])
+    with pytest.raises(RuntimeError, match=r"device: expected a number from 0 on, got cpu\(-1\)"):
+        hpcdp.cpu(-1)
+    for wrong in ([], devices(1) * 2):
+        with pytest.raises(ConfigError, match=r"Replicas \[devices\]: expected at least one, each once"):
+            nn.Replicas(network(), wrong)
