@@ -237,8 +237,8 @@ def _launch(request: Request, profile: Profile) -> Iterator[str]:
         remedy = 'mpi_type = "pmix" for Open MPI, "pmi2" for MPICH, or launcher = "mpirun"; srun --mpi=list lists them'
         mpi_type = profile.require("mpi_type", remedy)
         yield f"srun --mpi={mpi_type}"
-        if not mpi_type.startswith("pmix"):
-            yield "--wait=30"  # for others of a rank that has died, who wait for ever; an end at once would hide a 75
+        # Others of a rank that has died, also before MPI was up, may wait for ever; an end at once would hide a 75.
+        yield "--wait=30"
         if request.template == "train-gpu":
             yield f"--gpu-bind={shlex.quote(profile.gpu_bind)}"
 

@@ -39,7 +39,7 @@ def launcher(name: str) -> Launcher:
 
 
 def usual(has_hosts: bool, environ: Mapping[str, str]) -> str:
-    """The launcher of a job of which none is named: hosts that were named are reached by ssh."""
-    if has_hosts:
-        return "ssh"
-    return "mpi" if batch_system(environ) else "local"
+    """The launcher of a job of which none is named: hosts that were named are reached by ssh, or are a batch job's."""
+    if batch_system(environ):
+        return "mpi"
+    return "ssh" if has_hosts else "local"

@@ -29,6 +29,8 @@ MPI_TYPES = {"openmpi": "pmix", "mpich": "pmi2"}
 
 _BINDINGS = {"none": "none", "core": "cores", "numa": "ldoms", "socket": "sockets"}
 _LIMIT_S = 30.0
+_GOES_ON = "OMPI_MCA_mpi_ft_enable"
+"""What has Open MPI's ranks go on when one dies (ULFM)."""
 
 _BY_RANK = (
     'workers=$1 python=$2; shift 2; [ "$SLURM_PROCID" -lt "$workers" ] || exec "$python" -m hpcdp.kvstore.serve; '
@@ -75,9 +77,10 @@ def plan(job: Job) -> Plan:
     if not any(argument.startswith("--mpi=") for argument in further):
         argv.append(f"--mpi={_mpi_type(family)}")
     # Everything travels, also from a job that was submitted without; one Ctrl-C ends, as it does elsewhere.
-    argv += ["--export=ALL", "--quit-on-interrupt", *_layout(job, given)]
-    if family == "mpich":  # with pmi2 Slurm leaves the others waiting
-        argv.append("--kill-on-bad-exit=1")
+    argv += ["--export=ALL", "--quit-on-interrupt"]
+    if {**os.environ, **job.env}.get(_GOES_ON, "0") in ("", "0"):
+        argv.append("--kill-on-bad-exit=1")  # others of a rank that has died, also before MPI was up, may wait for ever
+    argv += _layout(job, given)
     if job.bind is not None:
         argv.append(f"--cpu-bind={_BINDINGS[job.bind]}")
     if job.tag_output:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import select
 import signal
 import socket
@@ -34,6 +35,8 @@ _HOLD_S = 0.05
 # MPICH's mpirun does not see that a rank on another host has ended with a status; others have to end within 10 s.
 _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
+_LAST_WORDS_S = 1.0
+_STOPPED = os.EX_TEMPFAIL
 _PR_SET_PDEATHSIG = 1
 _SI_KERNEL = 0x80
 
@@ -103,6 +106,8 @@ def supervise(
                 ended_by = _forward_signals(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
                 )  # fmt: skip
+                if guards is not None and mpirun.returncode:  # whose words on ranks may come after it has ended
+                    _hear_the_last(watch)
                 count = ranks if started is None else started.end()
                 ends = watch.ends()
                 lost = ([] if guards is None else guards.lost) + words.lost()
@@ -134,12 +139,18 @@ def supervise(
     return _explained(ends, mpirun.returncode, family, words.named, words.aborted)
 
 
+def _hear_the_last(watch: Watch) -> None:
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while watch.running and time.monotonic() < deadline:
+        watch.wait(_LAST_WORDS_S / 20)
+
+
 def _explained(ends: Sequence[End], code: int, family: str, named: Named | None, aborted: int | None) -> int:
     """The status of the job, once the rank that failed first has been named where mpirun has not done so.
 
     Open MPI names it and has its status, but says of one that left with status 0 only what may have happened, of a
-    server not that it is one, and not always on which host a rank was; and now and then it names another one, which
-    has aborted since its connection to the first had closed.
+    server not that it is one, not always on which host a rank was, and nothing where others have ended well before;
+    and now and then it names another one, which has aborted since its connection to the first had closed.
     """
     first = first_failure(ends, code, _bereft(family))
     if named is not None and (first is None or first.status is None):
@@ -149,13 +160,14 @@ def _explained(ends: Sequence[End], code: int, family: str, named: Named | None,
     alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
     names_it = family != "mpich" and first.status != 0 and first.server is None and first.host is None
     told = {rank for rank in (named and named.rank, aborted) if rank is not None}
-    names_it = names_it and (not told or first.rank in told)
+    names_it = names_it and first.rank in told
     if first.status is None:
         if not names_it:
             say(f"{first}; the status of mpirun is {code}{f' ({name_of(code - 128)})' if code > 128 else ''}")
         return code
-    if not names_it and not alike:
-        say(first)
+    if not names_it and not alike and first.exit_status != _STOPPED:
+        ended_well = any(end.status == 0 and end.at_s < first.at_s for end in ends)
+        say(str(first).removesuffix(" before the others") if ended_well else first)
     return first.exit_status or 1
 
 

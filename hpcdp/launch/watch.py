@@ -170,7 +170,7 @@ class Watch:
         if self._missing:
             timeout_s = min(timeout_s, max(0.0, self._next_look - time.monotonic()))
         self._see(timeout_s)
-        running = {start.rank for start in self.starts} - self._ends.keys()
+        running = self.running
         if not running or min(running) < self._workers:
             self.servers_alone_since_s = None
         elif self.servers_alone_since_s is None:
@@ -178,6 +178,11 @@ class Watch:
         with contextlib.suppress(BlockingIOError):
             return Signal(*struct.unpack_from(_SIGNALFD_INFO, os.read(self._signals, _SIGNALFD_SIZE)))
         return None
+
+    @property
+    def running(self) -> set[int]:
+        """The ranks that were seen to start, and not to end."""
+        return {start.rank for start in self.starts} - self._ends.keys()
 
     def ends(self) -> list[End]:
         """The ends that were seen, the first one first; called once mpirun has ended and reaped its ranks."""
@@ -247,6 +252,9 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         if cause is not None:
             return cause
     first = next((end for end in ends if end.status != 0), None)
+    if first is not None and first.status is None:  # it may have ended well
+        told = (end for end in ends if end.status and not _killed(end.status) and end.exit_status == code)
+        return next(told, first)
     if first is None or first.status is None or not os.WIFSIGNALED(first.status):
         return first
     sign = os.WTERMSIG(first.status)

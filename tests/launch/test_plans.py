@@ -137,7 +137,8 @@ def test_hydra_takes_no_ipv6_address(elsewhere) -> None:
 
 def test_the_usual_launcher() -> None:
     assert launchers.usual(False, {}) == "local"
-    assert launchers.usual(True, {"SLURM_JOB_NODELIST": "node[1-2]"}) == "ssh"
+    assert launchers.usual(True, {}) == "ssh"
+    assert launchers.usual(True, {"SLURM_JOB_NODELIST": "node[1-2]"}) == "mpi"
     for variable in ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "PE_HOSTFILE", "LSB_HOSTS"):
         assert launchers.usual(False, {variable: "x"}) == "mpi"
 

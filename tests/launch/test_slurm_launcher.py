@@ -14,7 +14,7 @@ LIST = (
     "MPI plugin types are...\n\tcray_shasta\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"
 )
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
-COMMON = ["--export=ALL", "--quit-on-interrupt"]
+COMMON = ["--export=ALL", "--quit-on-interrupt", "--kill-on-bad-exit=1"]
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def inside(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
 def test_outside_of_a_job(srun: Path) -> None:
     assert argv(Job(("p", "a b"), 3)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=3", "p", "a b"]
     spread = ["--nodes=2", "--ntasks=3", "--distribution=plane=2"]
-    assert argv(Job(("p",), 3, ranks_per_node=2))[4:] == [*spread, "p"]
+    assert argv(Job(("p",), 3, ranks_per_node=2))[5:] == [*spread, "p"]
     hosts = (Host("n1"), Host("n2", 2))
-    assert argv(Job(("p",), 3, hosts=hosts))[4:] == [*spread, "--nodelist=n1,n2", "p"]
+    assert argv(Job(("p",), 3, hosts=hosts))[5:] == [*spread, "--nodelist=n1,n2", "p"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_variables(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mpich_speaks_pmi2(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi_library, "find_library", lambda: MpiLibrary("mpich", Path("/x/libmpi.so.12")))
-    assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmi2", *COMMON, "--ntasks=2", "--kill-on-bad-exit=1", "p"]
+    assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmi2", *COMMON, "--ntasks=2", "p"]
 
 
 @pytest.mark.parametrize("text", [LIST, "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\nsrun: pmix"])

@@ -180,6 +180,8 @@ def ends_of(*ends: tuple[int, int | None, float]) -> list[End]:
         ([(2, 11, 1.0), (1, 1 << 8, 1.3), (0, 15, 1.3)], 139, 2),
         ([(1, 9, 1.0), (0, 143 << 8, 1.3)], 137, 1),  # took mpirun's SIGTERM and ended itself
         ([(2, None, 1.0), (1, 9, 1.0)], 9, 2),  # on a kernel that does not keep the status
+        ([(0, None, 1.0), (1, 9 << 8, 1.1)], 9, 1),
+        ([(0, None, 1.0), (1, 9 << 8, 1.1)], 7, 0),
         ([], 1, None),
     ],
 )
@@ -210,3 +212,14 @@ def test_who_failed_first_of_ranks_that_leave_when_another_has_gone(
 def test_words_for_an_end() -> None:
     assert str(End(1, 7, None, 0.0)) == "rank 1 (pid 7) ended before the others"
     assert str(End(1, 7, signal.SIGRTMIN + 3, 0.0)) == f"rank 1 (pid 7) was killed by signal {signal.SIGRTMIN + 3}"
+
+
+def test_a_rank_that_fails_after_another_has_ended_well_is_named() -> None:
+    code = "import os, time; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']); "
+    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c"]
+    done = subprocess.run(
+        [*command, code + "time.sleep(rank * 0.7); os._exit(rank * 9)"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 9
+    assert re.findall(r"hpcdp launch: (.*)", done.stderr)[0].startswith("rank 1 (pid "), done.stderr
+    assert "before the others" not in done.stderr

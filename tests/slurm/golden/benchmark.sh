@@ -21,4 +21,4 @@ export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-2}"
 export PMIX_MCA_psec=native  # or Open MPI says that it found no munge
 export HPCDP_CACHE_DIR='/scratch/$USER'"'"'s'
 
-exec srun --mpi=pmix hpcdp bench allreduce
+exec srun --mpi=pmix --wait=30 hpcdp bench allreduce

@@ -37,7 +37,7 @@ program=(hpcdp train lenet --data digits --run-dir "$run" --resume auto)
 # every signal.
 (
   trap '' USR1
-  exec srun --mpi=pmix --gpu-bind=none sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
+  exec srun --mpi=pmix --wait=30 --gpu-bind=none sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
 ) &
 ranks=$!
 SECONDS=0 told=''

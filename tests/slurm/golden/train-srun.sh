@@ -35,7 +35,7 @@ program=(hpcdp train lenet --data digits --run-dir "$run" --resume auto)
 # every signal.
 (
   trap '' USR1
-  exec srun --mpi=pmix sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
+  exec srun --mpi=pmix --wait=30 sh -c 'trap "" USR1; exec "$@"' rank "${program[@]}"
 ) &
 ranks=$!
 SECONDS=0 told=''
