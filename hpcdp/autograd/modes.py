@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .registry import Tracer
 
 
 class _Modes(threading.local):
     recording = False
     training = False
+    tracer: Tracer | None = None
+    """What notes this thread's operators, while it traces."""
+    capture: Callable[..., Any] | None = None
+    """What is told how an operator's result is computed again, in place of the tape, while this thread plans."""
 
 
 modes = _Modes()

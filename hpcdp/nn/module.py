@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor, as_tensor
 from ..errors import ConfigError
+from .hybrid import Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
@@ -26,11 +27,10 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("data_hook", "name")
+    __slots__ = ("_data_hook", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
-        self.data_hook: Callable[[Parameter], None] | None = None
-        """Called before ``data`` is read, where an update of it may be under way."""
+        self._data_hook: Callable[[Parameter], None] | None = None
         super().__init__(data)
         self.name = name
         self.attach_grad(grad_req)
@@ -38,13 +38,28 @@ class Parameter(Tensor):
     @property
     def data(self) -> Array:  # type: ignore[override]
         """The values."""
-        if self.data_hook is not None:
-            self.data_hook(self)
+        if self._data_hook is not None:
+            self._data_hook(self)
         return _data.__get__(self)
 
     @data.setter
     def data(self, values: Array) -> None:
         _data.__set__(self, values)
+        changed.in_parameters()
+
+    @property
+    def data_hook(self) -> Callable[[Parameter], None] | None:
+        """Called before ``data`` is read, where an update of it may be under way."""
+        return self._data_hook
+
+    @data_hook.setter
+    def data_hook(self, hook: Callable[[Parameter], None] | None) -> None:
+        self._data_hook = hook
+        changed.in_parameters()
+
+    def held(self) -> Array:
+        """The array behind ``data``, without waiting for an update of it."""
+        return _data.__get__(self)
 
 
 class Module:
@@ -57,14 +72,41 @@ class Module:
 
     needs_all_ranks = False
     """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+    _hybrid: Hybrid | None = None
+    """Its plans, where it is hybridized."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        changed.in_module(self, name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        changed.in_module(self, name)
+        object.__delattr__(self, name)
 
     def forward(self, *inputs: Any) -> Any:
         """What the module computes from tensors; subclasses define it."""
         raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="none")
 
     def __call__(self, *inputs: Any) -> Any:
-        """``forward`` of the inputs, arrays among them made tensors."""
+        """``forward`` of the inputs, arrays among them made tensors; by a plan where the module is hybridized."""
+        if self._hybrid is not None:
+            return self._hybrid(inputs)
         return self.forward(*[as_tensor(x) for x in inputs])
+
+    def hybridize(self, active: bool = True) -> None:
+        """From now on trace a call with inputs of new shapes or dtypes, and replay what it did for those that follow.
+
+        Results, gradients and hooks are those of ``forward`` to the bit, without its Python: what it does beside
+        operations on tensors (prints, counts) happens while it is traced only. See docs/hybrid.md.
+
+        Args:
+            active: False goes back to calling ``forward`` each time.
+
+        Raises:
+            HpcdpError: in a call, where ``forward`` needs the values of tensors to go on, assigns attributes, or takes
+                arrays that are no attributes of the module; names the line.
+        """
+        self._hybrid = Hybrid(self) if active else None
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""
