@@ -31,10 +31,11 @@ class Tensor:
     __array_ufunc__ = None  # array + tensor is the tensor's business
 
     def __init__(self, data: Any) -> None:
-        if isinstance(data, Tensor):
-            data = data.data
-        elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
-            data = np.asarray(data, np.float32)
+        if type(data) is not np.ndarray:
+            if isinstance(data, Tensor):
+                data = data.data
+            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
+                data = np.asarray(data, np.float32)
         self.data: Array = data
         self.grad: Array | None = None
         self.grad_req = "null"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays import Array
 from ...autograd import Tensor
-from ...autograd.modes import modes
+from ...autograd.modes import TRACING, modes
 from ...autograd.registry import Operator
 from ...errors import HpcdpError
 from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
@@ -113,7 +113,8 @@ class TracingRun:
 
     def run(self, forward: Any, given: Sequence[Tensor]) -> Any:
         """What ``forward`` returns for the given tensors, as without a trace."""
-        modes.tracer = self
+        modes.tracer, before = self, modes.signature
+        modes.signature |= TRACING
         try:
             found = forward(*[Traced(self, Input(i), each) for i, each in enumerate(given)])
             self.graph.form = "tuple" if isinstance(found, tuple) else "list" if isinstance(found, list) else "one"
@@ -126,7 +127,7 @@ class TracingRun:
                     )  # fmt: skip
             self.graph.outputs = tuple(self._source(each) for each in outputs)
         finally:
-            modes.tracer = None
+            modes.tracer, modes.signature = None, before
         plain = [_inner(each) for each in outputs]
         self.graph = self.graph.without_unused()
         return plain[0] if self.graph.form == "one" else tuple(plain) if self.graph.form == "tuple" else plain
