@@ -52,6 +52,8 @@ class Tracer(Protocol):
 
 OPERATORS: dict[str, Operator] = {}
 """All operators by name."""
+CALLS: dict[str, Callable[..., Any]] = {}
+"""For each what programs call, which a tracer notes."""
 
 
 def operator(
@@ -76,6 +78,7 @@ def operator(
                 return function(*args, **kwargs)
             return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
 
+        CALLS[name] = call
         return call
 
     return register

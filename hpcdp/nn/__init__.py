@@ -1,9 +1,10 @@
-"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, kernels, arrays, errors."""
+"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, data, kernels, arrays, errors."""
 
 from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
 from .module import Module, Parameter, Sequential
 from .regularisation import BatchNorm, Dropout
+from .symbol_block import SymbolBlock
 from .virtual_shard import VirtualShard, entered_shard
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ReLU",
     "Sequential",
     "Sigmoid",
+    "SymbolBlock",
     "Tanh",
     "VirtualShard",
     "entered_shard",

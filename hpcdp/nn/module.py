@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor, as_tensor
 from ..errors import ConfigError
-from .hybrid import Hybrid, changed
+from .hybrid import Graph, Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
@@ -107,6 +108,34 @@ class Module:
                 arrays that are no attributes of the module; names the line.
         """
         self._hybrid = Hybrid(self) if active else None
+
+    def graph(self) -> Graph:
+        """What a hybridized network's last prediction in this thread has computed, call by call.
+
+        Raises:
+            ConfigError: it is not hybridized, or was not called yet outside of ``record()``.
+        """
+        if self._hybrid is None:
+            raise ConfigError(
+                type(self).__name__, expected="a hybridized network", remedy="call hybridize(), then net(x) once"
+            )
+        return self._hybrid.graph()
+
+    def export(self, path: str | Path) -> tuple[Path, Path]:
+        """Write the graph of predictions (``path.json``) and what they read (``path.h5``), for `SymbolBlock.load`.
+
+        Files that were there are replaced whole. One rank should write, as parameters are alike on all.
+
+        Returns:
+            The paths of both files.
+
+        Raises:
+            ConfigError: as `graph`, or something in it cannot be written down.
+            DataError: the files cannot be written.
+        """
+        from .symbol_block import export
+
+        return export(self.graph(), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""

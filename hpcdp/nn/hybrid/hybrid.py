@@ -11,6 +11,7 @@ import numpy as np
 
 from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
+from ...errors import ConfigError
 from ..virtual_shard import entered_shard
 from .changed import state
 from .graph import Graph
@@ -30,10 +31,11 @@ Key = tuple[Any, ...]
 
 
 class _Known:
-    """A traced graph, and its plans: several where a call came before the backward of another."""
+    """A traced graph, as it is planned, and its plans: several where a call came before the backward of another."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, traced: Graph, recording: bool) -> None:
+        self.traced = traced
+        self.graph = rewritten(traced, recording)
         self.plans: list[Plan] = []
 
 
@@ -96,6 +98,23 @@ class Hybrid:
         known.plans.append(plan)
         return plan.returned(given)
 
+    def graph(self) -> Graph:
+        """The graph of this thread's last prediction of which there is one.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        here = self._here
+        if here.modules is not state.modules:
+            self._look_at_attributes(here)
+        for key, known in reversed(here.known.items()):
+            if key[:2] == (False, False):
+                return known.traced
+        raise ConfigError(
+            "hybridize", where=type(self._module).__name__, expected="a call before, outside of record()",
+            got="none since the module was made or changed", remedy="call net(x) once",
+        )  # fmt: skip
+
     def _needs_forward(self) -> bool:
         """Virtual shards change what layers draw and note, and layers of all ranks talk to the others."""
         return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
@@ -114,7 +133,7 @@ class Hybrid:
     def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
         run = TracingRun(_attributes_of(self._module), given)
         result = run.run(self._module.forward, given)
-        here.known[key] = _Known(rewritten(run.graph, modes.recording))
+        here.known[key] = _Known(run.graph, modes.recording)
         while len(here.known) > _KEYS_KEPT:
             here.known.popitem(last=False)
         return result
