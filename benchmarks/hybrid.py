@@ -2,7 +2,7 @@
 
 ``python -m hpcdp.benchmarks.hybrid`` first takes the document's network, 512-256-128-2 at batch 1, of which 1000 calls
 are its experiment. The limit is what its three products take with all arrays at hand: by ``numpy.matmul`` with ``out``,
-as anybody would call BLAS, and by the bound method ``dot``, which has the least overhead. Beside them stands thin NumPy,
+as anybody would call BLAS, and by the bound method ``dot``, which has the least overhead. Beside them is thin NumPy,
 with biases and activations. Then recorded calls with their backward, and other networks. What comes out must be the
 same bits as without a plan.
 """

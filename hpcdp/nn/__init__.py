@@ -2,7 +2,7 @@
 
 from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
-from .module import Module, Parameter, Sequential
+from .module import HybridConcurrent, Module, Parameter, Sequential
 from .regularisation import BatchNorm, Dropout
 from .symbol_block import SymbolBlock
 from .virtual_shard import VirtualShard, entered_shard
@@ -15,6 +15,7 @@ __all__ = [
     "Dropout",
     "Flatten",
     "GlobalAvgPool2D",
+    "HybridConcurrent",
     "MaxPool2D",
     "Module",
     "Parameter",

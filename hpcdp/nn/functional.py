@@ -6,19 +6,34 @@ that is used again (`kernels.buffers`) or straight into a leaf's gradient.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from .. import kernels
 from ..arrays import Array, array_namespace, from_host, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import DataError, UnsupportedError
 from ..kernels import reference
 from ..kernels.buffers import empty
-from .virtual_shard import move
+from .normalisation import batch_norm, batch_norm_by_running
+from .operands import alike, contiguous, kernels_for, refreshed
+
+__all__ = [
+    "avg_pool2d",
+    "batch_norm",
+    "batch_norm_by_running",
+    "conv2d",
+    "dense",
+    "dropout",
+    "l2_loss",
+    "max_pool2d",
+    "relu",
+    "sigmoid",
+    "softmax",
+    "softmax_cross_entropy",
+    "tanh",
+]
 
 Pair = tuple[int, int]
 Size = int | tuple[int, int]
@@ -27,24 +42,6 @@ Size = int | tuple[int, int]
 def pair(size: Size) -> Pair:
     """(vertical, horizontal) of a size given as one number or two."""
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def kernels_for(name: str, x: Array) -> Any:
-    return kernels.load(name) if is_host(x) else reference
-
-
-def alike(operation: str, x: Array, *others: Array | None) -> Any:
-    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
-    given = [x, *(other for other in others if other is not None)]
-    if x.dtype.char not in "fd" or any(each.dtype != x.dtype for each in given):
-        raise UnsupportedError(
-            operation,
-            where="dtype",
-            expected="float32 or float64, the same for all operands",
-            got=", ".join(str(each.dtype) for each in given),
-            remedy="convert with astype",
-        )
-    return array_namespace(*given)
 
 
 def _images(operation: str, x: Any) -> Array:
@@ -64,15 +61,6 @@ def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair
             got=f"height and width {tuple(x.shape[2:])}",
         )
     return size[0], size[1]
-
-
-def contiguous(gy: Array) -> Array:
-    return array_namespace(gy).ascontiguousarray(gy)
-
-
-def refreshed(copy: Array, x: Array) -> list[Call]:
-    """The call that copies ``x`` to ``copy`` again, or none where that is ``x`` itself."""
-    return [] if copy is x else [(copy.__setitem__, (..., x))]
 
 
 @operator("dense", ("x", "weight", "bias"))
@@ -272,55 +260,6 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
             dx.add(xp.multiply(gy, scale, out=dx.empty()))
 
     return on_tape(out, (x,), pullback, lambda out: [(drop_others, (out,))])
-
-
-@operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
-def batch_norm(
-    x: Any, scale: Any, shift: Any, eps: float,
-    running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0,
-) -> tuple[Tensor, Array, Array]:  # fmt: skip
-    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with the statistics of the batch, for each channel.
-
-    Args:
-        x: shape ``(batch, channels, ...)``.
-        scale: shape ``(channels,)``; ``shift`` likewise.
-        running_mean: moves, in place, to ``momentum * running_mean + (1 - momentum) * mean``; ``running_var`` likewise.
-
-    Returns:
-        The result, and mean and biased variance of each channel, zeros for an empty batch.
-    """
-    given = [as_tensor(each).data for each in (x, scale, shift)]
-    a, gamma, beta = map(contiguous, given)
-    xp = alike("batch_norm", a, gamma, beta)
-    planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
-    mean, variance = xp.empty(gamma.shape, dtype=a.dtype), xp.empty(gamma.shape, dtype=a.dtype)
-    out = empty(planes.shape, a.dtype, xp)
-    compute = kernels_for("batch_norm", a).batch_norm
-    compute(planes, gamma, beta, out, (mean, variance), eps)
-    if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
-        mean[...], variance[...] = 0, 0
-    moves: list[Call] = [
-        (move, (running, momentum, batch))
-        for running, batch in ((running_mean, mean), (running_var, variance))
-        if running is not None
-    ]
-    for function, args in moves:
-        function(*args)
-
-    def again(place: Array) -> list[Call]:
-        copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
-        return [*copies, (compute, (planes, gamma, beta, place.reshape(planes.shape), (mean, variance), eps)), *moves]
-
-    def pullback(gy: Array, *gradients: Gradient | None) -> None:
-        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
-        dx = empty(planes.shape, planes.dtype, xp)
-        g = contiguous(gy).reshape(planes.shape)
-        kernels_for("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
-        for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
-            if gradient is not None:
-                gradient.add(place)
-
-    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback, again), mean, variance
 
 
 @operator("softmax")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, from_host, to_host
-from ..autograd import Tensor, as_tensor
+from ..autograd import Tensor, as_tensor, concatenate
 from ..errors import ConfigError
 from .hybrid import Graph, Hybrid, changed
 
@@ -263,3 +263,22 @@ class Sequential(Module):
 
     def __getitem__(self, index: int) -> Module:
         return list(self)[index]
+
+
+class HybridConcurrent(Module):
+    """Modules side by side: each is called with the same input, and their results are joined along ``axis``.
+
+    Hybridized, as any module can be, all of them are one plan.
+
+    Source: Gluon's ``contrib.nn.HybridConcurrent``.
+    """
+
+    def __init__(self, *modules: Module, axis: int = 1) -> None:
+        self.axis = axis
+        for number, module in enumerate(modules):
+            if not isinstance(module, Module):
+                raise ConfigError("HybridConcurrent", expected="modules", got=type(module).__name__)
+            setattr(self, str(number), module)
+
+    def forward(self, x: Any) -> Any:
+        return concatenate([module(x) for _, module in self.children()], axis=self.axis)

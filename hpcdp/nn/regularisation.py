@@ -61,12 +61,7 @@ class BatchNorm(KeepsStatistics, Module):
 
     def by_running(self, x: Tensor) -> Tensor:
         """``x`` by the running statistics."""
-        channels = self.gamma.shape[0]
-        shape = (channels,) + (1,) * (x.ndim - 2)
-        inverse = 1.0 / (self.running_var + self.eps).sqrt()
-        scale = self.gamma * inverse
-        shift = self.beta - scale * self.running_mean
-        return x * scale.reshape(shape) + shift.reshape(shape)
+        return functional.batch_norm_by_running(x, self.gamma, self.beta, self.running_mean, self.running_var, self.eps)
 
     def describe(self) -> str:
         return f"{self.gamma.shape[0]}, momentum={self.momentum}, eps={self.eps}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,22 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     outputs: tuple[Source, ...] = ()
     form: str = "one"
+
+    def summary(self) -> str:
+        """A table: a line for every operation, with what it reads, the shape and bytes of its result, parameters."""
+        from .overview import summary
+
+        return summary(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the operations from top to bottom into a PNG, SVG or PDF, which is replaced.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        from .overview import draw
+
+        draw(self, path)
 
     def last_uses(self) -> list[int]:
         """For each node the number of the last one that reads it; the number of nodes where the network returns it."""
