@@ -72,3 +72,11 @@ def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     assert found["dist_sync"][1] == [23] * 2
     fast, slow = found["dist_async"][1]
     assert fast + slow == -(-1438 // 32) and slow < fast
+
+
+def test_a_hybridized_network_computes_the_same_and_is_exported(tmp_path):
+    said = run_example("hybridize.py", 1, "--calls", "20", "--draw", f"{tmp_path}/mlp.png")
+    assert re.match(r"20 calls: \d\.\d+ s as written, \d\.\d+ s hybridized, \d+\.\dx\nsame output: True\n", said)
+    assert "3 operations, 164,482 parameters" in said
+    assert said.endswith("exported to mlp.json and mlp.h5; same output without the class: True\n")
+    assert (tmp_path / "mlp.png").stat().st_size > 1000
