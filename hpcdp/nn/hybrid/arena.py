@@ -36,7 +36,7 @@ class Arena:
         """Uninitialised memory for the result of a node, of the shape, dtype and order of ``like``."""
         fitting = [each for each in self._free if like.nbytes <= each.nbytes <= _WASTE * max(like.nbytes, _ALIGNMENT)]
         if fitting:
-            block = min(fitting, key=lambda each: each.nbytes)
+            block = min(reversed(fitting), key=lambda each: each.nbytes)  # the last to be free may be in the cache
             self._free.remove(block)
         else:
             block = _Block(like.nbytes)

@@ -136,6 +136,8 @@ class Plan:
                 step.sources = tuple(origin.get(id(each)) for each in inputs)
                 step.pullback = pullback if self._keeps and node.is_recorded else None
                 if not viewed:
+                    if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
+                        self._arena.release([i for i in range(number) if roots[i] == i and last[i] <= number])
                     value = self._place(value)
                     step.calls = [_direct(call) for call in _calls(again, value, node.operator)]
             found[0].data = step.value = value
@@ -288,6 +290,10 @@ def _calls(again: Again | None, value: Array, name: str) -> Sequence[Call]:
         return again(value)
     name, *operands = again
     return [(partial(getattr(array_namespace(value), name), *operands, out=value), ())]
+
+
+def _is_elementwise(again: Again | None) -> bool:
+    return isinstance(again, tuple) and getattr(np, again[0]).signature is None  # matmul has one
 
 
 def _direct(call: Call) -> Call:
