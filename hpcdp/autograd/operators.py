@@ -13,6 +13,7 @@ from typing import Any
 from ..arrays import Array, array_namespace
 from ..kernels.buffers import empty
 from . import tensor
+from .modes import modes
 from .registry import Again, Call, operator
 from .tape import Gradient
 from .tensor import Tensor, value_of
@@ -34,6 +35,8 @@ def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
 
 def unary(x: Any, value: Array, derivative: Derivative, again: Again) -> Tensor:
     """The result of an operation on ``x`` alone, whose gradient ``derivative`` gives."""
+    if not modes.recording:
+        return Tensor(value)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
@@ -43,6 +46,9 @@ def unary(x: Any, value: Array, derivative: Derivative, again: Again) -> Tensor:
 
 
 def _binary(a: Any, b: Any, value: Array, for_a: Derivative, for_b: Derivative, again: Again) -> Tensor:
+    if not modes.recording:
+        return Tensor(value)
+
     def pullback(gy: Array, da: Gradient | None, db: Gradient | None) -> None:
         if da is not None:
             da.add(sum_to(for_a(gy), da.shape))

@@ -293,14 +293,16 @@ def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback | None, ag
             modes.capture(result, inputs, pullback, again)
             return result
         sources: list[Node | Tensor | None] = []
+        is_wanted = False
         for x in inputs:
-            if not isinstance(x, Tensor):
-                sources.append(None)
-            elif x.node is not None:
-                sources.append(x.node)
-            else:
-                sources.append(x if x.grad_req != "null" else None)
-        if any(source is not None for source in sources):
+            source: Node | Tensor | None = None
+            if isinstance(x, Tensor):
+                source = x.node
+                if source is None and x.grad_req != "null":
+                    source = x
+                is_wanted = is_wanted or source is not None
+            sources.append(source)
+        if is_wanted:
             assert pullback is not None
             result.node = Node(value, tuple(sources), pullback)
     return result
