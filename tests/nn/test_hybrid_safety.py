@@ -403,3 +403,69 @@ def test_a_wrong_label_is_found_in_a_replay():
         net(arrays(2, 3), np.array([0, 1]))
     with pytest.raises(HpcdpError, match=r"labels.*expected 0 to 2, got 0 to 3"):
         net(arrays(2, 3), np.array([0, 3]))
+
+
+def test_the_short_way_sees_new_arrays_and_updates_under_way():
+    net, plain = pair()
+    x = arrays(1, 6)
+    for _ in range(4):
+        net(x)
+    assert net._hybrid._here.shortcut is not None
+    for each in (net, plain):
+        for param in each.parameters():
+            param.data = param.data * 2
+    for _ in range(4):
+        np.testing.assert_array_equal(net(x).data, plain(x).data)
+    waited = []
+
+    def hook(param):
+        waited.append(param)
+        param.data_hook = None
+        param.data[...] *= 0.5
+
+    net.parameters()[0].data_hook = hook
+    plain.parameters()[0].data[...] *= 0.5
+    np.testing.assert_array_equal(net(x).data, plain(x).data)
+    assert len(waited) == 1
+
+
+def test_parameters_of_another_shape_are_traced_anew():
+    class Flat(nn.Module):
+        def __init__(self):
+            self.weight = nn.Parameter(arrays(6, 4))
+
+        def forward(self, x):
+            return (x @ self.weight).reshape(x.shape[0] * self.weight.shape[1])
+
+    net, plain = pair(Flat())
+    for columns in (4, 3):
+        for each in (net, plain):
+            each.weight.data = arrays(6, columns, seed=9)
+        for _ in range(4):
+            np.testing.assert_array_equal(net(arrays(2, 6)).data, plain(arrays(2, 6)).data)
+
+
+def test_every_thread_makes_its_own_plan(plans):
+    net, _ = pair()
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: [net(arrays(2, 6)) for _ in range(3)])
+        thread.start()
+        thread.join()
+    assert len(plans) == 2
+
+
+def test_statistics_move_although_nobody_needs_the_result():
+    class Watches(nn.Module):
+        def __init__(self):
+            self.norm = nn.BatchNorm(3)
+
+        def forward(self, x):
+            self.norm(x)
+            return x * 2
+
+    net, plain = pair(Watches())
+    for seed in range(4):
+        with autograd.train_mode():
+            net(arrays(4, 3, seed=seed)), plain(arrays(4, 3, seed=seed))
+        np.testing.assert_array_equal(net.norm.running_mean.data, plain.norm.running_mean.data)
+        np.testing.assert_array_equal(net.norm.running_var.data, plain.norm.running_var.data)
