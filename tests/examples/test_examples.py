@@ -80,3 +80,14 @@ def test_a_hybridized_network_computes_the_same_and_is_exported(tmp_path):
     assert "3 operations, 164,482 parameters" in said
     assert said.endswith("exported to mlp.json and mlp.h5; same output without the class: True\n")
     assert (tmp_path / "mlp.png").stat().st_size > 1000
+
+
+def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
+    said = {ranks: run_example("pipeline.py", ranks, "--epochs", "2") for ranks in (1, 4)}
+    losses, accuracies = (
+        {ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()}
+        for what in ("loss", "accuracy")
+    )
+    assert len(accuracies[1]) == 2 and accuracies[1][-1] > 0.75
+    assert accuracies[4] == pytest.approx(accuracies[1], abs=0.012)
+    assert losses[4][0] < losses[1][0]  # that of one of two copies
