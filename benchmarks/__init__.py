@@ -11,6 +11,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `gradients` does so for gradients through a Trainer: reduce and update by owners.
 - `compression` times training steps over slow links with every codec, `convergence` is what codecs do to accuracy.
 - `reproducible` is what the same bits on any number of ranks cost.
+- `hybrid` times calls of networks with and without a plan, bare, and in PyTorch.
 - `engine` times a push to the dependency engine.
 - `train_lenet` trains LeNet here and in PyTorch, `train_models` a character LSTM and ResNet-18; `accuracy` is what
   networks learn; `startup` times the import and the launch.

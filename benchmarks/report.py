@@ -10,6 +10,7 @@ import numpy as np
 from .measure import format_size
 from .verdicts import (
     allreduce_rounds,
+    hybrid_rows,
     kernel_names,
     median,
     median_by_size,
@@ -106,6 +107,20 @@ def _torch_table(places: list[dict[str, Any]]) -> str:
     return text + _table(["", *names], rows)
 
 
+def _hybrid_table(rows: list[dict[str, Any]]) -> str:
+    """Every network: the time of a call by each candidate."""
+    names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
+    text = "## Calls with and without a plan, on one core\n\nMicroseconds a call.\n\n"
+    lines = [
+        [
+            f"{row['network']}, batch {row['batch']}" + ", with backward" * row["backward"],
+            *(f"{row['median_us'][name]:.1f}" if name in row["median_us"] else "-" for name in names),
+        ]
+        for row in rows
+    ]
+    return text + _table(["", *names], lines)
+
+
 def _kernel_table(results: dict[str, Any]) -> str:
     rounds = results["kernels"]
     sizes = sorted({row["nbytes"] for report in rounds for row in report["rows"]})
@@ -193,6 +208,8 @@ def render(results: dict[str, Any]) -> str:
             "its time is a multiple of the kernel's.\n\n"
         )
         parts.append("## Kernels on one core\n\n" + about + _kernel_table(results))
+    if results.get("hybrid"):
+        parts.append(_hybrid_table(hybrid_rows(results)))
     if results.get("kvstore"):
         about = "In place both overwrite the array that is summed; `dist_sync` keeps the sum, too.\n\n"
         parts.append("## Key-value store\n\n" + about + _medians(results["kvstore"]))

@@ -101,7 +101,7 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1 to S7, S10 and S11 from the results of the suite."""
+    """S1 to S7, and S9 to S12 from the results of the suite."""
     collectives = [
         *_allreduce(results),
         *_updates(results),
@@ -118,6 +118,7 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
         *_stores(results),
         *_checkpoints(results),
         *_startup(results),
+        *_hybrid(results),
     ]
 
 
@@ -333,3 +334,25 @@ def _startup(results: dict[str, Any]) -> list[Verdict]:
         ):
             found.append(Verdict("S11", what, f"at most {limit} s", f"{report[key]:.3f} s", report[key] <= limit))
     return found
+
+
+def _hybrid(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for row in (row for row in hybrid_rows(results) if row["batch"] == 1):
+        what = f"{row['network']}, batch 1" + ", with backward" * row["backward"]
+        if "products" in row["ratio"]:
+            over, bound = (1 / row["ratio"][name] for name in ("products", "products, bound"))
+            measured = (
+                f"{over:.2f}x ({bound:.2f}x of bound methods; without a plan {row['ratio']['eager'] * over:.1f}x)"
+            )
+            what_of = f"{what}: a replay over the bare products"
+            found.append(Verdict("S12", what_of, "at most 1.3x", measured, over <= 1.3))
+        if row["eager_over_torch"] is not None:
+            ratio = 1 / row["eager_over_torch"]
+            what_of = f"{what}, without a plan, against PyTorch"
+            found.append(Verdict("S12", what_of, "at least 1x", f"{ratio:.2f}x", ratio >= 1))
+    return found
+
+
+def hybrid_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for report in results.get("hybrid", []) for row in report["rows"]]

@@ -116,9 +116,9 @@ array = asarray
 
 _FUNCTIONS = """
 abs add all any arange argmax argmin argsort ascontiguousarray broadcast_to clip concatenate copyto cos cumsum divide
-einsum empty empty_like equal exp expand_dims eye full full_like greater isfinite less log log1p matmul max maximum mean
-min minimum moveaxis multiply negative ones ones_like power prod ravel reciprocal repeat reshape shares_memory sign sin
-split sqrt square squeeze stack subtract sum swapaxes take tanh tensordot transpose var where zeros zeros_like
+einsum empty empty_like equal exp expand_dims eye full full_like greater isfinite less log log1p matmul max maximum
+mean min minimum moveaxis multiply negative ones ones_like power prod ravel reciprocal repeat reshape shares_memory sign
+sin split sqrt square squeeze stack subtract sum swapaxes take tanh tensordot transpose var where zeros zeros_like
 """
 for _name in _FUNCTIONS.split():
     globals()[_name] = _Function(getattr(np, _name))

@@ -4,8 +4,9 @@ Operations on tensors are put on the tape while this thread records, and `backwa
 and Walther, "Evaluating Derivatives", 2008, chapter 3). The faces are those of MXNet's autograd.
 """
 
+from .arrangement import concatenate, stack
 from .modes import is_recording, is_training, pause, predict_mode, record, train_mode
-from .operators import concatenate, maximum, minimum, stack, where
+from .operators import maximum, minimum, where
 from .tape import Gradient, backward, grad
 from .tensor import Tensor, as_tensor, on_tape
 

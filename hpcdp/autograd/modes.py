@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .registry import Tracer
+
+
+TRACING = 4
+"""What tracing adds to the signature of a thread's modes."""
 
 
 class _Modes(threading.local):
     recording = False
     training = False
+    signature = 0
+    """One number for the modes: 1 while recording, 2 while training, and 4 more while a thread traces."""
+    tracer: Tracer | None = None
+    """What notes this thread's operators, while it traces."""
+    capture: Callable[..., Any] | None = None
+    """What is told how an operator's result is computed again, in place of the tape, while this thread plans."""
 
 
 modes = _Modes()
@@ -31,15 +45,16 @@ def is_training() -> bool:
 
 @contextlib.contextmanager
 def _set(recording: bool | None = None, training: bool | None = None) -> Iterator[None]:
-    before = modes.recording, modes.training
+    before = modes.recording, modes.training, modes.signature
     if recording is not None:
         modes.recording = recording
     if training is not None:
         modes.training = training
+    modes.signature = (modes.signature & TRACING) + modes.recording + 2 * modes.training
     try:
         yield
     finally:
-        modes.recording, modes.training = before
+        modes.recording, modes.training, modes.signature = before
 
 
 def record(train_mode: bool = True) -> contextlib.AbstractContextManager[None]:

@@ -1,29 +1,30 @@
 """Operations on tensors. Operands are tensors, arrays of the same namespace or numbers; shapes broadcast as NumPy's.
 
-Each function computes its value and hands `on_tape` what backward does: the vector-Jacobian product of each input.
+Each function computes its value and hands `on_tape` what backward does, the vector-Jacobian product of each input, and
+how the value is computed again. Here are those that keep shapes or broadcast, and products; `arrangement` has the rest.
 """
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Sequence
+import operator as op
+from collections.abc import Callable
 from typing import Any
 
 from ..arrays import Array, array_namespace
 from ..kernels.buffers import empty
 from . import tensor
+from .modes import modes
+from .registry import Again, Call, operator
 from .tape import Gradient
-from .tensor import Tensor, as_tensor, value_of
+from .tensor import Tensor, value_of
 
 Derivative = Callable[[Array], Array]
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "equal": op.eq, "not_equal": op.ne, "less": op.lt, "less_equal": op.le, "greater": op.gt, "greater_equal": op.ge
+}  # fmt: skip
 
 
-def index(key: Any) -> Any:
-    """An index with the tensors in it replaced by their arrays."""
-    return tuple(value_of(each) for each in key) if isinstance(key, tuple) else value_of(key)
-
-
-def _sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
+def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
     """``gy`` summed over the axes along which an input of ``shape`` was broadcast."""
     if gy.shape == shape:
         return gy
@@ -32,51 +33,65 @@ def _sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
     return gy.sum(axis=axes).reshape(shape)
 
 
-def _unary(x: Any, value: Array, derivative: Derivative) -> Tensor:
+def unary(x: Any, value: Array, derivative: Derivative, again: Again) -> Tensor:
+    """The result of an operation on ``x`` alone, whose gradient ``derivative`` gives."""
+    if not modes.recording:
+        return Tensor(value)
+
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             dx.add(derivative(gy))
 
-    return tensor.on_tape(value, (x,), pullback)
+    return tensor.on_tape(value, (x,), pullback, again)
 
 
-def _binary(a: Any, b: Any, value: Array, for_a: Derivative, for_b: Derivative) -> Tensor:
+def _binary(a: Any, b: Any, value: Array, for_a: Derivative, for_b: Derivative, again: Again) -> Tensor:
+    if not modes.recording:
+        return Tensor(value)
+
     def pullback(gy: Array, da: Gradient | None, db: Gradient | None) -> None:
         if da is not None:
-            da.add(_sum_to(for_a(gy), da.shape))
+            da.add(sum_to(for_a(gy), da.shape))
         if db is not None:
-            db.add(_sum_to(for_b(gy), db.shape))
+            db.add(sum_to(for_b(gy), db.shape))
 
-    return tensor.on_tape(value, (a, b), pullback)
+    return tensor.on_tape(value, (a, b), pullback, again)
 
 
+@operator("add", ("a", "b"))
 def add(a: Any, b: Any) -> Tensor:
     """``a + b``."""
-    return _binary(a, b, value_of(a) + value_of(b), lambda gy: gy, lambda gy: gy)
+    x, y = value_of(a), value_of(b)
+    return _binary(a, b, x + y, lambda gy: gy, lambda gy: gy, ("add", x, y))
 
 
+@operator("subtract", ("a", "b"))
 def subtract(a: Any, b: Any) -> Tensor:
     """``a - b``."""
-    return _binary(a, b, value_of(a) - value_of(b), lambda gy: gy, lambda gy: -gy)
+    x, y = value_of(a), value_of(b)
+    return _binary(a, b, x - y, lambda gy: gy, lambda gy: -gy, ("subtract", x, y))
 
 
+@operator("multiply", ("a", "b"))
 def multiply(a: Any, b: Any) -> Tensor:
     """``a * b``, elementwise."""
     x, y = value_of(a), value_of(b)
-    return _binary(a, b, x * y, lambda gy: gy * y, lambda gy: gy * x)
+    return _binary(a, b, x * y, lambda gy: gy * y, lambda gy: gy * x, ("multiply", x, y))
 
 
+@operator("divide", ("a", "b"))
 def divide(a: Any, b: Any) -> Tensor:
     """``a / b``, elementwise."""
     x, y = value_of(a), value_of(b)
-    value = x / y
-    return _binary(a, b, value, lambda gy: gy / y, lambda gy: -gy * value / y)
+    value = array_namespace(x, y).asarray(x / y)  # no scalar: what derivatives refer to may be computed again
+    return _binary(a, b, value, lambda gy: gy / y, lambda gy: -gy * value / y, ("divide", x, y))
 
 
+@operator("power", ("a", "b"))
 def power(a: Any, b: Any) -> Tensor:
     """``a ** b``; the gradient with respect to ``b`` needs ``a > 0``, or ``a == 0`` and ``b >= 0``, where it is 0."""
     x, y = value_of(a), value_of(b)
-    value = x**y
+    value = array_namespace(x, y).asarray(x**y)
 
     def for_a(gy: Array) -> Array:
         return gy * (y * x ** (y - 1 + (y == 0)))  # 0 * x**0 where b is 0: x**-1 would be infinite at 0
@@ -85,9 +100,10 @@ def power(a: Any, b: Any) -> Tensor:
         xp = array_namespace(y)
         return gy * value * xp.log(xp.where((x == 0) & (y >= 0), 1, x))  # log 1, as 0 * log 0 tends to 0
 
-    return _binary(a, b, value, for_a, for_b)
+    return _binary(a, b, value, for_a, for_b, ("power", x, y))
 
 
+@operator("matmul", ("a", "b"))
 def matmul(a: Any, b: Any) -> Tensor:
     """``a @ b``: vectors, matrices, or stacks of matrices in the leading axes, which broadcast."""
     x, y = value_of(a), value_of(b)
@@ -111,16 +127,18 @@ def matmul(a: Any, b: Any) -> Tensor:
                 shape = gradient.shape
                 if len(shape) == 1:
                     product = product.sum(axis=tuple(range(product.ndim - 2))).reshape(shape)
-                gradient.add(_sum_to(product, shape))
+                gradient.add(sum_to(product, shape))
 
-    return tensor.on_tape(xp.matmul(x, y), (a, b), pullback)
+    return tensor.on_tape(xp.matmul(x, y), (a, b), pullback, ("matmul", x, y))
 
 
+@operator("maximum", ("a", "b"))
 def maximum(a: Any, b: Any) -> Tensor:
     """The larger of each pair of elements; where they are equal each gets half of the gradient."""
     return _extreme(a, b, "maximum", lambda x, y: x > y)
 
 
+@operator("minimum", ("a", "b"))
 def minimum(a: Any, b: Any) -> Tensor:
     """The smaller of each pair of elements; where they are equal each gets half of the gradient."""
     return _extreme(a, b, "minimum", lambda x, y: x < y)
@@ -133,47 +151,64 @@ def _extreme(a: Any, b: Any, name: str, wins: Callable[[Any, Any], Any]) -> Tens
         a, b, value,
         lambda gy: gy * wins(x, y) + gy * (0.5 * (x == y)).astype(gy.dtype),
         lambda gy: gy * wins(y, x) + gy * (0.5 * (x == y)).astype(gy.dtype),
+        (name, x, y),
     )  # fmt: skip
 
 
+@operator("where", ("condition", "a", "b"))
 def where(condition: Any, a: Any, b: Any) -> Tensor:
     """``a`` where ``condition`` is true, else ``b``."""
-    chosen = value_of(condition)
+    chosen, x, y = value_of(condition), value_of(a), value_of(b)
     xp = array_namespace(chosen)
-    value = xp.where(chosen, value_of(a), value_of(b))
-    return _binary(a, b, value, lambda gy: xp.where(chosen, gy, 0), lambda gy: xp.where(chosen, 0, gy))
+
+    def again(out: Array) -> list[Call]:
+        return [(lambda: out.__setitem__(..., xp.where(chosen, x, y)), ())]
+
+    value = xp.where(chosen, x, y)
+    return _binary(a, b, value, lambda gy: xp.where(chosen, gy, 0), lambda gy: xp.where(chosen, 0, gy), again)
 
 
+@operator("negative")
 def negative(x: Any) -> Tensor:
     """``-x``."""
-    return _unary(x, -value_of(x), lambda gy: -gy)
+    a = value_of(x)
+    return unary(x, -a, lambda gy: -gy, ("negative", a))
 
 
+@operator("abs")
 def abs(x: Any) -> Tensor:
     """``|x|``; the derivative at 0 is 0."""
     a = value_of(x)
     xp = array_namespace(a)
-    return _unary(x, xp.abs(a), lambda gy: gy * xp.sign(a))
+    return unary(x, xp.abs(a), lambda gy: gy * xp.sign(a), ("abs", a))
 
 
+@operator("exp")
 def exp(x: Any) -> Tensor:
     """e to the power of ``x``."""
-    value = array_namespace(value_of(x)).exp(value_of(x))
-    return _unary(x, value, lambda gy: gy * value)
+    a = value_of(x)
+    xp = array_namespace(a)
+    value = xp.asarray(xp.exp(a))
+    return unary(x, value, lambda gy: gy * value, ("exp", a))
 
 
+@operator("log")
 def log(x: Any) -> Tensor:
     """The natural logarithm."""
     a = value_of(x)
-    return _unary(x, array_namespace(a).log(a), lambda gy: gy / a)
+    return unary(x, array_namespace(a).log(a), lambda gy: gy / a, ("log", a))
 
 
+@operator("sqrt")
 def sqrt(x: Any) -> Tensor:
     """The square root."""
-    value = array_namespace(value_of(x)).sqrt(value_of(x))
-    return _unary(x, value, lambda gy: gy / (2 * value))
+    a = value_of(x)
+    xp = array_namespace(a)
+    value = xp.asarray(xp.sqrt(a))
+    return unary(x, value, lambda gy: gy / (2 * value), ("sqrt", a))
 
 
+@operator("tanh")
 def tanh(x: Any) -> Tensor:
     """The hyperbolic tangent."""
     a = value_of(x)
@@ -185,136 +220,51 @@ def tanh(x: Any) -> Tensor:
         xp.subtract(1, dx, out=dx)
         return xp.multiply(dx, gy, out=dx)
 
-    return _unary(x, value, derivative)
+    return unary(x, value, derivative, ("tanh", a))
 
 
+@operator("sigmoid")
 def sigmoid(x: Any) -> Tensor:
     """``1 / (1 + exp(-x))``, by the hyperbolic tangent, which does not overflow."""
     a = value_of(x)
     xp = array_namespace(a)
-    value = xp.multiply(a, 0.5, out=empty(a.shape, a.dtype, xp))
-    xp.tanh(value, out=value)
-    value *= 0.5
-    value += 0.5
+    value = empty(a.shape, a.dtype, xp)
+
+    def compute(value: Array) -> None:
+        xp.multiply(a, 0.5, out=value)
+        xp.tanh(value, out=value)
+        value *= 0.5
+        value += 0.5
+
+    compute(value)
 
     def derivative(gy: Array) -> Array:
         dx = xp.subtract(1, value, out=empty(a.shape, a.dtype, xp))
         dx *= value
         return xp.multiply(dx, gy, out=dx)
 
-    return _unary(x, value, derivative)
+    return unary(x, value, derivative, lambda out: [(compute, (out,))])
 
 
+@operator("astype")
 def astype(x: Tensor, dtype: Any) -> Tensor:
     """A copy in another dtype; the gradient comes back in the old one."""
-    return _unary(x, x.data.astype(dtype), lambda gy: gy)
-
-
-def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """The sum over ``axis``, over all axes if it is None."""
-    xp, shape = array_namespace(x.data), x.shape
-    spread = _spread(shape, axis, keepdims)
-
-    def derivative(gy: Array) -> Array:
-        wide = spread(gy)
-        return wide if wide.shape == shape else xp.broadcast_to(wide, shape)  # which only can be read
-
-    return _unary(x, xp.sum(x.data, axis=axis, keepdims=keepdims), derivative)
-
-
-def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """The mean over ``axis``, over all axes if it is None."""
-    total = sum(x, axis, keepdims)
-    return divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
-
-
-def max(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """The largest element over ``axis``; equal ones share the gradient."""
-    return _extremum(x, "max", axis, keepdims)
-
-
-def min(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """The smallest element over ``axis``; equal ones share the gradient."""
-    return _extremum(x, "min", axis, keepdims)
-
-
-def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
     a = x.data
-    value = getattr(array_namespace(a), name)(a, axis=axis, keepdims=keepdims)
-    spread = _spread(x.shape, axis, keepdims)
-
-    def derivative(gy: Array) -> Array:
-        chosen = (a == spread(value)).astype(gy.dtype)
-        return chosen * (spread(gy) / chosen.sum(axis=axis, keepdims=True))
-
-    return _unary(x, value, derivative)
+    return unary(x, a.astype(dtype), lambda gy: gy, lambda out: [(out.__setitem__, (..., a))])
 
 
-def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
-    """What gives a reduced array its axes of length 1 back."""
-    if keepdims:
-        return lambda y: y
-    axes = range(len(shape)) if axis is None else (axis,) if isinstance(axis, int) else axis
-    reduced = {each % len(shape) for each in axes} if shape else set()
-    kept = tuple(1 if i in reduced else n for i, n in enumerate(shape))
-    return lambda y: y.reshape(kept)
+@operator("detach")
+def detach(x: Tensor) -> Tensor:
+    """The same array as a tensor that is on no tape."""
+    return Tensor(x.data)
 
 
-def reshape(x: Tensor, *shape: Any) -> Tensor:
-    """The same elements in another shape, given as numbers or one tuple; one may be -1."""
-    wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    old = x.shape
-    return _unary(x, x.data.reshape(tuple(wanted)), lambda gy: gy.reshape(old))
+def compare(name: str, a: Any, b: Any) -> Tensor:
+    """Whether ``a`` and ``b`` stand in the relation ``name`` (as ``"less"``), elementwise; no gradient."""
+    return _compared(a, b, name)
 
 
-def transpose(x: Tensor, *axes: Any) -> Tensor:
-    """The axes in another order, given as numbers or one tuple; reversed if none are given."""
-    order = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-    order = tuple(each % x.ndim for each in order) if order else tuple(range(x.ndim))[::-1]
-    back = tuple(order.index(i) for i in range(len(order)))
-    return _unary(x, x.data.transpose(order), lambda gy: gy.transpose(back))
-
-
-def getitem(x: Tensor, key: Any) -> Tensor:
-    """``x[key]``; elements taken more than once sum their gradients."""
-    plain = index(key)
-    xp = array_namespace(x.data)
-    parts = plain if isinstance(plain, tuple) else (plain,)
-    is_view = all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
-    shape = x.shape
-
-    def derivative(gy: Array) -> Array:
-        dx = xp.zeros(shape, dtype=gy.dtype)
-        if is_view:
-            dx[plain] = gy
-        else:
-            xp.add.at(dx, plain, gy)
-        return dx
-
-    return _unary(x, xp.asarray(x.data[plain]), derivative)
-
-
-def concatenate(xs: Sequence[Any], axis: int = 0) -> Tensor:
-    """The tensors one behind the other along ``axis``."""
-    tensors = [as_tensor(x) for x in xs]
-    xp = array_namespace(*(x.data for x in tensors))
-    value = xp.concatenate([x.data for x in tensors], axis=axis)
-    along = axis % value.ndim
-
-    def pullback(gy: Array, *gradients: Gradient | None) -> None:
-        first = 0
-        for gradient, x in zip(gradients, shapes, strict=True):
-            last = first + x[along]
-            if gradient is not None:
-                gradient.add(gy[(slice(None),) * along + (slice(first, last),)])
-            first = last
-
-    shapes = [x.shape for x in tensors]
-    return tensor.on_tape(value, tuple(tensors), pullback)
-
-
-def stack(xs: Sequence[Any], axis: int = 0) -> Tensor:
-    """The tensors, all of one shape, along a new ``axis``."""
-    tensors = [as_tensor(x) for x in xs]
-    place = axis % (tensors[0].ndim + 1)
-    return concatenate([x[(slice(None),) * place + (None,)] for x in tensors], axis=place)
+@operator("compare", ("a", "b"))
+def _compared(a: Any, b: Any, name: str) -> Tensor:
+    x, y = value_of(a), value_of(b)
+    return tensor.on_tape(_RELATIONS[name](x, y), (), None, (name, x, y))

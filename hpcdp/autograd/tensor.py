@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, to_host
 from ..errors import HpcdpError, UnsupportedError
 from .modes import modes
+from .registry import Again
 from .tape import Node, Pullback, backward
 
 GRAD_REQS = ("write", "add", "null")
@@ -30,10 +31,11 @@ class Tensor:
     __array_ufunc__ = None  # array + tensor is the tensor's business
 
     def __init__(self, data: Any) -> None:
-        if isinstance(data, Tensor):
-            data = data.data
-        elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
-            data = np.asarray(data, np.float32)
+        if type(data) is not np.ndarray:
+            if isinstance(data, Tensor):
+                data = data.data
+            elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
+                data = np.asarray(data, np.float32)
         self.data: Array = data
         self.grad: Array | None = None
         self.grad_req = "null"
@@ -58,7 +60,7 @@ class Tensor:
 
     @property
     def T(self) -> Tensor:
-        return operators.transpose(self)
+        return arrangement.transpose(self)
 
     def attach_grad(self, grad_req: str = "write") -> None:
         """Make this a leaf of the tape with a gradient: zeros of its shape in ``grad``, in its namespace.
@@ -78,7 +80,7 @@ class Tensor:
 
     def detach(self) -> Tensor:
         """The same ``data`` as a tensor that is on no tape."""
-        return Tensor(self.data)
+        return operators.detach(self)
 
     def asnumpy(self) -> np.ndarray:
         """A copy in host memory."""
@@ -115,7 +117,7 @@ class Tensor:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
         self._refuse_recorded()
-        self.data[operators.index(key)] = value_of(value)
+        self.data[arrangement.index(key)] = value_of(value)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape."""
@@ -149,7 +151,7 @@ class Tensor:
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
-        return operators.getitem(self, key)
+        return arrangement.getitem(self, key)
 
     def __neg__(self) -> Tensor:
         return operators.negative(self)
@@ -206,22 +208,22 @@ class Tensor:
         return operators.matmul(other, self)
 
     def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
-        return Tensor(self.data == value_of(other))
+        return operators.compare("equal", self, other)
 
     def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
-        return Tensor(self.data != value_of(other))
+        return operators.compare("not_equal", self, other)
 
     def __lt__(self, other: Any) -> Tensor:
-        return Tensor(self.data < value_of(other))
+        return operators.compare("less", self, other)
 
     def __le__(self, other: Any) -> Tensor:
-        return Tensor(self.data <= value_of(other))
+        return operators.compare("less_equal", self, other)
 
     def __gt__(self, other: Any) -> Tensor:
-        return Tensor(self.data > value_of(other))
+        return operators.compare("greater", self, other)
 
     def __ge__(self, other: Any) -> Tensor:
-        return Tensor(self.data >= value_of(other))
+        return operators.compare("greater_equal", self, other)
 
     __hash__ = object.__hash__
 
@@ -229,25 +231,25 @@ class Tensor:
         return operators.astype(self, dtype)
 
     def reshape(self, *shape: Any) -> Tensor:
-        return operators.reshape(self, *shape)
+        return arrangement.reshape(self, *shape)
 
     def transpose(self, *axes: Any) -> Tensor:
-        return operators.transpose(self, *axes)
+        return arrangement.transpose(self, *axes)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        return operators.sum(self, axis, keepdims)
+        return arrangement.sum(self, axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        return operators.mean(self, axis, keepdims)
+        return arrangement.mean(self, axis, keepdims)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        return operators.max(self, axis, keepdims)
+        return arrangement.max(self, axis, keepdims)
 
     def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
-        return operators.min(self, axis, keepdims)
+        return arrangement.min(self, axis, keepdims)
 
     def argmax(self, axis: Any = None) -> Tensor:
-        return Tensor(array_namespace(self.data).argmax(self.data, axis=axis))
+        return arrangement.argmax(self, axis)
 
     def exp(self) -> Tensor:
         return operators.exp(self)
@@ -275,28 +277,35 @@ def value_of(x: Any) -> Any:
     return x.data if isinstance(x, Tensor) else x
 
 
-def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback) -> Tensor:
+def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback | None, again: Again | None = None) -> Tensor:
     """The result of an operation, recorded if this thread records and an input wants a gradient.
 
     Args:
         value: the result's array.
         inputs: the operation's tensors; arrays and numbers among them have no gradient.
         pullback: ``pullback(gy, *gradients)``, see `tape.Pullback`; it keeps alive what it refers to, so it should
-            refer to arrays, never to the resulting tensor.
+            refer to arrays, never to the resulting tensor. None without inputs that could have a gradient.
+        again: how the value is computed again, for an `operator`, which can be planned.
     """
     result = Tensor(value)
     if modes.recording:
+        if modes.capture is not None:
+            modes.capture(result, inputs, pullback, again)
+            return result
         sources: list[Node | Tensor | None] = []
+        is_wanted = False
         for x in inputs:
-            if not isinstance(x, Tensor):
-                sources.append(None)
-            elif x.node is not None:
-                sources.append(x.node)
-            else:
-                sources.append(x if x.grad_req != "null" else None)
-        if any(source is not None for source in sources):
+            source: Node | Tensor | None = None
+            if isinstance(x, Tensor):
+                source = x.node
+                if source is None and x.grad_req != "null":
+                    source = x
+                is_wanted = is_wanted or source is not None
+            sources.append(source)
+        if is_wanted:
+            assert pullback is not None
             result.node = Node(value, tuple(sources), pullback)
     return result
 
 
-from . import operators  # noqa: E402  tensors and operators need each other
+from . import arrangement, operators  # noqa: E402  tensors and operators need each other

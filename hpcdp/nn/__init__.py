@@ -1,12 +1,13 @@
-"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, kernels, devices, arrays,
+"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, data, kernels, devices, arrays,
 errors."""
 
 from . import functional, init, models
 from .layers import AvgPool2D, Conv2D, Dense, Flatten, GlobalAvgPool2D, MaxPool2D, ReLU, Sigmoid, Tanh
-from .module import Module, Parameter, Sequential
+from .module import HybridConcurrent, Module, Parameter, Sequential
 from .recurrent import LSTM
 from .regularisation import BatchNorm, Dropout
 from .replicas import Replicas
+from .symbol_block import SymbolBlock
 from .tokens import GELU, CausalSelfAttention, Embedding, LayerNorm
 from .virtual_shard import VirtualShard, entered_shard
 
@@ -22,6 +23,7 @@ __all__ = [
     "Embedding",
     "Flatten",
     "GlobalAvgPool2D",
+    "HybridConcurrent",
     "LayerNorm",
     "MaxPool2D",
     "Module",
@@ -30,6 +32,7 @@ __all__ = [
     "Replicas",
     "Sequential",
     "Sigmoid",
+    "SymbolBlock",
     "Tanh",
     "VirtualShard",
     "entered_shard",

@@ -11,12 +11,30 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernels
 from ..arrays import Array, array_namespace, from_host, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
+from ..autograd.registry import Call, operator
 from ..errors import DataError, UnsupportedError
 from ..kernels import reference
 from ..kernels.buffers import empty
+from .normalisation import batch_norm, batch_norm_by_running
+from .operands import alike, contiguous, kernels_for, refreshed
+
+__all__ = [
+    "avg_pool2d",
+    "batch_norm",
+    "batch_norm_by_running",
+    "conv2d",
+    "dense",
+    "dropout",
+    "l2_loss",
+    "max_pool2d",
+    "relu",
+    "sigmoid",
+    "softmax",
+    "softmax_cross_entropy",
+    "tanh",
+]
 
 Pair = tuple[int, int]
 Size = int | tuple[int, int]
@@ -25,24 +43,6 @@ Size = int | tuple[int, int]
 def pair(size: Size) -> Pair:
     """(vertical, horizontal) of a size given as one number or two."""
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-
-
-def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
-    return kernels.load(name) if is_host(x) else plain
-
-
-def alike(operation: str, x: Array, *others: Array | None) -> Any:
-    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
-    given = [x, *(other for other in others if other is not None)]
-    if x.dtype.char not in "fd" or any(each.dtype != x.dtype for each in given):
-        raise UnsupportedError(
-            operation,
-            where="dtype",
-            expected="float32 or float64, the same for all operands",
-            got=", ".join(str(each.dtype) for each in given),
-            remedy="convert with astype",
-        )
-    return array_namespace(*given)
 
 
 def _images(operation: str, x: Any) -> Array:
@@ -64,10 +64,7 @@ def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair
     return size[0], size[1]
 
 
-def contiguous(gy: Array) -> Array:
-    return array_namespace(gy).ascontiguousarray(gy)
-
-
+@operator("dense", ("x", "weight", "bias"))
 def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Tensor:
     """``activation(x @ weight + bias)``.
 
@@ -87,11 +84,21 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             expected="shapes (..., in), (in, out) and (out,)",
             got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
         )
-    rows = contiguous(a).reshape(-1, w.shape[0])
-    out = xp.matmul(rows, w, out=empty((rows.shape[0], w.shape[1]), a.dtype, xp))
+    whole = contiguous(a)
+    rows = whole.reshape(-1, w.shape[0])
+    out = rows.dot(w, empty((rows.shape[0], w.shape[1]), a.dtype, xp))  # half of matmul's overhead
+    added = None
     if b is not None or relu:
         added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else contiguous(b)
         kernels_for("epilogue", a).add_bias(out, added, relu)
+
+    def again(place: Array) -> list[Call]:
+        into = place.reshape(out.shape)
+        calls = [*refreshed(whole, a), (rows.dot, (w, into))]
+        if added is not None:
+            calls += [] if b is None else refreshed(added, b)
+            calls += [(kernels_for("epilogue", a).add_bias, (into, added, relu))]
+        return calls
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         g = contiguous(gy).reshape(out.shape)
@@ -110,7 +117,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             xp.matmul(g, w.T, out=place.reshape(rows.shape))
             dx.add(place)
 
-    return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback)
+    return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback, again)
 
 
 def _is_relu(activation: str | None) -> bool:
@@ -119,6 +126,7 @@ def _is_relu(activation: str | None) -> bool:
     return activation == "relu"
 
 
+@operator("conv2d", ("x", "weight", "bias"))
 def conv2d(
     x: Any,
     weight: Any,
@@ -139,8 +147,9 @@ def conv2d(
     Returns:
         Shape ``(batch, out, (height + 2 padding - kernel) // stride + 1, ...)``.
     """
-    a, w = _images("conv2d", x), contiguous(as_tensor(weight).data)
-    b = None if bias is None else contiguous(as_tensor(bias).data)
+    given = [None if each is None else as_tensor(each).data for each in (x, weight, bias)]
+    a, w = _images("conv2d", x), contiguous(given[1])
+    b = None if bias is None else contiguous(given[2])
     relu, steps, zeros = _is_relu(activation), pair(stride), pair(padding)
     xp = alike("conv2d", a, w, b)
     if w.ndim != 4 or a.shape[1] != w.shape[1] or (b is not None and b.shape != w.shape[:1]):
@@ -151,7 +160,12 @@ def conv2d(
         )
     size = _windows("conv2d", a, w.shape[2:], steps, zeros)
     out = empty((a.shape[0], w.shape[0], *size), a.dtype, xp)
-    kernels_for("conv", a).conv2d(a, w, b, out, steps, zeros, relu)
+    compute = kernels_for("conv", a).conv2d
+    compute(a, w, b, out, steps, zeros, relu)
+
+    def again(place: Array) -> list[Call]:
+        copies = [call for pair in zip((a, w, b), given, strict=True) for call in refreshed(*pair)]
+        return [*copies, (compute, (a, w, b, place, steps, zeros, relu))]
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         wanted = (dx, dweight, dbias)
@@ -161,16 +175,18 @@ def conv2d(
             if gradient is not None:
                 gradient.add(place)
 
-    return on_tape(out, (x, weight, bias), pullback)
+    return on_tape(out, (x, weight, bias), pullback, again)
 
 
+@operator("avg_pool2d")
 def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
     """The mean of each window, padding counted as zeros; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
     steps = kernel if stride is None else pair(stride)
     xp = alike("avg_pool2d", a)
     out = empty((*a.shape[:2], *_windows("avg_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
-    kernels_for("pool", a).average_pool(a, out, kernel, steps, zeros)
+    compute = kernels_for("pool", a).average_pool
+    compute(a, out, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
@@ -178,9 +194,11 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
             kernels_for("pool", gy).average_pool_gradient(contiguous(gy), place, kernel, steps, zeros)
             dx.add(place)
 
-    return on_tape(out, (x,), pullback)
+    given = as_tensor(x).data
+    return on_tape(out, (x,), pullback, lambda out: [*refreshed(a, given), (compute, (a, out, kernel, steps, zeros))])
 
 
+@operator("max_pool2d")
 def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
     """The largest element of each window, never padding; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
@@ -190,7 +208,8 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
         raise UnsupportedError("max_pool2d", where="padding", expected=f"at most half of {kernel}", got=zeros)
     out = empty((*a.shape[:2], *_windows("max_pool2d", a, kernel, steps, zeros)), a.dtype, xp)
     chosen = empty(out.shape, xp.int32, xp)
-    kernels_for("pool", a).max_pool(a, out, chosen, kernel, steps, zeros)
+    compute = kernels_for("pool", a).max_pool
+    compute(a, out, chosen, kernel, steps, zeros)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
@@ -198,9 +217,13 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
             kernels_for("pool", gy).max_pool_gradient(contiguous(gy), chosen, place, kernel, steps, zeros)
             dx.add(place)
 
-    return on_tape(out, (x,), pullback)
+    def again(place: Array) -> list[Call]:
+        return [*refreshed(a, as_tensor(x).data), (compute, (a, place, chosen, kernel, steps, zeros))]
+
+    return on_tape(out, (x,), pullback, again)
 
 
+@operator("relu")
 def relu(x: Any) -> Tensor:
     """``max(x, 0)``; the derivative at 0 is 0."""
     a = as_tensor(x).data
@@ -213,71 +236,51 @@ def relu(x: Any) -> Tensor:
             kernels_for("epilogue", gy).relu_gradient(contiguous(gy), out, place)
             dx.add(place)
 
-    return on_tape(out, (x,), pullback)
+    return on_tape(out, (x,), pullback, ("maximum", a, 0))
 
 
 sigmoid = operators.sigmoid
 tanh = operators.tanh
 
 
+@operator("dropout", has_effect=True)
 def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
     """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014)."""
     a = as_tensor(x).data
     xp = array_namespace(a)
-    mask = np.multiply(generator.random(a.shape, np.float32) >= p, np.asarray(1 / (1 - p), str(a.dtype)))
-    scale = from_host(mask, a)
+    kept = np.asarray(1 / (1 - p), str(a.dtype))
+    scale = from_host(np.multiply(generator.random(a.shape, np.float32) >= p, kept), a)
     out = xp.multiply(a, scale, out=empty(a.shape, a.dtype, xp))
+
+    def drop_others(place: Array) -> None:
+        scale[...] = from_host(np.multiply(generator.random(a.shape, np.float32) >= p, kept), a)
+        xp.multiply(a, scale, out=place)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             dx.add(xp.multiply(gy, scale, out=dx.empty()))
 
-    return on_tape(out, (x,), pullback)
+    return on_tape(out, (x,), pullback, lambda out: [(drop_others, (out,))])
 
 
-def batch_norm(x: Any, scale: Any, shift: Any, eps: float) -> tuple[Tensor, Array, Array]:
-    """``scale * (x - mean) / sqrt(variance + eps) + shift`` with the statistics of the batch, for each channel.
-
-    Args:
-        x: shape ``(batch, channels, ...)``.
-        scale: shape ``(channels,)``; ``shift`` likewise.
-
-    Returns:
-        The result, and mean and biased variance of each channel, zeros for an empty batch.
-    """
-    a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
-    xp = alike("batch_norm", a, gamma, beta)
-    planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
-    mean, variance = xp.empty(gamma.shape, dtype=a.dtype), xp.empty(gamma.shape, dtype=a.dtype)
-    out = empty(planes.shape, a.dtype, xp)
-    kernels_for("batch_norm", a).batch_norm(planes, gamma, beta, out, (mean, variance), eps)
-    if not a.size:  # 0 / 0 would go on into the gradients of scale and shift
-        mean[...], variance[...] = 0, 0
-
-    def pullback(gy: Array, *gradients: Gradient | None) -> None:
-        places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
-        dx = empty(planes.shape, planes.dtype, xp)
-        g = contiguous(gy).reshape(planes.shape)
-        kernels_for("batch_norm", g).batch_norm_gradients(g, planes, gamma, (mean, variance), (dx, *places), eps)
-        for gradient, place in zip(gradients, (dx.reshape(a.shape), *places), strict=True):
-            if gradient is not None:
-                gradient.add(place)
-
-    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback), mean, variance
-
-
+@operator("softmax")
 def softmax(x: Any) -> Tensor:
     """``exp(x)`` normalised to sum 1 over the last axis."""
     a = as_tensor(x).data
     xp = array_namespace(a)
-    out = xp.exp(a - a.max(axis=-1, keepdims=True))
-    out /= out.sum(axis=-1, keepdims=True)
+    out = empty(a.shape, a.dtype, xp)
+
+    def compute(out: Array) -> None:
+        xp.exp(a - a.max(axis=-1, keepdims=True), out=out)
+        out /= out.sum(axis=-1, keepdims=True)
+
+    compute(out)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             dx.add(out * (gy - (gy * out).sum(axis=-1, keepdims=True)))
 
-    return on_tape(out, (x,), pullback)
+    return on_tape(out, (x,), pullback, lambda out: [(compute, (out,))])
 
 
 def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
@@ -294,31 +297,42 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
         UnsupportedError: other shapes, or labels that are no integers.
         DataError: a label is out of range.
     """
+    x, y = as_tensor(logits), labels
+    if x.ndim > 2 and tuple(y.shape) == x.shape[:-1]:
+        each = _cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1))
+        return each.reshape(y.shape[0], math.prod(y.shape[1:])).mean(axis=1)
+    return _cross_entropy(logits, labels)
+
+
+@operator("softmax_cross_entropy", ("logits", "labels"))
+def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     a, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
     xp = array_namespace(a)
     y = from_host(y, a) if is_host(y) else y
-    if a.ndim > 2 and y.shape == a.shape[:-1]:
-        each = softmax_cross_entropy(operators.reshape(as_tensor(logits), -1, a.shape[-1]), y.reshape(-1))
-        return each.reshape(y.shape[0], math.prod(y.shape[1:])).mean(axis=1)
     if a.ndim != 2 or y.shape != a.shape[:1] or y.dtype.kind not in "iu":
         raise UnsupportedError(
             "softmax_cross_entropy",
             expected="logits (batch, ..., classes) and integer labels (batch, ...)",
             got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
         )
-    if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
-        raise DataError(
-            "softmax_cross_entropy",
-            where="labels",
-            expected=f"0 to {a.shape[1] - 1}",
-            got=f"{int(y.min())} to {int(y.max())}",
-        )
     rows = xp.arange(a.shape[0])
-    shifted = a - a.max(axis=1, keepdims=True)
-    chances = xp.exp(shifted)
-    total = chances.sum(axis=1)
-    losses = xp.log(total) - shifted[rows, y]
-    chances /= total[:, None]
+    chances, losses = xp.empty(a.shape, dtype=a.dtype), xp.empty(a.shape[:1], dtype=a.dtype)
+
+    def compute(losses: Array) -> None:
+        if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
+            raise DataError(
+                "softmax_cross_entropy",
+                where="labels",
+                expected=f"0 to {a.shape[1] - 1}",
+                got=f"{int(y.min())} to {int(y.max())}",
+            )
+        shifted = a - a.max(axis=1, keepdims=True)
+        xp.exp(shifted, out=chances)
+        total = chances.sum(axis=1)
+        xp.subtract(xp.log(total), shifted[rows, y], out=losses)
+        xp.divide(chances, total[:, None], out=chances)
+
+    compute(losses)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
@@ -326,7 +340,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
             place[rows, y] -= gy
             dx.add(place)
 
-    return on_tape(losses, (logits,), pullback)
+    return on_tape(losses, (logits,), pullback, lambda out: [(compute, (out,))])
 
 
 def l2_loss(predictions: Any, targets: Any) -> Tensor:

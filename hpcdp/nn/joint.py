@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..kernels.buffers import empty
-from .functional import alike, contiguous, kernels_for
+from .operands import alike, contiguous, kernels_for
 
 
 def joint_batch_norm(

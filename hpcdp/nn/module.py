@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, from_host, to_host
-from ..autograd import Tensor, as_tensor
+from ..autograd import Tensor, as_tensor, concatenate
 from ..errors import ConfigError
+from .hybrid import Graph, Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
@@ -26,11 +28,10 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("data_hook", "name")
+    __slots__ = ("_data_hook", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
-        self.data_hook: Callable[[Parameter], None] | None = None
-        """Called before ``data`` is read, where an update of it may be under way."""
+        self._data_hook: Callable[[Parameter], None] | None = None
         super().__init__(data)
         self.name = name
         self.attach_grad(grad_req)
@@ -38,13 +39,28 @@ class Parameter(Tensor):
     @property
     def data(self) -> Array:  # type: ignore[override]
         """The values."""
-        if self.data_hook is not None:
-            self.data_hook(self)
+        if self._data_hook is not None:
+            self._data_hook(self)
         return _data.__get__(self)
 
     @data.setter
     def data(self, values: Array) -> None:
         _data.__set__(self, values)
+        changed.in_parameters()
+
+    @property
+    def data_hook(self) -> Callable[[Parameter], None] | None:
+        """Called before ``data`` is read, where an update of it may be under way."""
+        return self._data_hook
+
+    @data_hook.setter
+    def data_hook(self, hook: Callable[[Parameter], None] | None) -> None:
+        self._data_hook = hook
+        changed.in_parameters()
+
+    def held(self) -> Array:
+        """The array behind ``data``, without waiting for an update of it."""
+        return _data.__get__(self)
 
 
 class Module:
@@ -57,14 +73,69 @@ class Module:
 
     needs_all_ranks = False
     """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+    _hybrid: Hybrid | None = None
+    """Its plans, where it is hybridized."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        changed.in_module(self, name)
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        changed.in_module(self, name)
+        object.__delattr__(self, name)
 
     def forward(self, *inputs: Any) -> Any:
         """What the module computes from tensors; subclasses define it."""
         raise ConfigError(type(self).__name__, expected="a method forward(self, x)", got="none")
 
     def __call__(self, *inputs: Any) -> Any:
-        """``forward`` of the inputs, arrays among them made tensors."""
+        """``forward`` of the inputs, arrays among them made tensors; by a plan where the module is hybridized."""
+        if self._hybrid is not None:
+            return self._hybrid(inputs)
         return self.forward(*[as_tensor(x) for x in inputs])
+
+    def hybridize(self, active: bool = True) -> None:
+        """From now on trace a call with inputs of new shapes or dtypes, and replay what it did for those that follow.
+
+        Results, gradients and hooks are those of ``forward`` to the bit, without its Python: what it does beside
+        operations on tensors (prints, counts) happens while it is traced only. See docs/hybrid.md.
+
+        Args:
+            active: False goes back to calling ``forward`` each time.
+
+        Raises:
+            HpcdpError: in a call, where ``forward`` needs the values of tensors to go on, assigns attributes, or takes
+                arrays that are no attributes of the module; names the line.
+        """
+        self._hybrid = Hybrid(self) if active else None
+
+    def graph(self) -> Graph:
+        """What a hybridized network's last prediction in this thread has computed, call by call.
+
+        Raises:
+            ConfigError: it is not hybridized, or was not called yet outside of ``record()``.
+        """
+        if self._hybrid is None:
+            raise ConfigError(
+                type(self).__name__, expected="a hybridized network", remedy="call hybridize(), then net(x) once"
+            )
+        return self._hybrid.graph()
+
+    def export(self, path: str | Path) -> tuple[Path, Path]:
+        """Write the graph of predictions (``path.json``) and what they read (``path.h5``), for `SymbolBlock.load`.
+
+        Files that were there are replaced whole. One rank should write, as parameters are alike on all.
+
+        Returns:
+            The paths of both files.
+
+        Raises:
+            ConfigError: as `graph`, or something in it cannot be written down.
+            DataError: the files cannot be written.
+        """
+        from .symbol_block import export
+
+        return export(self.graph(), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""
@@ -192,3 +263,22 @@ class Sequential(Module):
 
     def __getitem__(self, index: int) -> Module:
         return list(self)[index]
+
+
+class HybridConcurrent(Module):
+    """Modules side by side: each is called with the same input, and their results are joined along ``axis``.
+
+    Hybridized, as any module can be, all of them are one plan.
+
+    Source: Gluon's ``contrib.nn.HybridConcurrent``.
+    """
+
+    def __init__(self, *modules: Module, axis: int = 1) -> None:
+        self.axis = axis
+        for number, module in enumerate(modules):
+            if not isinstance(module, Module):
+                raise ConfigError("HybridConcurrent", expected="modules", got=type(module).__name__)
+            setattr(self, str(number), module)
+
+    def forward(self, x: Any) -> Any:
+        return concatenate([module(x) for _, module in self.children()], axis=self.axis)

@@ -12,9 +12,9 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
-from .functional import alike, contiguous, kernels_for
 from .init import Initialiser, Xavier
 from .module import Module, Parameter
+from .operands import alike, contiguous, kernels_for
 
 
 def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:

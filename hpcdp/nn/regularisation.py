@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import array_namespace
 from ..autograd import Tensor, is_training
 from ..errors import ConfigError, UnsupportedError
 from . import deferred, functional
 from .init import Ones, Zeros
 from .module import Module
-from .virtual_shard import KeepsStatistics, entered_shard, move
+from .virtual_shard import KeepsStatistics, entered_shard
 
 
 class BatchNorm(KeepsStatistics, Module):
@@ -55,24 +54,18 @@ class BatchNorm(KeepsStatistics, Module):
         """``x`` by its own statistics, which move the running ones; those of an empty batch are none."""
         if not x.size:
             return self.by_running(x)
-        y, mean, variance = functional.batch_norm(x, self.gamma, self.beta, self.eps)
         shard = entered_shard()
-        for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
-            if shard is not None:
-                shard.note(running, batch)
-            else:
-                move(running, self.momentum, batch)
+        if shard is None:
+            moved = self.running_mean, self.running_var, self.momentum
+            return functional.batch_norm(x, self.gamma, self.beta, self.eps, *moved)[0]
+        y, mean, variance = functional.batch_norm(x, self.gamma, self.beta, self.eps)
+        shard.note(self.running_mean, mean)
+        shard.note(self.running_var, variance)
         return y
 
     def by_running(self, x: Tensor) -> Tensor:
         """``x`` by the running statistics."""
-        channels = self.gamma.shape[0]
-        shape = (channels,) + (1,) * (x.ndim - 2)
-        xp = array_namespace(self.running_var.data)
-        inverse = 1.0 / xp.sqrt(self.running_var.data + self.eps)
-        scale = self.gamma * inverse
-        shift = self.beta - scale * self.running_mean.data
-        return x * scale.reshape(shape) + shift.reshape(shape)
+        return functional.batch_norm_by_running(x, self.gamma, self.beta, self.running_mean, self.running_var, self.eps)
 
     def describe(self) -> str:
         return f"{deferred.shape_of(self.gamma)[0]}, momentum={self.momentum}, eps={self.eps}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..arrays import Array, from_host, to_host
-from ..autograd import Gradient, Tensor, on_tape, operators
+from ..autograd import Gradient, Tensor, concatenate, on_tape
 from ..devices import Device
 from ..errors import ConfigError, DeviceError
 from .module import Module, Parameter
@@ -72,7 +72,7 @@ class Replicas(Module):
             if len(piece) or (number == 0 and not count):
                 results.append(self.on(device)(piece if number == 0 else moved(piece, device)))
         first = [result if number == 0 else moved(result, self.devices[0]) for number, result in enumerate(results)]
-        return first[0] if len(first) == 1 else operators.concatenate(first)
+        return first[0] if len(first) == 1 else concatenate(first)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Those of the network."""

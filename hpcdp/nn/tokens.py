@@ -11,10 +11,10 @@ from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
-from .functional import alike, contiguous, kernels_for
 from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
 from .module import Module, Parameter
+from .operands import alike, contiguous, kernels_for
 
 
 def embedding(tokens: Any, weight: Any) -> Tensor:

@@ -87,6 +87,13 @@ def test_examples_with_pytorch_run(tmp_path):
     run("hpcdp launch -n 2 -- python page.py", tmp_path)
 
 
+def test_the_example_of_hybrid_programming_runs(tmp_path):
+    (code,) = python_blocks(ROOT / "docs" / "hybrid.md")
+    (tmp_path / "page.py").write_text(code)
+    run("python page.py", tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["lenet.h5", "lenet.json", "lenet.svg", "page.py"]
+
+
 def test_the_example_of_checkpoints_goes_on_where_it_ended(tmp_path):
     (code,) = python_blocks(ROOT / "docs" / "checkpoints.md")
     (tmp_path / "page.py").write_text(code)

@@ -83,6 +83,14 @@ def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     assert fast + slow == -(-1438 // 32) and slow < fast
 
 
+def test_a_hybridized_network_computes_the_same_and_is_exported(tmp_path):
+    said = run_example("hybridize.py", 1, "--calls", "20", "--draw", f"{tmp_path}/mlp.png")
+    assert re.match(r"20 calls: \d\.\d+ s as written, \d\.\d+ s hybridized, \d+\.\dx\nsame output: True\n", said)
+    assert "3 operations, 164,482 parameters" in said
+    assert said.endswith("exported to mlp.json and mlp.h5; same output without the class: True\n")
+    assert (tmp_path / "mlp.png").stat().st_size > 1000
+
+
 def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
     said = {ranks: run_example("pipeline.py", ranks, "--epochs", "2") for ranks in (1, 4)}
     losses, accuracies = (

@@ -1,0 +1,200 @@
+"""Calls of networks without a plan, by a plan (`hybridize()`), bare, and in PyTorch, turn by turn on one core.
+
+``python -m hpcdp.benchmarks.hybrid`` first takes the document's network, 512-256-128-2 at batch 1, of which 1000 calls
+are its experiment. The limit is what its three products take with all arrays at hand: by ``numpy.matmul`` with ``out``,
+as anybody would call BLAS, and by the bound method ``dot``, which has the least overhead. Beside them is thin NumPy,
+with biases and activations. Then recorded calls with their backward, and other networks. What comes out must be the
+same bits as without a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import autograd, comm, nn
+from . import program
+from .files import check_writable, write_json
+from .kernels import torch_or_reason
+from .machine import describe, pin_to_own_core
+from .measure import Schedule, alternate, median_ratio, turn_medians
+from .options import Parser, at_least
+
+_WIDTHS = (512, 256, 128, 2)
+_DOCUMENTS_S = (0.5037, 0.1873)
+"""Of 1000 calls before and after hybridize(), in the document."""
+PRODUCTS, BOUND, EAGER, REPLAY, TORCH = "products", "products, bound", "eager", "replay", "PyTorch"
+
+
+Case = tuple[str, Callable[[], nn.Module], tuple[int, ...], bool]
+"""Name, network, shape of the input, and whether the call is recorded and its backward follows."""
+
+
+@dataclass
+class Calls:
+    """Something that is called ``number`` times a timing, which is told for one call."""
+
+    name: str
+    call: Callable[[], Any]
+    number: int
+
+    def refresh(self, iteration: int) -> None:
+        self.call()
+
+    def timed(self) -> int:
+        call = self.call
+        begin = time.perf_counter_ns()
+        for _ in range(self.number):
+            call()
+        return (time.perf_counter_ns() - begin) // self.number
+
+    def wrong(self, iteration: int) -> int:
+        return 0
+
+
+def recorded(net: nn.Module, x: np.ndarray) -> Any:
+    """A recorded call and its backward."""
+    with autograd.record():
+        y = net(x)
+    y.backward()
+    return y
+
+
+def wrong(plain: nn.Module, planned: nn.Module, x: np.ndarray, records: bool) -> int:
+    """How many elements of results, and of gradients, are not the same bits in a replay."""
+    differ = 0
+    for _ in range(3):
+        pairs = [(recorded(plain, x), recorded(planned, x))] if records else [(plain(x), planned(x))]
+        found = [(own.data, other.data) for own, other in pairs]
+        if records:
+            both = zip(plain.parameters(), planned.parameters(), strict=True)
+            found += [(own.grad, other.grad) for own, other in both]
+        differ = sum(int(np.count_nonzero(own != other)) for own, other in found)
+    return differ
+
+
+def bare(net: nn.Module, x: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """The document's network without anything around it, all arrays at hand."""
+    weights, biases = ([param.data for param in net.parameters()][first::2] for first in (0, 1))
+    outs = [np.empty((len(x), width), np.float32) for width in _WIDTHS[1:]]
+    inputs = [x, *outs[:-1]]
+    dots = [(each.dot, weight, out) for each, weight, out in zip(inputs, weights, outs, strict=True)]
+    (dot0, w0, y0), (dot1, w1, y1), (dot2, w2, y2) = dots
+    zero = np.zeros((), np.float32)
+
+    def bound() -> None:
+        dot0(w0, y0)
+        dot1(w1, y1)
+        dot2(w2, y2)
+
+    def matmuls() -> None:
+        for each, weight, out in zip(inputs, weights, outs, strict=True):
+            np.matmul(each, weight, out=out)
+
+    def thin() -> np.ndarray:
+        y = np.maximum(x @ w0 + biases[0], zero)
+        y = np.maximum(y @ w1 + biases[1], zero)
+        return y @ w2 + biases[2]
+
+    return {PRODUCTS: matmuls, BOUND: bound, "thin NumPy": thin}
+
+
+def _torch_mlp(torch: Any, net: nn.Module, x: np.ndarray, records: bool) -> Callable[[], Any]:
+    params = net.parameters()
+    layers: list[Any] = []
+    for weight, bias in zip(params[::2], params[1::2], strict=True):
+        layer = torch.nn.Linear(*weight.shape)
+        with torch.no_grad():
+            layer.weight.copy_(torch.from_numpy(weight.data.T.copy()))
+            layer.bias.copy_(torch.from_numpy(bias.data))
+        layers += [layer, torch.nn.ReLU()]
+    model, given = torch.nn.Sequential(*layers[:-1]), torch.from_numpy(x)
+
+    def backward() -> None:
+        model.zero_grad(set_to_none=False)
+        model(given).sum().backward()
+
+    return backward if records else torch.no_grad()(partial(model, given))  # type: ignore[no-any-return]
+
+
+def cases(brief: bool) -> list[Case]:
+    """What is measured."""
+    document = partial(nn.models.mlp, _WIDTHS[0], _WIDTHS[-1], _WIDTHS[1:-1])
+    found: list[Case] = [
+        ("document's MLP", document, (1, _WIDTHS[0]), False),
+        ("document's MLP", document, (1, _WIDTHS[0]), True),
+    ]
+    if not brief:
+        images = (1, 28, 28)
+        found += [
+            ("document's MLP", document, (64, _WIDTHS[0]), False),
+            ("LeNet", nn.models.lenet, (1, *images), False),
+            ("LeNet", nn.models.lenet, (1, *images), True),
+            ("LeNet", nn.models.lenet, (64, *images), True),
+            ("ResNet-18", nn.models.resnet18, (1, *images), False),
+        ]
+    return found
+
+
+def measure(case: Case, turns: int, torch: Any) -> dict[str, Any]:
+    """One case: ``median_us`` by name, ``ratio`` of each to the replay in the same turn, ``wrong``."""
+    name, make, shape, records = case
+    plain, planned = make(), make()
+    planned.hybridize()
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    differ = wrong(plain, planned, x, records)
+    calls: dict[str, Callable[[], Any]] = {}
+    is_document = name.startswith("document")
+    if is_document and not records:
+        calls |= bare(plain, x)
+    for key, net in ((EAGER, plain), (REPLAY, planned)):
+        calls[key] = partial(recorded, net, x) if records else partial(net, x)
+    if torch and is_document:
+        calls[TORCH] = _torch_mlp(torch, plain, x, records)
+    begin = time.perf_counter()
+    calls[EAGER]()
+    number = max(1, min(50, int(2e-3 / (time.perf_counter() - begin))))
+    candidates = [Calls(key, call, number) for key, call in calls.items()]
+    series = alternate(candidates, lambda: None, Schedule(turns, 5, 3), validate=False)
+    taken = {key: turn_medians([each]) for key, each in series.items()}
+    return {
+        "network": name, "batch": shape[0], "backward": records, "wrong": differ,
+        "median_us": {key: float(np.median(us)) for key, us in taken.items()},
+        "ratio": {key: median_ratio(us, taken[REPLAY]) for key, us in taken.items()},
+        "eager_over_torch": median_ratio(taken[EAGER], taken[TORCH]) if TORCH in taken else None,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m hpcdp.benchmarks.hybrid", description=__doc__)
+    parser.add_argument("--turns", type=at_least(1), default=40, help="of each candidate (40)")
+    parser.add_argument("--brief", action="store_true", help="the document's network alone")
+    parser.add_argument("--json", metavar="FILE", help="the figures, and the machine they were measured on")
+    args = parser.parse_args(argv)
+    world = comm.init()
+    check_writable("hybrid", [args.json], world)
+    core = pin_to_own_core(world)
+    torch, reason = torch_or_reason()
+    print(f"# hybridize() on core {core}: microseconds a call, and the time of each over a replay's")
+    rows = []
+    for case in cases(args.brief):
+        row = measure(case, args.turns, torch)
+        rows.append(row)
+        print(f"{row['network']}, batch {row['batch']}{', with backward' * row['backward']}"
+              + (f"  WRONG: {row['wrong']}" if row["wrong"] else ""))  # fmt: skip
+        for key, us in row["median_us"].items():
+            print(f"  {key:<18}{us:>10.1f}{row['ratio'][key]:>8.2f}", flush=True)
+    eager, replay = (rows[0]["median_us"][key] / 1e3 for key in (EAGER, REPLAY))
+    print(f"# 1000 calls of the document's network: {eager:.4f} s without a plan, {replay:.4f} s by it, "
+          f"{eager / replay:.1f}x; the document: {_DOCUMENTS_S[0]} s, {_DOCUMENTS_S[1]} s, 2.7x")  # fmt: skip
+    write_json(args.json, world, {"benchmark": "hybrid", "machine": describe(world), "skipped": reason, "rows": rows})
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    program.run(main)

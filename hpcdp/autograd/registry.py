@@ -1,0 +1,84 @@
+"""Operators by name, and what a thread that traces or plans is told of them.
+
+A network is traced by noting which operators are called with what (`Tracer`), and its plan is made by calling them once
+more, each of which then says how its result is computed again into the same array (`Again`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from ..arrays import Array
+from .modes import modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
+Again = tuple[Any, ...] | Callable[[Array], Sequence[Call]]
+"""How an operator's result is computed again from the same operands, which meanwhile hold other values.
+
+Either the name of a function of the arrays' namespace and its operands, ``("add", x, y)``, which takes ``out`` behind
+them, or a function that for an array gives the calls that compute into it.
+"""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What `operator` has registered."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    """The arguments that may be tensors; the others are attributes."""
+    takes_many: bool
+    """Whether the inputs are the positional arguments, any number of them."""
+    attributes: tuple[str, ...]
+    has_effect: bool
+    """Whether a call does more than to give a result: it draws random numbers or changes an input."""
+    signature: inspect.Signature
+
+
+class Tracer(Protocol):
+    """What notes the operators that its thread calls."""
+
+    def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+OPERATORS: dict[str, Operator] = {}
+"""All operators by name."""
+CALLS: dict[str, Callable[..., Any]] = {}
+"""For each what programs call, which a tracer notes."""
+
+
+def operator(
+    name: str, inputs: Sequence[str] = ("x",), has_effect: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a function as the operator ``name``, whose arguments called ``inputs`` may be tensors.
+
+    While this thread traces, calls go to its tracer; else straight to the function.
+    """
+
+    def register(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        takes_many = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
+        attributes = tuple(each for each in signature.parameters if each not in inputs)
+        own = Operator(name, function, tuple(inputs), takes_many, attributes, has_effect, signature)
+        OPERATORS[name] = own
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            tracer = modes.tracer
+            if tracer is None:
+                return function(*args, **kwargs)
+            return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
+
+        CALLS[name] = call
+        return call
+
+    return register

@@ -1,0 +1,58 @@
+"""Arrays by name in one HDF5 file, such as the parameters of an exported network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DataError
+from .hdf5 import open_hdf5
+
+Kind = tuple[tuple[int, ...], str]
+"""Shape and dtype."""
+
+
+def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write ``arrays`` to an HDF5 file, a data set for each, that replaces ``path`` when it is complete.
+
+    Raises:
+        DataError: it cannot be written; what was there stays.
+    """
+    import h5py  # type: ignore[import-untyped]
+
+    path = Path(path)
+    torn = path.with_name(path.name + ".part")
+    try:
+        with h5py.File(torn, "w", locking=False) as file:
+            for name, values in arrays.items():
+                file.create_dataset(name, data=values)
+        os.replace(torn, path)
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            torn.unlink(missing_ok=True)
+        raise DataError("write HDF5", where=path, expected="a file that can be written", got=error) from error
+
+
+def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.ndarray]:
+    """The arrays of those names from a file of `write_arrays`; nothing is read unless shapes and dtypes are those.
+
+    Raises:
+        DataError: the file is missing or damaged, or an array is missing, stored elsewhere, or of another kind.
+    """
+    import h5py
+
+    found = {}
+    with open_hdf5(path) as file:
+        for name, (shape, dtype) in expected.items():
+            dataset = file.get(name)
+            where, wanted = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
+            if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+                raise DataError("read HDF5", where=where, expected=wanted, got="none in this file")
+            if tuple(dataset.shape) != tuple(shape) or str(dataset.dtype) != dtype:
+                raise DataError("read HDF5", where=where, expected=wanted, got=f"{dataset.dtype} of {dataset.shape}")
+            found[name] = np.asarray(dataset[()])
+    return found

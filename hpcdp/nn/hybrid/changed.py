@@ -1,0 +1,40 @@
+"""Whether anything that plans depend on may have changed since they last looked: one comparison instead of many.
+
+A new object stands for a new state, so that threads that change something at once cannot miss each other's changes.
+"""
+
+from __future__ import annotations
+
+from ...autograd.modes import modes
+from ...errors import HpcdpError
+
+
+class _State:
+    modules: object = object()
+    parameters: object = object()
+
+
+state = _State()
+"""What stands for the attributes of all modules, and for the arrays and hooks of all parameters."""
+
+
+def in_module(module: object, name: str) -> None:
+    """An attribute of a module is about to change.
+
+    Raises:
+        HpcdpError: this thread traces: a replay would not change it.
+    """
+    if modes.tracer is not None:
+        from .tracing import users_line
+
+        raise HpcdpError(
+            "trace", where=users_line()[0], expected="a forward that only computes",
+            got=f"one that assigns {type(module).__name__}.{name}",
+            remedy="return what is to be kept, or call hybridize(False)",
+        )  # fmt: skip
+    state.modules = object()
+
+
+def in_parameters() -> None:
+    """A parameter has another array or hook."""
+    state.parameters = object()

@@ -1,0 +1,161 @@
+"""A module's plans: which one a call takes, when one is made, and when a call goes without."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...autograd import Tensor, as_tensor
+from ...autograd.modes import modes
+from ...errors import ConfigError
+from ..virtual_shard import entered_shard
+from .changed import state
+from .graph import Graph
+from .plan import Plan, Shortcut
+from .rewriting import rewritten
+from .tracing import TracingRun
+
+if TYPE_CHECKING:
+    from ..module import Module
+
+_KEYS_KEPT = 16
+"""Plans for so many combinations of shapes, dtypes and modes are kept a thread; those used longest ago go first."""
+_MOST_AT_ONCE = 64
+"""So many calls can wait for their backward at once; more of them go without a plan."""
+
+Key = tuple[Any, ...]
+
+
+class _Known:
+    """A traced graph, as it is planned, and its plans: several where a call came before the backward of another."""
+
+    def __init__(self, traced: Graph, recording: bool) -> None:
+        self.traced = traced
+        self.graph = rewritten(traced, recording)
+        self.plans: list[Plan] = []
+
+
+class _Here(threading.local):
+    """The plans of one thread; modes, and what is on the tape, are a thread's own."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Key, _Known] = OrderedDict()
+        self.modules: object = None
+        """The state of all modules at which ``attributes`` were the network's."""
+        self.attributes: list[Any] = []
+        self.shortcut: Shortcut | None = None
+        """To the plan of the last call, until another is taken."""
+
+
+class Hybrid:
+    """The plans of ``module``."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._here = _Here()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hybrid, (self._module,)  # a copy traces for itself
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        """What ``forward`` returns."""
+        here = self._here
+        shortcut = here.shortcut
+        if shortcut is not None and len(inputs) == 1:
+            result = shortcut.replay(inputs[0])
+            if result is not None:
+                return result
+        given = [as_tensor(x) for x in inputs]
+        if modes.tracer is not None or (modes.training and self._needs_forward()):
+            return self._module.forward(*given)
+        if here.modules is not state.modules:
+            self._look_at_attributes(here)
+        key = (modes.recording, modes.training, *[_described(x) for x in given])
+        known = here.known.get(key)
+        if known is None:
+            if any(type(x.data) is not np.ndarray for x in given):
+                return self._module.forward(*given)
+            return self._trace(key, given, here)
+        for plan in known.plans:
+            if not plan.is_busy():
+                if plan.fits():
+                    here.shortcut = plan.shortcut()
+                    return plan.replay(given)
+                known.plans.remove(plan)
+                break
+        else:
+            if len(known.plans) >= _MOST_AT_ONCE:
+                return self._module.forward(*given)
+        if not _has_the_same_kinds(known.graph):
+            del here.known[key]
+            return self._trace(key, given, here)
+        here.known.move_to_end(key)
+        plan = Plan(known.graph, given, modes.recording)
+        known.plans.append(plan)
+        return plan.returned(given)
+
+    def graph(self) -> Graph:
+        """The graph of this thread's last prediction of which there is one.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        here = self._here
+        if here.modules is not state.modules:
+            self._look_at_attributes(here)
+        for key, known in reversed(here.known.items()):
+            if key[:2] == (False, False):
+                return known.traced
+        raise ConfigError(
+            "hybridize", where=type(self._module).__name__, expected="a call before, outside of record()",
+            got="none since the module was made or changed", remedy="call net(x) once",
+        )  # fmt: skip
+
+    def _needs_forward(self) -> bool:
+        """Virtual shards change what layers draw and note, and layers of all ranks talk to the others."""
+        return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
+
+    def _look_at_attributes(self, here: _Here) -> None:
+        """Forget all plans if an attribute of the module or of its parts is another object."""
+        now = state.modules
+        attributes = [value for each in self._module.modules() for value in (each, *vars(each).values())]
+        same = len(attributes) == len(here.attributes)
+        if not same or any(a is not b for a, b in zip(attributes, here.attributes, strict=True)):
+            here.known.clear()
+            here.shortcut = None
+            here.attributes = attributes
+        here.modules = now
+
+    def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
+        run = TracingRun(_attributes_of(self._module), given)
+        result = run.run(self._module.forward, given)
+        here.known[key] = _Known(run.graph, modes.recording)
+        while len(here.known) > _KEYS_KEPT:
+            here.known.popitem(last=False)
+        return result
+
+
+def _described(x: Tensor) -> Key:
+    array = x.data
+    wants_gradient = x.node is not None or x.grad_req != "null"
+    layout = None if array.flags.c_contiguous else array.strides
+    return array.shape, array.dtype, wants_gradient, layout
+
+
+def _attributes_of(module: Module) -> list[tuple[str, Any]]:
+    """Path and value of what a forward may take beside its inputs."""
+    return [
+        (prefix + name, value)
+        for prefix, each in module._modules("")
+        for name, value in vars(each).items()
+        if isinstance(value, (Tensor, np.ndarray))
+    ]
+
+
+def _has_the_same_kinds(graph: Graph) -> bool:
+    """Whether the network's tensors have the shapes and dtypes with which the graph was traced."""
+    return [(each.shape, each.dtype) for each in graph.held] == graph.kinds

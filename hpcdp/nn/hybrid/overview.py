@@ -1,0 +1,196 @@
+"""A graph for people: a table of its operations, and a drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .graph import Graph, Held, Input, Literal, Node, Result, Source
+
+_BOX = (1.9, 0.62)
+_STEP = (2.3, 1.05)
+"""Inches from one box to the next, to the side and downwards."""
+_COLORS = {
+    "dense": "#d7e5f7",
+    "conv2d": "#d7e5f7",
+    "matmul": "#d7e5f7",
+    "batch_norm": "#f6ead2",
+    "batch_norm_by_running": "#f6ead2",
+    "input": "#e3f1df",
+}
+_MOST_INCHES = 200.0
+
+
+def summary(graph: Graph) -> str:
+    """A line for every operation: what it reads, its result's shape and bytes, and the parameters that it is the first
+    to read."""
+    seen: set[int] = set()
+    rows = [("", "operation", "reads", "shape", "parameters", "bytes")]
+    rows += [("", f"input {i}", "", _shape(each.shape), "", f"{each.nbytes:,}") for i, each in enumerate(graph.inputs)]
+    for number, node in enumerate(graph.nodes):
+        count = _count_new(graph, node, seen)
+        reads = ", ".join(filter(None, (_name(graph, each) for each in node.inputs)))
+        out = node.outputs[0]
+        rows.append(
+            (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = (False, True, True, True, False, False)
+    lines = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
+    nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
+    outputs = ", ".join(_name(graph, each) for each in graph.outputs)
+    return "\n".join([*lines, f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; "
+                      f"returns {outputs}"])  # fmt: skip
+
+
+def title(node: Node) -> str:
+    """The operator, with what distinguishes this call of it."""
+    attributes = node.attributes
+    text = str(attributes["name"]) if node.operator == "compare" else node.operator.replace("_", " ")
+    if attributes.get("activation") is not None:
+        text += f" + {attributes['activation']}"
+    if node.operator == "conv2d":
+        text += f", stride {'x'.join(map(str, _pair(attributes['stride'])))}"
+    return text
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _learnt(held: Any) -> bool:
+    return hasattr(held, "held")
+
+
+def _count_new(graph: Graph, node: Node, seen: set[int]) -> int:
+    count = 0
+    for each in node.inputs:
+        if isinstance(each, Held) and each.number not in seen and _learnt(graph.held[each.number]):
+            seen.add(each.number)
+            count += math.prod(graph.kinds[each.number][0])
+    return count
+
+
+def _name(graph: Graph, source: Source) -> str:
+    if isinstance(source, Input):
+        return f"input {source.number}"
+    if isinstance(source, Held):
+        return graph.names[source.number]
+    if isinstance(source, Literal):
+        return f"{source.value:g}" if isinstance(source.value, float) else str(source.value)
+    return "" if source is None else str(source.node)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "number"
+
+
+def draw(graph: Graph, path: str | Path) -> None:
+    """Draw the graph from top to bottom into ``path``, a PNG, SVG or PDF by its ending, which is replaced.
+
+    A box is an operation with its result's shape and the parameters that it reads; arrows are results that it reads.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+
+    places = _places(graph)
+    columns = [x for x, _ in places.values()]
+    depth = max(y for _, y in places.values()) + 1
+    width, height = (max(columns) - min(columns) + 1) * _STEP[0] + 0.6, depth * _STEP[1] + 0.2
+    figure = Figure((min(width, _MOST_INCHES), min(height, _MOST_INCHES)))
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim((min(columns) - 0.5) * _STEP[0] - 0.3, (max(columns) + 0.5) * _STEP[0] + 0.3)
+    axes.set_ylim(-(depth - 0.5) * _STEP[1] - 0.1, 0.5 * _STEP[1] + 0.1)
+    axes.set_axis_off()
+    middle = {source: (x * _STEP[0], -y * _STEP[1]) for source, (x, y) in places.items()}
+    for number, node in enumerate(graph.nodes):
+        target = Result(number)
+        for each in node.inputs:
+            source = Result(each.node) if isinstance(each, Result) else each
+            if source in middle:
+                _arrow(axes, middle[source], middle[target], places[target][1] - places[source][1])
+    seen: set[int] = set()
+    for source, (x, y) in middle.items():
+        lines, color = _texts(graph, source, seen)
+        corner = x - _BOX[0] / 2, y - _BOX[1] / 2
+        axes.add_patch(FancyBboxPatch(corner, *_BOX, boxstyle="round,pad=0,rounding_size=0.09", facecolor=color,
+                                      edgecolor="#555555", linewidth=0.8, zorder=2))  # fmt: skip
+        offset = (len(lines) - 1) / 2
+        for i, line in enumerate(lines):
+            axes.text(x, y + (offset - i) * 0.17, line, ha="center", va="center", fontsize=8 if i == 0 else 7,
+                      color="#111111" if i == 0 else "#444444", zorder=3)  # fmt: skip
+    figure.savefig(path, dpi=110)
+
+
+def _texts(graph: Graph, source: Source, seen: set[int]) -> tuple[list[str], str]:
+    """The lines in a box, and its color."""
+    if isinstance(source, Input):
+        return [f"input {source.number}", _shape(graph.inputs[source.number].shape)], _COLORS["input"]
+    assert isinstance(source, Result)
+    node = graph.nodes[source.node]
+    lines = [title(node), _shape(node.outputs[0].shape)]
+    count = _count_new(graph, node, seen)
+    if count:
+        lines.append(f"{count:,} parameters")
+    if source.node in [each.node for each in graph.outputs if isinstance(each, Result)]:
+        lines[0] += " (returned)"
+    return lines, _COLORS.get(node.operator, "#f4f4f4")
+
+
+def _arrow(axes: Any, source: tuple[float, float], target: tuple[float, float], steps: int) -> None:
+    """From the lower edge of one box to the upper edge of another, around those between them."""
+    begin, end = (source[0], source[1] - _BOX[1] / 2), (target[0], target[1] + _BOX[1] / 2)
+    bend = "arc3,rad=0"
+    if steps > 1:
+        side = _BOX[0] / 2
+        begin, end = (source[0] + side, source[1]), (target[0] + side, target[1])
+        bend = f"arc3,rad={-min(0.55, 1.1 / (steps + 1)):.2f}"
+    axes.annotate("", end, begin, zorder=1, arrowprops={
+        "arrowstyle": "-|>", "color": "#777777", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0, "connectionstyle": bend,
+    })  # fmt: skip
+
+
+def _places(graph: Graph) -> dict[Source, tuple[float, int]]:
+    """Column and row of every input and node: below what it reads; what reads no input, just above its first reader."""
+    rows: dict[Source, int] = {Input(i): 0 for i in range(len(graph.inputs))}
+    readers: dict[int, list[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        found = [rows[key] for each in node.inputs
+                 if (key := Result(each.node) if isinstance(each, Result) else each) in rows]  # fmt: skip
+        for each in node.results():
+            readers.setdefault(each.node, []).append(number)
+        if found:
+            rows[Result(number)] = max(found) + 1
+    for number in reversed(range(len(graph.nodes))):
+        if Result(number) not in rows:
+            rows[Result(number)] = min((rows[Result(each)] for each in readers.get(number, [])), default=1) - 1
+    lowest = min(rows.values(), default=0)
+    members: dict[int, list[Source]] = {}
+    for source, row in rows.items():
+        members.setdefault(row - lowest, []).append(source)
+    return {
+        source: (place - (len(sources) - 1) / 2, row)
+        for row, sources in members.items()
+        for place, source in enumerate(sorted(sources, key=lambda each: _depends_last(graph, each)))
+    }
+
+
+def _depends_last(graph: Graph, source: Source) -> int:
+    """In a row, what reads results of others stands left of what reads only parameters."""
+    if isinstance(source, Result):
+        return 0 if any(True for _ in graph.nodes[source.node].results()) else 1
+    return 0

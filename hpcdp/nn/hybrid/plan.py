@@ -1,0 +1,316 @@
+"""A plan: a graph's calls on memory that is given out once, to be made again and again.
+
+Forward is a list of functions with their arguments; backward is the tape's own, whose nodes are put on it anew by every
+recorded replay, with the pullbacks of the first: hooks come where they do without a plan, and so do gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...arrays import Array, array_namespace
+from ...autograd import Tensor
+from ...autograd.modes import modes
+from ...autograd.registry import OPERATORS, Again, Call, Operator
+from ...autograd.tape import Node, Pullback
+from ...errors import HpcdpError, UnsupportedError
+from .arena import Arena
+from .changed import state
+from .graph import Graph, Held, Input, Literal, Result, Source
+
+
+class _Spliced(Node):
+    """A node of a replay. While its token lives, backward may still want what the plan has computed."""
+
+    __slots__ = ("token",)
+
+    def __init__(self, value: Array, inputs: tuple[Any, ...], pullback: Pullback, token: object) -> None:
+        super().__init__(value, inputs, pullback)
+        self.token: object = token
+
+    def free(self) -> None:
+        super().free()
+        self.token = None
+
+
+class _Step:
+    """What a plan knows of one node."""
+
+    __slots__ = ("calls", "params", "pullback", "sources", "value")
+
+    def __init__(self) -> None:
+        self.value: Array = None
+        self.calls: list[Call] = []
+        self.params: list[Any] = []
+        """The parameters that it reads."""
+        self.sources: tuple[Source, ...] = ()
+        self.pullback: Pullback | None = None
+
+
+class Shortcut:
+    """A replay of one input and one output without a tape: at batch 1, choosing a plan takes as long as a layer.
+
+    Args:
+        seen: the state of all parameters at which it may be taken.
+    """
+
+    def __init__(self, place: Array, calls: list[Call], output: Array, seen: object) -> None:
+        self._place, self._calls, self._output = place, calls, output
+        self._shape, self._dtype = place.shape, place.dtype
+        self._seen, self._modules, self._signature = seen, state.modules, modes.signature
+
+    def replay(self, x: Any) -> Tensor | None:
+        """What the network returns for ``x``; None where it, or this thread's modes, are not what the plan is for."""
+        if type(x) is Tensor:
+            x = x.data
+        if (
+            type(x) is np.ndarray
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+            and x.flags.c_contiguous
+            and self._seen is state.parameters
+            and self._modules is state.modules
+            and self._signature == modes.signature
+        ):
+            self._place[...] = x
+            for function, args in self._calls:
+                function(*args)
+            return Tensor(self._output.copy())
+        return None
+
+
+class Plan:
+    """Computes ``graph`` for inputs of its shapes; making it computes it a first time, for ``given``.
+
+    Args:
+        keeps: whether backward may follow: then nothing that it needs is overwritten, else memory is used again as soon
+            as nobody reads it.
+    """
+
+    def __init__(self, graph: Graph, given: Sequence[Tensor], keeps: bool) -> None:
+        self.graph = graph
+        self._keeps = keeps
+        self._token = object()
+        self._places = [np.empty_like(each.data) for each in given]
+        self._seen: object = None
+        """The state of all parameters at which these had no hooks and these arrays."""
+        self._arena = None if keeps else Arena()
+        self._steps: list[_Step] = []
+        for place, each in zip(self._places, given, strict=True):
+            place[...] = each.data
+        self._build()
+        self._calls = [call for step in self._steps for call in step.calls]
+        arrays = [_held_array(each) for each in graph.held]
+        pairs = list(zip(graph.held, arrays, strict=True))
+        self._parameters = [pair for pair in pairs if hasattr(pair[0], "held")]
+        self._buffers = [pair for pair in pairs if isinstance(pair[0], Tensor) and not hasattr(pair[0], "held")]
+        self._parameters_only = not self._buffers
+        self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
+
+    def _build(self) -> None:
+        """Call every operator once, in this plan's memory."""
+        last = self.graph.last_uses()
+        self._values: dict[Source, Array] = {}
+        tensors: dict[Source, Any] = {Input(i): Tensor(place) for i, place in enumerate(self._places)}
+        roots = list(range(len(self.graph.nodes)))
+        """For each node the one whose memory its result lies in."""
+        origin: dict[int, Source] = {id(each): source for source, each in tensors.items()}
+        alive: list[Any] = []  # an id is that of one object only as long as it lives
+        for number, node in enumerate(self.graph.nodes):
+            step = _Step()
+            operands = [self._operand(each, tensors) for each in node.inputs]
+            alive += operands
+            for source, operand in zip(node.inputs, operands, strict=True):
+                if isinstance(operand, Tensor):
+                    origin[id(operand)] = source
+            found, told = _called(OPERATORS[node.operator], operands, node.attributes)
+            value = np.asarray(found[0].data)
+            viewed = [each for each in operands if _shares(value, each)]
+            if told is not None:
+                inputs, pullback, again = told
+                step.sources = tuple(origin.get(id(each)) for each in inputs)
+                step.pullback = pullback if self._keeps and node.is_recorded else None
+                if not viewed:
+                    if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
+                        self._arena.release([i for i in range(number) if roots[i] == i and last[i] <= number])
+                    value = self._place(value)
+                    step.calls = [_direct(call) for call in _calls(again, value, node.operator)]
+            found[0].data = step.value = value
+            for each in node.results():
+                if viewed and any(tensors[each] is one for one in viewed):
+                    roots[number] = roots[each.node]
+                    last[roots[number]] = max(last[roots[number]], last[number])
+            step.params = [x for x in operands if hasattr(x, "held")]
+            for i, tensor in enumerate(found):
+                tensors[Result(number, i)], self._values[Result(number, i)] = tensor, tensor.data
+            self._steps.append(step)
+            if self._arena is not None:
+                self._arena.release([i for i in range(number + 1) if roots[i] == i and last[i] <= number])
+
+    def _place(self, value: Array) -> Array:
+        """Where a node's result lies from now on, with the values of ``value``."""
+        if self._arena is None:
+            return value
+        place = self._arena.take(len(self._steps), value)
+        place[...] = value
+        return place
+
+    def _operand(self, source: Source, tensors: dict[Source, Any]) -> Any:
+        if isinstance(source, Held):
+            held = self.graph.held[source.number]
+            return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
+        if isinstance(source, Literal):
+            return source.operand()
+        return None if source is None else tensors[source]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of results, and of inputs' copies, that the plan holds."""
+        places = sum(each.nbytes for each in self._places)
+        if self._arena is not None:
+            return places + self._arena.nbytes
+        own = {id(each.base if each.base is not None else each): each for each in self._values.values()}
+        return places + sum(each.nbytes for each in own.values())
+
+    def is_busy(self) -> bool:
+        """Whether a tape still wants what the last replay has computed."""
+        return sys.getrefcount(self._token) > 2
+
+    def fits(self) -> bool:
+        """Whether the network's tensors still have the arrays that the plan reads."""
+        now = state.parameters
+        if self._seen is not now:
+            if any(param.held() is not array for param, array in self._parameters):
+                return False
+            if all(param.data_hook is None for param, _ in self._parameters):
+                self._seen = now
+        return all(buffer.data is array for buffer, array in self._buffers)
+
+    def replay(self, given: Sequence[Tensor]) -> Any:
+        """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
+        for place, each in zip(self._places, given, strict=True):
+            place[...] = each.data
+        if self._seen is state.parameters:
+            for function, args in self._calls:
+                function(*args)
+        else:
+            self._run_behind_updates()
+        return self.returned(given)
+
+    def shortcut(self) -> Shortcut | None:
+        """The shorter way to the same replay, where there is one now."""
+        simple = self._parameters_only and not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
+        if not simple or len(self._places) != 1 or self._seen is not state.parameters:
+            return None
+        place, output = self._places[0], next(iter(self._outputs.values()))
+        if not (place.flags.c_contiguous and output.flags.c_contiguous):
+            return None
+        return Shortcut(place, self._calls, output, self._seen)
+
+    def _run_behind_updates(self) -> None:
+        """Wait before each step for the updates of the parameters that it reads, as operators do."""
+        for step in self._steps:
+            for param in step.params:
+                before = param.held()
+                if param.data is not before:
+                    raise HpcdpError("replay", where=param.name, expected="an update in place", got="another array")
+            for function, args in step.calls:
+                function(*args)
+
+    def returned(self, given: Sequence[Tensor]) -> Any:
+        """The outputs of the last run, which nobody overwrites, on the tape if this thread records."""
+        nodes = self._spliced(given) if self._keeps else None
+        found: dict[Source, Any] = {}
+        for each, value in self._outputs.items():
+            found[each] = result = Tensor(value.copy("K"))
+            if nodes is not None and each.output == 0:
+                result.node = nodes[each.node]
+        return self.graph.returned(lambda each: self._returned(each, found, given))
+
+    def _returned(self, source: Source, found: dict[Source, Any], given: Sequence[Tensor]) -> Any:
+        if isinstance(source, Input):
+            return given[source.number]
+        return self.graph.held[source.number] if isinstance(source, Held) else found[source]
+
+    def _spliced(self, given: Sequence[Tensor]) -> list[Node | None]:
+        """The nodes of this replay, on the tape."""
+        nodes: list[Node | None] = []
+        for step in self._steps:
+            node = None
+            if step.pullback is not None:
+                sources = tuple(self._on_tape(each, nodes, given) for each in step.sources)
+                if any(source is not None for source in sources):
+                    node = _Spliced(step.value, sources, step.pullback, self._token)
+            nodes.append(node)
+        return nodes
+
+    def _on_tape(self, source: Source, nodes: list[Node | None], given: Sequence[Tensor]) -> Any:
+        if isinstance(source, Result):
+            return nodes[source.node] if source.output == 0 else None
+        if isinstance(source, Input):
+            tensor: Any = given[source.number]
+        elif isinstance(source, Held) and not source.is_detached:
+            tensor = self.graph.held[source.number]
+        else:
+            return None
+        if not isinstance(tensor, Tensor):
+            return None
+        return tensor.node if tensor.node is not None else tensor if tensor.grad_req != "null" else None
+
+
+def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -> tuple[list[Tensor], Any]:
+    """What an operator gives, as tensors, and what it told `on_tape`: its inputs, pullback and how to compute again."""
+    told: list[tuple[Any, ...]] = []
+
+    def capture(result: Tensor, inputs: tuple[Any, ...], pullback: Any, again: Again | None) -> None:
+        told.append((inputs, pullback, again))
+
+    before = modes.recording, modes.capture
+    modes.recording, modes.capture = True, capture
+    try:
+        if called.takes_many:
+            found = called.function(*operands, **attributes)
+        else:
+            found = called.function(**dict(zip(called.inputs, operands, strict=True)), **attributes)
+    finally:
+        modes.recording, modes.capture = before
+    listed = list(found) if isinstance(found, tuple) else [found]
+    return [each if isinstance(each, Tensor) else Tensor(each) for each in listed], told[0] if told else None
+
+
+def _calls(again: Again | None, value: Array, name: str) -> Sequence[Call]:
+    if again is None:
+        raise UnsupportedError("plan", where=name, expected="an operator that says how it is computed again")
+    if callable(again):
+        return again(value)
+    name, *operands = again
+    return [(partial(getattr(array_namespace(value), name), *operands, out=value), ())]
+
+
+def _is_elementwise(again: Again | None) -> bool:
+    return isinstance(again, tuple) and getattr(np, again[0]).signature is None  # matmul has one
+
+
+def _direct(call: Call) -> Call:
+    """A compiled kernel without the choice among its versions, which takes as long again as a call of a small one."""
+    function: Any = call[0]
+    args = call[1]
+    overloads = getattr(function, "overloads", None)
+    if overloads:
+        chosen = overloads.get(tuple(function.typeof_pyval(each) for each in args))
+        if chosen is not None:
+            return chosen.entry_point, args
+    return call
+
+
+def _shares(value: Array, operand: Any) -> bool:
+    return isinstance(operand, Tensor) and np.may_share_memory(value, operand.data)
+
+
+def _held_array(held: Any) -> Any:
+    return held.held() if hasattr(held, "held") else held.data if isinstance(held, Tensor) else held

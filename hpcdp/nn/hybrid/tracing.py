@@ -1,0 +1,206 @@
+"""Tracing: a forward is run once on tensors that note which operators it calls, and refuse to show their values."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ...arrays import Array
+from ...autograd import Tensor
+from ...autograd.modes import TRACING, modes
+from ...autograd.registry import Operator
+from ...errors import HpcdpError
+from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
+
+_HERE = Path(__file__).resolve().parent
+_OURS = (str(_HERE), str(_HERE.parents[1] / "autograd"), str(Path(np.__file__).parent), str(_HERE.parent / "module.py"))
+_WORDS = {
+    "__bool__": "bool(tensor), as if, while and assert do", "__float__": "float(tensor)", "__int__": "int(tensor)",
+    "__repr__": "the text of a tensor, as print() does", "__array__": "a tensor as a NumPy array",
+    "__setitem__": "a change in place", "__index__": "a tensor as an index",
+    "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()",
+}  # fmt: skip
+
+
+def users_line() -> tuple[str, str]:
+    """File and line of the code that called into this library, and the name of what it called."""
+    frame = sys._getframe(1)
+    called = ""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        if frame.f_code.co_filename.startswith(_OURS[1:3]) or "Traced" in frame.f_code.co_qualname:
+            called = frame.f_code.co_name
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", called
+
+
+def _refuse(remedy: str = "", got: str = "") -> NoReturn:
+    where, called = users_line()
+    raise HpcdpError(
+        "trace", where=where, expected="a forward that does not need the values of tensors",
+        got=got or _WORDS.get(called, f"tensor.{called}"),
+        remedy=remedy or "take operations on tensors (autograd.where for a condition), move it out of forward, or call "
+        "hybridize(False)",
+    )  # fmt: skip
+
+
+class Traced(Tensor):
+    """A tensor of a forward that is traced: it has a shape and a dtype, and takes part in operations."""
+
+    __slots__ = ("inner", "source", "tracer")
+
+    def __init__(self, tracer: TracingRun, source: Source, inner: Tensor) -> None:
+        self.tracer, self.source, self.inner = tracer, source, inner
+        self.grad, self.grad_req, self.grad_hook, self.node = None, "null", None, None
+
+    @property
+    def data(self) -> Array:  # type: ignore[override]
+        """Refused: a replay would not see what is done with it."""
+        _refuse()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.inner.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.inner.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.inner.ndim
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def attach_grad(self, grad_req: str = "write") -> None:
+        _refuse()
+
+    def backward(self, head_grad: Any = None, retain_graph: bool = False) -> None:
+        _refuse()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse("make a new tensor")
+
+    def _in_place(self, operation: Any, other: Any) -> NoReturn:
+        _refuse("write x = x + y", "a change in place")
+
+
+class TracingRun:
+    """One traced run of a module's forward.
+
+    Args:
+        held: path and value of every tensor and array among the attributes of the module and its parts.
+    """
+
+    def __init__(self, held: Sequence[tuple[str, Any]], given: Sequence[Tensor]) -> None:
+        self.graph = Graph(tuple(_meta(each) for each in given))
+        self._known: dict[int, tuple[str, Any, bool]] = {}
+        for name, value in held:
+            if isinstance(value, Tensor):
+                array = value.held() if hasattr(value, "held") else value.data
+                self._known[id(array)] = (name, value, True)
+        for name, value in held:
+            self._known[id(value)] = (name, value, False)
+        self._numbers: dict[str, int] = {}
+
+    def run(self, forward: Any, given: Sequence[Tensor]) -> Any:
+        """What ``forward`` returns for the given tensors, as without a trace."""
+        modes.tracer, before = self, modes.signature
+        modes.signature |= TRACING
+        try:
+            found = forward(*[Traced(self, Input(i), each) for i, each in enumerate(given)])
+            self.graph.form = "tuple" if isinstance(found, tuple) else "list" if isinstance(found, list) else "one"
+            outputs = list(found) if isinstance(found, (tuple, list)) else [found]
+            for each in outputs:
+                if not isinstance(each, Tensor):
+                    raise HpcdpError(
+                        "trace", expected="a forward that returns a tensor, or a tuple or list of them",
+                        got=type(each).__name__, remedy="call hybridize(False)",
+                    )  # fmt: skip
+            self.graph.outputs = tuple(self._source(each) for each in outputs)
+        finally:
+            modes.tracer, modes.signature = None, before
+        plain = [_inner(each) for each in outputs]
+        self.graph = self.graph.without_unused()
+        return plain[0] if self.graph.form == "one" else tuple(plain) if self.graph.form == "tuple" else plain
+
+    def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator and note it."""
+        bound = called.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        inputs: list[Any] = []
+        for name in called.inputs:
+            value = bound.arguments[name]
+            is_many = called.signature.parameters[name].kind is called.signature.parameters[name].VAR_POSITIONAL
+            inputs += value if is_many else [value]
+        sources = tuple(self._source(each) for each in inputs)
+        if called.name == "getitem" and any(np.asarray(_inner(each)).dtype == bool for each in inputs[1:]):
+            _refuse("take autograd.where: how many elements a mask chooses depends on values")
+        modes.tracer = None
+        try:
+            result = called.function(*map(_inner, args), **{name: _inner(each) for name, each in kwargs.items()})
+        finally:
+            modes.tracer = self
+        attributes = {name: _plain(bound.arguments[name]) for name in called.attributes}
+        found = [each if isinstance(each, Tensor) else Tensor(each) for each in _listed(result)]
+        node = len(self.graph.nodes)
+        metas = tuple(_meta(each) for each in found)
+        self.graph.nodes.append(Node(called.name, sources, attributes, metas, modes.recording))
+        traced = [Traced(self, Result(node, i), each) for i, each in enumerate(found)]
+        return tuple(traced) if isinstance(result, tuple) else traced[0]
+
+    def _source(self, x: Any) -> Source:
+        if isinstance(x, Traced):
+            if x.tracer is not self:
+                _refuse("a tensor of an earlier call was kept: return it, and pass it to the next one")
+            return x.source
+        if x is None or isinstance(x, (bool, int, float)):
+            return None if x is None else Literal(x)
+        if isinstance(x, np.generic):
+            return Literal(x.item(), str(x.dtype))
+        if isinstance(x, list) and all(isinstance(each, int) for each in x):
+            return Literal(x)
+        name, value, is_detached = self._known.get(id(x), ("", None, False))
+        if not name:
+            raise HpcdpError(
+                "trace", where=users_line()[0], expected="tensors that are computed from the inputs, and attributes",
+                got=f"an array of shape {tuple(getattr(x, 'shape', ()))} from elsewhere, fixed in replays",
+                remedy="keep it as an attribute of the module, pass it as an input, or call hybridize(False)",
+            )  # fmt: skip
+        if name not in self._numbers:
+            self._numbers[name] = len(self.graph.held)
+            self.graph.held.append(value)
+            self.graph.names.append(name)
+            self.graph.kinds.append((value.shape, value.dtype))
+        return Held(self._numbers[name], is_detached)
+
+
+def _inner(x: Any) -> Any:
+    return x.inner if isinstance(x, Traced) else x
+
+
+def _listed(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _meta(x: Tensor) -> Meta:
+    return Meta(tuple(x.shape), str(x.dtype))
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as it can be written down, but for a random generator."""
+    if isinstance(value, (type, np.dtype)):
+        return str(np.dtype(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(each) for each in value)
+    return value

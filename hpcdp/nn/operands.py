@@ -1,0 +1,38 @@
+"""What operators of networks ask of their operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import kernels
+from ..arrays import Array, array_namespace, is_host
+from ..autograd.registry import Call
+from ..errors import UnsupportedError
+from ..kernels import reference
+
+
+def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
+    return kernels.load(name) if is_host(x) else plain
+
+
+def alike(operation: str, x: Array, *others: Array | None) -> Any:
+    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
+    given = [x, *(other for other in others if other is not None)]
+    if x.dtype.char not in "fd" or any(each.dtype != x.dtype for each in given):
+        raise UnsupportedError(
+            operation,
+            where="dtype",
+            expected="float32 or float64, the same for all operands",
+            got=", ".join(str(each.dtype) for each in given),
+            remedy="convert with astype",
+        )
+    return array_namespace(*given)
+
+
+def contiguous(gy: Array) -> Array:
+    return array_namespace(gy).ascontiguousarray(gy)
+
+
+def refreshed(copy: Array, x: Array) -> list[Call]:
+    """The call that copies ``x`` to ``copy`` again, or none where that is ``x`` itself."""
+    return [] if copy is x else [(copy.__setitem__, (..., x))]

@@ -1,0 +1,153 @@
+"""A network that was exported: its graph and its parameters, without the class that it was made by."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..autograd import Tensor, pause
+from ..autograd.registry import CALLS
+from ..errors import ConfigError, DataError, HpcdpError
+from .hybrid.graph import Graph, Held, Input, Literal, Result, Source
+from .hybrid.saved import Reader, arrays_of, as_json, call, with_held
+from .module import Module, Parameter
+
+
+def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
+    """Write ``graph`` to ``path`` with ``.json`` and what its network holds to ``path`` with ``.h5``; their paths.
+
+    Each file replaces an older one when it is complete, and the first says what the second must hold.
+
+    Raises:
+        DataError: they cannot be written.
+        ConfigError: the graph has something that cannot be written down.
+    """
+    from ..data.named_arrays import write_arrays
+
+    description, parameters = _files(path)
+    arrays = arrays_of(graph)
+    text = json.dumps(as_json(graph, arrays), indent=1)
+    write_arrays(parameters, arrays)
+    torn = description.with_name(description.name + ".part")
+    try:
+        torn.write_text(text + "\n")
+        os.replace(torn, description)
+    except OSError as error:
+        raise DataError("export", where=description, expected="a file that can be written", got=error) from error
+    return description, parameters
+
+
+def _files(path: str | Path) -> tuple[Path, Path]:
+    base = Path(path)
+    if base.suffix == ".json":
+        base = base.with_suffix("")
+    return base.with_name(base.name + ".json"), base.with_name(base.name + ".h5")
+
+
+class _Part(Module):
+    """What holds tensors of a `SymbolBlock` whose names have several parts."""
+
+
+class SymbolBlock(Module):
+    """A network from the files of `Module.export`, made by `load`.
+
+    It computes what the exported network predicted, to the bit; its parameters have the same names, get gradients, and
+    can be trained further (layers go on as in prediction: batch normalisation by running statistics, no dropout).
+
+    Source: the model is that of Gluon's ``SymbolBlock.imports``.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        for name, value in zip(graph.names, graph.held, strict=True):
+            *parts, last = name.split(".")
+            place: Module = self
+            for part in parts:
+                if part not in vars(place):
+                    setattr(place, part, _Part())
+                place = vars(place)[part]
+            setattr(place, last, value)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SymbolBlock:
+        """The network that was exported to ``path``, with or without ``.json``. Its class is not needed.
+
+        Raises:
+            DataError: a file is missing, damaged, or not of the same export; names it.
+        """
+        from ..data.named_arrays import read_arrays
+
+        description, parameters = _files(path)
+        try:
+            read = json.loads(description.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError("load", where=description, expected="a graph that was exported", got=error) from error
+        graph, tensors = Reader(description, read).graph()
+        arrays = read_arrays(parameters, {each["name"]: (each["meta"].shape, each["meta"].dtype) for each in tensors})
+        held: list[Any] = []
+        for each in tensors:
+            array = arrays[each["name"]]
+            if zlib.crc32(np.ascontiguousarray(array).data) != each["crc32"]:
+                raise DataError(
+                    "load", where=f"{parameters}:{each['name']}", expected="what was exported with the graph",
+                    got="other values", remedy="copy both files, or export again",
+                )  # fmt: skip
+            held.append({"parameter": Parameter, "buffer": Tensor}.get(each["kind"], np.asarray)(array))
+            _require_name(description, each["name"])
+        net = cls(with_held(graph, held))
+        net._try(description)
+        return net
+
+    def _try(self, where: Path) -> None:
+        """Compute once on zeros: then a graph that was tampered with is refused now, by name."""
+        try:
+            zeros = [Tensor(np.zeros(each.shape, each.dtype)) for each in self._graph.inputs]
+            with pause(), np.errstate(all="ignore"):
+                self._run(zeros, check=True)
+        except (HpcdpError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
+            raise DataError("load", where=where, expected="a graph that can be computed", got=error) from error
+
+    def forward(self, *inputs: Any) -> Any:
+        given = [(each.ndim, str(each.dtype)) for each in inputs]
+        expected = [(len(each.shape), each.dtype) for each in self._graph.inputs]
+        if given != expected:
+            shapes = ", ".join(f"{each.dtype} of shape (batch, ...) as {each.shape}" for each in self._graph.inputs)
+            got = ", ".join(f"{each.dtype} of shape {tuple(each.shape)}" for each in inputs)
+            raise ConfigError("SymbolBlock", where="inputs", expected=shapes, got=got or "none")
+        return self._run(inputs)
+
+    def _run(self, inputs: Any, check: bool = False) -> Any:
+        graph, results = self._graph, list[list[Any]]()
+
+        def value(source: Source) -> Any:
+            if isinstance(source, Input):
+                return inputs[source.number]
+            if isinstance(source, Held):
+                held = graph.held[source.number]
+                return held.data if source.is_detached and isinstance(held, Tensor) else held
+            if isinstance(source, Result):
+                return results[source.node][source.output]
+            return source.operand() if isinstance(source, Literal) else None
+
+        for number, node in enumerate(graph.nodes):
+            found = call(node, [value(each) for each in node.inputs], CALLS)
+            results.append(list(found) if isinstance(found, tuple) else [found])
+            declared = [(each.shape, each.dtype) for each in node.outputs]
+            if check and declared != [(tuple(each.shape), str(each.dtype)) for each in results[-1]]:
+                raise ValueError(f"node {number} ({node.operator}), which gives other shapes than it says")
+        return graph.returned(value)
+
+    def describe(self) -> str:
+        return f"{len(self._graph.nodes)} operations"
+
+
+def _require_name(where: Path, name: str) -> None:
+    """No tensor may take the place of what the network is made of."""
+    parts = name.split(".")
+    if any(hasattr(SymbolBlock, part) or part == "_graph" for part in parts):
+        raise DataError("load", where=where, expected="names of a network's tensors", got=repr(name))

@@ -1,0 +1,161 @@
+"""What a graph says of itself: a table, a drawing; what rewriting leaves of it; how much memory a plan needs."""
+
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from hpcdp import autograd, nn
+from hpcdp.nn.hybrid.plan import Plan
+from hpcdp.nn.hybrid.rewriting import rewritten
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def graph_of(net, *inputs):
+    net.hybridize()
+    net(*inputs)
+    return net.graph()
+
+
+def test_a_summary_counts_operations_parameters_and_bytes():
+    graph = graph_of(nn.models.lenet(), zeros(2, 1, 28, 28))
+    lines = graph.summary().splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["operation", "reads", "shape", "parameters", "bytes"],
+        ["input", "0", "2x1x28x28", "6,272"],
+        [
+            "0",
+            "conv2d",
+            "+",
+            "relu,",
+            "stride",
+            "1x1",
+            "input",
+            "0,",
+            "0.weight,",
+            "0.bias",
+            "2x20x26x26",
+            "200",
+            "108,160",
+        ],
+    ]
+    assert lines[-1] == "7 operations, 129,068 parameters, 181,504 bytes of results; returns 6"
+    tied = nn.Dense(3, 3)
+    assert "12 parameters" in graph_of(nn.Sequential(tied, nn.Tanh(), tied), zeros(1, 3)).summary()
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_drawing_shows_every_operation(ending, tmp_path):
+    net = nn.models.resnet18((1, 4, 4))
+    path = tmp_path / f"net.{ending}"
+    graph = graph_of(net, zeros(1, 1, 4, 4))
+    graph.draw(path)
+    if ending == "png":
+        assert path.read_bytes().startswith(b"\x89PNG")
+        return
+    root = ElementTree.parse(path).getroot()
+    boxes = [each for each in root.iter() if str(each.get("id", "")).startswith("patch_")]
+    assert len(boxes) >= len(graph.nodes) + 1
+    with pytest.raises(OSError):
+        graph.draw(tmp_path / "absent" / "net.svg")
+
+
+def operators(graph):
+    return [node.operator + "+relu" * (node.attributes.get("activation") == "relu") for node in graph.nodes]
+
+
+def test_activations_join_what_they_follow_alone():
+    net = nn.Sequential(nn.Conv2D(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Dense(8, 3), nn.ReLU(), nn.ReLU())
+    graph = graph_of(net, zeros(1, 1, 4, 4))
+    assert operators(graph) == ["conv2d", "relu", "reshape", "dense", "relu", "relu"]
+    assert operators(rewritten(graph, False)) == ["conv2d+relu", "reshape", "dense+relu", "relu"]
+
+    class Both(nn.Module):
+        def __init__(self):
+            self.layer = nn.Dense(3, 3)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y + nn.functional.relu(y)
+
+    assert operators(rewritten(graph_of(Both(), zeros(1, 3)), True)) == ["dense", "relu", "add"]
+
+
+def test_what_nobody_needs_is_left_out():
+    class Wasteful(nn.Module):
+        def forward(self, x):
+            (x * 2).exp().sum()
+            return x + 1
+
+    assert operators(graph_of(Wasteful(), zeros(2))) == ["add"]
+
+
+def test_memory_is_used_again_when_its_last_reader_is_done():
+    net = nn.Sequential(*[nn.Tanh() for _ in range(20)])
+    x = autograd.Tensor(np.random.default_rng(0).standard_normal((50, 50)).astype(np.float32))
+    graph = graph_of(net, x)
+    plan, kept = Plan(graph, [x], False), Plan(graph, [x], True)
+    assert plan.nbytes == 2 * x.data.nbytes  # the input's copy, and a result that is written over and over
+    assert kept.nbytes == 21 * x.data.nbytes
+    np.testing.assert_array_equal(plan.returned([x]).data, kept.returned([x]).data)
+    pools = nn.Sequential(*[nn.AvgPool2D(3, 1, 1) for _ in range(20)])
+    x = autograd.Tensor(zeros(2, 3, 20, 20))
+    assert Plan(graph_of(pools, x), [x], False).nbytes == 3 * x.data.nbytes  # what is read is not written over
+
+
+class Chain(nn.Module):
+    """Elementwise operations on whole arrays, rows, columns and numbers, some of them read again later."""
+
+    def __init__(self, shape):
+        rng = np.random.default_rng(1)
+        self.row = autograd.Tensor(rng.standard_normal(shape[-1]).astype(np.float32))
+        self.column = autograd.Tensor(rng.standard_normal((*shape[-3:-1], 1)).astype(np.float32))
+
+    def forward(self, x, y):
+        a = x * 0.5 + y
+        b = autograd.maximum(a - self.row, -1.5)
+        c = abs(b * self.column) + 0.25
+        d = (c.sqrt() - a) / (c + 1)
+        return nn.functional.relu(-d) * b, autograd.minimum(d, y)
+
+
+@pytest.mark.parametrize("shape", [(3, 9, 31, 33), (1, 1, 50, 70)])
+def test_chains_that_write_over_what_they_read_are_the_same_bits(shape):
+    net, plain = Chain(shape), Chain(shape)
+    net.hybridize()
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        x, y = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+        for own, other in zip(net(x, y), plain(x, y), strict=True):
+            np.testing.assert_array_equal(own.data.view(np.uint32), other.data.view(np.uint32))
+
+
+def test_results_that_are_read_late_or_through_views_are_kept():
+    class Late(nn.Module):
+        def forward(self, x):
+            first = x * 2
+            view = first.reshape(-1).reshape(*x.shape).T.T
+            y = x
+            for _ in range(6):
+                y = (y + 1).tanh()
+            return y + view, first
+
+    net, plain = Late(), Late()
+    net.hybridize()
+    for seed in range(4):
+        x = np.random.default_rng(seed).standard_normal((30, 40)).astype(np.float32)
+        for own, other in zip(net(x), plain(x), strict=True):
+            np.testing.assert_array_equal(own.data, other.data)
+
+
+def test_modules_side_by_side():
+    net = nn.HybridConcurrent(nn.Dense(4, 3), nn.Sequential(nn.Dense(4, 2), nn.Tanh()))
+    x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
+    expected = np.concatenate([part(x).data for _, part in net.children()], axis=1)
+    net.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(net(x).data, expected)
+    assert nn.HybridConcurrent(nn.Dense(4, 3), nn.Dense(4, 3), axis=0)(x).shape == (10, 3)

@@ -1,0 +1,170 @@
+"""Networks that are exported and loaded again: the same bits elsewhere, and one line about files that are not right."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdp import autograd, nn
+from hpcdp.errors import ConfigError, DataError, HpcdpError
+
+
+def arrays(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        self.body = nn.Sequential(nn.Conv2D(1, 3, 3), nn.BatchNorm(3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten())
+        self.table = arrays(108, seed=3)
+        self.part = nn.Dense(108, 4)
+
+    def forward(self, x, y):
+        h = self.part(self.body(x) * self.table)[:, [2, 0]]
+        h = autograd.where(h > np.float32(0.25), h, -h[..., ::-1]) ** 2.0 - 1
+        return h.astype(np.float64), autograd.concatenate([h, y[:, :1]], axis=1).max(axis=-1)
+
+
+CASES = {
+    "lenet": (lambda: nn.models.lenet((1, 8, 8)), [(2, 1, 8, 8)]),
+    "mlp": (lambda: nn.models.mlp(6, 3, (5,)), [(2, 6)]),
+    "resnet18": (lambda: nn.models.resnet18((1, 4, 4)), [(2, 1, 4, 4)]),
+    "mixed": (Mixed, [(2, 1, 8, 8), (2, 3)]),
+}
+
+
+def exported(name, tmp_path):
+    make, shapes = CASES[name]
+    net = make()
+    for number, param in enumerate([*net.parameters(), *(buffer for _, buffer in net.named_buffers())]):
+        param.data[...] = np.abs(arrays(*param.shape, seed=number)) * 0.05 + 0.01
+    inputs = [arrays(*shape, seed=50 + i) for i, shape in enumerate(shapes)]
+    net.hybridize()
+    expected = net(*inputs)
+    net.export(tmp_path / "net")
+    return net, inputs, expected if isinstance(expected, tuple) else (expected,)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_process_without_the_class_computes_the_same_bits(name, tmp_path):
+    _, inputs, expected = exported(name, tmp_path)
+    np.savez(tmp_path / "inputs.npz", *inputs)
+    code = f"""
+        import sys
+        import numpy as np
+        from hpcdp import nn
+        assert "mpi4py" not in sys.modules
+        inputs = np.load({str(tmp_path / "inputs.npz")!r})
+        net = nn.SymbolBlock.load({str(tmp_path / "net")!r})
+        net.hybridize()
+        for _ in range(3):
+            found = net(*[inputs[each] for each in inputs.files])
+        found = found if isinstance(found, tuple) else (found,)
+        np.savez({str(tmp_path / "found.npz")!r}, *[each.data for each in found])
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=100)
+    with np.load(tmp_path / "found.npz") as found:
+        for name, value in zip(found.files, expected, strict=True):
+            assert found[name].dtype == value.dtype
+            np.testing.assert_array_equal(found[name], value.data)
+
+
+def test_what_was_loaded_takes_other_batches_and_can_be_trained(tmp_path):
+    net, _, _ = exported("lenet", tmp_path)
+    loaded = nn.SymbolBlock.load(tmp_path / "net.json")
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in net.named_parameters()]
+    x = arrays(5, 1, 8, 8)
+    np.testing.assert_array_equal(loaded(x).data, net(x).data)
+    for each in (loaded, net):
+        with autograd.record():
+            loss = nn.functional.softmax_cross_entropy(each(x), np.arange(5))
+        loss.backward()
+    for own, other in zip(loaded.parameters(), net.parameters(), strict=True):
+        np.testing.assert_array_equal(own.grad, other.grad)
+    loaded.load_state_dict(net.state_dict())
+    assert "operations" in repr(loaded)
+    with pytest.raises(
+        ConfigError, match=r"expected float32 of shape \(batch, \.\.\.\) as \(2, 1, 8, 8\), got float64"
+    ):
+        loaded(x.astype(np.float64))
+
+
+def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
+    net = nn.models.mlp(6, 3, (5,))
+    with pytest.raises(ConfigError, match=r"expected a hybridized network; call hybridize\(\), then net\(x\) once"):
+        net.export(tmp_path / "net")
+    net.hybridize()
+    with autograd.record():
+        net(arrays(2, 6))
+    with pytest.raises(ConfigError, match=r"a call before, outside of record\(\).*call net\(x\) once"):
+        net.export(tmp_path / "net")
+    net(arrays(2, 6))
+    net.add(nn.Tanh())
+    with pytest.raises(ConfigError, match="none since the module was made or changed"):
+        net.export(tmp_path / "net")
+    net(arrays(2, 6))
+    with pytest.raises(DataError, match=r"absent/net\.h5.*expected a file that can be written"):
+        net.export(tmp_path / "absent" / "net")
+
+
+def test_every_truncated_or_forged_description_is_refused_by_one_line(tmp_path):
+    exported("mixed", tmp_path)
+    path = tmp_path / "net.json"
+    text = path.read_text()
+    whole = json.loads(text)
+    for length in range(0, len(text) - 2, 97):
+        path.write_text(text[:length])
+        with pytest.raises(DataError, match=r"net\.json") as error:
+            nn.SymbolBlock.load(tmp_path / "net")
+        assert "\n" not in str(error.value)
+
+    def places(value, at=()):
+        if isinstance(value, dict | list):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                yield (*at, key)
+                yield from places(each, (*at, key))
+
+    rng = np.random.default_rng(0)
+    everywhere = list(places(whole))
+    for number in rng.permutation(len(everywhere))[:250]:
+        forged = json.loads(text)
+        *before, last = everywhere[number]
+        holder = forged
+        for key in before:
+            holder = holder[key]
+        holder[last] = [None, -1, 10**9, "x", [], {}, {"node": 999, "output": 0}, 0.5][int(rng.integers(8))]
+        path.write_text(json.dumps(forged))
+        try:
+            net = nn.SymbolBlock.load(tmp_path / "net")
+            net(arrays(2, 1, 8, 8), arrays(2, 3))
+        except HpcdpError as error:
+            assert "\n" not in str(error)
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
+    net, inputs, _ = exported("mlp", tmp_path)
+    with h5py.File(tmp_path / "net.h5", "r+") as file:
+        file["1.weight"][0, 0] += 1
+    with pytest.raises(DataError, match=r"net\.h5:1\.weight.*what was exported with the graph, got other values"):
+        nn.SymbolBlock.load(tmp_path / "net")
+    with h5py.File(tmp_path / "net.h5", "r+") as file:
+        del file["1.weight"]
+    with pytest.raises(DataError, match=r"net\.h5:1\.weight.*got none in this file"):
+        nn.SymbolBlock.load(tmp_path / "net")
+    (tmp_path / "net.h5").write_bytes(b"no HDF5")
+    with pytest.raises(DataError, match=r"net\.h5.*expected an HDF5 file"):
+        nn.SymbolBlock.load(tmp_path / "net")
+    (tmp_path / "net.h5").unlink()
+    with pytest.raises(DataError, match=r"net\.h5.*expected a file, got none"):
+        nn.SymbolBlock.load(tmp_path / "net")
+    forged = json.loads((tmp_path / "net.json").read_text())
+    net.export(tmp_path / "net")
+    forged["tensors"][0]["name"] = "forward"
+    (tmp_path / "net.json").write_text(json.dumps(forged))
+    with pytest.raises(DataError, match=r"net\.(json|h5)"):
+        nn.SymbolBlock.load(tmp_path / "net")
+    assert inputs

@@ -1,0 +1,120 @@
+"""What cannot be traced is refused, by one line that names the line of the user's code."""
+
+import inspect
+import re
+
+import numpy as np
+import pytest
+
+from hpcdp import autograd, nn
+from hpcdp.autograd import Tensor
+from hpcdp.errors import HpcdpError
+
+OUTSIDE = Tensor(np.ones(3, np.float32))
+
+
+class Uses(nn.Module):
+    def __init__(self, what):
+        self.__dict__["what"] = what
+        self.scale = nn.Parameter(np.ones(3, np.float32))
+
+    def forward(self, x):
+        y = x * self.scale
+        return self.what(self, y)
+
+
+def changed(self, y):
+    y += 1
+    return y
+
+
+def written(self, y):
+    y[0] = 1
+    return y
+
+
+def assigned(self, y):
+    self.last = y
+    return y
+
+
+def branch(self, y):
+    return y if y.sum() > 0 else -y
+
+
+REFUSED = {
+    "item": (lambda self, y: y * y.sum().item(), r"got tensor\.item\(\)"),
+    "float": (lambda self, y: y * float(y.sum()), r"got float\(tensor\)"),
+    "int": (lambda self, y: y * int(y.sum()), r"got int\(tensor\)"),
+    "if": (branch, r"got bool\(tensor\), as if, while and assert do.*autograd\.where for a condition"),
+    "print": (lambda self, y: print(y) or y, r"got the text of a tensor, as print\(\) does"),
+    "format": (lambda self, y: f"{y}" and y, "got the text of a tensor"),
+    "asnumpy": (lambda self, y: y * y.asnumpy().mean(), r"got tensor\.asnumpy\(\)"),
+    "numpy": (lambda self, y: y * np.asarray(y), "got a tensor as a NumPy array"),
+    "data": (lambda self, y: y * y.data, r"got tensor\.data"),
+    "attach_grad": (lambda self, y: y.attach_grad() or y, r"got tensor\.attach_grad"),
+    "backward": (lambda self, y: y.backward() or y, r"got tensor\.backward"),
+    "in place": (changed, r"got a change in place; write x = x \+ y"),
+    "setitem": (written, "got a change in place; make a new tensor"),
+    "mask": (lambda self, y: y[y > 0], "how many elements a mask chooses depends on values"),
+    "array": (lambda self, y: y + np.random.default_rng(0).random(3), r"an array of shape \(3,\) from elsewhere"),
+    "tensor": (lambda self, y: y + OUTSIDE, r"an array of shape \(3,\) from elsewhere.*keep it as an attribute"),
+    "assignment": (assigned, r"got one that assigns Uses\.last; return what is to be kept"),
+    "own operation": (lambda self, y: autograd.on_tape(y.data * 2, (y,), None), r"got tensor\.data"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("recording", [False, True])
+def test_what_a_replay_would_not_see_is_refused_where_it_stands(name, recording):
+    what, message = REFUSED[name]
+    net = Uses(what)
+    net.hybridize()
+    mode = autograd.record() if recording else autograd.pause()
+    with pytest.raises(HpcdpError, match=message) as error, mode:
+        net(np.ones((2, 3), np.float32))
+    text = str(error.value)
+    found = re.search(r"trace \[(.*?):(\d+)\]", text)
+    assert found and found[1] == __file__, text
+    lines, first = inspect.getsourcelines(what)
+    assert first <= int(found[2]) < first + len(lines), text
+    assert "\n" not in text
+    assert net.scale.data.sum() == 3  # and the thread traces no more
+    net.hybridize(False)
+    if name in ("item", "float", "if", "asnumpy", "data", "mask", "tensor"):
+        net(np.ones((2, 3), np.float32))
+
+
+def test_what_is_not_a_tensor_is_not_returned():
+    net = Uses(lambda self, y: {"y": y})
+    net.hybridize()
+    with pytest.raises(
+        HpcdpError, match="expected a forward that returns a tensor, or a tuple or list of them, got dict"
+    ):
+        net(np.ones(3, np.float32))
+
+
+def test_a_tensor_that_is_kept_beyond_its_call_is_refused():
+    kept = []
+    net = Uses(lambda self, y: kept.append(y) or y + kept[0])
+    net.hybridize()
+    net(np.ones(3, np.float32))
+    with pytest.raises(HpcdpError, match="a tensor of an earlier call was kept: return it"):
+        net(np.ones((2, 3), np.float32))
+    with pytest.raises(HpcdpError, match=r"got tensor\."):
+        kept[0] * 2
+
+
+def test_shapes_numbers_and_rows_are_known_while_tracing():
+    def shapes(self, y):
+        rows = [row * len(y) for row in y]
+        assert y.ndim == 2 and y.dtype == np.float32 and y.size == 6 and y.T.shape == (3, 2)
+        return autograd.stack(rows) * np.float32(2) + np.float64(y.shape[0]) + 1 / y.shape[1]
+
+    net, plain = Uses(shapes), Uses(shapes)
+    net.hybridize()
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for _ in range(3):
+        found, expected = net(x).data, plain(x).data
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)

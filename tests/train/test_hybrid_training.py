@@ -1,0 +1,73 @@
+"""Hybridized networks under trainers: the same bits as without plans, on any number of ranks and with any trainer."""
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import nn, optim
+from hpcdp.autograd import predict_mode, record
+from hpcdp.comm import threads
+from hpcdp.train.sync_batch_norm import SyncBatchNorm
+
+F = nn.functional
+
+
+def network(seed):
+    return nn.Sequential(
+        nn.Conv2D(1, 4, 3, padding=1, weight_init=nn.init.Xavier(seed)), nn.BatchNorm(4), nn.ReLU(), nn.AvgPool2D(2),
+        nn.Flatten(), nn.Dropout(0.3, seed=5), nn.Dense(36, 8, activation="relu", weight_init=nn.init.Xavier(seed)),
+        nn.Dense(8, 3, weight_init=nn.init.Xavier(seed)),
+    )  # fmt: skip
+
+
+def trained(world, hybrid, sync=False, accumulate=False, **options):
+    """Parameters, statistics and results after steps on uneven batches, with a look at the network between them."""
+    net = network(world.rank)
+    if sync:
+        SyncBatchNorm.convert(net, world)
+    if hybrid:
+        net.hybridize()
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, **options)
+    rng = np.random.default_rng([7, world.rank])
+    seen = []
+
+    def backward(count):
+        x = rng.standard_normal((count, 1, 6, 6)).astype(np.float32)
+        with record():
+            loss = F.softmax_cross_entropy(net(x), rng.integers(0, 3, count))
+        loss.backward()
+
+    for step in range(6):
+        for _ in trainer.own_virtual_shards:
+            count = 3 + (world.rank + step) % 2
+            if accumulate:
+                with trainer.no_sync():
+                    backward(2)
+                    trainer.step(2)
+            backward(count)
+            trainer.step(count)
+        with predict_mode():
+            seen.append(net(rng.standard_normal((2, 1, 6, 6)).astype(np.float32)).asnumpy())
+    world.barrier()
+    return [np.array(value) for value in net.state_dict().values()] + seen
+
+
+OPTIONS = {
+    "buckets": {},
+    "overlap": {"overlap": True, "bucket_cap_mb": 0.001},
+    "every rank updates": {"owner": "rank"},
+    "accumulation": {"accumulate": True},
+    "store": {"kvstore": "dist_sync"},
+    "reproducible": {"reproducible": True, "virtual_shards": 4},
+    "statistics of all ranks": {"sync": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_training_is_the_same_bits(n, name):
+    with_plans = threads.run(n, lambda world: trained(world, True, **OPTIONS[name]))
+    without = threads.run(n, lambda world: trained(world, False, **OPTIONS[name]))
+    for found, expected in zip(with_plans, without, strict=True):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
