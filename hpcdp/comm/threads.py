@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -278,7 +279,7 @@ def run(
     if num_servers:
         per_node = [*ranks_per_node, num_servers] if isinstance(ranks_per_node, Sequence) else ranks_per_node
         wholes = _worlds(job, _node_sizes(n + num_servers, per_node))
-        wholes = [replace(whole, num_servers=num_servers) for whole in wholes]
+        wholes = [replace(whole, num_servers=num_servers, divide=None) for whole in wholes]
         worlds = [replace(world, whole=whole) for world, whole in zip(worlds, wholes[:n], strict=True)] + wholes[n:]
     results: list[Any] = [None] * len(worlds)
     failures: list[BaseException] = []
@@ -329,7 +330,7 @@ def _worlds(job: _Job, sizes: list[int]) -> list[World]:
     worlds = []
     places = [(node, local_rank) for node, size in enumerate(sizes) for local_rank in range(size)]
     for rank, (node, local_rank) in enumerate(places):
-        node_comm = ThreadCommunicator(nodes[node], local_rank)
+        comm, node_comm = ThreadCommunicator(everyone, rank), ThreadCommunicator(nodes[node], local_rank)
         worlds.append(
             World(
                 rank=rank,
@@ -339,12 +340,23 @@ def _worlds(job: _Job, sizes: list[int]) -> list[World]:
                 node=node,
                 num_nodes=len(sizes),
                 num_rails=num_rails,
-                comm=ThreadCommunicator(everyone, rank),
+                comm=comm,
                 node_comm=node_comm,
                 rail_comm=ThreadCommunicator(rails[local_rank], node) if local_rank < num_rails else None,
                 node_memory=ThreadMemory(node_comm, job, patience_for(n, cores)),
                 library="threads",
                 cores=cores,
+                divide=partial(_part_of, job, comm, node),
             )
         )
     return worlds
+
+
+def _part_of(job: _Job, comm: ThreadCommunicator, node: int, color: int) -> World:
+    """This rank's world among those that pass the same color; the first of these makes it for all."""
+    members = {rank: met[1] for rank, met in enumerate(comm.meet((color, node))) if met[0] == color}
+    sizes = [*Counter(members.values()).values()]
+    first = min(members)
+    made = comm.meet(_worlds(job, sizes) if comm.rank == first else None)[first]
+    assert made is not None
+    return made[list(members).index(comm.rank)]

@@ -9,7 +9,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine import Engine
@@ -80,6 +81,31 @@ class World:
     """Called by `finish`, the last first."""
     meetings: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False, compare=False)
     """What makes the contexts of `meeting`; alike on all ranks."""
+    divide: Callable[[int], World] | None = field(default=None, repr=False, compare=False)
+    """What makes the worlds of `split`; None in a world with servers among its ranks."""
+    parts: list[World] = field(default_factory=list, repr=False, compare=False)
+    """Those that `split` has made on this rank."""
+    model_comm: Communicator | None = None
+    """The ranks that together hold one copy of a model, of which this one has a part; None where it has all of it. What
+    is summed over a model, such as the norm of its gradients, is summed over these as well."""
+
+    def split(self, color: int, model_comm: Communicator | None = None) -> World:
+        """The ranks that pass the same ``color``, in their order here, as a world of their own; every rank must call.
+
+        It ends with this one. Nodes are those of this world, as far as they have ranks in it.
+
+        Args:
+            color: not negative.
+            model_comm: of the new world, see there.
+
+        Raises:
+            ConfigError: some ranks are servers.
+        """
+        if self.divide is None:
+            raise ConfigError("split", expected="a world of workers", got="one with servers among its ranks")
+        part = replace(self.divide(color), model_comm=model_comm)
+        self.parts.append(part)
+        return part
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -115,6 +141,8 @@ class World:
         A worker tells the servers that it needs them no longer.
         """
         try:
+            for part in reversed(self.parts):
+                part.finish()
             for ending in reversed(self.endings):
                 ending()
         finally:
@@ -124,6 +152,8 @@ class World:
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
+        for part in self.parts:
+            part.end()
         for each in self.kept.values():
             if isinstance(each, Engine):
                 each.shutdown()
@@ -212,8 +242,11 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
 
 
-def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any) -> World:
-    """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`."""
+def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: int | None = None, **roles: Any) -> World:
+    """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`.
+
+    ``within`` is the number of this rank's node in the world that these ranks are split from.
+    """
     from mpi4py import MPI
 
     from .mpi import MpiCommunicator
@@ -221,9 +254,12 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any)
     comm = MpiCommunicator(everyone)
     debug = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
     mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s(), debug]
-    machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     ranks_per_node, sharing, limits, debug = comm.allgather_json(mine)[0]
-    node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
+    if within is None:
+        machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
+    else:
+        node = everyone.Split(within, comm.rank)
     node_comm = MpiCommunicator(node)
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
     nodes = sorted(set(leaders))
@@ -232,12 +268,14 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any)
     num_rails = min(comm.allgather_json(memory.size))
     color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
     rail = everyone.Split(color, comm.rank)
+    number = nodes.index(leaders[comm.rank])
+    divide = None if roles.get("num_servers") else partial(_part_of, everyone, ranks_per_node, number)
     world = World(
         rank=comm.rank,
         size=comm.size,
         local_rank=node_comm.rank,
         local_size=node_comm.size,
-        node=nodes.index(leaders[comm.rank]),
+        node=number,
         num_nodes=len(nodes),
         num_rails=num_rails,
         comm=comm,
@@ -248,11 +286,17 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, **roles: Any)
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         debug=debug,
+        divide=divide,
         **roles,
         kept={"ranks_per_node": ranks_per_node},
     )
     world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
     return world
+
+
+def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, node: int, color: int) -> World:
+    members: Any = everyone.Split(color, everyone.rank)
+    return _world_of(members, ranks_per_node, node)
 
 
 def _load_mpi() -> Any:

@@ -25,7 +25,7 @@ from ..arrays import Array, array_namespace, is_host
 from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
 from ..comm.shared import NodeMemory, PrivateMemory
-from ..comm.watchdog import WatchedGate
+from ..comm.watchdog import WatchedGate, nobody
 from ..compression import Compression
 from ..errors import ConfigError, StaleGradientError
 from ..optim.lars import squares
@@ -365,11 +365,17 @@ class Reducer:
     def sum_norm(self) -> float:
         """The norm of the summed gradients, the same on all ranks, all of which must call; the shards must be reduced.
 
-        It is not finite where some gradient is not.
+        It is that of a whole model, also where this rank has a part of one (`World.model_comm`). It is not finite where
+        some gradient is not.
         """
         if self.virtual_shards is not None and self.holds_sums:  # by shards its bits would depend on their number
-            return sum(squares(bucket.mine) for bucket in self.buckets) ** 0.5
-        return float(self.closing.tally(self.sum_of_squares())[0] ** 0.5)
+            total = sum(squares(bucket.mine) for bucket in self.buckets)
+        else:
+            total = self.closing.tally(self.sum_of_squares())[0]
+        if self.world.model_comm is not None:
+            with self._watchdog.watching("the norm of a model's gradients", behind=nobody):
+                total = sum(self.world.model_comm.allgather_json(total))
+        return float(total**0.5)
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""

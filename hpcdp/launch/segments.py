@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -19,22 +20,48 @@ _FOLDER_VARIABLES = (
     # An mpirun does not start where one of the same process number, which was killed, has left its files.
     "PRTE_MCA_prte_tmpdir_base",
 )
-_OF_MPICH = "mpich_shm_*"
+_PREFIX, _OF_MPICH = "hpcdp-segments-", "mpich_shm_*"
 
 
 @contextlib.contextmanager
 def own_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """``environ`` with a folder of the job's own for the files of Open MPI 5, removed with all that is in it."""
-    folder = None
+    """``environ`` with a folder of the job's own for the files of Open MPI 5, removed with all that is in it.
+
+    Those of launchers that were killed are removed as well: nobody has their locks any more.
+    """
     unset = [name for name in _FOLDER_VARIABLES if name not in environ]
-    if unset:
-        with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
-            folder = tempfile.mkdtemp(prefix="hpcdp-", dir=_FOLDER)
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if unset:
+            with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
+                _remove_left_behind()
+                folder = _make_locked(stack)
         yield {**environ, **(dict.fromkeys(unset, folder) if folder else {})}
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_locked(stack: contextlib.ExitStack) -> str:
+    """A new folder, locked as long as this process lives; ``stack`` removes it."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDER)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(folder):  # another launcher may have come before the lock
+            stack.callback(os.close, lock)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            return folder
+        os.close(lock)
+
+
+def _remove_left_behind() -> None:
+    for folder in _FOLDER.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or one that is removed at this moment
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ several hosts that are all killed at once, for which it now and then waits for e
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,15 +78,27 @@ def listed(
     """``command`` with words that have its mpirun write the list; as it is, and None, where there are no such words,
     or where it says itself what is listed."""
     option = _option(Path(command[0]))
-    if option is None or {word.lstrip("-").partition("=")[0] for word in command} & {*_OPTIONS, _LIST}:
-        yield command, None
-        return
-    with tempfile.NamedTemporaryFile(prefix="hpcdp-started-") as file:
-        if "," in file.name:
+    its_own = {word.lstrip("-").partition("=")[0] for word in command} & {*_OPTIONS, _LIST}
+    with _nameless_file() as path:
+        if option is None or path is None or its_own:
             yield command, None
         else:
-            words = [option, f"{_LIST}={file.name}"]
-            yield [command[0], *words, *command[1:]], Started(Path(file.name), ranks, hosts)
+            yield [command[0], option, f"{_LIST}={path}", *command[1:]], Started(path, ranks, hosts)
+
+
+@contextlib.contextmanager
+def _nameless_file() -> Iterator[Path | None]:
+    """It is gone with this process, however that ends; None where the kernel forbids it or there is no /proc."""
+    try:
+        file = os.memfd_create("hpcdp-started")
+    except OSError:
+        yield None
+        return
+    try:
+        path = Path(f"/proc/{os.getpid()}/fd/{file}")
+        yield path if path.exists() else None
+    finally:
+        os.close(file)
 
 
 def _option(mpirun: Path) -> str | None:

@@ -69,7 +69,7 @@ class BucketTrainer(Trainer):
                 remedy="add up within no_sync(), or pass overlap=False",
             )  # fmt: skip
         self.compression = Compression.of(compression)
-        self.world = init() if world is None else world
+        self.world: World = init() if world is None else world
         self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, ours, self.compression, self.world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()

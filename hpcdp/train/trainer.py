@@ -124,6 +124,8 @@ class Trainer:
             positive; what a store cannot do; what would keep a run from being reproducible.
     """
 
+    world: World | None
+    """The ranks; None where a store of this process alone is given."""
     optimizer: Optimizer
     policy: Policy
     stats: CommunicationStats

@@ -72,3 +72,14 @@ def test_on_a_store_all_ranks_wait_for_a_slow_one_or_it_does_less():
     assert found["dist_sync"][1] == [23] * 2
     fast, slow = found["dist_async"][1]
     assert fast + slow == -(-1438 // 32) and slow < fast
+
+
+def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
+    said = {ranks: run_example("pipeline.py", ranks, "--epochs", "2") for ranks in (1, 4)}
+    losses, accuracies = (
+        {ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()}
+        for what in ("loss", "accuracy")
+    )
+    assert len(accuracies[1]) == 2 and accuracies[1][-1] > 0.75
+    assert accuracies[4] == pytest.approx(accuracies[1], abs=0.012)
+    assert losses[4][0] < losses[1][0]  # that of one of two copies

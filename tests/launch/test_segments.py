@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -88,3 +89,28 @@ def test_the_files_of_mpirun_are_in_the_jobs_own_folder() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("/dev/shm/hpcdp-"), done.stderr
     assert not Path(done.stdout.strip()).parent.exists()
+
+
+def test_a_folder_is_removed_once_its_launcher_has_gone() -> None:
+    name = segments.FOLDER_VARIABLE
+    left = Path(tempfile.mkdtemp(prefix="hpcdp-segments-", dir="/dev/shm"))
+    (left / "sm_segment.0").write_bytes(b"memory")
+    with segments.own_folder({}) as first:
+        assert Path(first[name]).is_dir() and not left.exists()
+        Path(first[name], "sm_segment.0").touch()
+        with segments.own_folder({}) as second:
+            assert second[name] != first[name] and Path(first[name], "sm_segment.0").exists()
+        assert not Path(second[name]).exists() and Path(first[name]).exists()
+    assert not Path(first[name]).exists()
+
+
+def test_folders_of_launchers_that_start_at_once_are_never_one(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from hpcdp.launch import segments
+for _ in range(300):
+    with segments.own_folder({}) as environ:
+        os.mkdir(environ[segments.FOLDER_VARIABLE] + "/mine")
+"""
+    jobs = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [job.communicate(timeout=60)[1] for job in jobs] == [""] * 3

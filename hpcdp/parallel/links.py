@@ -1,0 +1,126 @@
+"""What carries activations from a stage to the next one, and their gradients back: messages, or a queue."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from ..arrays import Array, from_host, to_host
+from ..comm import Communicator, Request
+from ..comm.communicator import make_tag
+from ..comm.watchdog import Watchdog
+from ..errors import UnsupportedError
+
+_DTYPES = [np.dtype(name) for name in ("float32", "float64", "float16", "int32", "int64", "int8", "uint8", "bool")]
+_MOST_AXES = 8
+_SIGNATURE = 1
+FORWARD, BACKWARD = 1, 2
+"""The numbers of the two ways, in tags."""
+
+
+class Link(Protocol):
+    """One way between two neighbouring stages; what is sent first is received first."""
+
+    def send(self, arrays: tuple[Array, ...]) -> None:
+        """Begin to send; the arrays must not change any more."""
+        ...
+
+    def receive(self) -> tuple[Array, ...]:
+        """The next ones, in memory that nobody else has; waits for them."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        ...
+
+
+class Queue:
+    """Between stages of one process."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[Array, ...]] = deque()
+
+    def send(self, arrays: tuple[Array, ...]) -> None:
+        """See `Link`."""
+        self._sent.append(arrays)
+
+    def receive(self) -> tuple[Array, ...]:
+        """See `Link`; what comes is there, since stages of one process take turns."""
+        return self._sent.popleft()
+
+    def finish(self) -> None:
+        """See `Link`."""
+
+
+class Messages:
+    """Between ranks: a header with shapes and dtypes goes before the elements of each array.
+
+    Args:
+        comm: whose messages these alone are, with those of the other way.
+        other: the rank at the other end.
+        way: `FORWARD` or `BACKWARD`.
+        watchdog: told what this rank waits for.
+        behind: the local ranks of this node that are waited for: `other`, if it is one of them.
+        like: an array of the namespace in which arrays arrive.
+    """
+
+    def __init__(
+        self, comm: Communicator, other: int, way: int, watchdog: Watchdog, behind: list[int], like: Array
+    ) -> None:
+        self._comm, self._other, self._tag = comm, other, make_tag(_SIGNATURE, way)
+        self._watchdog, self._behind, self._like = watchdog, behind, like
+        what = "activations" if way == FORWARD else "gradients"
+        self._label = f"wait for {what} from rank {other} of the pipeline"
+        self._under_way: deque[tuple[Request, np.ndarray]] = deque()
+
+    def send(self, arrays: tuple[Array, ...]) -> None:
+        """See `Link`.
+
+        Raises:
+            UnsupportedError: more axes, or another dtype, than a header can tell.
+        """
+        while self._under_way and self._under_way[0][0].test():
+            self._under_way.popleft()
+        self._send(np.array([len(arrays)], np.int64))
+        for array in arrays:
+            values = np.ascontiguousarray(to_host(array))
+            if values.dtype not in _DTYPES or values.ndim > _MOST_AXES:
+                expected = f"at most {_MOST_AXES} axes, of {', '.join(map(str, _DTYPES))}"
+                raise UnsupportedError(
+                    "pipeline", where="activations", expected=expected, got=f"{values.shape} {values.dtype}"
+                )
+            header = np.zeros(2 + _MOST_AXES, np.int64)
+            header[:2] = _DTYPES.index(values.dtype), values.ndim
+            header[2 : 2 + values.ndim] = values.shape
+            self._send(header)
+            if values.size:
+                self._send(values)
+
+    def _send(self, values: np.ndarray) -> None:
+        self._under_way.append((self._comm.isend(values, self._other, self._tag), values))
+
+    def receive(self) -> tuple[Array, ...]:
+        """See `Link`."""
+        watchdog = self._watchdog
+        around, watchdog.call = watchdog.call, (self._label, None, lambda: self._behind)
+        try:
+            (count,) = self._receive(np.empty(1, np.int64))
+            return tuple(self._receive_one() for _ in range(count))
+        finally:
+            watchdog.call = around
+
+    def _receive_one(self) -> Array:
+        dtype, ndim, *shape = self._receive(np.empty(2 + _MOST_AXES, np.int64)).tolist()
+        values = np.empty(shape[:ndim], _DTYPES[dtype])
+        return from_host(self._receive(values) if values.size else values, self._like)
+
+    def _receive(self, into: np.ndarray) -> np.ndarray:
+        self._comm.irecv(into, self._other, self._tag).wait()
+        return into
+
+    def finish(self) -> None:
+        """See `Link`."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()

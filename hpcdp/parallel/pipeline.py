@@ -1,0 +1,302 @@
+"""A model cut by layers into stages, which compute the micro-batches of a batch one after the other.
+
+While a stage computes one micro-batch the next stage computes the one before. Ranks are stages times replicas: the
+ranks of one stage sum their gradients as in data parallelism. Source: Huang et al., "GPipe", 2019; for the layers of a
+recurrent network on several devices Wu et al., "Google's neural machine translation system", 2016, section 3.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import autograd
+from ..arrays import Array, to_host
+from ..autograd import Tensor, as_tensor
+from ..comm import World, init
+from ..comm.agreement import require_same
+from ..comm.watchdog import Watchdog
+from ..errors import ConfigError, DataError
+from ..nn import Module
+from .links import BACKWARD, FORWARD, Link, Messages, Queue
+from .schedules import SCHEDULES, Action
+
+Stage = Module | Callable[[], Module]
+Loss = Callable[[Any, Array], Tensor]
+
+
+class Trains(Protocol):
+    """What a pipeline asks of a `Trainer`."""
+
+    @property
+    def world(self) -> World | None: ...
+
+    def step(self, count: int) -> int: ...
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+@dataclass
+class _Part:
+    """A stage of this rank's."""
+
+    stage: int
+    module: Module
+    before: tuple[Link, Link] | None
+    """Whence its inputs come, and where their gradients go; None at the first stage."""
+    after: tuple[Link, Link] | None
+    """Where its outputs go, and whence their gradients come; None at the last stage."""
+    kept: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = field(default_factory=dict)
+    """Inputs and outputs of the micro-batches whose backward is still to come."""
+
+
+class Pipeline(Module):
+    """Stages of a model on neighbouring ranks, and the ranks of each stage. Every rank of ``world`` must make it alike.
+
+    Rank r has stage ``r // replicas`` of copy ``r % replicas``: a stage's ranks lie together, mostly on one node, where
+    they share memory. As a `Module` it has this rank's stages as parts, named by their numbers, so that its parameters
+    are ``"0.weight"`` and so on, as those of ``Sequential(*stages)``.
+
+    Normalisation by batches takes the statistics of a micro-batch, and moves running ones once for each.
+
+    Args:
+        stages: a module for each, or a function that makes it, called where it is needed: no rank has all of a model
+            that is made so. What one returns, a tensor or several, the next one takes.
+        loss: of what the last stage returns and labels, per sample: shape ``(batch,)``.
+        world: the ranks, as many as there are stages, or a multiple; with one rank all stages are in this process, and
+            take turns. Default: `hpcdp.init()`.
+        micro_batches: into how many pieces each batch is cut, the first ones longer by a sample where it does not
+            divide; an empty piece is left out.
+        schedule: ``"1f1b"`` or ``"gpipe"``, see `schedules`.
+
+    Raises:
+        ConfigError: no stages, an unknown schedule, ranks that the stages do not divide, ``micro_batches`` below 1.
+        MismatchError: ranks have said different things.
+    """
+
+    replicas: World
+    """The ranks that have the same stages as this one: the `Trainer` 's world."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        loss: Loss,
+        world: World | None = None,
+        *,
+        micro_batches: int = 4,
+        schedule: str = "1f1b",
+    ) -> None:
+        world = init() if world is None else world
+        _check(len(stages), world.size, micro_batches, schedule)
+        said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
+        require_same(world.comm, "Pipeline", said, "make it alike on all ranks")
+        self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]
+        self._num_stages = len(stages)
+        on_ranks = world.size > 1
+        num_replicas = world.size // len(stages) if on_ranks else 1
+        own = range(world.rank // num_replicas, world.rank // num_replicas + 1) if on_ranks else range(len(stages))
+        column = world.split(world.rank % num_replicas) if on_ranks else None
+        self._comm = None if column is None else column.comm
+        """The ranks of this copy of the model, by stage."""
+        self.replicas = world if column is None else world.split(own[0], model_comm=column.comm)
+        modules = {stage: _made(stage, stages[stage]) for stage in own}
+        links = self._links(world, column, own, modules)
+        self._parts = [_Part(stage, module, links[stage], links[stage + 1]) for stage, module in modules.items()]
+        for stage, module in modules.items():
+            setattr(self, str(stage), module)
+        self.parameters()  # named here
+
+    def _links(
+        self, world: World, column: World | None, own: range, modules: dict[int, Module]
+    ) -> dict[int, tuple[Link, Link] | None]:
+        """By the number of the later stage, for each boundary that this rank has to do with: forward and backward."""
+        found: dict[int, tuple[Link, Link] | None] = {0: None, self._num_stages: None}
+        if column is None:
+            return found | {stage: (Queue(), Queue()) for stage in range(1, self._num_stages)}
+        places = column.comm.allgather_json([world.node, world.local_rank])
+        comm, watchdog = column.comm.duplicate(), Watchdog.of(world)
+        like = next(iter(modules[own[0]].state_dict().values()), np.empty(0))
+        for boundary, other in ((own[0], own[0] - 1), (own[0] + 1, own[0] + 1)):
+            if 0 < boundary < self._num_stages:
+                node, local_rank = places[other]
+                behind = [local_rank] if node == world.node else []
+                found[boundary] = (
+                    Messages(comm, other, FORWARD, watchdog, behind, like),
+                    Messages(comm, other, BACKWARD, watchdog, behind, like),
+                )
+        return found
+
+    def forward(self, x: Any) -> Any:
+        """What the whole model computes from ``x``, on every rank of this copy; each must call, the first stage with
+        the input, the others with one as long. Nothing is recorded."""
+        with autograd.pause(train_mode=autograd.is_training()):
+            outputs: tuple[Tensor, ...] = ()
+            for part in self._parts:
+                inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
+                outputs = _several(part.module(*inputs))
+                if part.after is not None:
+                    part.after[0].send(_arrays(outputs))
+        self._finish()
+        return _alone(_tensors(self._from_last(_arrays(outputs))))
+
+    def step(self, trainer: Trains, x: Array, y: Array) -> float:
+        """Forward, backward and update by one batch of this copy; every rank of ``world`` must call.
+
+        Args:
+            trainer: of this pipeline's parameters and its `replicas`.
+            x: this copy's batch, along its first axis; ranks other than those of the first stage need an array as long.
+            y: its labels; ranks other than those of the last stage need nothing of them.
+
+        Returns:
+            The sum of the losses of this copy's samples, before the update, on each of its ranks.
+
+        Raises:
+            ConfigError: the trainer has another world.
+            DataError: ``x`` and ``y`` differ in length.
+        """
+        if trainer.world is not self.replicas:
+            raise ConfigError(
+                "Pipeline.step", where="trainer", expected="one whose world is the pipeline's replicas", got="another",
+                remedy="Trainer(pipeline.parameters(), optimizer, pipeline.replicas)",
+            )  # fmt: skip
+        if len(x) != len(y):
+            raise DataError("Pipeline.step", expected="a label for each sample", got=f"{len(x)} and {len(y)}")
+        spans = pieces(len(x), self._micro_batches)
+        total = 0.0
+        if spans:
+            for part, action in self._turns(len(spans)):
+                first, last = spans[action.micro]
+                if action.is_forward:
+                    total += self._forward(part, action.micro, x[first:last], y[first:last])
+                    continue
+                # This rank's last backward completes the step's gradients; those before add to them.
+                ends = action.micro == len(spans) - 1 and part is self._parts[0]
+                with contextlib.nullcontext() if ends else trainer.no_sync():
+                    self._backward(part, action.micro)
+                    if part is self._parts[0]:
+                        trainer.step(last - first)
+            self._finish()
+        else:
+            trainer.step(0)
+        return float(self._from_last((np.array([total]),))[0][0])
+
+    def _turns(self, num_micro: int) -> Iterator[tuple[_Part, Action]]:
+        """What this rank does, in order: its stages take turns where it has several, each as soon as it can."""
+        left = {part.stage: self._schedule(part.stage, self._num_stages, num_micro)[::-1] for part in self._parts}
+        if len(self._parts) == 1:
+            yield from ((self._parts[0], action) for action in reversed(left[self._parts[0].stage]))
+            return
+        done: set[tuple[int, Action]] = set()
+        while any(left.values()):
+            for part in self._parts:
+                actions, stage = left[part.stage], part.stage
+                while actions and _is_ready(stage, actions[-1], self._num_stages, done):
+                    done.add((stage, actions[-1]))
+                    yield part, actions.pop()
+
+    def _forward(self, part: _Part, micro: int, x: Array, y: Array) -> float:
+        """The sum of the losses, at the last stage."""
+        with autograd.record():
+            inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
+            for each in _floats(inputs) if part.before is not None else ():
+                each.attach_grad()
+            outputs = _several(part.module(*inputs))
+            losses = None if part.after is not None else self._loss(_alone(outputs), y)
+        if losses is None:
+            assert part.after is not None
+            part.after[0].send(_arrays(outputs))
+            part.kept[micro] = inputs, outputs
+            return 0.0
+        part.kept[micro] = inputs, (losses,)
+        return float(to_host(losses.data).sum(dtype=np.float64))
+
+    def _backward(self, part: _Part, micro: int) -> None:
+        inputs, outputs = part.kept.pop(micro)
+        gradients: tuple[Array | None, ...] = (None,) if part.after is None else part.after[1].receive()
+        pairs = [pair for pair in zip(_floats(outputs), gradients, strict=True) if pair[0].node is not None]
+        autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        if part.before is not None:
+            part.before[1].send(tuple(each.grad for each in _floats(inputs)))
+
+    def _finish(self) -> None:
+        for part in self._parts:
+            for link in (*(part.before or ()), *(part.after or ())):
+                link.finish()
+
+    def _from_last(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Those of the last stage, on every rank of this copy."""
+        if self._comm is None:
+            return arrays
+        comm, root = self._comm, self._comm.size - 1
+        host = [np.ascontiguousarray(to_host(each)) for each in arrays]
+        shapes = comm.allgather_json([[list(each.shape), each.dtype.str] for each in host])[root]
+        if comm.rank != root:
+            host = [np.empty(shape, dtype) for shape, dtype in shapes]
+        for each in host:
+            comm.native_broadcast(each, root)
+        return tuple(host)
+
+
+def pieces(count: int, number: int) -> list[tuple[int, int]]:
+    """Where the micro-batches of ``count`` samples begin and end: at most ``number``, none of them empty, the first
+    ones longer by a sample where it does not divide."""
+    number = min(count, number)
+    ends = [0]
+    for piece in range(number):
+        ends.append(ends[-1] + count // number + (piece < count % number))
+    return list(itertools.pairwise(ends))
+
+
+def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> None:
+    if schedule not in SCHEDULES:
+        raise ConfigError("Pipeline", where="schedule", expected=f"one of {', '.join(SCHEDULES)}", got=repr(schedule))
+    if num_stages < 1:
+        raise ConfigError("Pipeline", where="stages", expected="at least one", got="none")
+    if micro_batches < 1:
+        raise ConfigError("Pipeline", where="micro_batches", expected="at least 1", got=micro_batches)
+    if size > 1 and size % num_stages:
+        raise ConfigError(
+            "Pipeline", where="world", expected=f"1 rank, or a multiple of the {num_stages} stages", got=f"{size} ranks"
+        )
+
+
+def _made(number: int, stage: Stage) -> Module:
+    module = stage if isinstance(stage, Module) else stage()
+    if not isinstance(module, Module):
+        raise ConfigError(
+            "Pipeline", where=f"stages[{number}]", expected="a module, or a function that makes one",
+            got=type(module).__name__,
+        )  # fmt: skip
+    return module
+
+
+def _is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, Action]]) -> bool:
+    """Whether its input is there, where all stages are in one process."""
+    source = stage - 1 if action.is_forward else stage + 1
+    return not 0 <= source < num_stages or (source, action) in done
+
+
+def _several(x: Any) -> tuple[Tensor, ...]:
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def _alone(xs: tuple[Any, ...]) -> Any:
+    return xs[0] if len(xs) == 1 else xs
+
+
+def _tensors(arrays: tuple[Array, ...]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(each) for each in arrays)
+
+
+def _floats(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Those that have gradients."""
+    return [each for each in tensors if each.dtype.kind == "f"]
+
+
+def _arrays(tensors: tuple[Tensor, ...]) -> tuple[Array, ...]:
+    return tuple(each.data for each in tensors)

@@ -1,0 +1,26 @@
+"""The benchmark of pipelines computes what it times."""
+
+import json
+
+import pytest
+
+from hpcdp.benchmarks import pipeline
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+
+
+def test_the_pipeline_and_one_rank_train_alike():
+    found = threads.run(3, lambda world: pipeline.measure(world, 12, 8, [1, 5], "1f1b", 2))[0]
+    assert found[1]["limit"] == 1 and found[5]["limit"] == pytest.approx(15 / 7)
+    for each in found.values():
+        assert each["loss_difference"] < 1e-6
+        assert min(each["pipeline_s"], each["alone_s"], each["speedup"]) > 0
+
+
+def test_its_command(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    assert pipeline.main(["--batch", "8", "--width", "8", "--micro-batches", "2", "-i", "1", "--json", str(path)]) == 0
+    assert "1 stages of 4 layers of 8, batches of 8" in capsys.readouterr().out
+    assert json.loads(path.read_text())["figures"]["2"]["limit"] == 1
+    with pytest.raises(ConfigError, match="micro-batches"):
+        pipeline.main(["--micro-batches", "2,x"])

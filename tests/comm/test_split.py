@@ -1,0 +1,73 @@
+"""Parts of a world are worlds: their ranks, nodes and rails, and what they compute together."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+
+
+def seen(world, color):
+    part = world.split(color)
+    x = np.full(100, 1.0 + world.rank)
+    hpcdp.allreduce(x, world=part)
+    shared = part.node_memory.alloc((part.node_memory.size,), np.int64)
+    shared[part.node_memory.rank] = world.rank
+    part.barrier()
+    return {
+        "color": color, "rank": world.rank, "node": world.node, "sum": x[0], "shared": shared.tolist(),
+        "part": [part.rank, part.size, part.node, part.num_nodes, part.local_rank, part.local_size, part.num_rails],
+    }  # fmt: skip
+
+
+def check(everyone):
+    for color in {each["color"] for each in everyone}:
+        members = [each for each in everyone if each["color"] == color]
+        nodes = list(dict.fromkeys(each["node"] for each in members))
+        sizes = Counter(each["node"] for each in members)
+        for rank, each in enumerate(members):
+            node = each["node"]
+            mates = [other["rank"] for other in members if other["node"] == node]
+            assert each["part"] == [
+                rank, len(members), nodes.index(node), len(nodes), mates.index(each["rank"]), sizes[node],
+                min(sizes.values()),
+            ]  # fmt: skip
+            assert each["sum"] == sum(1.0 + other["rank"] for other in members)
+            assert each["shared"] == mates
+
+
+@pytest.mark.parametrize("color", [lambda rank: 0, lambda rank: rank, lambda rank: rank % 2, lambda rank: rank // 3])
+@pytest.mark.parametrize(("n", "per_node"), [(1, None), (3, None), (5, 2), (6, [3, 1, 2])])
+def test_on_thread_ranks(n, per_node, color):
+    check(threads.run(n, lambda world: seen(world, color(world.rank)), per_node))
+
+
+def test_parts_of_parts_end_with_the_world():
+    ended = []
+
+    def rank(world):
+        inner = world.split(world.rank % 2).split(world.rank // 2)
+        inner.endings.append(lambda: ended.append(world.rank))
+        return inner.size, inner.split(0).rank
+
+    assert threads.run(5, rank) == [(1, 0)] * 5
+    assert sorted(ended) == [0, 1, 2, 3, 4]
+
+
+def test_the_world_of_all_with_servers_in_it_is_not_split():
+    def rank(world):
+        assert world.split(0).size == 2
+        with pytest.raises(ConfigError, match="servers"):
+            world.whole.split(0)
+
+    threads.run(2, rank, num_servers=1)
+
+
+@pytest.mark.mpi
+def test_on_real_ranks():
+    world = hpcdp.init()
+    for color in (0, world.rank, world.rank % 2):
+        check(world.comm.allgather_json(seen(world, color)))
