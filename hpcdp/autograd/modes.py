@@ -24,7 +24,7 @@ class _Modes(threading.local):
     signature = 0
     """One number for the modes: 1 while recording, 2 while training, and 4 more while a thread traces."""
     tracer: Tracer | None = None
-    """What notes this thread's operators, while it traces."""
+    """What takes this thread's operators, while it traces or calls them asynchronously."""
     capture: Callable[..., Any] | None = None
     """What is told how an operator's result is computed again, in place of the tape, while this thread plans."""
 

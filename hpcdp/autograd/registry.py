@@ -45,9 +45,15 @@ class Operator:
 
 
 class Tracer(Protocol):
-    """What notes the operators that its thread calls."""
+    """What takes the operators that its thread calls: notes them, or has them computed later."""
 
-    def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call returns."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was taken is computed: tensors are about to change in place."""
+        ...
 
 
 OPERATORS: dict[str, Operator] = {}

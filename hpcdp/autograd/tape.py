@@ -148,7 +148,7 @@ def grad(
     Raises:
         HpcdpError: as `backward`.
     """
-    wanted: Sequence[Tensor] = variables if isinstance(variables, Sequence) else [variables]
+    wanted = [each.settled for each in (variables if isinstance(variables, Sequence) else [variables])]
     for variable in wanted:
         if variable.node is None and variable.grad_req == "null":
             raise HpcdpError(
@@ -176,7 +176,7 @@ def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
     if len(head_grads) != len(heads):
         raise HpcdpError("backward", expected=f"{len(heads)} head gradients", got=len(head_grads))
     pairs = []
-    for head, seed in zip(heads, head_grads, strict=True):
+    for head, seed in zip([head.settled for head in heads], head_grads, strict=True):
         if head.node is None and head.grad_req == "null":
             raise HpcdpError(
                 "backward",

@@ -78,6 +78,14 @@ class Tensor:
         """`autograd.backward` from this tensor; ``head_grad`` has its shape, None means ones."""
         backward(self, head_grad, retain_graph)
 
+    @property
+    def settled(self) -> Tensor:
+        """The tensor that is on the tape: this one, or what its call has given, where that was asynchronous."""
+        return self
+
+    def wait_to_read(self) -> None:
+        """Wait until the values are there, where they may still be computed: see `asynchronous`."""
+
     def detach(self) -> Tensor:
         """The same ``data`` as a tensor that is on no tape."""
         return operators.detach(self)
@@ -120,7 +128,10 @@ class Tensor:
         self.data[arrangement.index(key)] = value_of(value)
 
     def _refuse_recorded(self) -> None:
-        """The operation that made a tensor may need its elements until backward has freed the tape."""
+        """The operation that made a tensor may need its elements until backward has freed the tape, and others until
+        they are computed, where calls are asynchronous."""
+        if modes.tracer is not None:
+            modes.tracer.settle()
         if self.node is not None and self.node.pullback is not None:
             raise self._on_tape("that was recorded", "call backward first")
 

@@ -73,6 +73,9 @@ class Module:
 
     needs_all_ranks = False
     """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+    is_traceable = True
+    """Whether `hybridize` finds operators alone in its forward; a network with a part of which that is not so is called
+    as usual."""
     _hybrid: Hybrid | None = None
     """Its plans, where it is hybridized."""
 

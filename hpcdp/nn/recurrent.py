@@ -94,6 +94,8 @@ class LSTM(Module):
         weight_init: called for the weights of each gate; None is `init.Xavier()`.
     """
 
+    is_traceable = False
+
     def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
         if min(1 if in_features is None else in_features, size) < 1:
             raise ConfigError("LSTM", expected="in_features and size from 1 on", got=f"{in_features} and {size}")

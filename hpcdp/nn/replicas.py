@@ -43,6 +43,8 @@ class Replicas(Module):
         DeviceError: the machine does not have one of them.
     """
 
+    is_traceable = False
+
     def __init__(self, net: Module, devices: Sequence[Device]) -> None:
         if not devices or len(set(devices)) != len(devices):
             raise ConfigError("Replicas", where="devices", expected="at least one, each once", got=list(devices))

@@ -160,6 +160,8 @@ class Embedding(Module):
         weight_init: None is ``init.Normal(0.02)``.
     """
 
+    is_traceable = False
+
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
         self.weight = Parameter((weight_init or Normal(0.02))((num_tokens, features)))
 
@@ -177,6 +179,8 @@ class LayerNorm(Module):
         features: None: those of the first input.
     """
 
+    is_traceable = False
+
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
         self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
         self.eps = eps
@@ -193,6 +197,8 @@ class LayerNorm(Module):
 class GELU(Module):
     """See `gelu`."""
 
+    is_traceable = False
+
     def forward(self, x: Tensor) -> Tensor:
         return gelu(x)
 
@@ -206,6 +212,8 @@ class CausalSelfAttention(Module):
     Raises:
         ConfigError: ``heads`` does not divide ``width``.
     """
+
+    is_traceable = False
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
         if heads < 1 or width % heads:

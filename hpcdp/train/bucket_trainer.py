@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import autograd
 from ..arrays import from_host, to_host
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
@@ -129,6 +130,7 @@ class BucketTrainer(Trainer):
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         count = checked_count("step", count)
+        autograd.waitall()  # nobody reads parameters while they change
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -229,6 +231,7 @@ class BucketTrainer(Trainer):
 
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
+        autograd.waitall()
         if not self.reducer.holds_sums:
             raise StaleGradientError(
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .. import autograd
 from ..arrays import array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
@@ -118,6 +119,7 @@ class StoreTrainer(Trainer):
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         count = checked_count("step", count)
+        autograd.waitall()  # nobody reads parameters while they change
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -147,6 +149,7 @@ class StoreTrainer(Trainer):
 
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
+        autograd.waitall()
         self._refuse_if_store_updates("update")
         if not self._holds_sums:
             raise StaleGradientError(

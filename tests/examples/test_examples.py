@@ -100,3 +100,11 @@ def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
     assert len(accuracies[1]) == 2 and accuracies[1][-1] > 0.75
     assert accuracies[4] == pytest.approx(accuracies[1], abs=0.012)
     assert losses[4][0] < losses[1][0]  # that of one of two copies
+
+
+def test_asynchronous_calls_compute_the_same_and_keep_to_their_bound():
+    said = [run_example("asynchronous.py", 1, "--size", "60", "--number", "6") for _ in range(2)]
+    sums = [re.search(r"the sum of all results is (-?\d+\.\d+)", each)[1] for each in said]
+    assert sums[0] == sums[1]
+    megabytes = [float(each) for each in re.findall(r"results under way, .*: (\d+\.\d+) MB", said[0])]
+    assert len(megabytes) == 3 and megabytes[1] <= 0.1 and megabytes[2] == 0.0

@@ -9,7 +9,7 @@ import standin
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
-from hpcdp.errors import HpcdpError
+from hpcdp.errors import ConfigError, HpcdpError
 from hpcdp.nn.hybrid.plan import Plan
 
 F = nn.functional
@@ -469,3 +469,18 @@ def test_statistics_move_although_nobody_needs_the_result():
             net(arrays(4, 3, seed=seed)), plain(arrays(4, 3, seed=seed))
         np.testing.assert_array_equal(net.norm.running_mean.data, plain.norm.running_mean.data)
         np.testing.assert_array_equal(net.norm.running_var.data, plain.norm.running_var.data)
+
+
+@pytest.mark.parametrize("make", [nn.models.char_lstm, nn.models.gpt])
+def test_a_network_with_parts_that_are_not_traced_is_called_as_usual(make):
+    net, tokens = make(), np.arange(10).reshape(2, 5) % 7
+    expected = net(tokens)
+    net.hybridize()
+    for _ in range(3):
+        found = net(tokens)
+        for ours, theirs in zip(
+            *(each if isinstance(each, tuple) else (each,) for each in (found, expected)), strict=True
+        ):
+            np.testing.assert_array_equal(ours.data, theirs.data)
+    with pytest.raises(ConfigError, match=r"parts that can be traced, got .*Embedding"):
+        net.graph()

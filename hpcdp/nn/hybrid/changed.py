@@ -5,7 +5,7 @@ A new object stands for a new state, so that threads that change something at on
 
 from __future__ import annotations
 
-from ...autograd.modes import modes
+from ...autograd.modes import TRACING, modes
 from ...errors import HpcdpError
 
 
@@ -24,7 +24,7 @@ def in_module(module: object, name: str) -> None:
     Raises:
         HpcdpError: this thread traces: a replay would not change it.
     """
-    if modes.tracer is not None:
+    if modes.signature & TRACING:
         from .tracing import users_line
 
         raise HpcdpError(

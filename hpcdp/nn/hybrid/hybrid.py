@@ -77,7 +77,7 @@ class Hybrid:
         key = (modes.recording, modes.training, *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
-            if any(type(x.data) is not np.ndarray for x in given):
+            if any(type(x.data) is not np.ndarray for x in given) or not self._is_traceable():
                 return self._module.forward(*given)
             return self._trace(key, given, here)
         for plan in known.plans:
@@ -102,11 +102,17 @@ class Hybrid:
         """The graph of this thread's last prediction of which there is one.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or a part of the network cannot be traced.
         """
         here = self._here
         if here.modules is not state.modules:
             self._look_at_attributes(here)
+        unknown = sorted({type(each).__name__ for each in self._module.modules() if not each.is_traceable})
+        if unknown:
+            raise ConfigError(
+                "hybridize", where=type(self._module).__name__, expected="parts that can be traced",
+                got=", ".join(unknown),
+            )  # fmt: skip
         for key, known in reversed(here.known.items()):
             if key[:2] == (False, False):
                 return known.traced
@@ -118,6 +124,9 @@ class Hybrid:
     def _needs_forward(self) -> bool:
         """Virtual shards change what layers draw and note, and layers of all ranks talk to the others."""
         return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
+
+    def _is_traceable(self) -> bool:
+        return all(each.is_traceable for each in self._module.modules())
 
     def _look_at_attributes(self, here: _Here) -> None:
         """Forget all plans if an attribute of the module or of its parts is another object."""

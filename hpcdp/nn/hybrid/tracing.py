@@ -157,6 +157,9 @@ class TracingRun:
         traced = [Traced(self, Result(node, i), each) for i, each in enumerate(found)]
         return tuple(traced) if isinstance(result, tuple) else traced[0]
 
+    def settle(self) -> None:
+        """All that was called is computed."""
+
     def _source(self, x: Any) -> Source:
         if isinstance(x, Traced):
             if x.tracer is not self:

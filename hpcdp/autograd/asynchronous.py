@@ -1,0 +1,240 @@
+"""Calls of operators that return at once, while threads of an engine compute them.
+
+A result is a tensor whose values are still to come: whoever reads them waits. What depends on each other is computed in
+order, what does not side by side. Shapes are known at once from the second call of an operator with operands of the
+same shapes on; the first one waits. The design is that of MXNet's arrays (Chen et al., "MXNet", 2015, section 3.2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine import Engine, Variable
+from ..errors import ConfigError
+from .modes import modes
+from .registry import Operator
+from .tensor import Tensor
+
+_LANE = "compute"
+_MOST_SHAPES = 4096
+"""So many kinds of calls are remembered; then all are forgotten."""
+_OURS = (str(Path(__file__).resolve().parents[1] / "autograd"), str(Path(__file__).resolve().parents[1] / "nn"))
+
+Meta = tuple[tuple[int, ...], Any]
+"""Shape and dtype."""
+
+
+@contextlib.contextmanager
+def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator[None]:
+    """Within it operators that this thread calls return at once; leaving it waits for all of them.
+
+    Reading values waits for them (``data``, `asnumpy`, `item`, ``float``, ``print``, `Tensor.wait_to_read`), and so do
+    `backward`, a change in place and `Trainer.step`. Random numbers are drawn, and running statistics move, in the
+    order of the calls. The results, and the gradients, are the same to the bit. What an operator raises is raised to
+    whoever reads its result, or by `waitall`, with a note that says which line called it. Arrays that are passed to
+    operators must not be changed by other means before `waitall`.
+
+    With ``HPCDP_ENGINE=synchronous`` each call is computed before it returns, in this thread: for debugging.
+
+    Args:
+        threads: so many operators are computed at a time; default as many as there are cores.
+        max_inflight: so many calls may be unfinished before the next one blocks, which bounds the memory of results
+            that nobody has read yet.
+
+    Raises:
+        ConfigError: within itself, or in a forward that is traced.
+    """
+    if modes.tracer is not None:
+        raise ConfigError(
+            "asynchronous", expected="a thread whose operators are called as usual",
+            got="one within asynchronous(), or in a forward that is traced",
+        )  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    with Engine({_LANE: cores if threads is None else threads}, max_inflight) as engine:
+        modes.tracer = _Dispatcher(engine)
+        try:
+            yield
+        finally:
+            modes.tracer = None
+
+
+def waitall() -> None:
+    """Wait until everything that this thread has called is computed; raises the first error that nobody has seen."""
+    if modes.tracer is not None:
+        modes.tracer.settle()
+
+
+class _Call:
+    """One call of an operator: what it gives, once it has been computed."""
+
+    __slots__ = ("engine", "found", "variable")
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.variable: Variable = engine.variable(name)
+        self.found: list[Tensor] | None = None
+
+    def results(self) -> list[Tensor]:
+        """Waits for them, and raises what the operator has raised."""
+        if self.found is None:
+            self.engine.wait_to_read(self.variable)
+        assert self.found is not None
+        return self.found
+
+
+class Pending(Tensor):
+    """A result that may still be computed. Its shape and dtype are known; all else waits."""
+
+    __slots__ = ("_call", "_meta", "_number")
+
+    def __init__(self, call: _Call, number: int, meta: Meta) -> None:
+        self._call, self._number, self._meta = call, number, meta
+
+    @property
+    def call(self) -> _Call:
+        return self._call
+
+    @property
+    def settled(self) -> Tensor:
+        """The tensor that was computed; waits for it."""
+        return self._call.results()[self._number]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._meta[0]
+
+    @property
+    def dtype(self) -> Any:
+        return self._meta[1]
+
+    @property
+    def ndim(self) -> int:
+        return len(self._meta[0])
+
+    @property
+    def size(self) -> int:
+        return math.prod(self._meta[0])
+
+    def __len__(self) -> int:
+        if not self._meta[0]:
+            raise TypeError("len() of a tensor without axes")
+        return self._meta[0][0]
+
+    def wait_to_read(self) -> None:
+        self._call.results()
+
+
+def _of_settled(name: str) -> property:
+    def get(self: Pending) -> Any:
+        return getattr(self.settled, name)
+
+    def put(self: Pending, value: Any) -> None:
+        setattr(self.settled, name, value)
+
+    return property(get, put)
+
+
+for _name in ("data", "grad", "grad_hook", "grad_req", "node"):
+    setattr(Pending, _name, _of_settled(_name))
+
+
+class _Dispatcher:
+    """What takes the operators of a thread (see `registry.Tracer`)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._effects = engine.variable("effects")
+        """Read by all calls, and written by those that do more than to give a result, which so come in their order."""
+        self._shapes: dict[tuple[Any, ...], tuple[bool, list[Meta]]] = {}
+
+    def settle(self) -> None:
+        """See `registry.Tracer`."""
+        self._engine.waitall()
+
+    def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have an operator computed; what it gives."""
+        key = _key_of(called, args, kwargs)
+        call = _Call(self._engine, called.name)
+        told = modes.recording, modes.training, modes.signature
+        where = _caller()
+        is_tuple = False
+
+        def compute() -> None:
+            nonlocal is_tuple
+            before = modes.recording, modes.training, modes.signature, modes.tracer
+            (modes.recording, modes.training, modes.signature), modes.tracer = told, None
+            try:
+                result = called.function(*map(_settled, args), **{name: _settled(x) for name, x in kwargs.items()})
+            except Exception as error:
+                error.add_note(f"in the operator {called.name}, called at {where}")
+                raise
+            finally:
+                modes.recording, modes.training, modes.signature, modes.tracer = before
+            is_tuple = isinstance(result, tuple)
+            listed = result if isinstance(result, tuple) else (result,)
+            call.found = [each if isinstance(each, Tensor) else Tensor(each) for each in listed]
+
+        reads = []
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Pending):
+                reads += [x.call.variable] if x.call.found is None else []
+            elif getattr(x, "data_hook", None) is not None:
+                _ = x.data  # an update of a parameter is waited for in the thread that trains
+        if called.has_effect:
+            self._engine.push(compute, reads, (call.variable, self._effects), _LANE, name=called.name)
+        else:
+            self._engine.push(compute, (*reads, self._effects), (call.variable,), _LANE, name=called.name)
+        known = None if key is None else self._shapes.get(key)
+        if known is None:
+            found = call.results()
+            known = is_tuple, [(tuple(each.shape), each.dtype) for each in found]
+            if key is not None:
+                if len(self._shapes) >= _MOST_SHAPES:
+                    self._shapes.clear()
+                self._shapes[key] = known
+        pending = [Pending(call, number, meta) for number, meta in enumerate(known[1])]
+        return tuple(pending) if known[0] else pending[0]
+
+
+def _settled(x: Any) -> Any:
+    return x.settled if isinstance(x, Pending) else x
+
+
+def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What the shapes and dtypes of an operator's results depend on; None where it is values."""
+    if called.name == "getitem" and any(str(x.dtype) == "bool" for x in args[1:]):
+        return None  # a mask chooses any number of elements
+    try:
+        key = called.name, tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, Tensor) or hasattr(x, "dtype"):
+        return Tensor, tuple(x.shape), str(x.dtype)
+    if isinstance(x, (float, np.random.Generator)):
+        return type(x)
+    if isinstance(x, slice):
+        return slice, _described(x.start), _described(x.stop), _described(x.step)
+    if isinstance(x, (tuple, list)):
+        return type(x), *map(_described, x)
+    return type(x), x
+
+
+def _caller() -> str:
+    """File and line of the code that called into this library."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

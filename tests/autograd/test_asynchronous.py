@@ -1,0 +1,246 @@
+"""Asynchronous calls: they return at once, keep dependencies, run side by side, and give the same bits."""
+
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from hpcdp import autograd, nn, optim
+from hpcdp.autograd import Tensor
+from hpcdp.autograd.registry import CALLS, OPERATORS, operator
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, DataError
+from hpcdp.train.trainer import Trainer
+
+LIMIT_S = 20
+LOSS = nn.functional.softmax_cross_entropy
+
+
+class Gates:
+    """An operator that adds 1 once a gate is open; gates are floats, on which no shape depends."""
+
+    def __init__(self):
+        self.events = [threading.Event() for _ in range(10)]
+        self.arrived = [threading.Event() for _ in range(10)]
+        self.events[0].set()
+
+        @operator("gated")
+        def gated(x, gate):
+            self.arrived[int(gate)].set()
+            assert self.events[int(gate)].wait(LIMIT_S), f"nobody has opened gate {gate}"
+            return Tensor(x.data + 1)
+
+        self.add_one = gated
+
+    def know(self, x):
+        """From now on the shapes of its results are known, and of their doubles."""
+        _ = gated_twice(self, x, 0.0, 0.0) * 2
+
+
+def gated_twice(gates, x, first, second):
+    return gates.add_one(gates.add_one(x, first), second)
+
+
+@pytest.fixture
+def gates():
+    made = Gates()
+    yield made
+    for event in made.events:
+        event.set()
+    del OPERATORS["gated"], CALLS["gated"]
+
+
+def random(seed, *shape):
+    return Tensor(np.random.default_rng(seed).normal(size=shape).astype("f4"))
+
+
+def test_calls_return_before_their_results_are_there_and_reading_waits(gates):
+    x = random(0, 3)
+    with autograd.asynchronous():
+        gates.know(x)
+        y = gates.add_one(x, 1.0)
+        z = y * 2
+        assert (z.shape, z.dtype, z.ndim, z.size, len(z)) == ((3,), np.float32, 1, 3, 3)
+        threading.Timer(0.05, gates.events[1].set).start()
+        np.testing.assert_array_equal(z.asnumpy(), (x.data + 1) * 2)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [float, int, bool, repr, np.asarray, lambda y: y.item(), lambda y: y.data, lambda y: y.wait_to_read(),
+     lambda y: autograd.waitall()],
+)  # fmt: skip
+def test_implicit_blockers(gates, read):
+    x = Tensor(np.ones((), "f4"))
+    with autograd.asynchronous():
+        gates.know(x)
+        y = gates.add_one(x, 1.0)
+        threading.Timer(0.02, gates.events[1].set).start()
+        read(y)
+        assert y.call.found is not None
+
+
+def test_what_does_not_depend_on_each_other_runs_side_by_side(gates):
+    x = random(0, 4)
+    with autograd.asynchronous(threads=2):
+        gates.know(x)
+        first, second = gates.add_one(x, 1.0), gates.add_one(x, 2.0)
+        assert gates.arrived[1].wait(LIMIT_S) and gates.arrived[2].wait(LIMIT_S)
+        third = gates.add_one(first, 3.0)
+        assert not gates.arrived[3].wait(0.02), "it needs the first"
+        for number in (2, 3, 1):
+            gates.events[number].set()
+        np.testing.assert_array_equal((second + third).asnumpy(), (x.data + 1) + (x.data + 2))
+
+
+def test_no_more_calls_are_under_way_than_was_said(gates):
+    x, returned = random(0, 2), []
+    with autograd.asynchronous(threads=1, max_inflight=3):
+        gates.know(x)
+        threading.Timer(0.1, lambda: (returned.append(len(called)), gates.events[1].set())).start()
+        called = []
+        for _ in range(6):
+            called.append(gates.add_one(x, 1.0))
+    assert returned == [3] and len(called) == 6
+
+
+def test_results_and_gradients_are_the_same_to_the_bit():
+    x, y = np.random.default_rng(0).normal(size=(9, 1, 28, 28)).astype("f4"), np.arange(9) % 10
+
+    def gradients():
+        net = nn.Sequential(
+            nn.Conv2D(1, 4, 5), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2D(4), nn.Flatten(), nn.Dropout(0.3, seed=3),
+            nn.Dense(144, 10),
+        )  # fmt: skip
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).normal(size=param.shape)
+        found = []
+        for _ in range(3):
+            with autograd.record():
+                logits = net(x)
+                loss = LOSS(logits, y)
+            loss.backward()
+            found += [logits.asnumpy(), net(x).asnumpy(), *(param.grad.copy() for param in net.parameters())]
+        return found + [each.copy() for each in net.state_dict().values()]
+
+    eager = gradients()
+    with autograd.asynchronous():
+        for ours, theirs in zip(gradients(), eager, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_gradients_with_respect_to_results():
+    w = random(1, 5)
+    with autograd.asynchronous():
+        for _ in range(2):
+            x = w * 3
+            x.attach_grad()
+            with autograd.record():
+                y = x * x
+                z = y * w
+            np.testing.assert_array_equal(autograd.grad(z, [y], retain_graph=True)[0], w.data)
+            z.backward()
+            np.testing.assert_array_equal(x.grad, w.data * x.data * 2)
+
+
+def test_a_change_in_place_waits_for_those_who_read(gates):
+    x = random(0, 3)
+    before = x.data.copy()
+    with autograd.asynchronous():
+        gates.know(x)
+        y = gates.add_one(x, 1.0)
+        threading.Timer(0.05, gates.events[1].set).start()
+        x[...] = 0
+        np.testing.assert_array_equal(y.asnumpy(), before + 1)
+        y += 1
+        np.testing.assert_array_equal(y.asnumpy(), before + 2)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_training_gives_the_same_bits(n, per_node):
+    def rank(world, asynchronous):
+        net = nn.Sequential(nn.Dense(6, 8, activation="relu"), nn.Dense(8, 4))
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).normal(size=param.shape)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, overlap=per_node == 1)
+        seen = []
+
+        def train():
+            for step in range(6):
+                rng = np.random.default_rng([step, world.rank])
+                x, y = rng.normal(size=(5, 6)).astype("f4"), rng.integers(0, 4, 5)
+                with autograd.record():
+                    loss = LOSS(net(x), y)
+                loss.backward()
+                seen.append(net(x).sum())  # reads parameters that the step changes
+                trainer.step(5)
+
+        if asynchronous:
+            with autograd.asynchronous():
+                train()
+        else:
+            train()
+        return [each.item() for each in seen], [param.data.copy() for param in net.parameters()]
+
+    eager, ours = (threads.run(n, lambda world, a=a: rank(world, a), per_node) for a in (False, True))
+    for (sums, params), (our_sums, our_params) in zip(eager, ours, strict=True):
+        assert sums == our_sums
+        for param, our_param in zip(params, our_params, strict=True):
+            np.testing.assert_array_equal(param, our_param)
+
+
+def test_what_an_operator_raises_comes_to_who_reads_its_result_with_the_line_that_called():
+    logits, labels = random(0, 4, 3), np.array([0, 1, 2, 0])
+    with autograd.asynchronous():
+        _ = (LOSS(logits, labels) * 2).sum()  # now the shapes are known
+        loss = LOSS(logits, labels + 1)
+        double = loss * 2
+        with pytest.raises(DataError, match="labels") as raised:
+            _ = loss.data
+        assert any(re.search(r"called at .*test_asynchronous\.py:\d+", note) for note in raised.value.__notes__)
+        with pytest.raises(DataError, match="labels"):
+            float(double.sum())
+        assert LOSS(logits, labels).shape == (4,)
+    with pytest.raises(DataError, match="labels"), autograd.asynchronous():
+        LOSS(logits, labels)
+        LOSS(logits, labels + 1)  # whose result nobody reads
+        autograd.waitall()
+
+
+def test_the_number_of_elements_that_a_mask_chooses_is_never_guessed():
+    x = random(0, 50)
+    with autograd.asynchronous():
+        for shift in (0.0, 0.5, 1.0):
+            mask = x.data > shift
+            assert x[mask].shape == (mask.sum(),)
+
+
+def test_hybridized_networks_are_called_without_their_plans():
+    net, x = nn.models.lenet(), np.random.default_rng(0).normal(size=(2, 1, 28, 28)).astype("f4")
+    expected = net(x).asnumpy()
+    net.hybridize()
+    with autograd.asynchronous():
+        for _ in range(2):
+            np.testing.assert_array_equal(net(x).asnumpy(), expected)
+
+
+def test_synchronous_for_debugging(monkeypatch, gates):
+    monkeypatch.setenv("HPCDP_ENGINE", "synchronous")
+    with autograd.asynchronous():
+        y = gates.add_one(random(0, 2), 0.0) * 2
+        assert y.call.found is not None
+        with pytest.raises(DataError, match="labels"):
+            LOSS(random(0, 1, 2), np.array([5]))
+
+
+def test_what_is_refused():
+    with autograd.asynchronous(), pytest.raises(ConfigError, match="asynchronous"), autograd.asynchronous():
+        pass
+    with pytest.raises(ConfigError, match="at least 1"), autograd.asynchronous(threads=0):
+        pass
+    with pytest.raises(ConfigError, match="max_inflight"), autograd.asynchronous(max_inflight=0):
+        pass
+    autograd.waitall()  # nothing to wait for
+    random(0, 1).wait_to_read()
