@@ -42,6 +42,9 @@ def test_the_commands_that_make_a_cluster(hosts_possible: None, tmp_path: Path) 
     script = script.replace("/var/tmp/mine", str(tmp_path / "cluster")).replace(
         "cluster=benchmarks/cluster.sh", f"cluster={SCRIPT}"
     )
+    own = DOCS.parent
+    if own.is_relative_to("/tmp") or own.is_relative_to("/run"):
+        script = script.replace("up 3", f"up 3 --share {own}")
     if shutil.which("slurmctld") is None:
         script = "\n".join(line for line in script.splitlines() if not re.search(r" slurm$|sinfo|srun", line))
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
