@@ -37,7 +37,7 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str], remed
         MismatchError: on every rank alike; it names the ranks and the first difference.
     """
     digest = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
-    digests = _exchanged(comm, f"require_same of {operation}", digest)
+    digests = _exchanged(comm, "require_same", digest)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not odd:
         return

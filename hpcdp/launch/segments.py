@@ -43,9 +43,12 @@ def _make_locked(stack: contextlib.ExitStack) -> str:
     """A new folder, locked as long as this process lives; ``stack`` removes it."""
     while True:
         folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDER)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another launcher has come before the lock
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(folder):  # another launcher may have come before the lock
+        if os.path.exists(folder):
             stack.callback(os.close, lock)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             return folder

@@ -28,7 +28,10 @@ def test_wrong_bits_are_told() -> None:
     assert hybrid.wrong(net, other, x, False) == 2
 
 
-def test_figures_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_written_and_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "pin_to_own_core", lambda world: 0)  # other tests need the other cores
     path = tmp_path / "hybrid.json"
     assert hybrid.main(["--turns", "2", "--brief", "--json", str(path)]) == 0
     assert "1000 calls of the document's network" in capsys.readouterr().out

@@ -199,7 +199,7 @@ def test_what_an_operator_raises_comes_to_who_reads_its_result_with_the_line_tha
         double = loss * 2
         with pytest.raises(DataError, match="labels") as raised:
             _ = loss.data
-        assert any(re.search(r"called at .*test_asynchronous\.py:\d+", note) for note in raised.value.__notes__)
+        assert any(re.search(r"called at .*test_asynchronous_calls\.py:\d+", note) for note in raised.value.__notes__)
         with pytest.raises(DataError, match="labels"):
             float(double.sum())
         assert LOSS(logits, labels).shape == (4,)
