@@ -46,6 +46,11 @@ def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], f
     net = nn.models.lenet(input_shape=(1, 28, 28), num_classes=10, seed=0)
     trainer = Trainer(net.parameters(), optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world)
     initial = [np.array(param.data) for param in net.parameters()]
+    return step_of(net, trainer, batches), initial, trainer
+
+
+def step_of(net: nn.Module, trainer: Trainer, batches: list[Any]) -> Callable[[int], float]:
+    """What trains ``net`` on batch ``i`` and returns its mean loss."""
 
     def step(i: int) -> float:
         x, y = batches[i % len(batches)]
@@ -55,7 +60,7 @@ def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], f
         trainer.step(len(y))
         return float(loss.data.mean())
 
-    return step, initial, trainer
+    return step
 
 
 def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool) -> Callable[[int], float]:

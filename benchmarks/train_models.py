@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import autograd, comm, nn, optim
+from .. import comm, nn, optim
 from ..errors import ConfigError
 from ..train.trainer import Trainer
 from . import program
@@ -27,7 +27,7 @@ from .measure import median_ratio
 from .options import Parser, at_least
 from .torch_models import MODELS as TORCH_MODELS
 from .torch_models import training_step
-from .train_lenet import turns_of
+from .train_lenet import step_of, turns_of
 
 _LR, _MOMENTUM = 0.01, 0.9
 _CONTEXT, _CHARACTERS, _WIDTH, _SIZE = 64, 62, 64, 256
@@ -79,21 +79,6 @@ PAIRS = {
 }
 
 
-def hpcdp_step(world: comm.World, net: nn.Module, batches: list[Any]) -> Callable[[int], float]:
-    """What trains ``net`` on batch ``i`` and returns its mean loss."""
-    trainer = Trainer(net.parameters(), optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world)
-
-    def step(i: int) -> float:
-        x, y = batches[i % len(batches)]
-        with autograd.record():
-            loss = nn.functional.softmax_cross_entropy(net(x), y)
-        loss.backward()
-        trainer.step(len(y))
-        return float(loss.data.mean())
-
-    return step
-
-
 def torch_step(pair: Pair, initial: list[np.ndarray], batches: list[Any]) -> Callable[[int], float]:
     """The same in PyTorch, from the parameters ``initial``."""
     torch: Any = importlib.import_module("torch")
@@ -119,7 +104,8 @@ def against_torch(world: comm.World, model: str, batch: int, turns: int, seconds
     batches = [pair.batch(batch)] * _BATCHES
     net = pair.ours()
     initial = [np.array(param.data) for param in net.parameters()]
-    steps = {"hpcdp": hpcdp_step(world, net, batches)}
+    trainer = Trainer(net.parameters(), optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world)
+    steps = {"hpcdp": step_of(net, trainer, batches)}
     difference = None
     if importlib.util.find_spec("torch") is not None:
         steps["torch"] = torch_step(pair, initial, batches)
