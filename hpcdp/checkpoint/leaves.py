@@ -104,6 +104,11 @@ def as_stateful(value: Any, world: World) -> Stateful | None:
     return value if isinstance(value, Stateful) and not isinstance(value, type) else None
 
 
+@as_stateful.register
+def _(value: np.ndarray, world: World) -> None:
+    return None  # asking by protocol would take longer than all else that is done for an array
+
+
 class _Network(Adapter):
     """Parameters, buffers, random generators of each rank.
 

@@ -21,6 +21,7 @@ from isal.isal_zlib import crc32
 from ..errors import DataError
 from .leaves import BFLOAT16
 from .plan import Piece
+from .writeback import Writeback
 
 if TYPE_CHECKING:
     import h5py  # type: ignore[import-untyped]
@@ -29,8 +30,6 @@ BLOCK_NBYTES = 1 << 20
 """Elements have a checksum for so many bytes: a rank that reads a part of them checks what it reads."""
 _HDF5_TOLD = re.compile("errno = ([0-9]+), error message = ")
 """What the system said, among file names, addresses, and the time."""
-_READ_NBYTES = 256 << 10
-"""So much is read before its checksum is computed, which is then done in the core's own cache."""
 _ALIGN_FROM, _ALIGNMENT = 64 << 10, 4096
 
 
@@ -177,10 +176,11 @@ def fill(path: Path, pieces: Sequence[Piece], offsets: Sequence[int | None]) -> 
     stored = []
     with failing("save", lambda: ", ".join([str(path), *current])):
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        writeback = Writeback(file)
         try:
             for piece, offset in zip(pieces, offsets, strict=True):
                 current[:] = [piece.dataset]
-                sums = _write_blocks(file, offset, piece.values)
+                sums = _write_blocks(file, offset, piece.values, writeback)
                 count = piece.values.size
                 stored.append(Stored(piece.name, piece.first, count, path.name, piece.dataset, offset, sums))
             current.clear()
@@ -208,7 +208,7 @@ def mark_dtype(dataset: h5py.h5d.DatasetID, dtype: str) -> None:
         h5py.Dataset(dataset).attrs["dtype"] = dtype
 
 
-def _write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int]:
+def _write_blocks(file: int, offset: int | None, values: np.ndarray, writeback: Writeback) -> list[int]:
     """Write elements to their place in an open file, nowhere without one; the checksums of their blocks."""
     flat, sums = values.view(np.uint8), []
     for first in range(0, flat.size, BLOCK_NBYTES):
@@ -217,6 +217,8 @@ def _write_blocks(file: int, offset: int | None, values: np.ndarray) -> list[int
         written = 0
         while offset is not None and written < block.size:
             written += os.pwrite(file, block[written:].data, offset + first + written)
+        if offset is not None:
+            writeback.wrote(offset + first, block.size)
     return sums
 
 
@@ -272,37 +274,33 @@ class ShardReader:
                 return
             flat, begin = out.view(np.uint8), first * out.itemsize
             end, total = begin + flat.size, stored.count * out.itemsize
-            at = begin
-            while at < end:
-                number = at // BLOCK_NBYTES
-                low, high = number * BLOCK_NBYTES, min((number + 1) * BLOCK_NBYTES, total)
-                if at == low and high <= end:
-                    self._fill(stored, number, flat[low - begin : high - begin])
-                    at = high
-                else:  # a part of a block, which can only be checked as a whole
-                    block, last = self._scratch[: high - low], min(high, end)
-                    self._fill(stored, number, block)
-                    flat[at - begin : last - begin] = block[at - low : last - low]
-                    at = last
+            for number in range(begin // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)):
+                low = number * BLOCK_NBYTES
+                block = self._block(stored, number, min(BLOCK_NBYTES, total - low))
+                at, last = max(low, begin), min(low + block.size, end)
+                np.copyto(flat[at - begin : last - begin], block[at - low : last - low])
 
     def _where(self, stored: Stored) -> str:
         return f"{self._folder / stored.file}, {stored.dataset}"
 
-    def _fill(self, stored: Stored, number: int, out: np.ndarray) -> None:
-        """Read block ``number`` of a run."""
+    def _block(self, stored: Stored, number: int, nbytes: int) -> np.ndarray:
+        """Block ``number`` of a run, checked, in memory that the next one takes, too.
+
+        It fits a core's cache, from which it is checked and copied on: a third faster than reading it to its place.
+        """
         assert stored.offset is not None
-        file, place, got, found = self._open(stored.file), stored.offset + number * BLOCK_NBYTES, 0, 0
-        while got < out.size:
-            count = os.preadv(file, [out[got : got + _READ_NBYTES].data], place + got)
+        file, place, got = self._open(stored.file), stored.offset + number * BLOCK_NBYTES, 0
+        block = self._scratch[:nbytes]
+        while got < nbytes:
+            count = os.preadv(file, [block[got:].data], place + got)
             if count == 0:
-                size = os.fstat(file).st_size
                 raise DataError(
-                    self._operation, where=self._where(stored), expected=f"at least {place + out.size} bytes",
-                    got=f"a file of {size}",
+                    self._operation, where=self._where(stored), expected=f"at least {place + nbytes} bytes",
+                    got=f"a file of {os.fstat(file).st_size}",
                 )  # fmt: skip
-            found = crc32(out[got : got + count], found)
             got += count
-        self._check(stored, number, found)
+        self._check(stored, number, crc32(block))
+        return block
 
     def _check(self, stored: Stored, number: int, found: int) -> None:
         """Compare the checksum of block ``number`` of a run."""

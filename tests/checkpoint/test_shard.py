@@ -88,3 +88,18 @@ def test_writes_may_be_short(tmp_path, monkeypatch):
     with ShardReader(tmp_path) as reader:
         reader.read(stored, 0, out)
     assert np.array_equal(out, values)
+
+
+def test_damaged_elements_do_not_reach_the_array(tmp_path):
+    path, values = tmp_path / "shard-00000.h5", np.random.default_rng(0).standard_normal(BLOCK_NBYTES // 8 * 2)
+    (stored,), _ = write_shard(path, [Piece("a", 0, values, "float64")])
+    with open(path, "r+b") as file:
+        file.seek(stored.offset + BLOCK_NBYTES + 8)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    out = np.zeros_like(values)
+    with ShardReader(tmp_path) as reader, pytest.raises(DataError, match=r"expected checksum [0-9a-f]{8} of MiB 1"):
+        reader.read(stored, 0, out)
+    assert np.array_equal(out[: BLOCK_NBYTES // 8], values[: BLOCK_NBYTES // 8])
+    assert not out[BLOCK_NBYTES // 8 :].any()
