@@ -99,6 +99,20 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     return np.unique(rows).astype(np.int64)
 
 
+def rows_of_each(row_ids: Any, count: int) -> list[Any]:
+    """Rows for so many arrays: a list of as many lists or arrays, or one for all.
+
+    Raises:
+        ConfigError: there are other than as many lists.
+    """
+    if not (isinstance(row_ids, list | tuple) and row_ids and all(np.ndim(each) == 1 for each in row_ids)):
+        return [row_ids] * count
+    if len(row_ids) != count:
+        expected = f"rows for {'each of ' if count > 1 else ''}{count} array{'s' if count > 1 else ''}, or for all"
+        raise ConfigError("row_sparse_pull", where="row_ids", expected=expected, got=f"{len(row_ids)} lists")
+    return list(row_ids)
+
+
 def is_array(x: object) -> bool:
     """Whether ``x`` is an array: no number, no parameter of a network, nothing masked."""
     if isinstance(x, np.ndarray | np.generic):

@@ -18,7 +18,7 @@ from ..compression import Compression, Settings
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
-from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys
+from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys, rows_of_each
 from .entry import Entry
 from .keeps_state import KeepsState
 from .pulled import Pulled, can_wait, hook_of
@@ -168,11 +168,13 @@ class KVStore(KeepsState):
 
         Args:
             key: one key, or a list of them; then ``out`` and ``row_ids`` are lists, too.
-            out: as for `pull`, one array, or a list of it.
-            row_ids: integers of shape ``(count,)``, in any order, maybe repeated.
+            out: as for `pull`, one array, or a list of them, one for each device.
+            row_ids: integers of shape ``(count,)``, in any order, maybe repeated; for a list of arrays a list of them,
+                one for each, or one for all.
 
         Raises:
-            ConfigError: no rows are named, or some that there are not; there are other than as many lists as keys.
+            ConfigError: no rows are named, or some that there are not; there are other than as many lists as keys, or
+                as arrays.
         """
         keys = listed_keys("row_sparse_pull", key)
         if isinstance(key, list | tuple):
@@ -184,16 +186,17 @@ class KVStore(KeepsState):
                     raise ConfigError("row_sparse_pull", where=where, expected=expected, got=got)
             all_of_them = [self.row_sparse_pull(*each, priority) for each in zip(keys, outs, row_ids, strict=True)]
             return all_of_them if out is None else None
-        entry = self._entry("row_sparse_pull", keys[0])
-        if isinstance(out, list | tuple) and len(out) == 1:
-            out = out[0]
-        rows = checked_rows("row_sparse_pull", row_ids, entry.stored.shape)
-        place = like(entry.stored) if out is None else out
-        check_array("row_sparse_pull", entry.key, place, tuple(entry.stored.shape), np.dtype(entry.stored.dtype))
-        pulled = self._pull(entry, place, _checked_priority("row_sparse_pull", priority), rows)
+        entry, before = self._entry("row_sparse_pull", keys[0]), _checked_priority("row_sparse_pull", priority)
+        shape, dtype = tuple(entry.stored.shape), np.dtype(entry.stored.dtype)
+        places = [like(entry.stored)] if out is None else list(out) if isinstance(out, list | tuple) else [out]
+        wanted = [checked_rows("row_sparse_pull", each, shape) for each in rows_of_each(row_ids, len(places))]
+        for place in places:
+            check_array("row_sparse_pull", entry.key, place, shape, dtype)
+        on_their_way = [self._pull(entry, place, before, rows) for place, rows in zip(places, wanted, strict=True)]
         if out is None:
-            return pulled
-        pulled.wait()
+            return on_their_way[0]
+        for each in on_their_way:
+            each.wait()
         return None
 
     def set_updater(self, updater: Function) -> None:

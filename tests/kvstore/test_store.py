@@ -199,7 +199,7 @@ def test_rows_that_repeat_in_any_order(kind):
         out = np.full((4, 3), 5, "f4")
         store.row_sparse_pull("rows", out=out, row_ids=[])
         assert (out == 0).all()
-        for wrong in ([4], [-1], [0.5], [[1]]):
+        for wrong in ([4], [-1], [0.5], [[[1]]]):
             with pytest.raises(ConfigError, match=r"\[row_ids\]: expected integers from 0 to 3"):
                 store.row_sparse_pull("rows", row_ids=wrong)
 
@@ -502,6 +502,14 @@ def test_rows_of_several_keys(kind):
         out = [np.empty((4, 3), "f4")]
         assert store.row_sparse_pull(np.int64(1), out=out, row_ids=[1]) is None
         assert (out[0] == values * [[0], [1], [0], [0]]).all()
+        several = [np.empty((4, 3), "f4") for _ in range(3)]
+        store.row_sparse_pull(1, out=several, row_ids=[2, 0, 2])
+        assert all((each == values * [[1], [0], [1], [0]]).all() for each in several)
+        store.row_sparse_pull(1, out=several, row_ids=[[1], np.array([3, 0]), [2]])
+        for each, rows in zip(several, ([1], [0, 3], [2]), strict=True):
+            assert (each[rows] == values[rows]).all() and np.count_nonzero(each.any(axis=1)) == len(rows)
+        with pytest.raises(ConfigError, match="expected rows for each of 3 arrays, or for all, got 2 lists"):
+            store.row_sparse_pull(1, out=several, row_ids=[[1], [2]])
         with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected integers from 0 to 3, got None"):
             store.row_sparse_pull(1)
         with pytest.raises(ConfigError, match=r"row_sparse_pull \[row_ids\]: expected a list of 2, one for each key"):
