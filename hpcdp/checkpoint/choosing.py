@@ -8,7 +8,7 @@ from typing import Any
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..errors import DataError
-from . import folder, index, manifest, notice, tree
+from . import folder, index, manifest, notice, renaming, tree
 from .restoring import Filling, Restored
 from .shard import failing
 
@@ -68,10 +68,12 @@ def _restore(path: Path, world: World, step: int, into: Any, strict: bool, renam
     comm, place = world.comm, folder.path_of(path, step)
     text, real_place = on_rank_0(comm, lambda: _read_manifest(path, step))
     saved = manifest.parse(text.encode(), place / manifest.NAME)
-    names, outline = on_every_rank(comm, lambda: (tree.new_names(saved.state, rename), tree.outline("restore", into)))
+    names, outline = on_every_rank(
+        comm, lambda: (renaming.new_names(saved.state, rename), tree.outline("restore", into))
+    )
     items = [f"{strict=}", *(f"{old} is called {new}" for old, new in names.items()), *outline]
     require_same(comm, "restore", items, "restore into the same on all ranks, by the same names")
-    form = tree.renamed(saved.state, names)
+    form = renaming.renamed(saved.state, names)
     filling = on_every_rank(comm, lambda: Filling(saved, form, world, into, strict))
     on_every_rank(comm, lambda: filling.read(Path(real_place)))
     state = on_every_rank(comm, filling.finish)

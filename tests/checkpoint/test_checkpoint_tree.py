@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp import nn
-from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, tree
+from hpcdp.checkpoint import Manager, Part, PerRank, Sharded, renaming, tree
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, UnsupportedError
 
@@ -251,7 +251,7 @@ def test_renaming(rename, expected):
         ((tag, content),) = form.items() if isinstance(form, dict) else (("", form),)
         return {key: plain(each) for key, each in content} if tag == "dict" else content
 
-    found = tree.renamed(FORM, tree.new_names(FORM, rename))
+    found = renaming.renamed(FORM, renaming.new_names(FORM, rename))
     assert plain(found) == (plain(expected) if expected is FORM else expected)
 
 
@@ -272,4 +272,4 @@ def test_renaming(rename, expected):
 )
 def test_renames_that_cannot_be(rename, message):
     with pytest.raises(ConfigError, match=message):
-        tree.renamed(FORM, tree.new_names(FORM, rename))
+        renaming.renamed(FORM, renaming.new_names(FORM, rename))
