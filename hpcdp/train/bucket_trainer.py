@@ -85,14 +85,14 @@ class BucketTrainer(Trainer):
         items += [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
                   f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
         require_same(self.world.comm, "Trainer", items)
-        share_over_parts(ours, self.world)
+        room_for = share_over_parts(ours, self.world, self.compression)
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
         for param in ours:
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
-        layout, overlap = plan(described(ours), bucket_cap_mb), False if adding else overlap
+        layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited

@@ -259,7 +259,7 @@ def test_a_reproducible_trainer_is_refused(micro_batches):
     def rank(world):
         net = Pipeline(stages(2), LOSS, world, micro_batches=micro_batches)
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas, reproducible=True)
-        with pytest.raises(ConfigError, match="one without reproducible=True, got one of 2 virtual shards"):
+        with pytest.raises(ConfigError, match="one without reproducible=True, got one of 8 virtual shards"):
             net.step(trainer, *batch(0, 0))
 
     threads.run(4, rank)

@@ -126,6 +126,35 @@ def test_a_reproducible_trainer_gives_the_same_bits_on_any_number_of_replicas():
             np.testing.assert_array_equal(a, c)
 
 
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_what_is_whole_stays_alike_to_the_bit(owner, compression):
+    """Where parts differ in size, and sums over nodes depend on where in a message an element lies."""
+
+    def rank(world):
+        parts, replicas = split_world(2, world)
+        net = nn.Sequential(
+            nn.Dense(6, 171, weight_init=normal(1)), nn.Dense(171, 171, activation="relu", weight_init=normal(2)),
+            ColumnDense(171, 15, parts, activation="relu", weight_init=normal(3)),
+            RowDense(15, 181, parts, weight_init=normal(4)), nn.Dense(181, 4, weight_init=normal(5)),
+        )  # fmt: skip
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), replicas, owner=owner,
+                          compression=compression)  # fmt: skip
+        for step in range(STEPS):
+            x, y = batch(mlp, step * 10 + replicas.rank)
+            with autograd.record():
+                loss = LOSS(net(x), y)
+            loss.backward()
+            trainer.step(len(y))
+        world.comm.barrier()
+        return {name: param.data.copy() for name, param in net.named_parameters() if param.cut is None}
+
+    first, *others = threads.run(6, rank, ranks_per_node=2)
+    for found in others:
+        for name, values in first.items():
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
 def test_what_is_whole_begins_alike_without_a_seed():
     def rank(world):
         parts, replicas = split_world(2, world)
@@ -231,6 +260,8 @@ def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
             Trainer(net.parameters(), optim.SGD(lr=0.1), world)
         with pytest.raises(ConfigError, match="train without a kvstore"):
             Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, kvstore="dist_sync")
+        with pytest.raises(ConfigError, match="fp16 or bf16 with layers that are split, got 2bit"):
+            Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, compression="2bit")
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
         for call in (trainer.save_states, trainer.load_states):
             with pytest.raises(ConfigError, match=r"checkpoint.Manager\(path, world\)"):
