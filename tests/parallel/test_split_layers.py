@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import standin
 from split_networks import convolutions, mlp, normal, own, whole_numbers
 
 import hpcdp
@@ -53,6 +54,20 @@ def test_and_within_rounding_elsewhere(n, make):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
     threads.run(n, lambda world: compared(world, make, normal, check))
+
+
+@pytest.mark.parametrize("make", [mlp, convolutions])
+def test_on_a_device(make):
+    def rank(world):
+        net, x, gy = make(world), normal(8)(SHAPES[make]), normal(9)((SHAPES[make][0], 4))
+        expected = through(net, x, gy)
+        net.to(like=standin.asarray(x))
+        found = through(net, standin.asarray(x), standin.asarray(gy))
+        pairs = [*zip(found[:2], expected[:2], strict=True), *((found[2][name], expected[2][name]) for name in found[2])]
+        for ours, values in pairs:
+            np.testing.assert_allclose(ours.to_host(), values, rtol=1e-4, atol=1e-5)
+
+    threads.run(3, rank)
 
 
 @pytest.mark.mpi
