@@ -63,7 +63,10 @@ def test_on_a_device(make):
         expected = through(net, x, gy)
         net.to(like=standin.asarray(x))
         found = through(net, standin.asarray(x), standin.asarray(gy))
-        pairs = [*zip(found[:2], expected[:2], strict=True), *((found[2][name], expected[2][name]) for name in found[2])]
+        pairs = [
+            *zip(found[:2], expected[:2], strict=True),
+            *((found[2][name], expected[2][name]) for name in found[2]),
+        ]
         for ours, values in pairs:
             np.testing.assert_allclose(ours.to_host(), values, rtol=1e-4, atol=1e-5)
 
