@@ -74,7 +74,7 @@ def measure(
             if alone is not None:
                 alone(x, y)
             taken["alone"].append(time.perf_counter() - begin)
-            _sleep_until_all_have_come(world)
+            sleep_until_all_have_come(world)
         stages = world.size
         found[number] = {
             "pipeline_s": float(np.median(taken["together"])),
@@ -86,7 +86,8 @@ def measure(
     return found
 
 
-def _sleep_until_all_have_come(world: comm.World) -> None:
+def sleep_until_all_have_come(world: comm.World) -> None:
+    """Wait for ranks that work, and leave them the cores."""
     request = world.comm.native_iallreduce(np.zeros(1, np.int32), "sum")
     while not request.test():
         time.sleep(_NAP_S)

@@ -8,7 +8,7 @@ which ranks hold parts, or in a `PerRank`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -76,6 +76,43 @@ class PerRank:
     """
 
     value: Any
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a whole array an array is, where the whole is cut along an axis and each rank has a part."""
+
+    axis: int
+    first: int
+    """Where this part begins along the axis."""
+    total: int
+    """How long the whole is along it."""
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole, of a part of ``shape``."""
+        return (*shape[: self.axis], self.total, *shape[self.axis + 1 :])
+
+    def runs(self, shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Where elements ``first`` to ``last`` of a part of ``shape`` lie in the whole, both in C order.
+
+        Yields:
+            For each run of elements that stay together, where it begins in the part and in the whole, and its length.
+        """
+        inner = math.prod(shape[self.axis + 1 :])
+        width, stride = shape[self.axis] * inner, self.total * inner
+        if width == stride:
+            yield first, first, last - first
+            return
+        while first < last:
+            row, column = divmod(first, width)
+            count = min(last - first, width - column)
+            yield first, row * stride + self.first * inner + column, count
+            first += count
+
+
+def cut_of(param: object) -> Cut | None:
+    """Which part of a whole a parameter is; None of one that is whole."""
+    return getattr(param, "cut", None)
 
 
 def take(where: str, own: Sharded, given: Any) -> None:

@@ -17,7 +17,7 @@ from .. import nn
 from ..arrays import from_host, to_host
 from ..collectives import allreduce
 from ..comm import World
-from ..state import PerRank, Stateful
+from ..state import Part, PerRank, Sharded, Stateful
 
 BFLOAT16 = "bfloat16"
 """Has no NumPy dtype: its bits are kept as uint16."""
@@ -114,6 +114,7 @@ class _Network(Adapter):
 
     Saving changes nothing, but running statistics differ between ranks, each of which has seen samples of its own. So
     there is the mean of all, and what each rank has: ranks get theirs back where there are as many as before.
+    Parameters that are cut into parts are saved whole, by those that have the parts.
     """
 
     def __init__(self, net: nn.Module, world: World) -> None:
@@ -123,13 +124,39 @@ class _Network(Adapter):
         own = {name: buffer.data.copy() for name, buffer in self._net.named_buffers()}
         generators = dict(self._net.named_generators())
         state = self._net.state_dict() | {name: average(values, self._world) for name, values in own.items()}
+        state |= self._parts()
         return state | ({GENERATORS: PerRank(generators)} if generators else {}) | of_ranks(own)
+
+    def _parts(self) -> dict[str, Sharded]:
+        """What this rank holds of the parameters that are cut, by name."""
+        cut = {name: param for name, param in self._net.named_parameters() if param.cut is not None}
+        if not cut:
+            return {}
+        mine = [param.cut.first for param in cut.values() if param.cut is not None]
+        everyone = self._world.comm.allgather_json(mine)
+        return {
+            name: _sharded(param, [firsts[number] for firsts in everyone], self._world.rank)
+            for number, (name, param) in enumerate(cut.items())
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Parameters and generators have been restored in place."""
         own = state.get(STATISTICS) or {}
         for name, buffer in self._net.named_buffers():
             buffer.data[...] = own.get(name, state[name])
+
+
+def _sharded(param: nn.Parameter, firsts: list[int], rank: int) -> Sharded:
+    """What this rank holds of a whole parameter.
+
+    Args:
+        firsts: where the part of each rank begins; those of which it is the same have copies.
+    """
+    assert param.cut is not None
+    flat, shape = param.data.reshape(-1), tuple(param.data.shape)
+    parts = [Part(place, flat[first : first + count]) for first, place, count in param.cut.runs(shape, 0, flat.size)]
+    same = [other for other, first in enumerate(firsts) if first == param.cut.first]
+    return Sharded(param.cut.whole(shape), np.dtype(param.data.dtype), parts, len(same), same.index(rank))
 
 
 @as_stateful.register

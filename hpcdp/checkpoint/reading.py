@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,11 @@ def read_elements(reader: ShardReader, tensor: Tensor, first: int, out: np.ndarr
         DataError: a file is missing or damaged; names file and data set.
     """
     last = first + out.size
-    for part in tensor.parts:
+    holds_first = bisect.bisect_right(tensor.parts, first, key=lambda part: part.first) - 1
+    for number in range(max(0, holds_first), len(tensor.parts)):
+        part = tensor.parts[number]
+        if part.first >= last:
+            break
         begin, end = max(first, part.first), min(last, part.first + part.count)
         if begin < end:
             reader.read(part, begin - part.first, out[begin - first : end - first])

@@ -88,8 +88,11 @@ class World:
     model_comm: Communicator | None = None
     """The ranks that together hold one copy of a model, of which this one has a part; None where it has all of it. What
     is summed over a model, such as the norm of its gradients, is summed over these as well."""
+    part_comm: Communicator | None = None
+    """The ranks that compute the same layers together, each with its part of them; None where there is one such rank.
+    Parameters are cut into parts among these (`state.Cut`), or whole and alike on all of them."""
 
-    def split(self, color: int, model_comm: Communicator | None = None) -> World:
+    def split(self, color: int, model_comm: Communicator | None = None, part_comm: Communicator | None = None) -> World:
         """The ranks that pass the same ``color``, in their order here, as a world of their own; every rank must call.
 
         It ends with this one. Nodes are those of this world, as far as they have ranks in it.
@@ -97,13 +100,15 @@ class World:
         Args:
             color: not negative.
             model_comm: of the new world, see there.
+            part_comm: as well; default that of this one.
 
         Raises:
             ConfigError: some ranks are servers.
         """
         if self.divide is None:
             raise ConfigError("split", expected="a world of workers", got="one with servers among its ranks")
-        part = replace(self.divide(color), model_comm=model_comm)
+        part_comm = self.part_comm if part_comm is None else part_comm
+        part = replace(self.divide(color), model_comm=model_comm, part_comm=part_comm)
         self.parts.append(part)
         return part
 

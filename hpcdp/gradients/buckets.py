@@ -63,9 +63,9 @@ class Layout:
         return lines * part // parts * per_line, lines * (part + 1) // parts * per_line
 
 
-def _default_cap_mb(params: Sequence[tuple[str, tuple[int, ...], np.dtype]]) -> float:
+def _default_cap_mb(counts: Sequence[int], params: Sequence[tuple[str, tuple[int, ...], np.dtype]]) -> float:
     least_mb, most_mb = _DEFAULT_CAPS_MB
-    nbytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in params)
+    nbytes = sum(count * dtype.itemsize for count, (_, _, dtype) in zip(counts, params, strict=True))
     return min(most_mb, max(least_mb, nbytes / MIB / _DEFAULT_BUCKETS))
 
 
@@ -73,6 +73,7 @@ def plan(
     params: Sequence[tuple[str, tuple[int, ...], np.dtype]],
     bucket_cap_mb: float | None = None,
     first_cap_mb: float = 1,
+    room_for: Sequence[int] | None = None,
 ) -> Layout:
     """Lay out parameters in buckets, last parameter first, since backward produces its gradient first.
 
@@ -81,12 +82,14 @@ def plan(
         bucket_cap_mb: a bucket is closed before it would exceed so many MiB; a larger parameter has one to itself.
             None: an eighth of the model, so that a small one is not sent as a whole after backward, but from 1 to 25.
         first_cap_mb: the same for the first bucket, small so that communication starts early.
+        room_for: leave room for so many elements of each parameter, at least as many as it has. None: as many.
 
     Raises:
         ConfigError: a cap that is not positive, or two parameters of one name.
     """
+    room_for = [math.prod(shape) for _, shape, _ in params] if room_for is None else room_for
     if bucket_cap_mb is None:
-        bucket_cap_mb = _default_cap_mb(params)
+        bucket_cap_mb = _default_cap_mb(room_for, params)
     if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0 and first_cap_mb > 0):
         raise ConfigError("bucket plan", where="bucket_cap_mb", expected="a positive size", got=repr(bucket_cap_mb))
     names = [name for name, _, _ in params]
@@ -100,9 +103,9 @@ def plan(
     dtypes: list[np.dtype] = []
     slots: dict[str, Slot] = {}
     filling: dict[np.dtype, int] = {}  # the open bucket of every dtype
-    for name, shape, dtype in reversed(params):
+    for (name, shape, dtype), count in zip(reversed(params), reversed(room_for), strict=True):
         per_line = LINE_NBYTES // dtype.itemsize
-        room = -(-math.prod(shape) // per_line) * per_line
+        room = -(-count // per_line) * per_line
         bucket = filling.get(dtype)
         cap_mb = first_cap_mb if bucket == 0 else bucket_cap_mb
         if bucket is None or (counts[bucket] and (counts[bucket] + room) * dtype.itemsize > cap_mb * MIB):

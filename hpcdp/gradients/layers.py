@@ -37,4 +37,5 @@ def squares(reducer: Reducer, flats: Sequence[Array], span: Callable[[Bucket], t
         reducer.gate.barrier()  # before others update what this rank has read
     else:
         allreduce(found.reshape(-1), "sum", reducer.world)
+    reducer.add_up_parts(found, [slot.name for slot in slots])
     return {slot.name: (row[0], row[1]) for row, slot in zip(found.tolist(), slots, strict=True)}

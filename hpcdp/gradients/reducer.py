@@ -20,15 +20,18 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host
 from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
 from ..comm.shared import NodeMemory, PrivateMemory
-from ..comm.watchdog import WatchedGate, nobody
+from ..comm.watchdog import WatchedGate
 from ..compression import Compression
 from ..errors import ConfigError, StaleGradientError
 from ..optim.lars import squares
+from . import parts
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
@@ -360,22 +363,32 @@ class Reducer:
         """
         if not self.is_counted:
             return 0.0
-        return sum(squares(shard) for _, shard in self.shards())
+        return sum(squares(run) for bucket in self.buckets for run in self._counted(bucket, *bucket.shard))
 
     def sum_norm(self) -> float:
         """The norm of the summed gradients, the same on all ranks, all of which must call; the shards must be reduced.
 
-        It is that of a whole model, also where this rank has a part of one (`World.model_comm`). It is not finite where
-        some gradient is not.
+        It is that of a whole model, also where this rank has a part of one (`World.model_comm`, `World.part_comm`). It
+        is not finite where some gradient is not.
         """
         if self.virtual_shards is not None and self.holds_sums:  # by shards its bits would depend on their number
-            total = sum(squares(bucket.mine) for bucket in self.buckets)
+            total = sum(squares(run) for bucket in self.buckets for run in self._counted(bucket, 0, bucket.mine.size))
         else:
             total = self.closing.tally(self.sum_of_squares())[0]
-        if self.world.model_comm is not None:
-            with self._watchdog.watching("the norm of a model's gradients", behind=nobody):
-                total = sum(self.world.model_comm.allgather_json(total))
+        for comm in (self.world.part_comm, self.world.model_comm):
+            total = sum(parts.told_by(comm, self._watchdog, total))
         return float(total**0.5)
+
+    def _counted(self, bucket: Bucket, first: int, last: int) -> Iterator[Array]:
+        return parts.counted(bucket, first, last, self.params, self.world.part_comm)
+
+    def add_up_parts(self, squares: np.ndarray, names: Sequence[str]) -> None:
+        """Add to the squared norms of the named parameters, in place, those of their other parts; every rank must call.
+
+        Args:
+            squares: shape ``(parameters, ...)``; the same bits on all ranks.
+        """
+        parts.add_up(squares, [self.params[name] for name in names], self.world.part_comm, self._watchdog)
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..arrays import Array
+from ..comm import Communicator
 from ..compression import Compression
-from ..state import Part, Sharded
+from ..state import Cut, Part, Sharded, cut_of
 from .buckets import Slot
 from .owners import Owner
 from .reducer import Reducer
@@ -25,10 +28,12 @@ def optimizer_states(owner: Owner, reducer: Reducer) -> dict[str, dict[str, Shar
     for bucket, state in zip(reducer.buckets, owner.states, strict=True):
         span = owner.span(bucket)
         for slot in bucket.slots if state else ():
-            found[slot.name] = {
+            cut = cut_of(reducer.params[slot.name])
+            own = {
                 name: Sharded(slot.shape, np.dtype(array.dtype), _parts(slot, array, span), copies, copy)
                 for name, array in state.items()
             }
+            found[slot.name] = {name: _of_whole(each, cut, world.part_comm) for name, each in own.items()}
     return {slot.name: found[slot.name] for slot in reducer.layout.slots if slot.name in found}
 
 
@@ -46,8 +51,25 @@ def residuals(reducer: Reducer, compression: Compression | None) -> dict[str, Sh
         bucket = reducer.buckets[slot.bucket]
         parts = [] if rail is None else _parts(slot, rail.feedback[slot.bucket].residual, bucket.shard)
         parts = [Part(node * slot.count + part.first, part.values) for part in parts]
-        found[slot.name] = Sharded((nodes, *slot.shape), np.dtype(bucket.mine.dtype), parts, shares=True)
+        own = Sharded((nodes, *slot.shape), np.dtype(bucket.mine.dtype), parts, shares=True)
+        cut = cut_of(reducer.params[slot.name])
+        shifted = None if cut is None else replace(cut, axis=cut.axis + 1)
+        found[slot.name] = _of_whole(own, shifted, reducer.world.part_comm)
     return found
+
+
+def _of_whole(own: Sharded, cut: Cut | None, part_comm: Communicator | None) -> Sharded:
+    """What this rank holds of the whole tensor, of which it has ``own``, its part, or what each part has."""
+    if cut is not None:
+        parts = [
+            Part(place, part.values[begin - part.first : begin - part.first + count])
+            for part in own.parts
+            for begin, place, count in cut.runs(own.shape, part.first, part.first + part.values.shape[0])
+        ]
+        return replace(own, shape=cut.whole(own.shape), parts=parts)
+    if part_comm is None:
+        return own
+    return replace(own, copies=own.copies * part_comm.size, copy=own.copy + own.copies * part_comm.rank)
 
 
 def _parts(slot: Slot, columns: Array, span: tuple[int, int]) -> list[Part]:

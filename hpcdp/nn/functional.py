@@ -76,7 +76,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     """
     a, w = as_tensor(x).data, as_tensor(weight).data
     b = None if bias is None else as_tensor(bias).data
-    relu = _is_relu(activation)
+    relu = is_relu(activation)
     xp = alike("dense", a, w, b)
     if a.ndim < 1 or w.ndim != 2 or a.shape[-1] != w.shape[0] or (b is not None and b.shape != w.shape[1:]):
         raise UnsupportedError(
@@ -120,7 +120,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
     return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback, again)
 
 
-def _is_relu(activation: str | None) -> bool:
+def is_relu(activation: str | None) -> bool:
+    """Whether an activation is there; `UnsupportedError` for what is none."""
     if activation not in (None, "relu"):
         raise UnsupportedError("activation", expected="'relu' or None", got=repr(activation))
     return activation == "relu"
@@ -150,7 +151,7 @@ def conv2d(
     given = [None if each is None else as_tensor(each).data for each in (x, weight, bias)]
     a, w = _images("conv2d", x), contiguous(given[1])
     b = None if bias is None else contiguous(given[2])
-    relu, steps, zeros = _is_relu(activation), pair(stride), pair(padding)
+    relu, steps, zeros = is_relu(activation), pair(stride), pair(padding)
     xp = alike("conv2d", a, w, b)
     if w.ndim != 4 or a.shape[1] != w.shape[1] or (b is not None and b.shape != w.shape[:1]):
         raise UnsupportedError(

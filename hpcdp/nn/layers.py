@@ -39,11 +39,15 @@ class Dense(Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        return functional.dense(x, self.weight, self.bias, self.activation)
+
+    def check(self, x: Tensor) -> None:
+        """Refuse inputs of other shapes; the first one settles what was left open."""
         if x.ndim >= 2:
             deferred.settle(self.weight, x.shape[-1])
         if x.ndim < 2 or x.shape[-1] != self.weight.shape[0]:
             raise _refuse(self, f"(batch, {self.weight.shape[0]})", x)
-        return functional.dense(x, self.weight, self.bias, self.activation)
 
     def describe(self) -> str:
         return ", ".join(str(n) for n in deferred.shape_of(self.weight)) + _options(self)
@@ -78,6 +82,11 @@ class Conv2D(Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check(x)
+        return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.activation)
+
+    def check(self, x: Tensor) -> None:
+        """Refuse inputs of other shapes; the first one settles what was left open."""
         if x.ndim == 4:
             deferred.settle(self.weight, x.shape[1])
         _, channels, height, width = self.weight.shape
@@ -86,7 +95,6 @@ class Conv2D(Module):
         top, left = self.padding
         if x.shape[2] + 2 * top < height or x.shape[3] + 2 * left < width:
             raise _refuse(self, f"(batch, {channels}, >= {height - 2 * top}, >= {width - 2 * left})", x)
-        return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.activation)
 
     def describe(self) -> str:
         out, channels, *kernel = deferred.shape_of(self.weight)

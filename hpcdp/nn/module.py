@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..errors import ConfigError
+from ..state import Cut
 from .hybrid import Graph, Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
@@ -28,12 +29,14 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("_data_hook", "name")
+    __slots__ = ("_data_hook", "cut", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
         super().__init__(data)
         self.name = name
+        self.cut: Cut | None = None
+        """Which part of a whole parameter this is, where ranks compute a layer together: see `hpcdp.parallel`."""
         self.attach_grad(grad_req)
 
     @property

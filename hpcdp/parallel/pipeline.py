@@ -33,6 +33,8 @@ Loss = Callable[[Any, Array], Tensor]
 class Trains(Protocol):
     """What a pipeline asks of a `Trainer`."""
 
+    virtual_shards: int | None
+
     @property
     def world(self) -> World | None: ...
 
@@ -156,7 +158,7 @@ class Pipeline(Module):
             The sum of the losses of this copy's samples, before the update, on each of its ranks.
 
         Raises:
-            ConfigError: the trainer has another world.
+            ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches.
             DataError: ``x`` and ``y`` differ in length.
         """
         if trainer.world is not self.replicas:
@@ -164,6 +166,9 @@ class Pipeline(Module):
                 "Pipeline.step", where="trainer", expected="one whose world is the pipeline's replicas", got="another",
                 remedy="Trainer(pipeline.parameters(), optimizer, pipeline.replicas)",
             )  # fmt: skip
+        if trainer.virtual_shards is not None:
+            raise ConfigError("Pipeline.step", where="trainer", expected="one without reproducible=True",
+                              got=f"one of {trainer.virtual_shards} virtual shards")  # fmt: skip
         if len(x) != len(y):
             raise DataError("Pipeline.step", expected="a label for each sample", got=f"{len(x)} and {len(y)}")
         spans = pieces(len(x), self._micro_batches)

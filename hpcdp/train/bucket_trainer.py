@@ -24,12 +24,14 @@ from ..gradients.critical_path import BucketTimes
 from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
 from . import trainer_states
+from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .trainer import CommunicationStats, Trainer, checked_count, described, trained, unfinished, what_ranks_share
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
+_SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
 
 class BucketTrainer(Trainer):
@@ -83,13 +85,14 @@ class BucketTrainer(Trainer):
         items += [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
                   f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
         require_same(self.world.comm, "Trainer", items)
+        room_for = share_over_parts(ours, self.world, self.compression)
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
         for param in ours:
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
-        layout, overlap = plan(described(ours), bucket_cap_mb), False if adding else overlap
+        layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited
@@ -336,12 +339,14 @@ class BucketTrainer(Trainer):
 
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""
+        require_whole("save_states", list(self.reducer.params.values()), _SAVED_WHOLE)
         on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("save_states"))
         self.reducer.settle()
         trainer_states.save(self, Path(path))
 
     def load_states(self, path: str | Path) -> None:
         """See `Trainer.load_states`."""
+        require_whole("load_states", list(self.reducer.params.values()), _SAVED_WHOLE)
         on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("load_states"))
         self.reducer.settle()
         trainer_states.load(self, Path(path))

@@ -30,6 +30,7 @@ from ..kvstore import KINDS, KVStore, create
 from ..kvstore.asynchronous import AsyncStore
 from ..optim import Optimizer, require_by_elements
 from . import store_states
+from .parts import require_whole
 from .policy import Policy, Unwritten, stale, stale_anywhere
 from .store_checks import check_settings, check_unused
 from .trainer import CommunicationStats, Trainer, checked_count, trained, what_ranks_share
@@ -66,6 +67,7 @@ class StoreTrainer(Trainer):
         kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
         check_settings(kind, update_on_kvstore, self.policy, for_buckets)
         require_by_elements("Trainer", optimizer)
+        require_whole("Trainer", self._params, "train without a kvstore")
         self.world: World | None = world
         """The ranks; None where a store of one process was made without."""
         if KINDS[kind].scope == "world":

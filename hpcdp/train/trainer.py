@@ -92,7 +92,8 @@ class Trainer:
     Args:
         params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
         optimizer: the update rule, with the same settings on every rank.
-        world: the ranks; default `hpcdp.init()`.
+        world: the ranks; default `hpcdp.init()`. Of a model that is cut those with the same part or stage: the
+            ``replicas`` of `hpcdp.parallel.split_world`, or of a `Pipeline`.
         kvstore: train on a store: one of `kvstore.KINDS`, or a store without keys. Parameters become its keys 0, 1, 2,
             ... None: in buckets.
         update_on_kvstore: whether the store updates, or only sums, and every rank updates. None: it updates.

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import archive
 from ..arrays import to_host
+from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..comm.communicator import join_parts
 from ..errors import ConfigError, DataError
@@ -43,14 +44,19 @@ def state_of(trainer: BucketTrainer) -> dict[str, Any]:
         "states": optimizer_states(trainer.owner, trainer.reducer),
         "virtual_shards": trainer.virtual_shards,
         "arithmetic": arithmetic() if reproducible else None,
-        "layout": {
+        "layout": _of_first_part(trainer.world, {
             "digest": layout.digest,
             "counts": list(layout.counts),
             "slots": {slot.name: {"bucket": slot.bucket, "offset": slot.offset} for slot in layout.slots},
-        },
-    }
+        }),
+    }  # fmt: skip
     own = residuals(trainer.reducer, trainer.compression)
     return state | ({"residuals": own} if own else {})
+
+
+def _of_first_part(world: World, layout: dict[str, Any]) -> dict[str, Any]:
+    """Where ranks have parts of different sizes their buckets differ, and a state says one thing for all."""
+    return layout if world.part_comm is None else world.part_comm.allgather_json(layout)[0]
 
 
 def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
@@ -74,13 +80,13 @@ def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
     trainer.step_count = state["step_count"]
     trainer.loss_scale = state["loss_scale"]
     trainer.num_nonfinite = state["num_nonfinite"]
-    if trainer.world.rank:
+    if trainer.world.rank or (trainer.world.part_comm is not None and trainer.world.part_comm.rank):
         return
     _warn_of_arithmetic(trainer, "load_state_dict", state["arithmetic"] or "")
     if trainer.virtual_shards is None and state["layout"]["digest"] != trainer.reducer.layout.digest:
         warnings.warn(
-            "load_state_dict: buckets were laid out in another way when this was saved (bucket_cap_mb): last bits may "
-            "differ from here on",
+            "load_state_dict: buckets were laid out in another way when this was saved (bucket_cap_mb, or parts): last "
+            "bits may differ from here on",
             stacklevel=4,
         )
 

@@ -102,6 +102,20 @@ def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
     assert losses[4][0] < losses[1][0]  # that of one of two copies
 
 
+def test_a_model_split_by_channels_learns_the_same_on_one_rank_and_on_parts_times_copies():
+    said = {
+        ranks: run_example("split.py", ranks, "--epochs", "2", "--parts", parts)
+        for ranks, parts in ((1, "1"), (4, "2"))
+    }
+    for what, tolerance in (("loss", 0.02), ("accuracy", 0.02)):
+        found = {
+            ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()
+        }
+        assert len(found[1]) == 2 and found[4] == pytest.approx(found[1], rel=tolerance)
+    held = {ranks: sorted({int(each) for each in re.findall(r"has (\d+) of", text)}) for ranks, text in said.items()}
+    assert held[1] == [129068] and held[4] == [64564]
+
+
 def test_asynchronous_calls_compute_the_same_and_keep_to_their_bound():
     said = [run_example("asynchronous.py", 1, "--size", "60", "--number", "6") for _ in range(2)]
     sums = [re.search(r"the sum of all results is (-?\d+\.\d+)", each)[1] for each in said]

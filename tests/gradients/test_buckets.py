@@ -82,3 +82,12 @@ def test_a_bucket_is_an_eighth_of_the_model_within_bounds(layers, expected_mib):
     assert sizes <= {expected_mib}
     assert layout.counts[0] * 4 == MIB
     assert sizes or len(layout.counts) == 2
+
+
+def test_with_room_for_the_largest_part_all_parts_have_their_parameters_at_the_same_places():
+    parts = [[("a", (5,), F4), ("b", (3, rows), F4), ("c", (700,), F4)] for rows in (100, 131)]
+    layouts = [plan(params, 0.003, 0.002, room_for=[5, 393, 700]) for params in parts]
+    first, second = ([(slot.bucket, slot.offset) for slot in layout.slots] for layout in layouts)
+    assert first == second and layouts[0].counts == layouts[1].counts == plan(parts[1], 0.003, 0.002).counts
+    assert [slot.shape for slot in layouts[0].slots] == [(5,), (3, 100), (700,)]
+    assert plan(parts[0], 0.003, 0.002).counts != layouts[0].counts

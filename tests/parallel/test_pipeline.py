@@ -254,6 +254,17 @@ def test_a_trainer_of_another_world_and_labels_that_are_missing():
         threads.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_reproducible_trainer_is_refused(micro_batches):
+    def rank(world):
+        net = Pipeline(stages(2), LOSS, world, micro_batches=micro_batches)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas, reproducible=True)
+        with pytest.raises(ConfigError, match="one without reproducible=True, got one of 8 virtual shards"):
+            net.step(trainer, *batch(0, 0))
+
+    threads.run(4, rank)
+
+
 def test_pieces():
     assert pieces(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert pieces(2, 4) == [(0, 1), (1, 2)] and pieces(0, 4) == []

@@ -1,0 +1,270 @@
+"""Training on parts times replicas goes as that of the unsplit model on one rank, whatever looks at whole models."""
+
+import numpy as np
+import pytest
+from split_networks import convolutions, mlp, normal, own
+
+import hpcdp
+from hpcdp import autograd, data, nn, optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, MismatchError
+from hpcdp.parallel import ColumnDense, Pipeline, RowDense, split_world
+from hpcdp.parallel.worlds import Split
+from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
+
+LOSS = nn.functional.softmax_cross_entropy
+STEPS, BATCH = 4, 12
+SHAPES = {mlp: (6,), convolutions: (1, 8, 8)}
+
+
+def batch(make, step):
+    rng = np.random.default_rng(step)
+    return rng.normal(size=(BATCH, *SHAPES[make])).astype("f4"), rng.integers(0, 4, BATCH)
+
+
+def train(make, split, optimizer, **settings):
+    """The network and the sums of its losses, after a few steps; ``split`` None: whole, on one rank."""
+    lonely = split is None
+    split = Split(threads.run(1, lambda world: world)[0], threads.run(1, lambda world: world)[0]) if lonely else split
+    net = make(None if lonely else split.parts)
+    copies = split.replicas
+    trainer = Trainer(net.parameters(), optimizer(), copies, **settings)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(make, step)
+        for shard in trainer.own_virtual_shards:
+            number, index = (
+                (trainer.virtual_shards or copies.size),
+                (copies.rank if not trainer.virtual_shards else shard),
+            )
+            mine = slice(BATCH * index // number, BATCH * (index + 1) // number)
+            with autograd.record():
+                loss = LOSS(net(x[mine]), y[mine])
+            loss.backward()
+            trainer.step(len(y[mine]))
+            losses.append(loss.data.sum(dtype="f8"))
+    if not lonely:
+        copies.comm.barrier()
+        losses = np.sum(copies.comm.allgather_json([float(each) for each in losses]), axis=0)
+    return net, losses
+
+
+OPTIMIZERS = {
+    "sgd": (lambda: optim.SGD(lr=0.5, momentum=0.9), {}),
+    "clipped": (lambda: optim.SGD(lr=0.5, momentum=0.9), {"clip_norm": 0.05}),
+    "lars": (lambda: optim.LARS(lr=1.0, trust=0.1, weight_decay=0.01), {}),
+    "adam, beside": (lambda: optim.Adam(lr=0.01), {"overlap": True}),
+}
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("make", [mlp, convolutions])
+@pytest.mark.parametrize(
+    ("n", "num_parts", "per_node"), [(1, 1, None), (2, 2, None), (3, 3, 2), (4, 2, 2), (4, 4, None)]
+)
+def test_losses_and_parameters_are_those_of_the_unsplit_model(n, num_parts, per_node, make, kind, owner):
+    optimizer, settings = OPTIMIZERS[kind]
+    whole, losses = train(make, None, optimizer, **settings)
+    assert losses[-1] != losses[0]
+
+    def rank(world):
+        net, found = train(make, split_world(num_parts, world), optimizer, owner=owner, **settings)
+        np.testing.assert_allclose(found, losses, rtol=1e-4)
+        values = dict(whole.named_parameters())
+        for name, param in net.named_parameters():
+            np.testing.assert_allclose(param.data, own(values[name].data, param), rtol=1e-3, atol=1e-4, err_msg=name)
+
+    threads.run(n, rank, per_node)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("make", [mlp, convolutions])
+def test_on_real_ranks(make):
+    world = hpcdp.init()
+    for num_parts in {world.size, world.size // 2 if world.size % 2 == 0 else world.size}:
+        settings = {"clip_norm": 0.05}
+        optimizer = OPTIMIZERS["clipped"][0]
+        whole, losses = train(make, None, optimizer, **settings)
+        net, found = train(make, split_world(num_parts, world), optimizer, **settings)
+        np.testing.assert_allclose(found, losses, rtol=1e-4)
+        values = dict(whole.named_parameters())
+        for name, param in net.named_parameters():
+            np.testing.assert_allclose(param.data, own(values[name].data, param), rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_counts_what_is_whole_once_and_every_part():
+    """In whole numbers, so exactly: the same norm on any number of parts."""
+
+    def rank(world, num_parts):
+        parts, replicas = split_world(num_parts, world)
+        net = nn.Sequential(ColumnDense(6, 10, parts), RowDense(10, 7, parts), nn.Dense(7, 3))
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.0), replicas)
+        for param in trainer.reducer.params.values():
+            shape = param.data.shape if param.cut is None else param.cut.whole(param.data.shape)
+            param.grad[...] = own(np.arange(np.prod(shape), dtype="f4").reshape(shape) % 7, param)
+            param.grad_hook(param)
+        trainer.allreduce_grads()
+        return trainer.reducer.sum_norm()
+
+    norms = {n: threads.run(n, lambda world, n=n: rank(world, n)) for n in (1, 2, 3, 5)}
+    assert {each for found in norms.values() for each in found} == {norms[1][0]} and norms[1][0] > 0
+    np.testing.assert_allclose(threads.run(4, lambda world: rank(world, 2)), 2 * norms[1][0])
+
+
+def test_a_reproducible_trainer_gives_the_same_bits_on_any_number_of_replicas():
+    def rank(world):
+        net, _ = train(mlp, split_world(2, world), OPTIMIZERS["clipped"][0], reproducible=True, virtual_shards=4,
+                       clip_norm=0.05)  # fmt: skip
+        return [param.data.copy() for param in net.parameters()]
+
+    two, four, eight = (threads.run(n, rank)[:2] for n in (2, 4, 8))
+    for part in range(2):
+        for a, b, c in zip(two[part], four[part], eight[part], strict=True):
+            np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(a, c)
+
+
+@pytest.mark.parametrize("compression", [None, "fp16", "bf16"])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_what_is_whole_stays_alike_to_the_bit(owner, compression):
+    """Where parts differ in size, and sums over nodes depend on where in a message an element lies."""
+
+    def rank(world):
+        parts, replicas = split_world(2, world)
+        net = nn.Sequential(
+            nn.Dense(6, 171, weight_init=normal(1)), nn.Dense(171, 171, activation="relu", weight_init=normal(2)),
+            ColumnDense(171, 15, parts, activation="relu", weight_init=normal(3)),
+            RowDense(15, 181, parts, weight_init=normal(4)), nn.Dense(181, 4, weight_init=normal(5)),
+        )  # fmt: skip
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), replicas, owner=owner,
+                          compression=compression)  # fmt: skip
+        for step in range(STEPS):
+            x, y = batch(mlp, step * 10 + replicas.rank)
+            with autograd.record():
+                loss = LOSS(net(x), y)
+            loss.backward()
+            trainer.step(len(y))
+        world.comm.barrier()
+        return {name: param.data.copy() for name, param in net.named_parameters() if param.cut is None}
+
+    first, *others = threads.run(6, rank, ranks_per_node=2)
+    for found in others:
+        for name, values in first.items():
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_what_is_whole_begins_alike_without_a_seed():
+    def rank(world):
+        parts, replicas = split_world(2, world)
+        net = nn.Sequential(ColumnDense(6, 8, parts), RowDense(8, 7, parts), nn.Dense(7, 4))
+        Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
+        return net[2].weight.data.copy(), net[0].weight.data.copy()
+
+    found = threads.run(4, rank)
+    for whole, part in found[1:]:
+        np.testing.assert_array_equal(whole, found[0][0])
+        assert not np.array_equal(part, found[0][1]) or part is found[2][1]
+    np.testing.assert_array_equal(found[2][1], found[0][1])
+    np.testing.assert_array_equal(found[3][1], found[1][1])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "clipped"])
+@pytest.mark.parametrize(("n", "num_parts"), [(2, 2), (4, 2), (8, 2), (6, 3)])
+def test_stages_of_a_pipeline_may_be_split(n, num_parts, kind):
+    optimizer, settings = OPTIMIZERS[kind]
+    whole, losses = train(mlp, None, optimizer, **settings)
+    values = dict(whole.named_parameters())
+
+    def rank(world):
+        parts, across = split_world(num_parts, world)
+        stages = [
+            lambda: nn.Sequential(
+                ColumnDense(6, 10, parts, activation="relu", weight_init=normal(1)),
+                RowDense(10, 7, parts, activation="relu", weight_init=normal(2)),
+            ),
+            lambda: nn.Sequential(ColumnDense(7, 4, parts, weight_init=normal(3), gather=True)),
+        ]
+        net = Pipeline(stages, LOSS, across, micro_batches=3)
+        copies = net.replicas
+        trainer = Trainer(net.parameters(), optimizer(), copies, **settings)
+        mine = slice(BATCH * copies.rank // copies.size, BATCH * (copies.rank + 1) // copies.size)
+        found = []
+        for step in range(STEPS):
+            x, y = batch(mlp, step)
+            found.append(net.step(trainer, x[mine], y[mine]))
+        world.comm.barrier()
+        np.testing.assert_allclose(np.sum(copies.comm.allgather_json(found), axis=0), losses, rtol=1e-4)
+        for name, param in net.named_parameters():
+            stage, layer, what = name.split(".")
+            expected = values[f"{2 * int(stage) + int(layer)}.{what}"].data
+            np.testing.assert_allclose(param.data, own(expected, param), rtol=1e-3, atol=1e-4, err_msg=name)
+
+    threads.run(n, rank)
+
+
+@pytest.mark.parametrize("make", [mlp, convolutions])
+def test_the_digits_are_learnt_along_the_curve_of_the_unsplit_model(make):
+    """By `fit`, in epochs whose last batch is short, so that copies have different numbers of samples."""
+    x, y = data.load("digits", split="train")[np.arange(301)]
+    x = x if make is convolutions else x.reshape(301, 64)
+
+    def curve(world, num_parts):
+        parts, replicas = split_world(num_parts, world)
+        given = None if world.size == 1 else parts
+        net = make(given, nn.init.Xavier, classes=10) if make is convolutions else make(given, nn.init.Xavier, 64, 10)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), replicas)
+        sampler = data.ShardedSampler(len(x), 24, num_parts=replicas.size, part_index=replicas.rank, seed=3)
+        loader = data.DataLoader(data.ArrayDataset(x, y), sampler, prefetch=0)
+        records = fit(net, trainer, loader, epochs=3, loss=LOSS, world=replicas)
+        return [record["loss"] for record in records]
+
+    alone = threads.run(1, lambda world: curve(world, 1))[0]
+    assert alone[-1] < 0.8 * alone[0]
+    for n, num_parts in ((2, 2), (3, 3), (4, 2), (4, 4)):
+        for found in threads.run(n, lambda world, num_parts=num_parts: curve(world, num_parts)):
+            np.testing.assert_allclose(found, alone, rtol=2e-3)
+
+
+def test_parts_and_replicas():
+    def rank(world):
+        parts, replicas = split_world(2, world)
+        return parts.rank, parts.size, replicas.rank, replicas.size, replicas.part_comm.rank, parts.part_comm
+
+    assert threads.run(6, rank) == [(r % 2, 2, r // 2, 3, r % 2, None) for r in range(6)]
+
+
+@pytest.mark.parametrize("num_parts", [0, 3, -1, 2.0, None])
+def test_numbers_of_parts_that_cannot_be(num_parts):
+    with pytest.raises(ConfigError, match="a number that divides the 4 ranks, got"):
+        threads.run(4, lambda world: split_world(num_parts, world))
+
+
+def test_ranks_that_disagree_and_trainers_that_cannot_be(tmp_path):
+    with pytest.raises(MismatchError, match="num_parts 1 as on rank 0, got num_parts 2"):
+        threads.run(2, lambda world: split_world(world.rank + 1, world))
+
+    def differ(world):
+        parts, replicas = split_world(2, world)
+        net = nn.Sequential(ColumnDense(6, 8, parts), *([nn.Dense(4, 4)] if world.rank else []))
+        Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
+
+    with pytest.raises(MismatchError, match=r"1\.weight"):
+        threads.run(2, differ)
+
+    def rank(world):
+        parts, replicas = split_world(2, world)
+        net = mlp(parts)
+        with pytest.raises(ConfigError, match=r"all of shape \(6, 10\), got a part of shape \(6, 5\).*replicas"):
+            Trainer(net.parameters(), optim.SGD(lr=0.1), world)
+        with pytest.raises(ConfigError, match="train without a kvstore"):
+            Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, kvstore="dist_sync")
+        with pytest.raises(ConfigError, match="fp16 or bf16 with layers that are split, got 2bit"):
+            Trainer(net.parameters(), optim.SGD(lr=0.1), replicas, compression="2bit")
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), replicas)
+        for call in (trainer.save_states, trainer.load_states):
+            with pytest.raises(ConfigError, match=r"checkpoint.Manager\(path, world\)"):
+                call(tmp_path / "states")
+
+    threads.run(2, rank)
