@@ -99,9 +99,9 @@ def test_every_operator_of_chains_is_tested():
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(OPERATORS, OPERATORS)))
-def test_two_operators_and_a_third_are_the_same_bits(first, second, plans):
+def test_two_operators_and_two_more_are_the_same_bits(first, second, plans):
     def chain(self, x, y):
-        return OPERATORS[second](OPERATORS[first](x, y), x) * y
+        return OPERATORS[second](OPERATORS[first](x, y), x) * y + x
 
     for dtype in (np.float32, np.float64):
         net, plain = pair(Chain(chain))
@@ -270,6 +270,12 @@ def test_what_only_the_chain_reads_is_not_kept(plans):
     (plan,) = plans
     assert plan.nbytes == 2 * x.nbytes
     assert len(plan._calls) == kernel_calls(plan) == 1
+
+
+def test_where_only_numpy_would_compute_there_is_no_chain(plans):
+    net, plain = pair(Chain(lambda self, x: self.layer(x).tanh().exp(), layer=nn.Dense(3, 3)))
+    in_both(net, plain, lambda seed: [arrays(4, 3, seed=seed)])
+    assert [kernel_calls(plan) for plan in plans] == [0, 0]
 
 
 def test_numpy_computes_what_is_its_own_in_pieces(plans):

@@ -16,11 +16,11 @@ from ...arrays import Array
 from ...autograd.tape import Gradient
 from ...autograd.tensor import value_of
 from ...kernels.buffers import empty
-from .formulas import BACKWARD, FORWARD, Moving, Term
+from .formulas import BACKWARD, BY_NUMPY, FORWARD, Moving, Term, in_order
 from .graph import Held, Literal, Source
 from .program import Program, evaluated
 
-_WITH_EPILOGUE = ("dense",)
+_WITH_EPILOGUE = ("affine", "dense")
 
 
 class Link:
@@ -79,7 +79,10 @@ def _may_want_gradient(source: Source, held: Sequence[Any]) -> bool:
 
 
 def chained(steps: Sequence[Any], links: Sequence[Link | None]) -> list[list[Link]]:
-    """The links that follow each other, in chains of two or more. Steps without calls, which are views, break none."""
+    """The links that follow each other, where that saves a pass over memory: where the kernel makes two operations.
+
+    Steps without calls, which are views, break no chain.
+    """
     chains: list[list[Link]] = [[]]
     for step, each in zip(steps, links, strict=True):
         if each is None:
@@ -89,7 +92,12 @@ def chained(steps: Sequence[Any], links: Sequence[Link | None]) -> list[list[Lin
         if each.operands is None or not _fits(chains[-1], each):
             chains.append([])
         chains[-1].append(each)
-    return [chain for chain in chains if len(chain) > 1]
+    return [chain for chain in chains if len(chain) > 1 and _num_compiled(chain) > 1]
+
+
+def _num_compiled(chain: list[Link]) -> int:
+    terms = in_order(_forward(each, {}, {}) for each in chain)
+    return sum(term.operation not in BY_NUMPY for term in terms)
 
 
 def _fits(chain: list[Link], following: Link) -> bool:
