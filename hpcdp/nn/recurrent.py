@@ -59,10 +59,10 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         calls += [
             (partial(xp.matmul, out=flat), (rows, w)),
             (kernels_for("epilogue", a).add_bias, (flat, b, False)),
-            (turned.__setitem__, (..., u.T)),
             (cells.__setitem__, ((slice(None), 0), 0)),
             (recurrent.__setitem__, (..., 0)),
         ]
+        calls += [(turned.__setitem__, (..., u.T))] if time > 1 else []
         product = partial(xp.matmul, out=recurrent)
         for t in range(time):
             calls += [(product, (turned, hidden.T))] if t else []
