@@ -3,8 +3,8 @@
 ``python -m hpcdp.benchmarks.hybrid`` first takes the document's network, 512-256-128-2 at batch 1, of which 1000 calls
 are its experiment. The limit is what its three products take with all arrays at hand: by ``numpy.matmul`` with ``out``,
 as anybody would call BLAS, and by the bound method ``dot``, which has the least overhead. Beside them is thin NumPy,
-with biases and activations. Then recorded calls with their backward, and other networks. What comes out must be the
-same bits as without a plan.
+with biases and activations. Then recorded calls with their backward, other networks, and chains of three to six
+elementwise operators on 1 KB to 10 MB. What comes out must be the same bits as without a plan.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import autograd, comm, nn
+from ..nn.tokens import gelu
 from . import program
 from .files import check_writable, write_json
 from .kernels import torch_or_reason
@@ -30,6 +31,26 @@ _DOCUMENTS_S = (0.5037, 0.1873)
 """Of 1000 calls before and after hybridize(), in the document."""
 PRODUCTS, BOUND, EAGER, REPLAY, TORCH = "products", "products, bound", "eager", "replay", "PyTorch"
 
+
+class Chain(nn.Module):
+    """Elementwise operators on an input and a parameter of ``size`` numbers."""
+
+    def __init__(self, compute: Callable[[Any, Any], Any], size: int) -> None:
+        self.weight = nn.Parameter(np.random.default_rng(2).standard_normal((1, size)).astype(np.float32))
+        self._compute = compute
+
+    def forward(self, x: Any) -> Any:
+        return self._compute(x, self.weight)
+
+
+CHAINS: dict[str, Callable[[Any, Any], Any]] = {
+    "multiply, add, ReLU": lambda x, w: nn.functional.relu(x * w + 0.1),
+    "and tanh": lambda x, w: nn.functional.relu(x * w + 0.1).tanh(),
+    "multiply, add, ReLU, multiply, subtract": lambda x, w: nn.functional.relu(x * w + 0.1) * w - x,
+    "multiply, add, GELU, multiply, subtract, divide": lambda x, w: (gelu(x * w + 0.1) * 0.5 - x) / 2.0,
+    "multiply, add, sigmoid, multiply, subtract, exp": lambda x, w: ((x * w + 0.1).sigmoid() * w - x).exp(),
+}
+_CHAIN_SIZES = (256, 25_600, 2_560_000)
 
 Case = tuple[str, Callable[[], nn.Module], tuple[int, ...], bool]
 """Name, network, shape of the input, and whether the call is recorded and its backward follows."""
@@ -137,6 +158,12 @@ def cases(brief: bool) -> list[Case]:
             ("LeNet", nn.models.lenet, (1, *images), True),
             ("LeNet", nn.models.lenet, (64, *images), True),
             ("ResNet-18", nn.models.resnet18, (1, *images), False),
+        ]
+        found += [
+            (f"{size * 4 / 1e3:g} KB: {name}", partial(Chain, compute, size), (1, size), records)
+            for size in _CHAIN_SIZES
+            for name, compute in CHAINS.items()
+            for records in (False, True)
         ]
     return found
 

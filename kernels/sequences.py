@@ -6,15 +6,13 @@ the same in every run.
 
 from __future__ import annotations
 
-import math
-
 import numba
 import numpy as np
 
-from .hyperbolic import tanh
+from . import hyperbolic
+from .hyperbolic import GELU_CUBE, GELU_SLOPE
 
 _FLOATS = (numba.float32, numba.float64)
-_SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 _LANES = {"reassoc", "contract"}
 
 
@@ -98,9 +96,9 @@ def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-
 @numba.njit([numba.void(f[::1], f[::1]) for f in _FLOATS], nogil=True, cache=True, error_model="numpy")
 def _gelu(x, out):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
-    half, one, slope, cube = kind(0.5), kind(1), kind(_SLOPE), kind(_CUBE)
+    half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
     for i in range(x.size):
-        out[i] = half * x[i] * (one + tanh(slope * (x[i] + cube * x[i] * x[i] * x[i])))
+        out[i] = hyperbolic.gelu(x[i], half, one, slope, cube)
 
 
 def gelu(x: np.ndarray, out: np.ndarray) -> None:
@@ -111,11 +109,9 @@ def gelu(x: np.ndarray, out: np.ndarray) -> None:
 @numba.njit([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS], nogil=True, cache=True, error_model="numpy")
 def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
-    half, one, slope, cube = kind(0.5), kind(1), kind(_SLOPE), kind(_CUBE)
+    half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
     for i in range(x.size):
-        square = x[i] * x[i]
-        y = tanh(slope * x[i] * (one + cube * square))
-        dx[i] = gy[i] * (half * (one + y) + half * x[i] * (one - y * y) * slope * (one + kind(3) * cube * square))
+        dx[i] = hyperbolic.gelu_gradient(gy[i], x[i], half, one, slope, cube)
 
 
 def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from ..kernels.buffers import empty
 from . import tensor
 from .modes import modes
 from .registry import Again, Call, operator
-from .tape import Gradient
+from .tape import Gradient, Pullback
 from .tensor import Tensor, value_of
 
 Derivative = Callable[[Array], Array]
@@ -107,6 +107,12 @@ def power(a: Any, b: Any) -> Tensor:
 def matmul(a: Any, b: Any) -> Tensor:
     """``a @ b``: vectors, matrices, or stacks of matrices in the leading axes, which broadcast."""
     x, y = value_of(a), value_of(b)
+    pullback = gradients_of_product(x, y)
+    return tensor.on_tape(array_namespace(x, y).matmul(x, y), (a, b), pullback, ("matmul", x, y))
+
+
+def gradients_of_product(x: Array, y: Array) -> Pullback:
+    """The pullback of ``x @ y``."""
     xp = array_namespace(x, y)
     wide_x = x if x.ndim > 1 else x[None, :]
     wide_y = y if y.ndim > 1 else y[:, None]
@@ -129,7 +135,7 @@ def matmul(a: Any, b: Any) -> Tensor:
                     product = product.sum(axis=tuple(range(product.ndim - 2))).reshape(shape)
                 gradient.add(sum_to(product, shape))
 
-    return tensor.on_tape(xp.matmul(x, y), (a, b), pullback, ("matmul", x, y))
+    return pullback
 
 
 @operator("maximum", ("a", "b"))

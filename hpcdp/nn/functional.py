@@ -7,6 +7,7 @@ that is used again (`kernels.buffers`) or straight into a leaf's gradient.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,40 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             dx.add(place)
 
     return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback, again)
+
+
+@operator("affine", ("a", "b", "bias"))
+def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
+    """``activation(a @ b + bias)`` as these three operations round it, bias and activation in one pass over memory.
+
+    Plans of hybridized networks have it in their place; `dense` is what to call.
+
+    Args:
+        bias: as long as the last axis of the product, and of its dtype, float32 or float64.
+        activation: "relu" or None.
+    """
+    x, y, row = (as_tensor(each).data for each in (a, b, bias))
+    whole, relu = contiguous(row), is_relu(activation)
+    xp = array_namespace(x, y, row)
+    out = xp.matmul(x, y)
+    add_bias = kernels_for("epilogue", out).add_bias
+    add_bias(out.reshape(-1, row.size), whole, relu)
+    of_product = operators.gradients_of_product(x, y)
+
+    def pullback(gy: Array, dbias: Gradient | None, da: Gradient | None, db: Gradient | None) -> None:
+        g = gy
+        if relu:
+            g = empty(out.shape, out.dtype, xp)
+            kernels_for("epilogue", gy).relu_gradient(contiguous(gy), out, g)
+        if dbias is not None:
+            dbias.add(operators.sum_to(g, row.shape))
+        of_product(g, da, db)
+
+    def again(place: Array) -> list[Call]:
+        product = (partial(xp.matmul, out=place), (x, y))
+        return [*refreshed(whole, row), product, (add_bias, (place.reshape(-1, row.size), whole, relu))]
+
+    return on_tape(out, (bias, a, b), pullback, again)
 
 
 def is_relu(activation: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .. import kernels
@@ -36,3 +37,9 @@ def contiguous(gy: Array) -> Array:
 def refreshed(copy: Array, x: Array) -> list[Call]:
     """The call that copies ``x`` to ``copy`` again, or none where that is ``x`` itself."""
     return [] if copy is x else [(copy.__setitem__, (..., x))]
+
+
+def called(calls: Iterable[Call]) -> None:
+    """Make each of ``calls``."""
+    for function, args in calls:
+        function(*args)

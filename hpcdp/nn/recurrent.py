@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
+from ..autograd.registry import Call, operator
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
 from .init import Initialiser, Xavier
 from .module import Module, Parameter
-from .operands import alike, contiguous, kernels_for
+from .operands import alike, called, contiguous, kernels_for, refreshed
 
 
+@operator("lstm", ("x", "weight", "recurrent_weight", "bias"))
 def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     """A whole sequence through an LSTM that begins with zeros, as one operation.
 
@@ -32,7 +35,8 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     Returns:
         The hidden values of all steps, ``(batch, time, size)``.
     """
-    a, w, u, b = (contiguous(as_tensor(each).data) for each in (x, weight, recurrent_weight, bias))
+    given = [as_tensor(each).data for each in (x, weight, recurrent_weight, bias)]
+    a, w, u, b = map(contiguous, given)
     xp = alike("lstm", a, w, u, b)
     size = u.shape[0]
     if a.ndim != 3 or w.shape != (a.shape[2], 4 * size) or u.shape != (size, 4 * size) or b.shape != (4 * size,):
@@ -45,16 +49,27 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     rows = a.reshape(batch * time, features)
     gates = empty((batch, time, 4 * size), a.dtype, xp)
     flat = gates.reshape(batch * time, 4 * size)
-    xp.matmul(rows, w, out=flat)
-    kernels_for("epilogue", a).add_bias(flat, b, False)
     cells, out = empty((batch, time + 1, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
-    hidden, recurrent = xp.empty((batch, size), dtype=a.dtype), xp.zeros((4 * size, batch), dtype=a.dtype)
-    turned = xp.ascontiguousarray(u.T)  # which both products of a step take a quarter to a third less time with
-    cells[:, 0] = 0
-    for t in range(time):
-        if t:
-            xp.matmul(turned, hidden.T, out=recurrent)
-        compute.lstm_step(gates, recurrent, t, cells, out, hidden)
+    hidden, recurrent = xp.empty((batch, size), dtype=a.dtype), xp.empty((4 * size, batch), dtype=a.dtype)
+    turned = xp.empty((4 * size, size), dtype=a.dtype)
+    """With which both products of a step take a quarter to a third less time than with ``u``."""
+
+    def again(place: Array) -> list[Call]:
+        calls = [call for pair in zip((a, w, u, b), given, strict=True) for call in refreshed(*pair)]
+        calls += [
+            (partial(xp.matmul, out=flat), (rows, w)),
+            (kernels_for("epilogue", a).add_bias, (flat, b, False)),
+            (cells.__setitem__, ((slice(None), 0), 0)),
+            (recurrent.__setitem__, (..., 0)),
+        ]
+        calls += [(turned.__setitem__, (..., u.T))] if time > 1 else []
+        product = partial(xp.matmul, out=recurrent)
+        for t in range(time):
+            calls += [(product, (turned, hidden.T))] if t else []
+            calls += [(compute.lstm_step, (gates, recurrent, t, cells, place, hidden))]
+        return calls
+
+    called(again(out))
 
     def pullback(
         gy: Array, dx: Gradient | None, dweight: Gradient | None, drecurrent: Gradient | None, dbias: Gradient | None
@@ -80,7 +95,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
             xp.matmul(each, w.T, out=place.reshape(rows.shape))
             dx.add(place)
 
-    return on_tape(out, (x, weight, recurrent_weight, bias), pullback)
+    return on_tape(out, (x, weight, recurrent_weight, bias), pullback, again)
 
 
 class LSTM(Module):
@@ -93,8 +108,6 @@ class LSTM(Module):
         in_features: None: that of the first input.
         weight_init: called for the weights of each gate; None is `init.Xavier()`.
     """
-
-    is_traceable = False
 
     def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
         if min(1 if in_features is None else in_features, size) < 1:

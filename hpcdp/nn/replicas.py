@@ -34,6 +34,9 @@ class Replicas(Module):
     Batch normalisation takes the statistics of each device's piece; running ones are kept by each device, those of the
     first are the network's ("Dive into Deep Learning", section 12.6, does the same).
 
+    Where ``net`` is hybridized, its calls on the first device take its plans; all others are made as usual, and so are
+    those of hybridized replicas.
+
     Args:
         net: a network whose parameters have their shapes; what it does to a batch it does to each sample.
         devices: where, each once. The first is where ``net`` is, with its own parameters.
@@ -104,6 +107,7 @@ class _OnDevice(Module):
 def _copy(net: Module, device: Device) -> Module:
     """Modules of its own, with the same random generators and settings, and buffers on the device."""
     there = copy.copy(net)
+    there.hybridize(False)  # its plans are those of ``net``, and its parameters are others in each call
     for name, value in vars(net).items():
         if isinstance(value, Module):
             setattr(there, name, _copy(value, device))

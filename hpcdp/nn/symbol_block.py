@@ -57,7 +57,9 @@ class SymbolBlock(Module):
     """A network from the files of `Module.export`, made by `load`.
 
     It computes what the exported network predicted, to the bit; its parameters have the same names, get gradients, and
-    can be trained further (layers go on as in prediction: batch normalisation by running statistics, no dropout).
+    can be trained further (layers go on as in prediction: batch normalisation by running statistics, no dropout). It
+    takes batches of any size, and all else as it was when exported: what follows may count on it, as the divisor of a
+    mean or the number of learnt places does.
 
     Source: the model is that of Gluon's ``SymbolBlock.imports``.
     """
@@ -113,10 +115,10 @@ class SymbolBlock(Module):
             raise DataError("load", where=where, expected="a graph that can be computed", got=error) from error
 
     def forward(self, *inputs: Any) -> Any:
-        given = [(each.ndim, str(each.dtype)) for each in inputs]
-        expected = [(len(each.shape), each.dtype) for each in self._graph.inputs]
+        given = [(each.ndim, tuple(each.shape[1:]), str(each.dtype)) for each in inputs]
+        expected = [(len(each.shape), each.shape[1:], each.dtype) for each in self._graph.inputs]
         if given != expected:
-            shapes = ", ".join(f"{each.dtype} of shape (batch, ...) as {each.shape}" for each in self._graph.inputs)
+            shapes = ", ".join(f"{each.dtype} of shape {_any_batch(each.shape)}" for each in self._graph.inputs)
             got = ", ".join(f"{each.dtype} of shape {tuple(each.shape)}" for each in inputs)
             raise ConfigError("SymbolBlock", where="inputs", expected=shapes, got=got or "none")
         return self._run(inputs)
@@ -144,6 +146,10 @@ class SymbolBlock(Module):
 
     def describe(self) -> str:
         return f"{len(self._graph.nodes)} operations"
+
+
+def _any_batch(shape: tuple[int, ...]) -> str:
+    return f"({', '.join(['batch', *map(str, shape[1:])])})" if shape else "()"
 
 
 def _require_name(where: Path, name: str) -> None:

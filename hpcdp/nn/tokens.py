@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from ..arrays import Array, from_host, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
+from ..autograd.registry import Call, operator
 from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
@@ -14,9 +16,10 @@ from . import deferred
 from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
 from .module import Module, Parameter
-from .operands import alike, contiguous, kernels_for
+from .operands import alike, called, contiguous, kernels_for, refreshed
 
 
+@operator("embedding", ("tokens", "weight"))
 def embedding(tokens: Any, weight: Any) -> Tensor:
     """The row of ``weight`` for each token.
 
@@ -35,13 +38,19 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
     xp = alike("embedding", w)
     if numbers.dtype.kind not in "iu":
         raise UnsupportedError("embedding", expected="integer tokens", got=numbers.dtype)
-    if is_host(numbers) and numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < w.shape[0]:
-        raise DataError(
-            "embedding", where="tokens", expected=f"0 to {w.shape[0] - 1}",
-            got=f"{int(numbers.min())} to {int(numbers.max())}",
-        )  # fmt: skip
-    rows = (from_host(numbers, w) if is_host(numbers) else numbers).reshape(-1).astype(xp.int64)
-    out = xp.take(w, rows, axis=0, out=empty((rows.shape[0], w.shape[1]), w.dtype, xp))
+    rows = xp.empty(math.prod(numbers.shape), dtype=xp.int64)
+    out = empty((rows.shape[0], w.shape[1]), w.dtype, xp)
+
+    def look_up(place: Array) -> None:
+        if is_host(numbers) and numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < w.shape[0]:
+            raise DataError(
+                "embedding", where="tokens", expected=f"0 to {w.shape[0] - 1}",
+                got=f"{int(numbers.min())} to {int(numbers.max())}",
+            )  # fmt: skip
+        rows[...] = (from_host(numbers, w) if is_host(numbers) else numbers).reshape(-1)
+        xp.take(w, rows, axis=0, out=place)
+
+    look_up(out)
 
     def pullback(gy: Array, _: None, dweight: Gradient | None) -> None:
         if dweight is not None:
@@ -51,9 +60,13 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
             kernels_for("sequences", w, reference_sequences).add_rows(place, rows, values)
             dweight.add(place)
 
-    return on_tape(out.reshape(*numbers.shape, w.shape[1]), (None, weight), pullback)
+    return on_tape(
+        out.reshape(*numbers.shape, w.shape[1]), (None, weight), pullback,
+        lambda place: [(look_up, (place.reshape(out.shape),))],
+    )  # fmt: skip
 
 
+@operator("layer_norm", ("x", "scale", "shift"))
 def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     """``scale * (x - mean) / sqrt(variance + eps) + shift`` with mean and variance over the last axis.
 
@@ -61,7 +74,8 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
         x: shape ``(..., features)``.
         scale: shape ``(features,)``; ``shift`` likewise.
     """
-    a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
+    given = [as_tensor(each).data for each in (x, scale, shift)]
+    a, gamma, beta = map(contiguous, given)
     xp = alike("layer_norm", a, gamma, beta)
     if a.ndim < 2 or gamma.shape != a.shape[-1:] or beta.shape != gamma.shape:
         raise UnsupportedError(
@@ -74,6 +88,10 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
     compute.layer_norm(rows, gamma, beta, out, saved, eps)
 
+    def again(place: Array) -> list[Call]:
+        copies = [call for pair in zip((a, gamma, beta), given, strict=True) for call in refreshed(*pair)]
+        return [*copies, (compute.layer_norm, (rows, gamma, beta, place.reshape(rows.shape), saved, eps))]
+
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
         places = [xp.empty(gamma.shape, dtype=gamma.dtype) if each is None else each.empty() for each in gradients[1:]]
         dx = empty(rows.shape, a.dtype, xp)
@@ -82,12 +100,14 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
             if gradient is not None:
                 gradient.add(place)
 
-    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback)
+    return on_tape(out.reshape(a.shape), (x, scale, shift), pullback, again)
 
 
+@operator("gelu")
 def gelu(x: Any) -> Tensor:
     """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
-    a = contiguous(as_tensor(x).data)
+    given = as_tensor(x).data
+    a = contiguous(given)
     xp = alike("gelu", a)
     compute = kernels_for("sequences", a, reference_sequences)
     out = empty(a.shape, a.dtype, xp)
@@ -99,9 +119,10 @@ def gelu(x: Any) -> Tensor:
             compute.gelu_gradient(contiguous(gy), a, place)
             dx.add(place)
 
-    return on_tape(out, (x,), pullback)
+    return on_tape(out, (x,), pullback, lambda place: [*refreshed(a, given), (compute.gelu, (a, place))])
 
 
+@operator("causal_attention", ("parts",))
 def causal_attention(parts: Any, heads: int) -> Tensor:
     """What each place takes from itself and those before it (Vaswani et al. 2017, sections 3.2.1 to 3.2.3).
 
@@ -113,7 +134,8 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
     Returns:
         The heads side by side, ``(batch, time, width)``.
     """
-    a = contiguous(as_tensor(parts).data)
+    given = as_tensor(parts).data
+    a = contiguous(given)
     xp = alike("causal_attention", a)
     if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads):
         expected = f"shape (batch, time, 3 width) with a width that {heads} heads divide"
@@ -130,12 +152,20 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
     queries, keys, values = split(a, 3)
     chances = empty((batch, heads, time, time), a.dtype, xp)
     flat = chances.reshape(batch * heads, time, time)
-    xp.matmul(queries, keys.swapaxes(-1, -2), out=chances)
-    compute.causal_shift(flat, factor)
-    xp.exp(flat, out=flat)
-    compute.normalise_rows(flat)
     out = empty((batch, time, width), a.dtype, xp)
-    split(out, 1)[0][...] = xp.matmul(chances, values)
+
+    def again(place: Array) -> list[Call]:
+        (into,) = split(place, 1)
+        return [
+            *refreshed(a, given),
+            (partial(xp.matmul, out=chances), (queries, keys.swapaxes(-1, -2))),
+            (compute.causal_shift, (flat, factor)),
+            (partial(xp.exp, out=flat), (flat,)),
+            (compute.normalise_rows, (flat,)),
+            (lambda: into.__setitem__(..., xp.matmul(chances, values)), ()),
+        ]
+
+    called(again(out))
 
     def pullback(gy: Array, dparts: Gradient | None) -> None:
         if dparts is None:
@@ -150,7 +180,7 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
         dkeys[...] = xp.matmul(scores.swapaxes(-1, -2), queries)
         dparts.add(place)
 
-    return on_tape(out, (parts,), pullback)
+    return on_tape(out, (parts,), pullback, again)
 
 
 class Embedding(Module):
@@ -159,8 +189,6 @@ class Embedding(Module):
     Args:
         weight_init: None is ``init.Normal(0.02)``.
     """
-
-    is_traceable = False
 
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
         self.weight = Parameter((weight_init or Normal(0.02))((num_tokens, features)))
@@ -179,8 +207,6 @@ class LayerNorm(Module):
         features: None: those of the first input.
     """
 
-    is_traceable = False
-
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
         self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
         self.eps = eps
@@ -197,8 +223,6 @@ class LayerNorm(Module):
 class GELU(Module):
     """See `gelu`."""
 
-    is_traceable = False
-
     def forward(self, x: Tensor) -> Tensor:
         return gelu(x)
 
@@ -212,8 +236,6 @@ class CausalSelfAttention(Module):
     Raises:
         ConfigError: ``heads`` does not divide ``width``.
     """
-
-    is_traceable = False
 
     def __init__(self, width: int, heads: int, weight_init: Initialiser | None = None) -> None:
         if heads < 1 or width % heads:

@@ -84,6 +84,64 @@ def test_activations_join_what_they_follow_alone():
     assert operators(rewritten(graph_of(Both(), zeros(1, 3)), True)) == ["dense", "relu", "add"]
 
 
+class Products(nn.Module):
+    """Products with and without what can be added to them in place."""
+
+    def __init__(self):
+        rng = np.random.default_rng(3)
+        self.weight, self.bias = (nn.Parameter(rng.standard_normal(s).astype(np.float32)) for s in ((4, 4), (4,)))
+        self.row, self.wide = nn.Parameter(zeros(1, 4) + 1), nn.Parameter(zeros(4) + 0.5)
+        self.table = rng.standard_normal((3, 4, 4)).astype(np.float32)
+
+    def forward(self, x):
+        x = nn.functional.relu(x @ self.weight + self.bias)  # affine + relu
+        x = self.wide + x @ self.table  # affine of a stack of matrices
+        x = (x @ self.weight + self.bias).tanh() * 0.5  # affine, which goes on as a chain
+        y = x @ self.weight
+        z = x * 2  # another operator between
+        z = z + (y + self.bias)
+        two = z @ self.weight
+        return two + self.bias + two.sum(), z[0, 0] @ self.weight + self.bias, z @ self.weight + self.row
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 1, 4), (3, 5, 4)])
+def test_biases_join_products_to_the_same_bits(shape):
+    net, plain = Products(), Products()
+    graph = graph_of(net, zeros(*shape))
+    joined = ["affine+relu", "affine", "affine", "tanh", "multiply", "matmul", "multiply", "add", "add", "matmul",
+              "add", "sum", "add", "getitem", "affine", "matmul", "add"]  # fmt: skip
+    assert operators(rewritten(graph, True)) == joined
+    for seed in range(4):
+        found = []
+        for each in (net, plain):
+            x = autograd.Tensor(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+            x.attach_grad()
+            hooks = []
+            for param in each.parameters():
+                param.grad_hook = lambda param, hooks=hooks: hooks.append(param.name)
+            with autograd.record():
+                results = each(x)
+                heads = [each.transpose() for each in results]
+            autograd.backward(heads)
+            found.append([*(each.data for each in (*results, *each(x))), x.grad, np.array(hooks)])
+            found[-1] += [param.grad for param in each.parameters()]
+        for own, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
+def test_a_bias_of_another_dtype_is_added_as_usual():
+    class Mixed(nn.Module):
+        def __init__(self):
+            self.weight, self.bias = nn.Parameter(zeros(4, 4) + 0.1), nn.Parameter(np.full(4, 0.1))
+
+        def forward(self, x):
+            return x @ self.weight + self.bias
+
+    net = Mixed()
+    assert operators(rewritten(graph_of(net, zeros(2, 4)), False)) == ["matmul", "add"]
+    assert net(zeros(2, 4) + 1).dtype == np.float64
+
+
 def test_what_nobody_needs_is_left_out():
     class Wasteful(nn.Module):
         def forward(self, x):

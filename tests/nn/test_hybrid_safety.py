@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import standin
 
+import hpcdp
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
 from hpcdp.errors import ConfigError, HpcdpError
@@ -471,16 +472,77 @@ def test_statistics_move_although_nobody_needs_the_result():
         np.testing.assert_array_equal(net.norm.running_var.data, plain.norm.running_var.data)
 
 
-@pytest.mark.parametrize("make", [nn.models.char_lstm, nn.models.gpt])
-def test_a_network_with_parts_that_are_not_traced_is_called_as_usual(make):
-    net, tokens = make(), np.arange(10).reshape(2, 5) % 7
-    expected = net(tokens)
+def test_layers_find_out_their_shapes_in_a_first_call_without_a_plan(plans):
+    def make():
+        return nn.Sequential(nn.Dense(None, 5, weight_init=nn.init.Xavier(1)), nn.BatchNorm(None), nn.LayerNorm(None))
+
+    net, plain = make(), make()
     net.hybridize()
-    for _ in range(3):
-        found = net(tokens)
-        for ours, theirs in zip(
-            *(each if isinstance(each, tuple) else (each,) for each in (found, expected)), strict=True
-        ):
-            np.testing.assert_array_equal(ours.data, theirs.data)
-    with pytest.raises(ConfigError, match=r"parts that can be traced, got .*Embedding"):
-        net.graph()
+    for seed in range(4):
+        np.testing.assert_array_equal(net(arrays(2, 6, seed=seed)).data, plain(arrays(2, 6, seed=seed)).data)
+    assert len(plans) == 1
+
+
+class Counts(nn.Module):
+    """Changes a tensor of its own in place."""
+
+    def __init__(self, how):
+        self.seen = Tensor(np.zeros(2, np.float32))
+        self.__dict__["how"] = how
+
+    def forward(self, x):
+        self.how(self.seen)
+        return x + 1
+
+
+def assigned(seen):
+    seen[...] = 3
+
+
+def added(seen):
+    seen += 1
+
+
+@pytest.mark.parametrize("how", [assigned, added])
+def test_state_that_a_replay_would_not_change_is_refused(how):
+    net = Counts(how)
+    net(arrays(2))
+    net.hybridize()
+    with pytest.raises(HpcdpError, match=r"_safety\.py:\d+.*got a change in place; return what is to be kept"):
+        net(arrays(2))
+    net.hybridize(False)
+    net(arrays(2))
+
+
+def test_replicas_are_called_as_usual():
+    devices = [hpcdp.cpu(0), hpcdp.cpu(1)]
+
+    def make():
+        return nn.Sequential(nn.Dense(6, 4, weight_init=nn.init.Xavier(1)), nn.BatchNorm(4), nn.ReLU())
+
+    def steps(net, replicas):
+        found = []
+        for seed in range(4):
+            with autograd.record():
+                y = replicas(arrays(5, 6, seed=seed))
+                loss = y * y
+            loss.backward()
+            found += [y.data, *[param.grad.copy() for param in net.parameters()]]
+        for where in devices:
+            found += [tensor.data for _, tensor in replicas.on(where).named_buffers()]
+        return found
+
+    plain = make()
+    expected = steps(plain, nn.Replicas(plain, devices))
+    for part_alone in (True, False):
+        net = make()
+        replicas = nn.Replicas(net, devices)
+        if part_alone:
+            net.hybridize()
+            replicas = nn.Replicas(net, devices)
+        else:
+            replicas.hybridize()
+        for a, b in zip(steps(net, replicas), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(ConfigError, match=r"parts that can be traced, got Replicas"):
+        replicas.graph()

@@ -34,6 +34,8 @@ CASES = {
     "mlp": (lambda: nn.models.mlp(6, 3, (5,)), [(2, 6)]),
     "resnet18": (lambda: nn.models.resnet18((1, 4, 4)), [(2, 1, 4, 4)]),
     "mixed": (Mixed, [(2, 1, 8, 8), (2, 3)]),
+    "char_lstm": (lambda: nn.models.char_lstm((5,), 7, width=6, size=16), [(2, 5)]),
+    "gpt": (lambda: nn.models.gpt((5,), 7, width=12, heads=3, layers=2), [(2, 4)]),
 }
 
 
@@ -43,6 +45,8 @@ def exported(name, tmp_path):
     for number, param in enumerate([*net.parameters(), *(buffer for _, buffer in net.named_buffers())]):
         param.data[...] = np.abs(arrays(*param.shape, seed=number)) * 0.05 + 0.01
     inputs = [arrays(*shape, seed=50 + i) for i, shape in enumerate(shapes)]
+    if name in ("char_lstm", "gpt"):
+        inputs = [np.abs(each * 2).astype(np.int64) for each in inputs]
     net.hybridize()
     expected = net(*inputs)
     net.export(tmp_path / "net")
@@ -87,10 +91,9 @@ def test_what_was_loaded_takes_other_batches_and_can_be_trained(tmp_path):
         np.testing.assert_array_equal(own.grad, other.grad)
     loaded.load_state_dict(net.state_dict())
     assert "operations" in repr(loaded)
-    with pytest.raises(
-        ConfigError, match=r"expected float32 of shape \(batch, \.\.\.\) as \(2, 1, 8, 8\), got float64"
-    ):
-        loaded(x.astype(np.float64))
+    for wrong, got in ((x.astype(np.float64), "float64"), (arrays(5, 1, 8, 9), r"float32 of shape \(5, 1, 8, 9\)")):
+        with pytest.raises(ConfigError, match=rf"expected float32 of shape \(batch, 1, 8, 8\), got {got}"):
+            loaded(wrong)
 
 
 def test_there_is_something_to_export_only_after_a_prediction(tmp_path):

@@ -71,3 +71,27 @@ def test_training_is_the_same_bits(n, name):
     for found, expected in zip(with_plans, without, strict=True):
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_the_update_behind_a_replay_is_one_call_a_bucket(monkeypatch):
+    """Whatever the number of parameters: a plan has nothing to gain from an update of its own."""
+    calls = []
+    update = optim.SGD.update
+    monkeypatch.setattr(
+        optim.SGD, "update", lambda self, *args, **kwargs: calls.append(1) or update(self, *args, **kwargs)
+    )
+
+    def job(world):
+        net = nn.models.mlp(8, 4, (8,) * 20)
+        net.hybridize()
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world)
+        for _ in range(4):
+            with record():
+                loss = F.softmax_cross_entropy(net(np.ones((2, 8), np.float32)), np.array([0, 1]))
+            loss.backward()
+            calls.clear()
+            trainer.step(2)
+        return len(trainer.reducer.buckets), len(net.parameters())
+
+    assert threads.run(1, job) == [(1, 42)]
+    assert len(calls) == 1

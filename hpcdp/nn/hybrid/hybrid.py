@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class Hybrid:
         key = (modes.recording, modes.training, *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
-            if any(type(x.data) is not np.ndarray for x in given) or not self._is_traceable():
+            if any(type(x.data) is not np.ndarray for x in given) or not self._is_traceable() or self._lacks_shapes():
                 return self._module.forward(*given)
             return self._trace(key, given, here)
         for plan in known.plans:
@@ -107,7 +107,7 @@ class Hybrid:
         here = self._here
         if here.modules is not state.modules:
             self._look_at_attributes(here)
-        unknown = sorted({type(each).__name__ for each in self._module.modules() if not each.is_traceable})
+        unknown = sorted({type(each).__name__ for each in _parts(self._module) if not each.is_traceable})
         if unknown:
             raise ConfigError(
                 "hybridize", where=type(self._module).__name__, expected="parts that can be traced",
@@ -126,7 +126,13 @@ class Hybrid:
         return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
 
     def _is_traceable(self) -> bool:
-        return all(each.is_traceable for each in self._module.modules())
+        return all(each.is_traceable for each in _parts(self._module))
+
+    def _lacks_shapes(self) -> bool:
+        """Whether layers are still to find out their shapes, for which some assign attributes."""
+        from ..deferred import shape_of
+
+        return any(None in shape_of(param) for _, param in self._module.named_parameters())
 
     def _look_at_attributes(self, here: _Here) -> None:
         """Forget all plans if an attribute of the module or of its parts is another object."""
@@ -146,6 +152,14 @@ class Hybrid:
         while len(here.known) > _KEYS_KEPT:
             here.known.popitem(last=False)
         return result
+
+
+def _parts(module: Module) -> Iterator[Module]:
+    """The module and all its parts, also those that pass for what they hold, as `Replicas` do."""
+    yield module
+    for value in vars(module).values():
+        if hasattr(value, "is_traceable"):
+            yield from _parts(value)
 
 
 def _described(x: Tensor) -> Key:

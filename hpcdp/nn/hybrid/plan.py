@@ -7,6 +7,7 @@ recorded replay, with the pullbacks of the first: hooks come where they do witho
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,9 +20,16 @@ from ...autograd.modes import modes
 from ...autograd.registry import OPERATORS, Again, Call, Operator
 from ...autograd.tape import Node, Pullback
 from ...errors import HpcdpError, UnsupportedError
+from ...kernels.buffers import empty
 from .arena import Arena
+from .chains import Link, chained, join, link, reads_of
 from .changed import state
+from .formulas import Moving
 from .graph import Graph, Held, Input, Literal, Result, Source
+from .program import direct
+
+_MOVES_FROM = 64 * 1024
+"""Bytes of inputs and outputs from which on to say where they are takes less time than to copy them."""
 
 
 class _Spliced(Node):
@@ -41,11 +49,14 @@ class _Spliced(Node):
 class _Step:
     """What a plan knows of one node."""
 
-    __slots__ = ("calls", "params", "pullback", "sources", "value")
+    __slots__ = ("calls", "kept", "params", "pullback", "sources", "value")
 
     def __init__(self) -> None:
         self.value: Array = None
+        """None where it is never written to memory; see `chains`."""
         self.calls: list[Call] = []
+        self.kept: list[Array] = []
+        """Arrays that calls know by their addresses."""
         self.params: list[Any] = []
         """The parameters that it reads."""
         self.sources: tuple[Source, ...] = ()
@@ -80,7 +91,7 @@ class Shortcut:
             self._place[...] = x
             for function, args in self._calls:
                 function(*args)
-            return Tensor(self._output.copy())
+            return Tensor(_copied(self._output))
         return None
 
 
@@ -96,7 +107,9 @@ class Plan:
         self.graph = graph
         self._keeps = keeps
         self._token = object()
-        self._places = [np.empty_like(each.data) for each in given]
+        self._places: list[Any] = [np.empty_like(each.data) for each in given]
+        """Where inputs are copied to; of large ones that need no copy, where they are."""
+        self._moving_outputs: dict[Result, Moving] = {}
         self._seen: object = None
         """The state of all parameters at which these had no hooks and these arrays."""
         self._arena = None if keeps else Arena()
@@ -104,6 +117,8 @@ class Plan:
         for place, each in zip(self._places, given, strict=True):
             place[...] = each.data
         self._build()
+        for step in self._steps:
+            step.calls = [direct(call) for call in step.calls]
         self._calls = [call for step in self._steps for call in step.calls]
         arrays = [_held_array(each) for each in graph.held]
         pairs = list(zip(graph.held, arrays, strict=True))
@@ -111,10 +126,15 @@ class Plan:
         self._buffers = [pair for pair in pairs if isinstance(pair[0], Tensor) and not hasattr(pair[0], "held")]
         self._parameters_only = not self._buffers
         self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
+        for result, moving in self._moving_outputs.items():
+            moving.array = _copied(moving.array)
+            nowhere = np.broadcast_to(np.empty((), moving.array.dtype), moving.array.shape)
+            self._steps[result.node].value = self._outputs[result] = self._values[result] = nowhere
 
     def _build(self) -> None:
         """Call every operator once, in this plan's memory."""
-        last = self.graph.last_uses()
+        last, uses = self.graph.last_uses(), self.graph.num_uses()
+        links: list[Link | None] = []
         self._values: dict[Source, Array] = {}
         tensors: dict[Source, Any] = {Input(i): Tensor(place) for i, place in enumerate(self._places)}
         roots = list(range(len(self.graph.nodes)))
@@ -139,8 +159,9 @@ class Plan:
                     if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
                         self._arena.release([i for i in range(number) if roots[i] == i and last[i] <= number])
                     value = self._place(value)
-                    step.calls = [_direct(call) for call in _calls(again, value, node.operator)]
+                    step.calls = list(_calls(again, value, node.operator))
             found[0].data = step.value = value
+            links.append(link(step, node.operator, uses[number], operands, self._keeps, self.graph.held))
             for each in node.results():
                 if viewed and any(tensors[each] is one for one in viewed):
                     roots[number] = roots[each.node]
@@ -151,6 +172,39 @@ class Plan:
             self._steps.append(step)
             if self._arena is not None:
                 self._arena.release([i for i in range(number + 1) if roots[i] == i and last[i] <= number])
+        self._join(links)
+
+    def _join(self, links: list[Link | None]) -> None:
+        """Make chains of those that follow each other."""
+        numbers = {id(each): number for number, each in enumerate(links)}
+        chains = chained(self._steps, links)
+        moving = self._moving_in(chains)
+        for chain in chains:
+            first, last = (numbers[id(chain[i])] for i in (0, -1))
+            join(chain, self._keeps, moving)
+            self._steps[first].params = [each for step in self._steps[first : last + 1] for each in step.params]
+        for number, step in enumerate(self._steps):
+            if step.value is None:
+                del self._values[Result(number)]
+
+    def _moving_in(self, chains: list[list[Link]]) -> dict[int, Moving]:
+        """The large inputs that ``chains`` alone read, which need not be copied, and outputs that they alone compute,
+        which can be written where they are returned; by the ids of their arrays."""
+        found: dict[int, Moving] = {}
+        sources = [*(each for node in self.graph.nodes for each in node.inputs), *self.graph.outputs]
+        read = Counter(each for each in sources if isinstance(each, (Input, Result)))
+        for number, place in enumerate(self._places):
+            reads = sum(reads_of(chain, place) for chain in chains)
+            if place.nbytes >= _MOVES_FROM and 0 < reads == read[Input(number)]:
+                found[id(place)] = self._places[number] = Moving(place)
+        for result in {each for each in self.graph.outputs if isinstance(each, Result)}:
+            value = self._values[result]
+            chain = next((each for each in chains if any(one.value is value for one in each)), None)
+            if chain is None or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
+                continue
+            if read[result] == reads_of(chain, value) + 1:
+                found[id(value)] = self._moving_outputs[result] = Moving(value)
+        return found
 
     def _place(self, value: Array) -> Array:
         """Where a node's result lies from now on, with the values of ``value``."""
@@ -169,9 +223,13 @@ class Plan:
         return None if source is None else tensors[source]
 
     @property
+    def _moves(self) -> bool:
+        return bool(self._moving_outputs) or any(isinstance(each, Moving) for each in self._places)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of results, and of inputs' copies, that the plan holds."""
-        places = sum(each.nbytes for each in self._places)
+        places = sum(each.nbytes for each in self._places if not isinstance(each, Moving))
         if self._arena is not None:
             return places + self._arena.nbytes
         own = {id(each.base if each.base is not None else each): each for each in self._values.values()}
@@ -194,18 +252,27 @@ class Plan:
     def replay(self, given: Sequence[Tensor]) -> Any:
         """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
         for place, each in zip(self._places, given, strict=True):
-            place[...] = each.data
+            if isinstance(place, Moving):
+                place.array = each.data if each.data.flags.aligned else each.data.copy()
+            else:
+                place[...] = each.data
+        for moving in self._moving_outputs.values():
+            moving.array = empty(moving.array.shape, moving.array.dtype)
         if self._seen is state.parameters:
             for function, args in self._calls:
                 function(*args)
         else:
             self._run_behind_updates()
+        if not self._keeps:
+            for place in self._places:
+                if isinstance(place, Moving):
+                    place.array = None  # it may be large, and nobody needs it any more
         return self.returned(given)
 
     def shortcut(self) -> Shortcut | None:
         """The shorter way to the same replay, where there is one now."""
         simple = self._parameters_only and not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
-        if not simple or len(self._places) != 1 or self._seen is not state.parameters:
+        if not simple or len(self._places) != 1 or self._seen is not state.parameters or self._moves:
             return None
         place, output = self._places[0], next(iter(self._outputs.values()))
         if not (place.flags.c_contiguous and output.flags.c_contiguous):
@@ -227,7 +294,8 @@ class Plan:
         nodes = self._spliced(given) if self._keeps else None
         found: dict[Source, Any] = {}
         for each, value in self._outputs.items():
-            found[each] = result = Tensor(value.copy("K"))
+            moving = self._moving_outputs.get(each)
+            found[each] = result = Tensor(_copied(value) if moving is None else moving.array)
             if nodes is not None and each.output == 0:
                 result.node = nodes[each.node]
         return self.graph.returned(lambda each: self._returned(each, found, given))
@@ -296,16 +364,13 @@ def _is_elementwise(again: Again | None) -> bool:
     return isinstance(again, tuple) and getattr(np, again[0]).signature is None  # matmul has one
 
 
-def _direct(call: Call) -> Call:
-    """A compiled kernel without the choice among its versions, which takes as long again as a call of a small one."""
-    function: Any = call[0]
-    args = call[1]
-    overloads = getattr(function, "overloads", None)
-    if overloads:
-        chosen = overloads.get(tuple(function.typeof_pyval(each) for each in args))
-        if chosen is not None:
-            return chosen.entry_point, args
-    return call
+def _copied(value: Array) -> Array:
+    """In memory that may have been used before: to get new memory for a large array takes longer than to copy it."""
+    if not value.flags.c_contiguous:
+        return value.copy("K")
+    copy = empty(value.shape, value.dtype)
+    copy[...] = value
+    return copy
 
 
 def _shares(value: Array, operand: Any) -> bool:

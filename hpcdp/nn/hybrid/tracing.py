@@ -21,8 +21,9 @@ _OURS = (str(_HERE), str(_HERE.parents[1] / "autograd"), str(Path(np.__file__).p
 _WORDS = {
     "__bool__": "bool(tensor), as if, while and assert do", "__float__": "float(tensor)", "__int__": "int(tensor)",
     "__repr__": "the text of a tensor, as print() does", "__array__": "a tensor as a NumPy array",
-    "__setitem__": "a change in place", "__index__": "a tensor as an index",
-    "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()",
+    **dict.fromkeys(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"), "a change in place"),
+    "__index__": "a tensor as an index",
+    "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()", "waitall": "autograd.waitall()",
 }  # fmt: skip
 
 
@@ -158,7 +159,8 @@ class TracingRun:
         return tuple(traced) if isinstance(result, tuple) else traced[0]
 
     def settle(self) -> None:
-        """All that was called is computed."""
+        """Refused: no replay would change a tensor of the network, or wait."""
+        _refuse("return what is to be kept, and pass it to the next call, or call hybridize(False)")
 
     def _source(self, x: Any) -> Source:
         if isinstance(x, Traced):
