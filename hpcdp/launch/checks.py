@@ -18,12 +18,16 @@ from .supervise import FORWARDED
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
 
-def check(job: Job) -> list[str]:
+def check(job: Job, *, several_hosts: bool = False) -> list[str]:
     """The words of `Job.mpi_args`, where a job can be started from here.
+
+    Args:
+        several_hosts: whether it will run on more than one.
 
     Raises:
         LaunchError: for a shell that is a rank itself, a program that is missing here, open quotes.
-        ConfigError: for an interface that is not here, or a limit of the watchdog that every rank would refuse.
+        ConfigError: for an interface that is not here or leads to no other host, or a limit of the watchdog that every
+            rank would refuse.
     """
     if launched_ranks() is not None:
         raise LaunchError(
@@ -39,7 +43,7 @@ def check(job: Job) -> list[str]:
     except ValueError as error:
         raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
     if job.interface is not None:
-        interfaces.check(job.interface)
+        interfaces.check(job.interface, several_hosts=several_hosts)
     check_program(job.program[0])
     return further
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hpcdp.errors import LaunchError, listed
 
-from . import agent
+from . import agent, folders
 from .channel import Channel
 from .dialect import LOST_AFTER_S
 from .hosts import Place
@@ -46,6 +46,7 @@ class Guards:
         self._say = say
         self._channels: dict[str, Channel] = {}
         self._folder = Path()
+        self._left_behind = contextlib.ExitStack()
         self._socket: socket.socket | None = None
         self._agents: dict[int, socket.socket] = {}  # by the number of what they wait for
         self._number = 0
@@ -58,7 +59,7 @@ class Guards:
         if self._places and shutil.which("ssh") is None:
             raise LaunchError("reach other hosts", expected="ssh", got="none here", remedy="install OpenSSH's client")
         try:
-            self._folder = _private_folder()
+            self._folder = _private_folder(self._left_behind)
             self._channels = {name: Channel(name) for name in self._places}
             self._wait(lambda channel: channel.is_ready, _REACHED_S, "reach by ssh")
         except BaseException:
@@ -75,7 +76,7 @@ class Guards:
             channel.close()
         if self._socket is not None:
             self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._left_behind.close()
 
     def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: str | None) -> None:
         """Tells every guard what will run: of ``ranks`` processes in all ``servers`` servers, with ``environ`` beside
@@ -245,17 +246,17 @@ class Guards:
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 
 
-def _private_folder() -> Path:
+def _private_folder(left_behind: contextlib.ExitStack) -> Path:
     """A new folder of this user's from which programs may be run; some sites forbid that in /tmp."""
-    for base in (tempfile.gettempdir(), str(Path.home() / ".cache")):
+    prefix = folders.of_this_host("hpcdp-guards")
+    for base in (Path(tempfile.gettempdir()), Path.home() / ".cache"):
         with contextlib.suppress(OSError):
-            Path(base).mkdir(exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix="hpcdp-guards-", dir=base))
+            base.mkdir(exist_ok=True)
+            folder = left_behind.enter_context(folders.new(base, prefix))
             probe = folder / "probe"
             probe.touch(mode=0o700)
             if os.access(probe, os.X_OK) and len(str(folder)) < 90 and not set(" :,;\"'") & set(str(folder)):
                 return folder
-            shutil.rmtree(folder, ignore_errors=True)
     raise LaunchError(
         "launch on other hosts",
         expected="a folder for a program: TMPDIR, or ~/.cache",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from . import machine
+from . import folders, machine
 
 _FOLDER = Path("/dev/shm")
-FOLDER_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _FOLDER_VARIABLES = (
-    FOLDER_VARIABLE,
+    "OMPI_MCA_btl_sm_backing_directory",
     "OMPI_MCA_osc_sm_backing_directory",
     # An mpirun does not start where one of the same process number, which was killed, has left its files.
     "PRTE_MCA_prte_tmpdir_base",
@@ -24,47 +20,21 @@ _PREFIX, _OF_MPICH = "hpcdp-segments-", "mpich_shm_*"
 
 
 @contextlib.contextmanager
-def own_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """``environ`` with a folder of the job's own for the files of Open MPI 5, removed with all that is in it.
-
-    Those of launchers that were killed are removed as well: nobody has their locks any more.
-    """
+def own_folder(environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path | None]]:
+    """``environ`` with a folder of the job's own for the files of Open MPI 5, and that folder, which is removed with
+    all that is in it; None where the user has named others for all of them."""
     unset = [name for name in _FOLDER_VARIABLES if name not in environ]
     with contextlib.ExitStack() as stack:
         folder = None
         if unset:
             with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
-                _remove_left_behind()
-                folder = _make_locked(stack)
-        yield {**environ, **(dict.fromkeys(unset, folder) if folder else {})}
+                folder = stack.enter_context(folders.new(_FOLDER, _PREFIX))
+        yield {**environ, **(dict.fromkeys(unset, str(folder)) if folder else {})}, folder
 
 
-def _make_locked(stack: contextlib.ExitStack) -> str:
-    """A new folder, locked as long as this process lives; ``stack`` removes it."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDER)
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another launcher has come before the lock
-            continue
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(folder):
-            stack.callback(os.close, lock)
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            return folder
-        os.close(lock)
-
-
-def _remove_left_behind() -> None:
-    for folder in _FOLDER.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or one that is removed at this moment
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+def same_folder(name: str) -> contextlib.AbstractContextManager[None]:
+    """On another host the folder that `own_folder` has made on the launcher's."""
+    return folders.named(Path(name), _PREFIX)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,8 @@ def plan(job: Job) -> Plan:
         ConfigError: as that does; an option of srun has a value that cannot be.
     """
     given = allocation()
-    further = check(job if given is not None else dataclasses.replace(job, interface=None))  # the nodes may have others
+    checked = job if given is not None else dataclasses.replace(job, interface=None)  # the nodes may have others
+    further = check(checked, several_hosts=given is not None and len(given.hosts) > 1)
     batch_values.check(
         "launch --mpi-args", batch_values.of_words(further, batch_values.SLURM_SHORT), batch_values.SLURM
     )

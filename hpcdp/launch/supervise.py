@@ -89,7 +89,7 @@ def supervise(
             if family == "mpich":
                 left_behind.enter_context(segments.new_ones_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
-                environ = left_behind.enter_context(segments.own_folder(environ))
+                environ, _ = left_behind.enter_context(segments.own_folder(environ))
             started = None
             if family == "openmpi":
                 places = hosts or ([] if elsewhere else [None] * ranks)

@@ -161,7 +161,8 @@ def test_a_signal_to_the_launcher_leaves_nothing(two_hosts: Cluster, jobs: list[
         jobs[0].process.wait(20)
         wait_for(lambda: not jobs[0].left(1) and not jobs[0].left(2), 12)
         wait_for(lambda: not two_hosts.on(2, ["ls", "/dev/shm"]).stdout, 6)
-        two_hosts.on(1, ["sh", "-c", "rm -rf /dev/shm/* /tmp/hpcdp-hosts-* /tmp/hpcdp-guards-*"])
+        assert launch(two_hosts, "-n", "2", "-H", "node1,node2", "--", "true").returncode == 0
+        assert not two_hosts.on(1, ["sh", "-c", "ls -d /dev/shm/* /tmp/hpcdp-* 2>/dev/null"]).stdout
     else:
         assert jobs[0].end() == status, jobs[0].said()
 
@@ -228,7 +229,8 @@ def test_a_link_that_is_cut_for_five_seconds_ends_nothing(two_hosts: Cluster, jo
         (["-H", "node1,node2,nowhere"], "nowhere: ssh: Could not resolve hostname nowhere"),
         (["-H", "node1,10.77.0.99"], "10.77.0.99: ssh: connect to host 10.77.0.99 port 22"),
         (["-H", "node1,node2:1"], "expected slots for 3 ranks, got 2 on node1:1, node2:1"),
-        (["-H", "node1,node2", "--interface", "ib0"], "expected one of lo, "),
+        (["-H", "node1,node2", "--interface", "ib0"], "expected one of eth0, got 'ib0'"),
+        (["-H", "node1,node2", "--interface", "lo"], "expected one of eth0, got 'lo', which leads to no other host"),
     ],
 )
 def test_what_is_wrong_with_hosts_is_one_line(two_hosts: Cluster, arguments: list[str], says: str) -> None:
@@ -236,6 +238,17 @@ def test_what_is_wrong_with_hosts_is_one_line(two_hosts: Cluster, arguments: lis
     done = launch(two_hosts, "-n", "3", *arguments, "--", sys.executable, "-c", "print('started')")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert says in done.stderr and time.monotonic() - started < 15
+
+
+def test_a_folder_that_the_user_names_for_segments_stays(two_hosts: Cluster) -> None:
+    for host in (1, 2):
+        two_hosts.on(host, ["sh", "-c", "mkdir /dev/shm/mine; echo kept >/dev/shm/mine/file"])
+    mine = ["--env", "OMPI_MCA_btl_sm_backing_directory=/dev/shm/mine"]
+    done = launch(two_hosts, "-n", "2", "-H", "node1,node2", *mine, "--", sys.executable, "-c", "import hpcdp")
+    assert done.returncode == 0, done.stderr
+    for host in (1, 2):
+        assert two_hosts.on(host, ["cat", "/dev/shm/mine/file"]).stdout == "kept\n"
+        two_hosts.on(host, ["rm", "-r", "/dev/shm/mine"])
 
 
 def test_more_ranks_than_cores_are_not_bound(two_hosts: Cluster) -> None:

@@ -66,18 +66,19 @@ def test_only_new_ones_that_nobody_uses_are_removed() -> None:
 
 
 def test_a_folder_of_the_jobs_own_goes_with_it_unless_the_user_named_one() -> None:
-    with segments.own_folder({"A": "b"}) as environ:
-        folder = Path(environ["OMPI_MCA_btl_sm_backing_directory"])
+    with segments.own_folder({"A": "b"}) as (environ, folder):
+        assert folder is not None
         (folder / "segment").touch()
         assert environ.pop("A") == "b"
         assert len(environ) == 3 and set(environ.values()) == {str(folder)}
     assert not folder.exists()
-    with segments.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as environ:
+    with segments.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as (environ, own):
+        assert str(own).startswith("/dev/shm/hpcdp-")
         assert environ.pop("OMPI_MCA_btl_sm_backing_directory") == "/mine"
         assert all(value.startswith("/dev/shm/hpcdp-") for value in environ.values())
         environ["OMPI_MCA_btl_sm_backing_directory"] = "/mine"
-    with segments.own_folder(environ) as same:
-        assert same == environ
+    with segments.own_folder(environ) as (same, none):
+        assert same == environ and none is None
 
 
 @pytest.mark.skipif(
@@ -92,25 +93,34 @@ def test_the_files_of_mpirun_are_in_the_jobs_own_folder() -> None:
 
 
 def test_a_folder_is_removed_once_its_launcher_has_gone() -> None:
-    name = segments.FOLDER_VARIABLE
     left = Path(tempfile.mkdtemp(prefix="hpcdp-segments-", dir="/dev/shm"))
     (left / "sm_segment.0").write_bytes(b"memory")
-    with segments.own_folder({}) as first:
-        assert Path(first[name]).is_dir() and not left.exists()
-        Path(first[name], "sm_segment.0").touch()
-        with segments.own_folder({}) as second:
-            assert second[name] != first[name] and Path(first[name], "sm_segment.0").exists()
-        assert not Path(second[name]).exists() and Path(first[name]).exists()
-    assert not Path(first[name]).exists()
+    with segments.own_folder({}) as (_, first):
+        assert first is not None and first.is_dir() and not left.exists()
+        (first / "sm_segment.0").touch()
+        with segments.own_folder({}) as (_, second):
+            assert second not in (None, first) and (first / "sm_segment.0").exists()
+        assert not second.exists() and first.exists()
+    assert not first.exists()
+
+
+def test_the_folder_of_a_job_from_another_host_is_removed_with_its_guard_alone() -> None:
+    folder = Path(f"/dev/shm/hpcdp-segments-{uuid.uuid4().hex}")
+    with segments.same_folder(str(folder)):
+        (folder / "sm_segment.1").touch(mode=0o600)
+        with segments.own_folder({}):  # a job that is started on that host
+            assert (folder / "sm_segment.1").exists()
+        with segments.same_folder(str(folder)):  # a second name of one host
+            pass
+    assert not folder.exists()
 
 
 def test_folders_of_launchers_that_start_at_once_are_never_one(tmp_path: Path) -> None:
     code = """
-import os, sys
 from hpcdp.launch import segments
 for _ in range(300):
-    with segments.own_folder({}) as environ:
-        os.mkdir(environ[segments.FOLDER_VARIABLE] + "/mine")
+    with segments.own_folder({}) as (_, folder):
+        (folder / "mine").mkdir()
 """
     jobs = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [job.communicate(timeout=60)[1] for job in jobs] == [""] * 3
