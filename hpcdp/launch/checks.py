@@ -10,10 +10,10 @@ from pathlib import Path
 
 from hpcdp.errors import LaunchError
 
-from . import ProgramMissingError, interfaces
+from . import ProgramMissingError, interfaces, mpi_library
 from .inside import launched_ranks
 from .job import Job
-from .supervise import FORWARDED
+from .supervise import FORWARDED, say
 
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
@@ -46,6 +46,18 @@ def check(job: Job, *, several_hosts: bool = False) -> list[str]:
         interfaces.check(job.interface, several_hosts=several_hosts)
     check_program(job.program[0])
     return further
+
+
+def warn_of_other_library(job: Job, family: str) -> None:
+    """A line on stderr where the program's environment has an MPI library of another family than that whose mpirun or
+    srun starts it: each rank would be a world of one."""
+    other = mpi_library.of_other_environment(job.program[0])
+    if other is None or other.family == family or "MPI4PY_LIBMPI" in {**os.environ, **job.env}:
+        return
+    say(
+        f"{job.program[0]} is of an environment with {other.name}, and is started for {mpi_library.FAMILIES[family]}: "
+        f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
+    )
 
 
 def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:

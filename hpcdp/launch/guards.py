@@ -170,7 +170,8 @@ class Guards:
             if key == "rank":
                 rank, pid, cores = value
                 self._watch.note(Start(rank, pid, channel.host))
-                self._say(f"rank {rank} is pid {pid} on {channel.host}, cores {cores or 'unknown: it has ended'}")
+                where = f"pid {pid} on {channel.host}, cores {cores or 'unknown: it has ended'}"
+                self._say(f"{self._watch.name(rank)} is {where}")
             elif key == "rank_end":
                 rank, pid, status = value
                 end = End(rank, pid, status, time.monotonic(), self._watch.server(rank), channel.host)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import folders, mpi_library, segments, slurm_allocation, sync
-from .checks import check, check_binding
+from .checks import check, check_binding, warn_of_other_library
 from .dialect import Dialect
 from .environment import environment_of_hosts, travelling
 from .guards import Guards
@@ -39,6 +39,7 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
     dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
+    warn_of_other_library(job, library.family)
     if given is not None:
         slurm_allocation.check(job, given, library.family)
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
@@ -82,7 +83,7 @@ def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect
     environ = {**os.environ, **command.env}
     tell(f"{library.name}, {command.argv[0]}")
     for each in places:
-        tell(f"{each.name}: {each.ranks} ranks" + (f", {each.servers} servers" if each.servers else ""))
+        tell(f"{each.name}: ranks {each.ranks}, servers {each.servers}")
     with Guards(others, tell) as guards:
         cores = guards.cores()
         for each in places:

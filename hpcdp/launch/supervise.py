@@ -25,7 +25,7 @@ from .guards import Guards
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, end_orphans
 from .started import Started, listed
-from .watch import BEREFT, End, Start, Watch, first_failure, name_of
+from .watch import BEREFT, End, Watch, first_failure, name_of
 from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -213,7 +213,7 @@ def _forward_signals(
         if started is not None:
             started.look()
         if verbose:
-            told = _tell_of_starts(watch.starts, told)
+            told = _tell_of_starts(watch, told)
         if guards is not None:
             guards.beat()
             if guards.lost and not is_told_to_end:
@@ -262,12 +262,12 @@ def _output_is_read() -> bool:
     return bool(poll.poll(0))
 
 
-def _tell_of_starts(starts: Sequence[Start], told: int) -> int:
-    for start in starts[told:]:
+def _tell_of_starts(watch: Watch, told: int) -> int:
+    for start in watch.starts[told:]:
         if start.host is None:
             cores = machine.cores_of(start.pid) or "unknown: it has ended"
-            say(f"rank {start.rank} is pid {start.pid} on {socket.gethostname()}, cores {cores}")
-    return len(starts)
+            say(f"{watch.name(start.rank)} is pid {start.pid} on {socket.gethostname()}, cores {cores}")
+    return len(watch.starts)
 
 
 def say(what: object) -> None:

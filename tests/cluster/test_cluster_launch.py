@@ -125,8 +125,12 @@ def test_ranks_know_their_places_and_their_variables(two_hosts: Cluster) -> None
 
 def test_servers_on_hosts(two_hosts: Cluster) -> None:
     program = "import hpcdp; w = hpcdp.init(); print(w.size, w.whole.size, w.whole.num_nodes)"
-    done = launch(two_hosts, "-n", "2", "-s", "2", "-H", "node1,node2", "--", sys.executable, "-c", program)
+    done = launch(two_hosts, "-n", "2", "-s", "2", "-H", "node1,node2", "-v", "--", sys.executable, "-c", program)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["2 4 2"] * 2), done.stderr
+    for name, host in {"rank 0": 1, "rank 1": 2, "server 0 (rank 2)": 1, "server 1 (rank 3)": 2}.items():
+        assert re.search(rf"^hpcdp launch: {re.escape(name)} is pid \d+ on node{host},", done.stderr, re.MULTILINE), (
+            done.stderr
+        )
 
 
 @pytest.mark.parametrize(("does", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 1)])

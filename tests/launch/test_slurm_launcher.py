@@ -179,4 +179,5 @@ def test_without_srun_and_inside_of_ranks(srun: Path, monkeypatch: pytest.Monkey
     srun.unlink()
     monkeypatch.setenv("PATH", str(srun.parent))
     with pytest.raises(LaunchError, match="expected srun on PATH, got none"):
-        slurm.plan(Job(("p",), 2))
+        slurm.run(Job(("p",), 2))
+    assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=2", "p"], "a dry run needs none"
