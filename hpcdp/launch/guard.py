@@ -61,7 +61,7 @@ class Guard:
         """Returns once the job is over here and nothing of it is left."""
         with contextlib.ExitStack() as left_behind:
             if self._folder is None:
-                left_behind.enter_context(segments.new_ones_removed())
+                left_behind.enter_context(segments.files_of_mpich_removed())
             else:
                 left_behind.enter_context(segments.same_folder(self._folder))
             try:

@@ -1,4 +1,5 @@
-"""What a job leaves in /dev/shm, which is memory: ranks that a signal ends do not remove their own segments."""
+"""What a job leaves in /dev/shm, which is memory, and in /tmp: ranks and daemons that a signal ends do not remove their
+own files."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ _FOLDER_VARIABLES = (
     "PRTE_MCA_prte_tmpdir_base",
 )
 _PREFIX, _OF_MPICH = "hpcdp-segments-", "mpich_shm_*"
+# hydra's daemon writes the machine's topology there, wherever TMPDIR is, for its ranks to read.
+_TOPOLOGIES, _DAEMON = (Path("/tmp"), "hydra_hwloc_xmlfile_*"), "hydra_pmi_proxy"
+_CLOCKS_DIFFER_S = 2.0
 
 
 @contextlib.contextmanager
@@ -38,10 +42,11 @@ def same_folder(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def new_ones_removed() -> Iterator[None]:
-    """Removes the segments of MPICH, which takes no folder for them, that were made meanwhile and nobody uses.
+def files_of_mpich_removed() -> Iterator[None]:
+    """Removes what MPICH, which takes no folder for it, has left behind: segments that were made meanwhile and that
+    nobody uses, and files of daemons that have gone.
 
-    Those of jobs that run beside this one are mapped or held open from their making on.
+    Segments of jobs that run beside this one are mapped or held open from their making on.
     """
     before = set(_FOLDER.glob(_OF_MPICH))
     try:
@@ -53,3 +58,15 @@ def new_ones_removed() -> Iterator[None]:
             with contextlib.suppress(OSError):
                 if str(path) not in used and path.stat().st_uid == os.getuid():
                     path.unlink()
+        _remove_topologies()
+
+
+def _remove_topologies() -> None:
+    """Those of this user that are older than every daemon that runs."""
+    folder, names = _TOPOLOGIES
+    oldest_s = min(machine.started_at_s(_DAEMON), default=float("inf")) - _CLOCKS_DIFFER_S
+    for path in folder.glob(names):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if found.st_uid == os.getuid() and found.st_mtime < oldest_s:
+                path.unlink()

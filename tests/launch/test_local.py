@@ -152,7 +152,7 @@ def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -
 
 @pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])
 def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
-    with segments.new_ones_removed():  # by the launcher, unless it is killed itself
+    with segments.files_of_mpich_removed():  # by the launcher, unless it is killed itself
         job = Job(tmp_path)
         children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
         pids = {"launcher": job.launcher.pid, "mpirun": int(children[0]), "rank": job.rank_pid(1)}

@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi_library, segments
+from hpcdp.launch import machine, mpi_library, segments
 
 FAULT = """
 import os, signal, sys, time
@@ -47,7 +48,7 @@ def test_only_new_ones_that_nobody_uses_are_removed() -> None:
     old.touch()
     holder = mapping = None
     try:
-        with segments.new_ones_removed():
+        with segments.files_of_mpich_removed():
             unused.touch()
             other.touch()
             mapped.write_bytes(bytes(4096))
@@ -63,6 +64,27 @@ def test_only_new_ones_that_nobody_uses_are_removed() -> None:
             mapping.close()
         for path in (old, unused, mapped, opened, other):
             path.unlink(missing_ok=True)
+
+
+def test_topologies_of_daemons_that_have_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_TOPOLOGIES", (tmp_path, "hydra_hwloc_xmlfile_*"))
+    now = time.time()
+    daemon = tmp_path / "hydra_pmi_proxy"
+    daemon.symlink_to("/bin/sleep")
+    for name, age_s in {"hydra_hwloc_xmlfile_old": 60, "hydra_hwloc_xmlfile_new": 0, "other": 60}.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - age_s,) * 2)
+    with subprocess.Popen([daemon, "60"]) as running:
+        try:
+            with segments.files_of_mpich_removed():
+                pass
+            assert sorted(path.name for path in tmp_path.glob("*l*")) == ["hydra_hwloc_xmlfile_new"], "a daemon runs"
+        finally:
+            running.kill()
+    monkeypatch.setattr(machine, "started_at_s", lambda name: [])  # other jobs' daemons
+    with segments.files_of_mpich_removed():
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"hydra_pmi_proxy", "other"}
 
 
 def test_a_folder_of_the_jobs_own_goes_with_it_unless_the_user_named_one() -> None:
