@@ -47,7 +47,8 @@ _LINE = re.compile(
     rb"\[(?:mpiexec|proxy:[0-9]+)@[^\]\s]+\] \w+ \([^()]*\): "
     rb"(?:assert \(!closed\) failed|callback returned error status|demux engine error waiting for event|"
     rb"one of the processes terminated badly; aborting|launcher returned error waiting for completion|"
-    rb"process manager error waiting for completion)\r?\n"
+    rb"process manager error waiting for completion|write error \(Broken pipe\)|sock write error|"
+    rb"error sending hdr upstream)\r?\n"
 )
 
 

@@ -78,13 +78,14 @@ class Guards:
             self._socket.close()
         self._left_behind.close()
 
-    def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: str | None) -> None:
+    def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: Path | None) -> None:
         """Tells every guard what will run: of ``ranks`` processes in all ``servers`` servers, with ``environ`` beside
-        the host's own; ``segments`` is the folder of Open MPI's."""
+        the host's own; ``segments`` is a folder that it makes, and removes with all that is in it."""
+        folder = None if segments is None else str(segments)
         for name, channel in self._channels.items():
             place = self._places[name]
             begin = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
-            channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": segments}})
+            channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": folder}})
 
     def know_of(self, ranks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Tells the guard of each host which ranks, with their processes, mpirun says it has started there."""
@@ -140,6 +141,11 @@ class Guards:
                     self._lose(channel, f"has not answered for {silent_s:.0f} s: lost")
                 else:
                     channel.send({"beat": 0})
+
+    def show_banners(self) -> None:
+        """Shows what mpirun's daemons have said of ranks that have failed."""
+        with contextlib.suppress(OSError):
+            os.write(2, b"".join(channel.banners.kept for channel in self._channels.values()))
 
     def end(self) -> None:
         """Has everything ended that is left on the hosts, and waits for that a few seconds."""

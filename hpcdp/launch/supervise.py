@@ -138,10 +138,14 @@ def supervise(
     if elsewhere:
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
     status, told = _explained(ends, mpirun.returncode, family, words)
-    if told is None:
-        words.show_banners()
-    elif told:
+    if told:
         say(told)
+    elif told is None:
+        words.show_banners()
+        if guards is not None:
+            guards.show_banners()
+        if status and not words.has_spoken:
+            say(f"mpirun has ended with status {status}, and has not said why")
     return status
 
 
@@ -163,8 +167,10 @@ def _explained(ends: Sequence[End], code: int, family: str, words: Words) -> tup
     if named is not None and (first is None or first.status is None):
         first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
     if code and (first is None or (first.status is None and first.rank == words.aborted)):
-        who = next((end.who for end in ends if end.rank == words.aborted), None)
-        return code, who and f"{who} has aborted the job with status {code}"
+        if words.aborted is None:
+            return code, None
+        who = next((end.who for end in ends if end.rank == words.aborted), f"rank {words.aborted}")
+        return code, f"{who} has aborted the job with status {code}"
     if first is None or (first.status is None and code == 0):
         return code, None
     if first.status is None:

@@ -106,7 +106,7 @@ class Words:
     def show_banners(self) -> None:
         """Shows what mpirun has said of ranks that have failed; called after `lost`."""
         if self._banners is not None:
-            _write(self._banners.kept)
+            self._write(self._banners.kept)
 
     def refusal(self, is_certain: bool) -> str | None:
         """Why mpirun has started nothing, in its own words, where they have not been shown; called after `lost`.
