@@ -42,6 +42,19 @@ MPI kills them.
 
 _FIRST_LINE = re.compile(rb"\w+ (?:detected|noticed|has exited) .*|MPI_ABORT was invoked on rank .*")
 
+# Of a rank of Open MPI whose connection to another has closed, which it has the status 14 for.
+_BEREFT = [
+    re.compile(rb"\[\S+\] \*\*\* " + words + rb"\r?\n")
+    for words in (
+        rb"An error occurred in Socket closed",
+        rb"reported by process \[[0-9]+,[0-9]+\]",
+        rb"on a NULL communicator",
+        rb"Unknown error",
+        rb"MPI_ERRORS_ARE_FATAL \(processes in this communicator will now abort,",
+        rb"   and MPI will try to terminate your MPI job as well\)",
+    )
+]
+
 # hydra and its daemons, of each other, once a rank has failed.
 _LINE = re.compile(
     rb"\[(?:mpiexec|proxy:[0-9]+)@[^\]\s]+\] \w+ \([^()]*\): "
@@ -65,7 +78,7 @@ class Banners:
     def __init__(self) -> None:
         self.kept = b""
         """What has been kept back."""
-        self._block = b""  # from a rule on
+        self._block = b""  # the beginning of what may be a banner
         self._in_line = False
 
     def pass_on(self, received: bytes) -> bytes:
@@ -82,7 +95,7 @@ class Banners:
                 shown.append(self._block)
                 self._in_line = not self._block.endswith(b"\n")
                 self._block = b""
-            if piece == _RULE and not self._in_line:
+            if (piece == _RULE or _BEREFT[0].fullmatch(piece)) and not self._in_line:
                 self._block = piece
             elif _LINE.fullmatch(piece) and not self._in_line:
                 self.kept += piece
@@ -98,7 +111,11 @@ class Banners:
 
 
 def _is_known(block: bytes) -> bool | None:
-    """Whether what begins with a rule is a known banner; None where only more of it tells."""
+    """Whether what begins as a banner is a known one; None where only more of it tells."""
+    if not block.startswith(_RULE):
+        lines = block.splitlines(keepends=True)
+        fits = all(known.fullmatch(line) for known, line in zip(_BEREFT, lines, strict=False))
+        return fits and (len(lines) == len(_BEREFT) or None)
     text = block[len(_RULE) :]
     first, newline, _ = text.partition(b"\n")
     if not newline and len(text) < len(_RULE):

@@ -138,14 +138,14 @@ def supervise(
     if elsewhere:
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
     status, told = _explained(ends, mpirun.returncode, family, words)
-    if told:
-        say(told)
-    elif told is None:
+    if told is None or status == BEREFT:  # who has left that one is not known
         words.show_banners()
         if guards is not None:
             guards.show_banners()
-        if status and not words.has_spoken:
-            say(f"mpirun has ended with status {status}, and has not said why")
+    if told:
+        say(told)
+    elif told is None and status and not words.has_spoken:
+        say(f"mpirun has ended with status {status}, and has not said why")
     return status
 
 
