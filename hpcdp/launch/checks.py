@@ -70,7 +70,14 @@ def check_binding(job: Job, family: str, processes: int, cores: int, host: str) 
 
 def check_program(name: str) -> None:
     """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program."""
-    if shutil.which(name) is None:
+    found = shutil.which(name)
+    if found is not None and _is_bare_script(Path(found)):
+        raise LaunchError(
+            f"launch {name!r}",
+            got="a script without a first line that begins with #!",
+            remedy="begin it with e.g. #!/bin/sh, or name what runs it, e.g. bash",
+        )
+    if found is None:
         if Path(name).is_file() and not os.access(name, os.X_OK):
             raise LaunchError(
                 f"launch {name!r}",
@@ -78,6 +85,16 @@ def check_program(name: str) -> None:
                 remedy="name what runs it, e.g. python, or make it executable with chmod +x",
             )
         raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
+
+
+def _is_bare_script(program: Path) -> bool:
+    """Whether only a shell would run it: execve(2) refuses a text without #!."""
+    try:
+        with program.open("rb") as file:
+            beginning = file.read(512)
+    except OSError:  # it may be run and not be read
+        return False
+    return not beginning.startswith(b"#!") and b"\0" not in beginning
 
 
 def _check_limits() -> None:
