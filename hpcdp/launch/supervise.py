@@ -106,6 +106,7 @@ def supervise(
                 ended_by = _forward_signals(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
                 )  # fmt: skip
+                failed = watch.failed  # while mpirun ran
                 if guards is not None and mpirun.returncode:  # whose words on ranks may come after it has ended
                     _hear_the_last(watch)
                 count = ranks if started is None else started.end()
@@ -129,7 +130,7 @@ def supervise(
     if family == "srun" and mpirun.returncode > 0:
         return words.status() or mpirun.returncode
     if mpirun.returncode < 0:
-        first = _failed(watch.failed, ends, family)
+        first = _failed(failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
     if mpirun.returncode == 0 and count < ranks:
         words.show_banners()

@@ -166,7 +166,7 @@ def test_a_signal_to_the_launcher_leaves_nothing(two_hosts: Cluster, jobs: list[
         wait_for(lambda: not jobs[0].left(1) and not jobs[0].left(2), 12)
         wait_for(lambda: not two_hosts.on(2, ["ls", "/dev/shm"]).stdout, 6)
         assert launch(two_hosts, "-n", "2", "-H", "node1,node2", "--", "true").returncode == 0
-        assert not two_hosts.on(1, ["sh", "-c", "ls -d /dev/shm/* /tmp/hpcdp-* 2>/dev/null"]).stdout
+        assert not two_hosts.on(1, ["sh", "-c", "ls -d /dev/shm/* /tmp/hpcdp-[hg]* 2>/dev/null"]).stdout
     else:
         assert jobs[0].end() == status, jobs[0].said()
 
