@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _FOLDER_VARIABLES = (
 _PREFIX, _OF_MPICH = "hpcdp-segments-", "mpich_shm_*"
 # hydra's daemon writes the machine's topology there, wherever TMPDIR is, for its ranks to read.
 _TOPOLOGIES, _DAEMON = (Path("/tmp"), "hydra_hwloc_xmlfile_*"), "hydra_pmi_proxy"
-_CLOCKS_DIFFER_S = 2.0
+_CLOCKS_DIFFER_S, _OLD_S = 2.0, 60.0
 
 
 @contextlib.contextmanager
@@ -43,20 +44,25 @@ def same_folder(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def files_of_mpich_removed() -> Iterator[None]:
-    """Removes what MPICH, which takes no folder for it, has left behind: segments that were made meanwhile and that
-    nobody uses, and files of daemons that have gone.
+    """Removes what MPICH, which takes no folder for it, has left behind: segments that were made meanwhile, or by jobs
+    whose launcher was killed, and that nobody uses, and files of daemons that have gone.
 
-    Segments of jobs that run beside this one are mapped or held open from their making on.
+    Segments of jobs that run beside this one are mapped or held open from their making on; those of a job that starts
+    in another container, whose processes are not seen, are young.
     """
     before = set(_FOLDER.glob(_OF_MPICH))
     try:
         yield
     finally:
-        new = set(_FOLDER.glob(_OF_MPICH)) - before  # before who uses them is asked: no later one is taken for unused
-        used = machine.files_in_use(f"{_FOLDER}/") if new else set()
-        for path in new:
+        there = set(_FOLDER.glob(_OF_MPICH))  # before who uses them is asked: no later one is taken for unused
+        used = machine.files_in_use(f"{_FOLDER}/") if there else set()
+        old_s = time.time() - _OLD_S
+        for path in there:
             with contextlib.suppress(OSError):
-                if str(path) not in used and path.stat().st_uid == os.getuid():
+                found = path.stat()
+                if str(path) in used or found.st_uid != os.getuid():
+                    continue
+                if path not in before or found.st_mtime < old_s:
                     path.unlink()
         _remove_topologies()
 

@@ -41,11 +41,13 @@ def test_mpich_leaves_none_behind(fault: str) -> None:
     assert not [name for name in names if Path(name).exists()]
 
 
-def test_only_new_ones_that_nobody_uses_are_removed() -> None:
-    old, unused, mapped, opened, other = (
-        Path(f"/dev/shm/{family}_{uuid.uuid4().hex}_0") for family in (*["mpich_shm"] * 4, "other_shm")
-    )
+def test_only_new_and_old_ones_that_nobody_uses_are_removed() -> None:
+    young, old, unused, mapped, opened, other = paths = [
+        Path(f"/dev/shm/{family}_{uuid.uuid4().hex}_0") for family in (*["mpich_shm"] * 5, "other_shm")
+    ]
+    young.touch()
     old.touch()
+    os.utime(old, (time.time() - 70,) * 2)
     holder = mapping = None
     try:
         with segments.files_of_mpich_removed():
@@ -56,13 +58,15 @@ def test_only_new_ones_that_nobody_uses_are_removed() -> None:
             mapping = mmap.mmap(descriptor, 4096)
             os.close(descriptor)
             holder = opened.open("wb")
-        assert [path.exists() for path in (old, unused, mapped, opened, other)] == [True, False, True, True, True]
+            for path in (mapped, opened, other):
+                os.utime(path, (time.time() - 70,) * 2)
+        assert [path.exists() for path in paths] == [True, False, False, True, True, True]
     finally:
         if holder is not None:
             holder.close()
         if mapping is not None:
             mapping.close()
-        for path in (old, unused, mapped, opened, other):
+        for path in paths:
             path.unlink(missing_ok=True)
 
 
