@@ -63,6 +63,7 @@ _LINE = re.compile(
     rb"process manager error waiting for completion|write error \(Broken pipe\)|sock write error|"
     rb"error sending hdr upstream)\r?\n"
 )
+_BEGINNING = re.compile(rb"\[(?:mpiexec|proxy:[0-9]+)@.{0,300}")  # which may come alone
 
 
 def _pattern(banner: str) -> str:
@@ -79,18 +80,21 @@ class Banners:
         self.kept = b""
         """What has been kept back."""
         self._block = b""  # the beginning of what may be a banner
+        self._begun = b""  # that of a line
         self._in_line = False
 
     def pass_on(self, received: bytes) -> bytes:
         """Without known banners; what may be one is kept until its end has come."""
         shown = []
+        received, self._begun = self._begun + received, b""
         for piece in re.findall(rb"[^\n]*\n|[^\n]+", received):
             if self._block:
                 is_known = _is_known(self._block + piece)
                 if is_known is not False:
                     self._block += piece
                     if is_known:
-                        self.kept += self.end()
+                        self.kept += self._block
+                        self._block = b""
                     continue
                 shown.append(self._block)
                 self._in_line = not self._block.endswith(b"\n")
@@ -99,6 +103,8 @@ class Banners:
                 self._block = piece
             elif _LINE.fullmatch(piece) and not self._in_line:
                 self.kept += piece
+            elif _BEGINNING.fullmatch(piece) and not self._in_line:
+                self._begun = piece
             else:
                 shown.append(piece)
                 self._in_line = not piece.endswith(b"\n")
@@ -106,8 +112,8 @@ class Banners:
 
     def end(self) -> bytes:
         """What may yet become a banner, once nothing more will come."""
-        block, self._block = self._block, b""
-        return block
+        left, self._block, self._begun = self._block + self._begun, b"", b""
+        return left
 
 
 def _is_known(block: bytes) -> bool | None:

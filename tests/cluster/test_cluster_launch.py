@@ -133,11 +133,17 @@ def test_servers_on_hosts(two_hosts: Cluster) -> None:
         )
 
 
-@pytest.mark.parametrize(("does", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 1)])
+@pytest.mark.parametrize(
+    ("does", "status"),
+    [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 1), ("raise ValueError('why')", 1)],
+)
 def test_a_rank_that_fails_elsewhere_is_named(two_hosts: Cluster, jobs: list[Job], does: str, status: int) -> None:
     jobs.append(Job(two_hosts, "node1:2,node2:2", 4, f"if world.rank == 3: time.sleep(0.5); {does}"))
     assert jobs[0].end() == status, jobs[0].said()
-    assert "node2" in jobs[0].said() and ("rank 3" in jobs[0].said() or ",3]" in jobs[0].said()), jobs[0].said()
+    ours = [line for line in jobs[0].said().splitlines() if line.startswith("hpcdp launch: ")]
+    assert len(ours) == 1 and re.match(r"hpcdp launch: rank 3 \(pid \d+ on node2\) ", ours[0]), jobs[0].said()
+    assert ("ValueError: why" in jobs[0].said()) == ("raise" in does)
+    assert "-----" not in jobs[0].said() and "[proxy" not in jobs[0].said()
 
 
 def test_ranks_that_are_killed_before_mpi_is_up_are_named_in_a_line(two_hosts: Cluster) -> None:

@@ -97,6 +97,13 @@ def test_what_is_known_is_kept(text: str) -> None:
     assert shown(text, 100_000) == ("", text)
 
 
+def test_a_line_that_comes_behind_its_beginning_is_known() -> None:
+    banners, at = Banners(), len("[proxy:0@node1] ")
+    assert banners.pass_on(KNOWN[-2][:at].encode()) == b""
+    assert banners.pass_on(f"{KNOWN[-2][at:]}more\n".encode()) == b"more\n"
+    assert banners.kept.decode() == KNOWN[-2]
+
+
 @pytest.mark.parametrize("text", OTHER)
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 def test_what_is_not_known_is_shown(text: str, size: int) -> None:
