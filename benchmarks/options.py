@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -47,7 +48,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         about = self.prog.removeprefix("hpcdp").strip()
-        raise ConfigError(f"{about}: {message}" if about else message, remedy=f"{self.prog} -h lists the options")
+        remedy = f"{self.prog} -h lists the options"
+        if lacks := re.search("(--[a-z-]+): expected one argument$", message):
+            remedy = f"one that begins with - is given as {lacks[1]}=-...; {remedy}"
+        raise ConfigError(f"{about}: {message}" if about else message, remedy=remedy)
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import re
 import tomllib
@@ -64,8 +65,8 @@ class Profile:
     sbatch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, text in _texts(self):
-            _check(f"site profile: {name}", name, text)
+        for name, label, text in _texts(self):
+            _check(f"site profile: {label}", name, text)
         check_name("launcher", self.launcher, LAUNCHERS)
         for variable in self.env:
             if not _VARIABLE.fullmatch(variable):
@@ -147,22 +148,25 @@ def _as_kept(name: str, value: Any) -> Any:
     return value
 
 
-def _texts(profile: Profile) -> Iterator[tuple[str, Any]]:
-    """Every text in a profile, with the name of its key."""
+def _texts(profile: Profile) -> Iterator[tuple[str, str, Any]]:
+    """Every text in a profile, after the name of its key and how that is written: ``env.HOME``."""
     for name in names():
         value = getattr(profile, name)
         if name == "env":
-            yield from ((name, text) for text in value.values() if text != "")
+            yield from ((name, f"env.{variable}", text) for variable, text in value.items() if text != "")
         elif name in _LISTS:
-            yield from ((name, text) for text in value)
+            yield from ((name, name, text) for text in value)
         elif value is not None:
-            yield name, value
+            yield name, name, value
 
 
 def _check(operation: str, name: str, text: Any) -> None:
+    pattern, expected = _VALID.get(name, (".*", "text on one line"))
+    if isinstance(text, bool | int | float | datetime.time | datetime.date):
+        said = str(text).lower() if isinstance(text, bool) else str(text)
+        raise ConfigError(operation, expected=f"{expected}, in quotes", got=said, remedy=f'write "{said}"')
     if not isinstance(text, str) or not text.strip() or not text.isprintable():
         raise ConfigError(operation, expected="text on one line", got=repr(text))
-    pattern, expected = _VALID.get(name, (".*", ""))
     if not re.fullmatch(pattern, text, re.ASCII):
         raise ConfigError(operation, expected=expected, got=repr(text))
 

@@ -94,7 +94,11 @@ def test_the_public_face() -> None:
         (["train", "--epoch", "3"], "unknown train option '--epoch'; did you mean '--epochs'? valid: "),
         (["train", "--epochs", "x"], "setting epochs: expected an integer, got 'x'"),
         (["train", "--lr", "0"], "setting lr: expected more than 0, got 0.0"),
-        (["train", "--lr"], "train: argument --lr: expected one argument; hpcdp train -h lists the options"),
+        (["train", "--lr"], "train: argument --lr: expected one argument; one that begins with - is given as --lr=-"),
+        (
+            ["launch", "-n", "2", "--mpi-args", "-v", "--", "true"],
+            "begins with - is given as --mpi-args=-...; hpcdp launch -h",
+        ),
         (["train", "lenett"], "'lenett'"),
         (["train", "--data", "digitz"], "'digitz'"),
         (["train", "--batch-size", "3", "--ranks", "4"], "at least one sample for each of the 4 ranks, got 3"),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _OUTLIVES_RANKS = "OMPI_MCA_mpi_ft_enable"
 """What that mpirun sets."""
 _LOOKS, _NAP_S = 50, 0.01
+_OF_HYDRA, _HEARD_S = "PMI_RANK", 0.2
+"""MPICH's mpirun ends at once and drops what a rank on another host has just written, such as why it ends the job."""
 
 
 def outlives_ranks() -> bool:
@@ -35,6 +37,8 @@ def end_job(comm_world: MPI.Intracomm, code: int) -> None:
         if comm_world.Get_failed().size == comm_world.size - 1:
             os._exit(code)  # mpirun would forget the status of the only one that is left
         time.sleep(_NAP_S)
+    if _OF_HYDRA in os.environ:
+        time.sleep(_HEARD_S)
     comm_world.Abort(code)
 
 

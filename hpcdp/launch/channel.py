@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .banners import Banners
 from .guard import FIRST_WORDS
 from .quiet import Quiet
 
@@ -35,6 +36,8 @@ class Channel:
         self.heard_s = time.monotonic()
         self._buffer = b""
         self._words, self._quiet = b"", Quiet()
+        self.banners = Banners()
+        """What daemons of mpirun say there at length of ranks that have failed."""
         guard = shlex.join([sys.executable, "-c", _GUARD.format(str(_ROOT))])
         self._ssh = subprocess.Popen(
             [*SSH, *_ALIVE, "--", host, f"exec {guard}"],
@@ -79,8 +82,10 @@ class Channel:
         """Copies what has come on ``err`` to stderr, keeps it before the guard is ready; False at its end."""
         received = os.read(self.err, 1 << 16)
         if self.is_ready:
+            shown = self._quiet.pass_on(received) if received else self._quiet.end()
+            shown = self.banners.pass_on(shown) + (b"" if received else self.banners.end())
             with contextlib.suppress(OSError):
-                os.write(2, self._quiet.pass_on(received) if received else self._quiet.end())
+                os.write(2, shown)
         else:
             self._keep(received)
         return bool(received)

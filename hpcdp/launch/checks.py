@@ -10,20 +10,24 @@ from pathlib import Path
 
 from hpcdp.errors import LaunchError
 
-from . import ProgramMissingError, interfaces
+from . import ProgramMissingError, interfaces, mpi_library
 from .inside import launched_ranks
 from .job import Job
-from .supervise import FORWARDED
+from .supervise import FORWARDED, say
 
 _LIMIT_VARIABLES = ("HPCDP_STALL_S", "HPCDP_TIMEOUT_S")
 
 
-def check(job: Job) -> list[str]:
+def check(job: Job, *, several_hosts: bool = False) -> list[str]:
     """The words of `Job.mpi_args`, where a job can be started from here.
+
+    Args:
+        several_hosts: whether it will run on more than one.
 
     Raises:
         LaunchError: for a shell that is a rank itself, a program that is missing here, open quotes.
-        ConfigError: for an interface that is not here, or a limit of the watchdog that every rank would refuse.
+        ConfigError: for an interface that is not here or leads to no other host, or a limit of the watchdog that every
+            rank would refuse.
     """
     if launched_ranks() is not None:
         raise LaunchError(
@@ -39,9 +43,21 @@ def check(job: Job) -> list[str]:
     except ValueError as error:
         raise LaunchError("launch --mpi-args", expected="closed quotes", got=f"{job.mpi_args!r}: {error}") from error
     if job.interface is not None:
-        interfaces.check(job.interface)
+        interfaces.check(job.interface, several_hosts=several_hosts)
     check_program(job.program[0])
     return further
+
+
+def warn_of_other_library(job: Job, family: str) -> None:
+    """A line on stderr where the program's environment has an MPI library of another family than that whose mpirun or
+    srun starts it: each rank would be a world of one."""
+    other = mpi_library.of_other_environment(job.program[0])
+    if other is None or other.family == family or "MPI4PY_LIBMPI" in {**os.environ, **job.env}:
+        return
+    say(
+        f"{job.program[0]} is of an environment with {other.name}, and is started for {mpi_library.FAMILIES[family]}: "
+        f"its ranks will be worlds of one; use {other.path.parent.parent}/bin/hpcdp launch"
+    )
 
 
 def check_binding(job: Job, family: str, processes: int, cores: int, host: str) -> None:
@@ -54,7 +70,14 @@ def check_binding(job: Job, family: str, processes: int, cores: int, host: str) 
 
 def check_program(name: str) -> None:
     """Raises `ProgramMissingError`, or `LaunchError`, unless this machine has the program."""
-    if shutil.which(name) is None:
+    found = shutil.which(name)
+    if found is not None and _is_bare_script(Path(found)):
+        raise LaunchError(
+            f"launch {name!r}",
+            got="a script without a first line that begins with #!",
+            remedy="begin it with e.g. #!/bin/sh, or name what runs it, e.g. bash",
+        )
+    if found is None:
         if Path(name).is_file() and not os.access(name, os.X_OK):
             raise LaunchError(
                 f"launch {name!r}",
@@ -62,6 +85,16 @@ def check_program(name: str) -> None:
                 remedy="name what runs it, e.g. python, or make it executable with chmod +x",
             )
         raise ProgramMissingError(f"launch {name!r}", got="no such program", remedy="check its name and PATH")
+
+
+def _is_bare_script(program: Path) -> bool:
+    """Whether only a shell would run it: execve(2) refuses a text without #!."""
+    try:
+        with program.open("rb") as file:
+            beginning = file.read(512)
+    except OSError:  # it may be run and not be read
+        return False
+    return not beginning.startswith(b"#!") and b"\0" not in beginning
 
 
 def _check_limits() -> None:

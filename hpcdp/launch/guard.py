@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import pwd
-import shutil
 import signal
 import socket
 import subprocess
@@ -40,7 +39,8 @@ class Guard:
 
     Args:
         begin: how many ``ranks`` run here and ``elsewhere``, how many ``servers`` are among all, the ``workers`` here,
-            the ``environ`` of what is started, and the ``folder`` of Open MPI's segments or None.
+            the ``environ`` of what is started, and the ``folder`` that Open MPI's segments share with no
+            other job, or None.
     """
 
     def __init__(self, begin: dict[str, Any]) -> None:
@@ -61,10 +61,9 @@ class Guard:
         """Returns once the job is over here and nothing of it is left."""
         with contextlib.ExitStack() as left_behind:
             if self._folder is None:
-                left_behind.enter_context(segments.new_ones_removed())
+                left_behind.enter_context(segments.files_of_mpich_removed())
             else:
-                Path(self._folder).mkdir(mode=0o700, exist_ok=True)
-                left_behind.callback(shutil.rmtree, self._folder, ignore_errors=True)
+                left_behind.enter_context(segments.same_folder(self._folder))
             try:
                 while not self._is_over and time.monotonic() - self._heard_s < LOST_AFTER_S:
                     received = self._watch.wait(1.0)
@@ -143,8 +142,9 @@ def problems(folder: str | None, program: str, interface: str | None) -> list[st
     path = program if os.path.isabs(program) or folder is None else os.path.join(folder, program)
     if not os.path.isfile(path) or not os.access(path, os.X_OK):
         found.append(f"there is no program {program}; it must lie at the same path on all hosts")
-    if interface is not None and interface not in interfaces.here():
-        found.append(f"there is no network interface {interface!r}, but {', '.join(interfaces.here())}")
+    wrong = None if interface is None else interfaces.problem(interface)
+    if wrong is not None:
+        found.append(wrong)
     return found
 
 

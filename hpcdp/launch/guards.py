@@ -20,7 +20,7 @@ from typing import Any
 
 from hpcdp.errors import LaunchError, listed
 
-from . import agent
+from . import agent, folders
 from .channel import Channel
 from .dialect import LOST_AFTER_S
 from .hosts import Place
@@ -46,6 +46,7 @@ class Guards:
         self._say = say
         self._channels: dict[str, Channel] = {}
         self._folder = Path()
+        self._left_behind = contextlib.ExitStack()
         self._socket: socket.socket | None = None
         self._agents: dict[int, socket.socket] = {}  # by the number of what they wait for
         self._number = 0
@@ -58,7 +59,7 @@ class Guards:
         if self._places and shutil.which("ssh") is None:
             raise LaunchError("reach other hosts", expected="ssh", got="none here", remedy="install OpenSSH's client")
         try:
-            self._folder = _private_folder()
+            self._folder = _private_folder(self._left_behind)
             self._channels = {name: Channel(name) for name in self._places}
             self._wait(lambda channel: channel.is_ready, _REACHED_S, "reach by ssh")
         except BaseException:
@@ -75,15 +76,16 @@ class Guards:
             channel.close()
         if self._socket is not None:
             self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._left_behind.close()
 
-    def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: str | None) -> None:
+    def begin(self, ranks: int, servers: int, environ: Mapping[str, str], segments: Path | None) -> None:
         """Tells every guard what will run: of ``ranks`` processes in all ``servers`` servers, with ``environ`` beside
-        the host's own; ``segments`` is the folder of Open MPI's."""
+        the host's own; ``segments`` is a folder that it makes, and removes with all that is in it."""
+        folder = None if segments is None else str(segments)
         for name, channel in self._channels.items():
             place = self._places[name]
             begin = {"ranks": place.processes, "elsewhere": ranks - place.processes, "servers": servers}
-            channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": segments}})
+            channel.send({"begin": {**begin, "workers": place.ranks, "environ": dict(environ), "folder": folder}})
 
     def know_of(self, ranks: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Tells the guard of each host which ranks, with their processes, mpirun says it has started there."""
@@ -140,6 +142,11 @@ class Guards:
                 else:
                     channel.send({"beat": 0})
 
+    def show_banners(self) -> None:
+        """Shows what mpirun's daemons have said of ranks that have failed."""
+        with contextlib.suppress(OSError):
+            os.write(2, b"".join(channel.banners.kept for channel in self._channels.values()))
+
     def end(self) -> None:
         """Has everything ended that is left on the hosts, and waits for that a few seconds."""
         for channel in self._channels.values():
@@ -169,7 +176,8 @@ class Guards:
             if key == "rank":
                 rank, pid, cores = value
                 self._watch.note(Start(rank, pid, channel.host))
-                self._say(f"rank {rank} is pid {pid} on {channel.host}, cores {cores or 'unknown: it has ended'}")
+                where = f"pid {pid} on {channel.host}, cores {cores or 'unknown: it has ended'}"
+                self._say(f"{self._watch.name(rank)} is {where}")
             elif key == "rank_end":
                 rank, pid, status = value
                 end = End(rank, pid, status, time.monotonic(), self._watch.server(rank), channel.host)
@@ -245,17 +253,17 @@ class Guards:
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 
 
-def _private_folder() -> Path:
+def _private_folder(left_behind: contextlib.ExitStack) -> Path:
     """A new folder of this user's from which programs may be run; some sites forbid that in /tmp."""
-    for base in (tempfile.gettempdir(), str(Path.home() / ".cache")):
+    prefix = folders.of_this_host("hpcdp-guards")
+    for base in (Path(tempfile.gettempdir()), Path.home() / ".cache"):
         with contextlib.suppress(OSError):
-            Path(base).mkdir(exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix="hpcdp-guards-", dir=base))
+            base.mkdir(exist_ok=True)
+            folder = left_behind.enter_context(folders.new(base, prefix))
             probe = folder / "probe"
             probe.touch(mode=0o700)
             if os.access(probe, os.X_OK) and len(str(folder)) < 90 and not set(" :,;\"'") & set(str(folder)):
                 return folder
-            shutil.rmtree(folder, ignore_errors=True)
     raise LaunchError(
         "launch on other hosts",
         expected="a folder for a program: TMPDIR, or ~/.cache",

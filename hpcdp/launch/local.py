@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hpcdp.errors import LaunchError
 
 from . import mpi_library
-from .checks import check, check_binding
+from .checks import check, check_binding, warn_of_other_library
 from .dialect import Dialect
 from .environment import environment
 from .job import SERVER, Command, Job, Plan
@@ -53,6 +53,7 @@ def _mpirun(job: Job) -> tuple[mpi_library.MpiLibrary, Command]:
     found = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(found)
     check_binding(job, found.family, job.ranks + job.servers, len(os.sched_getaffinity(0)), "this machine")
+    warn_of_other_library(job, found.family)
     dialect = Dialect(found.family, mpi_library.is_open_mpi_4(mpirun))
     argv = [str(mpirun), *dialect.options(job), "-n", str(job.ranks), *further, *job.program]
     if job.servers:

@@ -60,6 +60,18 @@ def files_in_use(prefix: str) -> set[str]:
     return {path for path in found if path.startswith(prefix)}
 
 
+def started_at_s(name: str) -> list[float]:
+    """When each process of that name was started, in seconds since the epoch, give or take one (proc(5))."""
+    found = []
+    booted_s = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            head, _, fields = stat.read_text().rpartition(") ")
+            if head.partition("(")[2] == name:
+                found.append(booted_s + int(fields.split()[19]) / os.sysconf("SC_CLK_TCK"))
+    return found
+
+
 def gpus() -> list[str]:
     """The models of this machine's NVIDIA GPUs, as their driver names them."""
     names = []

@@ -107,6 +107,17 @@ def is_open_mpi_4(mpirun: Path) -> bool:
     return not (mpirun.resolve().parent / "prterun").exists()
 
 
+def of_other_environment(program: str) -> MpiLibrary | None:
+    """The library in the virtual environment that ``program`` lies in, where that is not the one that this runs in and
+    has one; a name is looked for on PATH."""
+    found = shutil.which(program)
+    prefix = Path(found or "/").absolute().parent.parent
+    if not (prefix / "pyvenv.cfg").is_file() or prefix.resolve() == Path(sys.prefix).resolve():
+        return None
+    libraries = ((_family_in(prefix / "lib" / name), prefix / "lib" / name) for name in _SONAMES)
+    return next((MpiLibrary(family, path) for family, path in libraries if family is not None), None)
+
+
 def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
     """The library files that mpi4py tries before it asks the system's linker, in its order."""
     if "MPI4PY_LIBMPI" in environ:

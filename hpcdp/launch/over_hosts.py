@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from . import mpi_library, segments, slurm_allocation, sync
-from .checks import check, check_binding
+from . import folders, mpi_library, segments, slurm_allocation, sync
+from .checks import check, check_binding, warn_of_other_library
 from .dialect import Dialect
 from .environment import environment_of_hosts, travelling
 from .guards import Guards
@@ -33,14 +33,15 @@ def plan(job: Job, *, by_ssh: bool, folder: Path = Path()) -> Plan:
 
 def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.MpiLibrary, Dialect]:
     """With what has been found for it, which takes several milliseconds."""
-    further = check(job)
+    given = None if by_ssh else slurm_allocation.allocation()
+    places = place(job) if job.hosts else ()
+    further = check(job, several_hosts=len(places or (given.hosts if given else ())) > 1)
     library = mpi_library.find_library()
     mpirun = mpi_library.find_mpirun(library)
     dialect = Dialect(library.family, mpi_library.is_open_mpi_4(mpirun))
-    given = None if by_ssh else slurm_allocation.allocation()
+    warn_of_other_library(job, library.family)
     if given is not None:
         slurm_allocation.check(job, given, library.family)
-    places = place(job) if job.hosts else ()
     environ = environment_of_hosts(library, dialect, places, {**os.environ, **job.env})
     environ |= dialect.interface(job.interface)
     if by_ssh:
@@ -66,8 +67,7 @@ def run(job: Job, *, by_ssh: bool) -> int:
     A host that is lost, or says nothing for `dialect.LOST_AFTER_S`, ends the job and is named. Raises `LaunchError`
     also for hosts that cannot be reached, copied to or run the program, each with its name.
     """
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="hpcdp-hosts-") as name:  # 0700
-        folder = Path(name)
+    with _ended_by_signals(), folders.new(Path(tempfile.gettempdir()), folders.of_this_host("hpcdp-hosts")) as folder:
         planned, library, dialect = _planned(job, by_ssh, folder)
         for path, text in planned.files.items():
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -83,7 +83,7 @@ def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect
     environ = {**os.environ, **command.env}
     tell(f"{library.name}, {command.argv[0]}")
     for each in places:
-        tell(f"{each.name}: {each.ranks} ranks" + (f", {each.servers} servers" if each.servers else ""))
+        tell(f"{each.name}: ranks {each.ranks}, servers {each.servers}")
     with Guards(others, tell) as guards:
         cores = guards.cores()
         for each in places:
@@ -92,10 +92,10 @@ def _by_ssh(job: Job, command: Command, library: mpi_library.MpiLibrary, dialect
         if job.sync_dst_dir is not None:
             tell(f"copying {os.getcwd()} to {job.sync_dst_dir} on all hosts")
             sync.copy([each.name for each in places], job.sync_dst_dir)
-        with _segments(dialect, environ) as environ:
+        with _segments(dialect, environ) as (environ, own):
             travels = {name: environ[name] for name in travelling(environ, job.env)}
             processes = job.ranks + job.servers
-            guards.begin(processes, job.servers, travels, environ.get(segments.FOLDER_VARIABLE))
+            guards.begin(processes, job.servers, travels, own)
             guards.check(job.sync_dst_dir or os.getcwd(), program_on_hosts(job), job.interface)
             environ |= dialect.by_ssh(guards.agent())
             tell(str(command))
@@ -151,11 +151,13 @@ def program_on_hosts(job: Job) -> str:
     return name if "/" in name else shutil.which(name) or name
 
 
-def _segments(dialect: Dialect, environ: dict[str, str]) -> contextlib.AbstractContextManager[dict[str, str]]:
-    """``environ`` with the folder of Open MPI 5's segments, which guards make on their hosts as well."""
+def _segments(
+    dialect: Dialect, environ: dict[str, str]
+) -> contextlib.AbstractContextManager[tuple[dict[str, str], Path | None]]:
+    """``environ`` with the folder of Open MPI 5's segments, and that folder, which guards make on their hosts too."""
     if dialect.family == "openmpi" and not dialect.is_open_mpi_4:
         return segments.own_folder(environ)
-    return contextlib.nullcontext(environ)
+    return contextlib.nullcontext((environ, None))
 
 
 def _teller(job: Job) -> Callable[[str], None]:

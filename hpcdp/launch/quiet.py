@@ -26,15 +26,17 @@ class Quiet:
     def __init__(self) -> None:
         self._kept = b""
         self._line = b""  # what has been shown of the line that has not ended
-        self._is_behind_rule = False
+        self._rules = 0  # two for each message of Open MPI's whose zero has not come
 
     def pass_on(self, received: bytes) -> bytes:
         """Without lines that are noise; the beginning of what may be one is kept until its end has come."""
         shown = []
         for piece in re.findall(rb"[^\n]*\n|[^\n]+", self._kept + received):
             self._kept = b""
-            if self._is_behind_rule and piece.startswith(b"\0"):  # that ends a message of Open MPI's
+            # It ends a message of Open MPI's; what others have written may come before it.
+            while self._rules >= 2 and not self._line and piece.startswith(b"\0"):
                 piece = piece[1:]
+                self._rules -= 2
             if not piece:
                 continue
             if not self._line and not piece.endswith(b"\n") and _may_be_noise(piece):
@@ -43,7 +45,7 @@ class Quiet:
             if self._line or not _LINE.fullmatch(piece):
                 shown.append(piece)
             line = (self._line + piece)[-_LONGEST:]
-            self._is_behind_rule = line == _RULE
+            self._rules += line == _RULE
             self._line = b"" if line.endswith(b"\n") else line
         return b"".join(shown)
 

@@ -1,85 +1,78 @@
-"""What a job leaves in /dev/shm, which is memory: ranks that a signal ends do not remove their own segments."""
+"""What a job leaves in /dev/shm, which is memory, and in /tmp: ranks and daemons that a signal ends do not remove their
+own files."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
-import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from . import machine
+from . import folders, machine
 
 _FOLDER = Path("/dev/shm")
-FOLDER_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _FOLDER_VARIABLES = (
-    FOLDER_VARIABLE,
+    "OMPI_MCA_btl_sm_backing_directory",
     "OMPI_MCA_osc_sm_backing_directory",
     # An mpirun does not start where one of the same process number, which was killed, has left its files.
     "PRTE_MCA_prte_tmpdir_base",
 )
 _PREFIX, _OF_MPICH = "hpcdp-segments-", "mpich_shm_*"
+# hydra's daemon writes the machine's topology there, wherever TMPDIR is, for its ranks to read.
+_TOPOLOGIES, _DAEMON = (Path("/tmp"), "hydra_hwloc_xmlfile_*"), "hydra_pmi_proxy"
+_CLOCKS_DIFFER_S, _OLD_S = 2.0, 60.0
 
 
 @contextlib.contextmanager
-def own_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """``environ`` with a folder of the job's own for the files of Open MPI 5, removed with all that is in it.
-
-    Those of launchers that were killed are removed as well: nobody has their locks any more.
-    """
+def own_folder(environ: Mapping[str, str]) -> Iterator[tuple[dict[str, str], Path | None]]:
+    """``environ`` with a folder of the job's own for the files of Open MPI 5, and that folder, which is removed with
+    all that is in it; None where the user has named others for all of them."""
     unset = [name for name in _FOLDER_VARIABLES if name not in environ]
     with contextlib.ExitStack() as stack:
         folder = None
         if unset:
             with contextlib.suppress(OSError):  # a site may forbid it; Open MPI then says what it needs itself
-                _remove_left_behind()
-                folder = _make_locked(stack)
-        yield {**environ, **(dict.fromkeys(unset, folder) if folder else {})}
+                folder = stack.enter_context(folders.new(_FOLDER, _PREFIX))
+        yield {**environ, **(dict.fromkeys(unset, str(folder)) if folder else {})}, folder
 
 
-def _make_locked(stack: contextlib.ExitStack) -> str:
-    """A new folder, locked as long as this process lives; ``stack`` removes it."""
-    while True:
-        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDER)
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another launcher has come before the lock
-            continue
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(folder):
-            stack.callback(os.close, lock)
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            return folder
-        os.close(lock)
-
-
-def _remove_left_behind() -> None:
-    for folder in _FOLDER.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or one that is removed at this moment
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid():
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+def same_folder(name: str) -> contextlib.AbstractContextManager[None]:
+    """On another host the folder that `own_folder` has made on the launcher's."""
+    return folders.named(Path(name), _PREFIX)
 
 
 @contextlib.contextmanager
-def new_ones_removed() -> Iterator[None]:
-    """Removes the segments of MPICH, which takes no folder for them, that were made meanwhile and nobody uses.
+def files_of_mpich_removed() -> Iterator[None]:
+    """Removes what MPICH, which takes no folder for it, has left behind: segments that were made meanwhile, or by jobs
+    whose launcher was killed, and that nobody uses, and files of daemons that have gone.
 
-    Those of jobs that run beside this one are mapped or held open from their making on.
+    Segments of jobs that run beside this one are mapped or held open from their making on; those of a job that starts
+    in another container, whose processes are not seen, are young.
     """
     before = set(_FOLDER.glob(_OF_MPICH))
     try:
         yield
     finally:
-        new = set(_FOLDER.glob(_OF_MPICH)) - before  # before who uses them is asked: no later one is taken for unused
-        used = machine.files_in_use(f"{_FOLDER}/") if new else set()
-        for path in new:
+        there = set(_FOLDER.glob(_OF_MPICH))  # before who uses them is asked: no later one is taken for unused
+        used = machine.files_in_use(f"{_FOLDER}/") if there else set()
+        old_s = time.time() - _OLD_S
+        for path in there:
             with contextlib.suppress(OSError):
-                if str(path) not in used and path.stat().st_uid == os.getuid():
+                found = path.stat()
+                if str(path) in used or found.st_uid != os.getuid():
+                    continue
+                if path not in before or found.st_mtime < old_s:
                     path.unlink()
+        _remove_topologies()
+
+
+def _remove_topologies() -> None:
+    """Those of this user that are older than every daemon that runs."""
+    folder, names = _TOPOLOGIES
+    oldest_s = min(machine.started_at_s(_DAEMON), default=float("inf")) - _CLOCKS_DIFFER_S
+    for path in folder.glob(names):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if found.st_uid == os.getuid() and found.st_mtime < oldest_s:
+                path.unlink()

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from hpcdp.errors import LaunchError
 
 from . import batch_values, mpi_library
-from .checks import check
+from .checks import check, warn_of_other_library
 from .dialect import Dialect
 from .environment import THREAD_VARIABLES
 from .job import Command, Job, Plan
@@ -41,7 +41,14 @@ knows no quotes in quotes and no line breaks."""
 
 
 def run(job: Job) -> int:
-    """Runs ``job`` under srun and returns its exit status; MPI is not started here. Raises as `plan` does."""
+    """Runs ``job`` under srun and returns its exit status; MPI is not started here.
+
+    Raises as `plan` does, and `LaunchError` where there is no srun.
+    """
+    if shutil.which("srun") is None:
+        raise LaunchError(
+            "launch --launcher slurm", expected="srun on PATH", got="none", remedy="--launcher mpi or ssh"
+        )
     (command,) = plan(job).commands
     processes = job.ranks + job.servers
     return supervise(
@@ -54,12 +61,13 @@ def plan(job: Job) -> Plan:
     """The srun of ``job``.
 
     Raises:
-        LaunchError: there is no srun; it lacks the --mpi that the MPI library needs; something was asked for that srun
+        LaunchError: the srun that is here lacks the --mpi that the MPI library needs; something was asked for that srun
             cannot do; and as `hpcdp.launch.checks.check` does.
         ConfigError: as that does; an option of srun has a value that cannot be.
     """
     given = allocation()
-    further = check(job if given is not None else dataclasses.replace(job, interface=None))  # the nodes may have others
+    checked = job if given is not None else dataclasses.replace(job, interface=None)  # the nodes may have others
+    further = check(checked, several_hosts=given is not None and len(given.hosts) > 1)
     batch_values.check(
         "launch --mpi-args", batch_values.of_words(further, batch_values.SLURM_SHORT), batch_values.SLURM
     )
@@ -68,11 +76,8 @@ def plan(job: Job) -> Plan:
             "launch --sync-dst-dir", expected="a file system that all hosts of a Slurm job see", got=job.sync_dst_dir,
             remedy="--launcher ssh copies the working folder",
         )  # fmt: skip
-    if shutil.which("srun") is None:
-        raise LaunchError(
-            "launch --launcher slurm", expected="srun on PATH", got="none", remedy="--launcher mpi or ssh"
-        )
     family = mpi_library.find_library().family
+    warn_of_other_library(job, family)
     argv = ["srun"]
     if not any(argument.startswith("--mpi=") for argument in further):
         argv.append(f"--mpi={_mpi_type(family)}")
@@ -109,7 +114,8 @@ def mpi_types() -> tuple[str, ...]:
 
 
 def _mpi_type(family: str) -> str:
-    needed, there = MPI_TYPES[family], mpi_types()
+    needed = MPI_TYPES[family]
+    there = mpi_types() if shutil.which("srun") else (needed,)
     if needed in there:
         return needed
     raise LaunchError(

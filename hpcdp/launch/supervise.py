@@ -25,7 +25,7 @@ from .guards import Guards
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, end_orphans
 from .started import Started, listed
-from .watch import BEREFT, End, Start, Watch, first_failure, name_of
+from .watch import BEREFT, End, Watch, first_failure, name_of
 from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -87,14 +87,14 @@ def supervise(
     try:
         with contextlib.ExitStack() as left_behind:
             if family == "mpich":
-                left_behind.enter_context(segments.new_ones_removed())
+                left_behind.enter_context(segments.files_of_mpich_removed())
             elif not elsewhere and not is_open_mpi_4(Path(command[0])):
-                environ = left_behind.enter_context(segments.own_folder(environ))
+                environ, _ = left_behind.enter_context(segments.own_folder(environ))
             started = None
             if family == "openmpi":
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
-            words = Words(held=bool(asked))
+            words = Words(held=bool(asked), with_banners=family == "srun")
             mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec, stderr=words.end)
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
@@ -106,6 +106,7 @@ def supervise(
                 ended_by = _forward_signals(
                     mpirun, watch, usr1_has_come, guards, words, started, verbose, goes_on, family
                 )  # fmt: skip
+                failed = watch.failed  # while mpirun ran
                 if guards is not None and mpirun.returncode:  # whose words on ranks may come after it has ended
                     _hear_the_last(watch)
                 count = ranks if started is None else started.end()
@@ -129,14 +130,24 @@ def supervise(
     if family == "srun" and mpirun.returncode > 0:
         return words.status() or mpirun.returncode
     if mpirun.returncode < 0:
-        first = _failed(watch.failed, ends, family)
+        first = _failed(failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
     if mpirun.returncode == 0 and count < ranks:
+        words.show_banners()
         say(f"mpirun has ended with status 0, but not started {ranks} ranks")
         return 1
     if elsewhere:
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
-    return _explained(ends, mpirun.returncode, family, words.named, words.aborted)
+    status, told = _explained(ends, mpirun.returncode, family, words)
+    if told is None or status == BEREFT:  # who has left that one is not known
+        words.show_banners()
+        if guards is not None:
+            guards.show_banners()
+    if told:
+        say(told)
+    elif told is None and status and not words.has_spoken:
+        say(f"mpirun has ended with status {status}, and has not said why")
+    return status
 
 
 def _hear_the_last(watch: Watch) -> None:
@@ -145,30 +156,31 @@ def _hear_the_last(watch: Watch) -> None:
         watch.wait(_LAST_WORDS_S / 20)
 
 
-def _explained(ends: Sequence[End], code: int, family: str, named: Named | None, aborted: int | None) -> int:
-    """The status of the job, once the rank that failed first has been named where mpirun has not done so.
+def _explained(ends: Sequence[End], code: int, family: str, words: Words) -> tuple[int, str | None]:
+    """The status of the job, and what is to be said of the rank that failed first: nothing where all have ended alike
+    and said why, or have stopped early; None where only mpirun's own words tell.
 
-    Open MPI names it and has its status, but says of one that left with status 0 only what may have happened, of a
-    server not that it is one, not always on which host a rank was, and nothing where others have ended well before;
-    and now and then it names another one, which has aborted since its connection to the first had closed.
+    Open MPI says of a rank that left with status 0 only what may have happened, of a server not that it is one, not
+    always on which host a rank was, and nothing where others have ended well before; and now and then it names another
+    one, which has aborted since its connection to the first had closed.
     """
-    first = first_failure(ends, code, _bereft(family))
+    first, named = first_failure(ends, code, _bereft(family)), words.named
     if named is not None and (first is None or first.status is None):
         first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
+    if code and (first is None or (first.status is None and first.rank == words.aborted)):
+        if words.aborted is None:
+            return code, None
+        who = next((end.who for end in ends if end.rank == words.aborted), f"rank {words.aborted}")
+        return code, f"{who} has aborted the job with status {code}"
     if first is None or (first.status is None and code == 0):
-        return code
-    alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
-    names_it = family != "mpich" and first.status != 0 and first.server is None and first.host is None
-    told = {rank for rank in (named and named.rank, aborted) if rank is not None}
-    names_it = names_it and first.rank in told
+        return code, None
     if first.status is None:
-        if not names_it:
-            say(f"{first}; the status of mpirun is {code}{f' ({name_of(code - 128)})' if code > 128 else ''}")
-        return code
-    if not names_it and not alike and first.exit_status != _STOPPED:
-        ended_well = any(end.status == 0 and end.at_s < first.at_s for end in ends)
-        say(str(first).removesuffix(" before the others") if ended_well else first)
-    return first.exit_status or 1
+        return code, f"{first}; the status of mpirun is {code}{f' ({name_of(code - 128)})' if code > 128 else ''}"
+    alike = first.exit_status < 128 and {end.status for end in ends} == {first.status}
+    if first.exit_status == _STOPPED or (alike and words.has_spoken):
+        return first.exit_status or 1, ""
+    ended_well = any(end.status == 0 and end.at_s < first.at_s for end in ends)
+    return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
 
 
 def _as_named(end: End, named: Named) -> End:
@@ -213,7 +225,7 @@ def _forward_signals(
         if started is not None:
             started.look()
         if verbose:
-            told = _tell_of_starts(watch.starts, told)
+            told = _tell_of_starts(watch, told)
         if guards is not None:
             guards.beat()
             if guards.lost and not is_told_to_end:
@@ -262,12 +274,12 @@ def _output_is_read() -> bool:
     return bool(poll.poll(0))
 
 
-def _tell_of_starts(starts: Sequence[Start], told: int) -> int:
-    for start in starts[told:]:
+def _tell_of_starts(watch: Watch, told: int) -> int:
+    for start in watch.starts[told:]:
         if start.host is None:
             cores = machine.cores_of(start.pid) or "unknown: it has ended"
-            say(f"rank {start.rank} is pid {start.pid} on {socket.gethostname()}, cores {cores}")
-    return len(starts)
+            say(f"{watch.name(start.rank)} is pid {start.pid} on {socket.gethostname()}, cores {cores}")
+    return len(watch.starts)
 
 
 def say(what: object) -> None:

@@ -197,6 +197,11 @@ class Watch:
         """Which server a rank is, None for a worker."""
         return rank - self._workers if rank >= self._workers else None
 
+    def name(self, rank: int) -> str:
+        """``rank 2``, or ``server 0 (rank 2)``."""
+        server = self.server(rank)
+        return f"rank {rank}" if server is None else f"server {server} (rank {rank})"
+
     def all_take(self, number: signal.Signals) -> bool:
         """Whether all ranks have been started, and a signal has lost its default effect, to end them, on each."""
         pids = [pid for _, pid in _ranks_below(self._mpirun)]

@@ -14,6 +14,7 @@ import signal
 import time
 from typing import NamedTuple
 
+from .banners import Banners
 from .quiet import Quiet
 from .watch import BEREFT, Watch
 
@@ -28,7 +29,11 @@ _NAMED = (
     re.compile(rb"Process name: \[[^\]\n]*,(?P<rank>[0-9]+)\]\n +Exit code: +(?P<code>[0-9]+)\s"),
     re.compile(rb"= +PID (?P<pid>[0-9]+) RUNNING AT "),
 )
-_ABORTED = re.compile(rb"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+calling\s+\"abort\"")
+_ABORTED = re.compile(
+    rb"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+calling\s+\"abort\"|"
+    rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort",
+    re.MULTILINE,
+)
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
@@ -50,12 +55,17 @@ class Words:
 
     Args:
         held: whether nothing is shown before a rank has been seen, or ten seconds have passed.
+        with_banners: whether what mpirun says at length of ranks that have failed is shown as it comes; else
+            `show_banners` does it.
     """
 
-    def __init__(self, held: bool = False) -> None:
+    def __init__(self, held: bool = False, with_banners: bool = False) -> None:
         self._read, self.end = os.pipe()
         os.set_blocking(self._read, False)
         self._quiet, self._kept = Quiet(), b""
+        self._banners = None if with_banners else Banners()
+        self.has_spoken = False
+        """Whether anything has been shown, or is held."""
         self._held: bytes | None = b"" if held else None
         self._until_s = time.monotonic() + _HOLD_S
         self._lost: list[str] = []
@@ -89,7 +99,14 @@ class Words:
             pass
         os.close(self._read)
         self._show(self._quiet.end())
+        if self._banners is not None:
+            self._write(self._banners.end())
         return self._lost
+
+    def show_banners(self) -> None:
+        """Shows what mpirun has said of ranks that have failed; called after `lost`."""
+        if self._banners is not None:
+            self._write(self._banners.kept)
 
     def refusal(self, is_certain: bool) -> str | None:
         """Why mpirun has started nothing, in its own words, where they have not been shown; called after `lost`.
@@ -133,7 +150,7 @@ class Words:
         if self.named is None:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         if self.aborted is None and (found := _ABORTED.search(self._kept)):
-            self.aborted = int(found[1])
+            self.aborted = int(found[1] or found[2])
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
             status = int(found[1]) if found[1] else _status_of(found[2].decode(errors="replace"))
@@ -143,6 +160,12 @@ class Words:
         return True
 
     def _show(self, what: bytes) -> None:
+        if self._banners is not None:
+            what = self._banners.pass_on(what)
+        self._write(what)
+
+    def _write(self, what: bytes) -> None:
+        self.has_spoken |= bool(what)
         if self._held is None:
             _write(what)
         else:

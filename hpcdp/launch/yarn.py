@@ -41,7 +41,7 @@ def plan(job: Job) -> Plan:
 
     A container takes ``ranks_per_node`` processes, servers counted, or all of them. Raises `ConfigError` for hosts,
     ``--sync-dst-dir`` and ``--batch-args`` that set what the launcher sets or have a value that cannot be,
-    `LaunchError` where Hadoop is not found.
+    what Hadoop is lacking here is named as it is elsewhere.
     """
     batch.check(job, "yarn")
     folder = batch.folder_of("yarn")
@@ -53,7 +53,8 @@ def plan(job: Job) -> Plan:
     slots = job.ranks + job.servers
     in_each = min(slots, job.ranks_per_node or slots)
     sizes = [min(in_each, slots - begin) for begin in range(0, slots, in_each)]
-    program, jar = _find(os.environ)
+    program, jar = _hadoop(os.environ)
+    program, jar = program or "yarn", jar or _JAR.replace("*", "")
     argv = [program, "jar", jar, _CLIENT, "-jar", jar, "-shell_script", str(folder / "container.sh")]
     wanted = {"num_containers": len(sizes), "appname": "hpcdp", "timeout": _LONGEST_MS}
     if "container_resources" not in given:
@@ -67,15 +68,16 @@ def plan(job: Job) -> Plan:
 def run(job: Job) -> int:
     """Runs ``job`` as an application of YARN and returns its exit status; `batch.run` says what signals do.
 
-    Raises as `plan`.
+    Raises as `plan`, and `LaunchError` where Hadoop is not found.
     """
+    _check_hadoop(os.environ)
     wanted, folder = plan(job), batch.folder_of("yarn")
     submit = functools.partial(_Application, wanted.commands[0].argv, folder / "client", job.verbose)
     return batch.run(wanted, folder, submit)
 
 
-def _find(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The program ``yarn``, and the jar of its distributed shell."""
+def _hadoop(environ: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """The program ``yarn``, and the jar of its distributed shell; None for what is not found."""
     homes = [Path(environ[name]) for name in _HOMES if environ.get(name)]
     programs = [str(home / "bin" / "yarn") for home in homes if os.access(home / "bin" / "yarn", os.X_OK)]
     programs += [found] if (found := shutil.which("yarn", path=environ.get("PATH"))) else []
@@ -84,17 +86,21 @@ def _find(environ: Mapping[str, str]) -> tuple[str, str]:
         path for home in homes for place in ("share/hadoop/yarn", ".") for path in sorted((home / place).glob(_JAR))
     ]
     jars = [path for path in jars if not re.search("-(tests|sources|javadoc|test-sources)[.]jar$", path.name)]
-    if programs and jars:
-        return programs[0], str(jars[0])
-    missing = [] if programs else ["program yarn"]
-    missing += [] if jars else [f"{_JAR} in share/hadoop/yarn"]
-    raise LaunchError(
-        "launch --launcher yarn",
-        where=", ".join(f"{name}={environ.get(name, 'not set')}" for name in _HOMES),
-        expected="Hadoop 3 and its distributed shell",
-        got=f"no {' and no '.join(missing)}",
-        remedy="set HADOOP_YARN_HOME or HADOOP_HOME to where Hadoop is unpacked",
-    )
+    return next(iter(programs), None), next(map(str, jars), None)
+
+
+def _check_hadoop(environ: Mapping[str, str]) -> None:
+    program, jar = _hadoop(environ)
+    missing = [] if program else ["program yarn"]
+    missing += [] if jar else [f"{_JAR} in share/hadoop/yarn"]
+    if missing:
+        raise LaunchError(
+            "launch --launcher yarn",
+            where=", ".join(f"{name}={environ.get(name, 'not set')}" for name in _HOMES),
+            expected="Hadoop 3 and its distributed shell",
+            got=f"no {' and no '.join(missing)}",
+            remedy="set HADOOP_YARN_HOME or HADOOP_HOME to where Hadoop is unpacked",
+        )
 
 
 def _files(job: Job, folder: Path, sizes: Sequence[int]) -> dict[Path, str]:

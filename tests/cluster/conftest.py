@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,13 @@ import pytest
 from hpcdp.benchmarks.cluster import Cluster, obstacle
 
 Run = Callable[[Cluster, int | list[int], str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sigint_is_not_ignored() -> None:
+    """Shells start a command behind which ``&`` stands with SIGINT ignored, and all that it starts would be so."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

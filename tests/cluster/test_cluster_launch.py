@@ -125,15 +125,25 @@ def test_ranks_know_their_places_and_their_variables(two_hosts: Cluster) -> None
 
 def test_servers_on_hosts(two_hosts: Cluster) -> None:
     program = "import hpcdp; w = hpcdp.init(); print(w.size, w.whole.size, w.whole.num_nodes)"
-    done = launch(two_hosts, "-n", "2", "-s", "2", "-H", "node1,node2", "--", sys.executable, "-c", program)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["2 4 2"] * 2), done.stderr
+    done = launch(two_hosts, "-n", "2", "-s", "2", "-H", "node1,node2", "-v", "--", sys.executable, "-c", program)
+    assert done.returncode == 0 and sorted(done.stdout.split()) == ["2", "2", "2", "2", "4", "4"], done.stderr
+    for name, host in {"rank 0": 1, "rank 1": 2, "server 0 (rank 2)": 1, "server 1 (rank 3)": 2}.items():
+        assert re.search(rf"^hpcdp launch: {re.escape(name)} is pid \d+ on node{host},", done.stderr, re.MULTILINE), (
+            done.stderr
+        )
 
 
-@pytest.mark.parametrize(("does", "status"), [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 1)])
+@pytest.mark.parametrize(
+    ("does", "status"),
+    [("os._exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 1), ("raise ValueError('why')", 1)],
+)
 def test_a_rank_that_fails_elsewhere_is_named(two_hosts: Cluster, jobs: list[Job], does: str, status: int) -> None:
     jobs.append(Job(two_hosts, "node1:2,node2:2", 4, f"if world.rank == 3: time.sleep(0.5); {does}"))
     assert jobs[0].end() == status, jobs[0].said()
-    assert "node2" in jobs[0].said() and ("rank 3" in jobs[0].said() or ",3]" in jobs[0].said()), jobs[0].said()
+    ours = [line for line in jobs[0].said().splitlines() if line.startswith("hpcdp launch: ")]
+    assert len(ours) == 1 and re.match(r"hpcdp launch: rank 3 \(pid \d+ on node2\) ", ours[0]), jobs[0].said()
+    assert ("ValueError: why" in jobs[0].said()) == ("raise" in does)
+    assert "-----" not in jobs[0].said() and "[proxy" not in jobs[0].said()
 
 
 def test_ranks_that_are_killed_before_mpi_is_up_are_named_in_a_line(two_hosts: Cluster) -> None:
@@ -161,7 +171,10 @@ def test_a_signal_to_the_launcher_leaves_nothing(two_hosts: Cluster, jobs: list[
         jobs[0].process.wait(20)
         wait_for(lambda: not jobs[0].left(1) and not jobs[0].left(2), 12)
         wait_for(lambda: not two_hosts.on(2, ["ls", "/dev/shm"]).stdout, 6)
-        two_hosts.on(1, ["sh", "-c", "rm -rf /dev/shm/* /tmp/hpcdp-hosts-* /tmp/hpcdp-guards-*"])
+        # The young ones may be a job's that starts.
+        two_hosts.on(1, ["sh", "-c", "touch -c -d '2 minutes ago' /dev/shm/mpich_shm_*"])
+        assert launch(two_hosts, "-n", "2", "-H", "node1,node2", "--", "true").returncode == 0
+        assert not two_hosts.on(1, ["sh", "-c", "ls -d /dev/shm/* /tmp/hpcdp-[hg]* 2>/dev/null"]).stdout
     else:
         assert jobs[0].end() == status, jobs[0].said()
 
@@ -228,7 +241,8 @@ def test_a_link_that_is_cut_for_five_seconds_ends_nothing(two_hosts: Cluster, jo
         (["-H", "node1,node2,nowhere"], "nowhere: ssh: Could not resolve hostname nowhere"),
         (["-H", "node1,10.77.0.99"], "10.77.0.99: ssh: connect to host 10.77.0.99 port 22"),
         (["-H", "node1,node2:1"], "expected slots for 3 ranks, got 2 on node1:1, node2:1"),
-        (["-H", "node1,node2", "--interface", "ib0"], "expected one of lo, "),
+        (["-H", "node1,node2", "--interface", "ib0"], "expected one of eth0, got 'ib0'"),
+        (["-H", "node1,node2", "--interface", "lo"], "expected one of eth0, got 'lo', which leads to no other host"),
     ],
 )
 def test_what_is_wrong_with_hosts_is_one_line(two_hosts: Cluster, arguments: list[str], says: str) -> None:
@@ -236,6 +250,17 @@ def test_what_is_wrong_with_hosts_is_one_line(two_hosts: Cluster, arguments: lis
     done = launch(two_hosts, "-n", "3", *arguments, "--", sys.executable, "-c", "print('started')")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert says in done.stderr and time.monotonic() - started < 15
+
+
+def test_a_folder_that_the_user_names_for_segments_stays(two_hosts: Cluster) -> None:
+    for host in (1, 2):
+        two_hosts.on(host, ["sh", "-c", "mkdir /dev/shm/mine; echo kept >/dev/shm/mine/file"])
+    mine = ["--env", "OMPI_MCA_btl_sm_backing_directory=/dev/shm/mine"]
+    done = launch(two_hosts, "-n", "2", "-H", "node1,node2", *mine, "--", sys.executable, "-c", "import hpcdp")
+    assert done.returncode == 0, done.stderr
+    for host in (1, 2):
+        assert two_hosts.on(host, ["cat", "/dev/shm/mine/file"]).stdout == "kept\n"
+        two_hosts.on(host, ["rm", "-r", "/dev/shm/mine"])
 
 
 def test_more_ranks_than_cores_are_not_bound(two_hosts: Cluster) -> None:

@@ -7,6 +7,7 @@ import pytest
 from runs import SAME, hpcdp, numbers
 
 from hpcdp.benchmarks.cluster import Cluster
+from hpcdp.nn.models import MODELS
 from hpcdp.train.metrics import read_metrics
 
 pytestmark = pytest.mark.cluster
@@ -57,6 +58,6 @@ def test_a_wrong_setting_is_a_line_and_status_2(two_hosts: Cluster) -> None:
     done = two_hosts.mpirun(1, hpcdp("train", "lenett", "--data", "digits"))
     assert done.returncode == 2
     assert {line for line in done.stderr.splitlines() if line.startswith("hpcdp: ")} == {
-        "hpcdp: model: expected one of lenet, mlp, resnet18, resnet18_cifar, got 'lenett'"
+        f"hpcdp: model: expected one of {', '.join(MODELS)}, got 'lenett'"
     }
     assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import guard
+from hpcdp.launch import guard, interfaces
 from hpcdp.launch.guards import Guards
 from hpcdp.launch.hosts import Place
 
@@ -43,7 +43,7 @@ from hpcdp.launch.hosts import Place
 supervise._FAILED_GRACE_S = 0.5
 with guards.Guards([Place("away", 1)], print) as reached:
     reached.begin(2, 0, {"MARK": os.environ["MARK"], "WORD": "it's"}, None)
-    reached.check("/", sys.executable, "lo")
+    reached.check("/", sys.executable, None)
     environ = {**os.environ, "AGENT": reached.agent()}
     sys.exit(supervise.supervise([sys.argv[1]], environ, 2, "mpich", elsewhere=1, guards=reached))
 """
@@ -114,7 +114,7 @@ def test_a_job_that_ends_well_ends_what_it_left(ssh: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("whose", ["launcher", "guard"])
-def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str) -> None:
+def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path, "sleep 60", f"echo $PPID >{tmp_path}/pid-1; sleep 60")
     deadline = time.monotonic() + 20
     while not (tmp_path / "pid-1").exists():
@@ -124,6 +124,11 @@ def test_nothing_outlives_a_connection(ssh: Path, tmp_path: Path, whose: str) ->
     if whose == "launcher":
         job.process.kill()
         assert job.end()[0] == -signal.SIGKILL
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        assert list(tmp_path.glob("hpcdp-guards-*")), "its own folder is left behind"
+        with Guards([Place("next", 1)], print):
+            assert len(list(tmp_path.glob("hpcdp-guards-*"))) == 1, "until the next launch"
+        assert not list(tmp_path.glob("hpcdp-guards-*"))
     else:
         guards = subprocess.run(
             ["pgrep", "-P", str(job.process.pid), "-f", "guard.main"], capture_output=True, text=True
@@ -157,10 +162,13 @@ def test_what_a_login_script_writes_is_not_taken_for_a_guard(ssh: Path) -> None:
 
 def test_what_a_host_lacks(tmp_path: Path) -> None:
     (tmp_path / "run.sh").touch(mode=0o755)
-    assert guard.problems(str(tmp_path), "./run.sh", "lo") == []
+    valid = interfaces.to_other_hosts()
+    assert guard.problems(str(tmp_path), "./run.sh", *valid[:1] or [None]) == []
     assert guard.problems(str(tmp_path / "x"), sys.executable, None)[0].startswith(f"there is no folder {tmp_path}/x;")
     (said,) = guard.problems(None, sys.executable, "ib9")
-    assert said.startswith("there is no network interface 'ib9', but lo")
+    assert said == f"no network interface 'ib9'; valid: {', '.join(valid) or 'none is up'}"
+    (said,) = guard.problems(None, sys.executable, "lo")
+    assert said.startswith("network interface 'lo' leads to no other host; valid: ")
 
 
 def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path) -> None:

@@ -131,6 +131,17 @@ def test_a_missing_program() -> None:
     assert done.stderr == "hpcdp: launch 'no-such-program': got no such program; check its name and PATH\n"
 
 
+def test_a_script_that_only_a_shell_would_run(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("echo started\n")
+    script.chmod(0o755)
+    done = launch(2, str(script))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert f"launch '{script}': got a script without a first line that begins with #!; begin it with" in done.stderr
+    script.write_text("#!/bin/sh\necho started\n")
+    assert launch(2, str(script)).stdout == "started\n" * 2
+
+
 def test_a_missing_library(tmp_path: Path) -> None:
     done = launch(2, *python("pass"), env=os.environ | {"MPI4PY_LIBMPI": str(tmp_path)})
     assert done.returncode == 2
@@ -152,7 +163,7 @@ def test_an_ending_signal_ends_the_ranks(sign: signal.Signals, tmp_path: Path) -
 
 @pytest.mark.parametrize("whose", ["launcher", "mpirun", "rank"])
 def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
-    with segments.new_ones_removed():  # by the launcher, unless it is killed itself
+    with segments.files_of_mpich_removed():  # by the launcher, unless it is killed itself
         job = Job(tmp_path)
         children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
         pids = {"launcher": job.launcher.pid, "mpirun": int(children[0]), "rank": job.rank_pid(1)}

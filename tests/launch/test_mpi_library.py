@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import mpi_library
+from hpcdp.launch import checks, mpi_library
+from hpcdp.launch.job import Job
 
 ELF = b"\x7fELF"
 OPEN_MPI, MPICH = ELF + b"ompi_mpi_comm_self", ELF + b"MPIR_Process"
@@ -70,3 +71,32 @@ def test_an_overwritten_mpirun_is_passed_over(tmp_path: Path) -> None:
     assert mpi_library.find_mpirun(library, {"PATH": f"{other}/bin"}) == other / "bin" / "mpirun"
     with pytest.raises(LaunchError, match="mpirun of Open MPI"):
         mpi_library.find_mpirun(library, {"PATH": f"{prefix}/bin"})
+
+
+def test_a_program_of_another_librarys_environment_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = mpi_library.find_library().family
+    libraries = {"openmpi": {"libmpi.so.40": OPEN_MPI}, "mpich": {"libmpi.so": b"INPUT()", "libmpi.so.12": MPICH}}
+    for family, files in libraries.items():
+        install(tmp_path / family, files, {"python": b"#!/bin/sh\n"})
+        (tmp_path / family / "pyvenv.cfg").touch()
+    (other,) = libraries.keys() - {here}
+    name = mpi_library.FAMILIES[other]
+    says = f"python is of an environment with {name}, and is started for {mpi_library.FAMILIES[here]}"
+    for program, told in {
+        str(tmp_path / other / "bin" / "python"): True,
+        str(tmp_path / here / "bin" / "python"): False,
+        sys.executable: False,
+        "/bin/sh": False,
+        "no-such-program": False,
+    }.items():
+        checks.warn_of_other_library(Job((program,), 2), here)
+        assert (says in capsys.readouterr().err) == told, program
+    monkeypatch.setenv("PATH", str(tmp_path / other / "bin"))
+    checks.warn_of_other_library(Job(("python",), 2), here)
+    assert (
+        f"{says}: its ranks will be worlds of one; use {tmp_path / other}/bin/hpcdp launch\n" in capsys.readouterr().err
+    )
+    checks.warn_of_other_library(Job(("python",), 2, env={"MPI4PY_LIBMPI": "/site/lib/libmpi.so"}), here)
+    assert capsys.readouterr().err == ""

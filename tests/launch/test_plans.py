@@ -67,7 +67,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr("sys.executable", "/venv/bin/python")
         monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-        monkeypatch.setattr(interfaces, "here", lambda: ["lo", "eth0", "eth1"])
+        monkeypatch.setattr(interfaces, "here", lambda: ["lo", "eth0", "eth1", "down0"])
+        monkeypatch.setattr(interfaces, "to_other_hosts", lambda: ["eth0", "eth1"])
         monkeypatch.setattr(checks, "check_program", lambda _: None)
         monkeypatch.chdir(tmp_path)
         (tmp_path / "my-env").mkdir(exist_ok=True)
@@ -110,8 +111,13 @@ def test_a_plan(name: str, library: str, elsewhere, monkeypatch: pytest.MonkeyPa
         ("ssh", Job(PROGRAM, 2, hosts=HOSTS, sync_dst_dir="x"), "--sync-dst-dir: expected an absolute path, got 'x'"),
         (
             "ssh",
-            Job(PROGRAM, 2, hosts=HOSTS, interface="ib0"),
-            "launch --interface: expected one of lo, eth0, eth1, got 'ib0'",
+            Job(PROGRAM, 5, hosts=HOSTS, interface="ib0"),
+            "launch --interface: expected one of eth0, eth1, got 'ib0'",
+        ),
+        (
+            "ssh",
+            Job(PROGRAM, 5, hosts=HOSTS, interface="lo"),
+            "launch --interface: expected one of eth0, eth1, got 'lo', which leads to no other host",
         ),
         ("ssh", Job(PROGRAM, 2, hosts=HOSTS, mpi_args="'"), "launch --mpi-args: expected closed quotes"),
     ],
@@ -121,6 +127,16 @@ def test_what_cannot_be_planned(launcher: str, job: Job, says: str, elsewhere) -
     with pytest.raises(HpcdpError) as caught:
         launchers.launcher(launcher).plan(job)
     assert says in str(caught.value)
+
+
+def test_one_host_may_keep_to_its_loopback(elsewhere) -> None:
+    elsewhere("openmpi", "ssh")
+    for name, job in {
+        "ssh": Job(PROGRAM, 4, hosts=HOSTS, interface="lo"),  # node1:4
+        "local": Job(PROGRAM, 2, interface="lo"),
+    }.items():
+        command = launchers.launcher(name).plan(job).commands[-1]
+        assert command.env["OMPI_MCA_btl_tcp_if_include"] == "lo"
 
 
 def test_a_copy_into_itself_is_refused(elsewhere, tmp_path: Path) -> None:

@@ -42,6 +42,14 @@ def test_the_zero_behind_a_message_of_open_mpi_is_left_out(size: int) -> None:
     )
 
 
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_the_zero_may_come_late_and_comes_once(size: int) -> None:
+    message = RULE + b"All nodes are filled.\n" + RULE
+    shown_of_it = shown(message + b"a rank\n" + b"\0one\n" + b"\0two\n", size)
+    assert shown_of_it == message + b"a rank\none\n\0two\n"
+    assert shown(message + message + b"a rank\n" + b"\0\0one\n", size) == message + message + b"a rank\none\n"
+
+
 @pytest.mark.parametrize("text", [b"50 %", b"continue? [Y/n] ", b"[Y/n] ", b"Password: ", b"\rstep 3"])
 def test_the_beginning_of_a_line_that_cannot_be_noise_is_shown_at_once(text: bytes) -> None:
     assert Quiet().pass_on(text) == text

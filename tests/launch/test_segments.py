@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import mpi_library, segments
+from hpcdp.launch import machine, mpi_library, segments
 
 FAULT = """
 import os, signal, sys, time
@@ -40,14 +41,16 @@ def test_mpich_leaves_none_behind(fault: str) -> None:
     assert not [name for name in names if Path(name).exists()]
 
 
-def test_only_new_ones_that_nobody_uses_are_removed() -> None:
-    old, unused, mapped, opened, other = (
-        Path(f"/dev/shm/{family}_{uuid.uuid4().hex}_0") for family in (*["mpich_shm"] * 4, "other_shm")
-    )
+def test_only_new_and_old_ones_that_nobody_uses_are_removed() -> None:
+    young, old, unused, mapped, opened, other = paths = [
+        Path(f"/dev/shm/{family}_{uuid.uuid4().hex}_0") for family in (*["mpich_shm"] * 5, "other_shm")
+    ]
+    young.touch()
     old.touch()
+    os.utime(old, (time.time() - 70,) * 2)
     holder = mapping = None
     try:
-        with segments.new_ones_removed():
+        with segments.files_of_mpich_removed():
             unused.touch()
             other.touch()
             mapped.write_bytes(bytes(4096))
@@ -55,29 +58,53 @@ def test_only_new_ones_that_nobody_uses_are_removed() -> None:
             mapping = mmap.mmap(descriptor, 4096)
             os.close(descriptor)
             holder = opened.open("wb")
-        assert [path.exists() for path in (old, unused, mapped, opened, other)] == [True, False, True, True, True]
+            for path in (mapped, opened, other):
+                os.utime(path, (time.time() - 70,) * 2)
+        assert [path.exists() for path in paths] == [True, False, False, True, True, True]
     finally:
         if holder is not None:
             holder.close()
         if mapping is not None:
             mapping.close()
-        for path in (old, unused, mapped, opened, other):
+        for path in paths:
             path.unlink(missing_ok=True)
 
 
+def test_topologies_of_daemons_that_have_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_TOPOLOGIES", (tmp_path, "hydra_hwloc_xmlfile_*"))
+    now = time.time()
+    daemon = tmp_path / "hydra_pmi_proxy"
+    daemon.symlink_to("/bin/sleep")
+    for name, age_s in {"hydra_hwloc_xmlfile_old": 60, "hydra_hwloc_xmlfile_new": 0, "other": 60}.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (now - age_s,) * 2)
+    with subprocess.Popen([daemon, "60"]) as running:
+        try:
+            with segments.files_of_mpich_removed():
+                pass
+            assert sorted(path.name for path in tmp_path.glob("*l*")) == ["hydra_hwloc_xmlfile_new"], "a daemon runs"
+        finally:
+            running.kill()
+    monkeypatch.setattr(machine, "started_at_s", lambda name: [])  # other jobs' daemons
+    with segments.files_of_mpich_removed():
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"hydra_pmi_proxy", "other"}
+
+
 def test_a_folder_of_the_jobs_own_goes_with_it_unless_the_user_named_one() -> None:
-    with segments.own_folder({"A": "b"}) as environ:
-        folder = Path(environ["OMPI_MCA_btl_sm_backing_directory"])
+    with segments.own_folder({"A": "b"}) as (environ, folder):
+        assert folder is not None
         (folder / "segment").touch()
         assert environ.pop("A") == "b"
         assert len(environ) == 3 and set(environ.values()) == {str(folder)}
     assert not folder.exists()
-    with segments.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as environ:
+    with segments.own_folder({"OMPI_MCA_btl_sm_backing_directory": "/mine"}) as (environ, own):
+        assert str(own).startswith("/dev/shm/hpcdp-")
         assert environ.pop("OMPI_MCA_btl_sm_backing_directory") == "/mine"
         assert all(value.startswith("/dev/shm/hpcdp-") for value in environ.values())
         environ["OMPI_MCA_btl_sm_backing_directory"] = "/mine"
-    with segments.own_folder(environ) as same:
-        assert same == environ
+    with segments.own_folder(environ) as (same, none):
+        assert same == environ and none is None
 
 
 @pytest.mark.skipif(
@@ -92,25 +119,34 @@ def test_the_files_of_mpirun_are_in_the_jobs_own_folder() -> None:
 
 
 def test_a_folder_is_removed_once_its_launcher_has_gone() -> None:
-    name = segments.FOLDER_VARIABLE
     left = Path(tempfile.mkdtemp(prefix="hpcdp-segments-", dir="/dev/shm"))
     (left / "sm_segment.0").write_bytes(b"memory")
-    with segments.own_folder({}) as first:
-        assert Path(first[name]).is_dir() and not left.exists()
-        Path(first[name], "sm_segment.0").touch()
-        with segments.own_folder({}) as second:
-            assert second[name] != first[name] and Path(first[name], "sm_segment.0").exists()
-        assert not Path(second[name]).exists() and Path(first[name]).exists()
-    assert not Path(first[name]).exists()
+    with segments.own_folder({}) as (_, first):
+        assert first is not None and first.is_dir() and not left.exists()
+        (first / "sm_segment.0").touch()
+        with segments.own_folder({}) as (_, second):
+            assert second not in (None, first) and (first / "sm_segment.0").exists()
+        assert not second.exists() and first.exists()
+    assert not first.exists()
+
+
+def test_the_folder_of_a_job_from_another_host_is_removed_with_its_guard_alone() -> None:
+    folder = Path(f"/dev/shm/hpcdp-segments-{uuid.uuid4().hex}")
+    with segments.same_folder(str(folder)):
+        (folder / "sm_segment.1").touch(mode=0o600)
+        with segments.own_folder({}):  # a job that is started on that host
+            assert (folder / "sm_segment.1").exists()
+        with segments.same_folder(str(folder)):  # a second name of one host
+            pass
+    assert not folder.exists()
 
 
 def test_folders_of_launchers_that_start_at_once_are_never_one(tmp_path: Path) -> None:
     code = """
-import os, sys
 from hpcdp.launch import segments
 for _ in range(300):
-    with segments.own_folder({}) as environ:
-        os.mkdir(environ[segments.FOLDER_VARIABLE] + "/mine")
+    with segments.own_folder({}) as (_, folder):
+        (folder / "mine").mkdir()
 """
     jobs = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
     assert [job.communicate(timeout=60)[1] for job in jobs] == [""] * 3

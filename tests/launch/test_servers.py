@@ -71,6 +71,15 @@ def test_workers_are_a_job_of_their_own_and_have_all_threads(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"2 5 {threads}\n" * 2, "")
 
 
+def test_what_is_told_calls_servers_servers(tmp_path):
+    telling = LAUNCHER.replace("int(servers))", "int(servers), verbose=True)")
+    program = [sys.executable, "-c", WORKER]
+    told = [sys.executable, "-c", telling, "1", "2", SERVER, "10", *program]
+    done = subprocess.run(told, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    names = re.findall("^hpcdp launch: (.*) is pid", done.stderr, re.MULTILINE)
+    assert sorted(names) == ["rank 0", "server 0 (rank 1)", "server 1 (rank 2)"], done.stderr
+
+
 def test_servers_count_where_cores_are_given_up():
     library = mpi_library.MpiLibrary("openmpi", Path("/x/lib/libmpi.so.40"))
     cores = len(os.sched_getaffinity(0))

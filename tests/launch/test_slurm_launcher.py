@@ -115,6 +115,16 @@ def test_variables(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OMPI_MCA_osc" not in command.env
 
 
+def test_a_loopback_leads_to_no_other_host_of_the_job(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    with pytest.raises(ConfigError, match="got 'lo', which leads to no other host"):
+        slurm.plan(Job(("sh",), 2, interface="lo"))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    (command,) = slurm.plan(Job(("sh",), 2, interface="lo")).commands
+    assert command.env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
 def test_mpich_speaks_pmi2(srun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi_library, "find_library", lambda: MpiLibrary("mpich", Path("/x/libmpi.so.12")))
     assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmi2", *COMMON, "--ntasks=2", "p"]
@@ -169,4 +179,5 @@ def test_without_srun_and_inside_of_ranks(srun: Path, monkeypatch: pytest.Monkey
     srun.unlink()
     monkeypatch.setenv("PATH", str(srun.parent))
     with pytest.raises(LaunchError, match="expected srun on PATH, got none"):
-        slurm.plan(Job(("p",), 2))
+        slurm.run(Job(("p",), 2))
+    assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=2", "p"], "a dry run needs none"

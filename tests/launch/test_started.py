@@ -97,7 +97,27 @@ def test_a_rank_that_nobody_saw_is_named_where_mpirun_is_silent(mpirun) -> None:
 def test_it_is_the_one_that_mpirun_speaks_of(mpirun) -> None:
     code, said = run(mpirun("rtos", 2, KILLED, 137), 2, elsewhere=1)
     ours = f"hpcdp launch: rank 1 (pid {NO_PROCESS + 1} on away) was killed by SIGKILL\n"
-    assert (code, said) == (137, KILLED.lstrip("\n") + ours)
+    assert (code, said) == (137, ours)
+
+
+def test_what_mpirun_says_is_shown_where_nobody_can_be_named(mpirun) -> None:
+    assert run(mpirun(None, 0, KILLED, 137), 2) == (137, KILLED.lstrip("\n"))
+
+
+def test_why_a_rank_has_left_is_shown_where_nobody_knows_for_whom(mpirun) -> None:
+    lines = ["An error occurred in Socket closed", "reported by process [755302401,1]", "on a NULL communicator"]
+    lines += ["Unknown error", "MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,"]
+    lines += ["   and MPI will try to terminate your MPI job as well)"]
+    words = "".join(f"[node1:00000] *** {line}\n" for line in lines)
+    code, said = run(mpirun("rtos", 2, words, 14), 2)
+    assert code == 14 and said.startswith(words + "hpcdp launch: rank 0 (pid "), said
+
+
+def test_an_mpirun_that_fails_in_silence_is_told_of(mpirun) -> None:
+    assert run(mpirun(None, 0, "", 213), 2) == (
+        213,
+        "hpcdp launch: mpirun has ended with status 213, and has not said why\n",
+    )
 
 
 def test_arguments_that_mpirun_refuses_are_one_line(mpirun) -> None:
@@ -107,7 +127,9 @@ def test_arguments_that_mpirun_refuses_are_one_line(mpirun) -> None:
 
 
 def test_what_mpirun_says_is_shown_where_it_has_refused_nothing(mpirun) -> None:
-    assert run(mpirun("rtos", 2, KILLED, 137), 2, asked="--report-bindings") == (137, KILLED.lstrip("\n"))
+    said = "[away:1] Rank 0 bound to package[0][core:0]\n"
+    code, shown = run(mpirun("rtos", 2, said + KILLED.lstrip("\n"), 137), 2, asked="--report-bindings")
+    assert code == 137 and shown.startswith(said + "hpcdp launch: rank 1 (pid "), shown
 
 
 def test_a_list_of_the_users_own_is_left_alone(mpirun) -> None:

@@ -79,13 +79,16 @@ def test_what_is_missing_of_hadoop_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("HADOOP_YARN_HOME", raising=False)
     monkeypatch.delenv("HADOOP_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    job = Job(("python",), 1)
     with pytest.raises(LaunchError, match=r"HADOOP_HOME=not set.*no program yarn and no hadoop-yarn-applic"):
-        yarn.plan(Job(("python",), 1))
+        yarn.run(job)
+    jar = "hadoop-yarn-applications-distributedshell.jar"
+    assert yarn.plan(job).commands[0].argv[:3] == ("yarn", "jar", jar), "a dry run needs no Hadoop"
     hadoop = hadoop_in(tmp_path / "hadoop")
     monkeypatch.setenv("HADOOP_HOME", str(hadoop))
     (hadoop / JAR).unlink()
     with pytest.raises(LaunchError, match=r"got no hadoop-yarn-applications-distributedshell\*\.jar in share"):
-        yarn.plan(Job(("python",), 1))
+        yarn.run(job)
 
 
 @pytest.fixture
