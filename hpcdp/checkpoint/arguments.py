@@ -62,7 +62,7 @@ def step_number(operation: str, step: object) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < 10**18:
-        raise ConfigError(operation, where="step", expected="an integer >= 0", got=repr(step))
+        raise ConfigError(operation, where="step", expected="an integer from 0 to 10**18 - 1", got=repr(step))
     return number
 
 

@@ -24,8 +24,11 @@ def refused(operation: str, name: str, error: Exception) -> HpcdpError:
             error.where = name or "the state"
         return error
     expected = "its state, to save it" if operation == "save" else "it to take its state"
-    named = UnsupportedError(
-        operation, where=name or "the state", expected=expected, got=f"{type(error).__name__}: {error}"
-    )
+    return raised(operation, name or "the state", expected, error)
+
+
+def raised(operation: str, where: str, expected: str, error: Exception) -> HpcdpError:
+    """The error of something of the program's that has raised ``error`` instead of what was expected of it."""
+    named = UnsupportedError(operation, where=where, expected=expected, got=f"{type(error).__name__}: {error}")
     named.__cause__ = error
     return named

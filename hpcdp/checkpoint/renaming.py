@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from .refused import refused
+from .refused import raised
 from .tree import Form, quoted
 
 
@@ -27,7 +27,7 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
         try:
             given = {name: rename(name) for name in names}
         except Exception as error:
-            raise refused("restore", "rename", error) from error
+            raise raised("restore", "rename", "a function of a name", error) from error
     elif not isinstance(rename, Mapping):
         raise ConfigError("restore", where="rename", expected="a dict of names, or a function", got=repr(rename))
     else:

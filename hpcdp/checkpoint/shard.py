@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -314,6 +315,7 @@ class ShardReader:
     def _read_compressed(self, stored: Stored, first: int, out: np.ndarray) -> None:
         import h5py
 
+        self._open(stored.file)
         with h5py.File(self._folder / stored.file, "r", locking=False) as file:
             dataset = file[stored.dataset]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape != (stored.count,):
@@ -329,5 +331,9 @@ class ShardReader:
     def _open(self, name: str) -> int:
         file = self._files.get(name)
         if file is None:
-            file = self._files[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # no waiting for a pipe
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                os.close(file)
+                raise OSError("no regular file")
+            self._files[name] = file
         return file

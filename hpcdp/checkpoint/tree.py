@@ -229,8 +229,12 @@ def _checked(value: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     if odd:
         got = f"an integer of over {_DIGITS} digits" if _is_too_long(odd[0]) else repr(odd[0])
         raise UnsupportedError("save", where=name or "the state", expected="keys that are str or int", got=got)
-    if len({str(key) for key in value}) < len(value):
-        raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=[*value])
+    by_text: dict[str, Any] = {}
+    for key in value:
+        if str(key) in by_text:
+            got = f"{_shown(by_text[str(key)])} and {_shown(key)}"
+            raise UnsupportedError("save", where=name or "the state", expected="keys that differ as text", got=got)
+        by_text[str(key)] = key
     return value
 
 

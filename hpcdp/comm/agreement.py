@@ -45,9 +45,10 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str], remed
     first, other = everything[0], everything[odd[0]]
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     alike = [rank for rank in odd if digests[rank] == digests[odd[0]]]
+    longer = 0 if at < len(first) else odd[0]
     raise MismatchError(
         operation,
-        where=f"item {at + 1} of {len(first)} on rank 0",
+        where=f"item {at + 1} of {len(everything[longer])} on rank {longer}",
         expected=f"{_item(first, at)} as on rank 0",
         got=f"{_item(other, at)} on rank{'s' if len(alike) > 1 else ''} {_listed(alike)}",
         remedy=remedy,
@@ -91,7 +92,11 @@ def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
 
 def told_to_all(comm: Communicator, outcome: Outcome[T]) -> T:
     """`on_every_rank` for what has been called already."""
-    _raise_first(_exchanged(comm, "on_every_rank", _described(outcome.error)), outcome.error)
+    try:
+        reports = _exchanged(comm, "on_every_rank", _described(outcome.error))
+    except MismatchError as error:  # others are elsewhere, perhaps since this rank has failed
+        raise outcome.error or error from (error if outcome.error else error.__cause__)
+    _raise_first(reports, outcome.error)
     return outcome.value  # type: ignore[return-value]
 
 

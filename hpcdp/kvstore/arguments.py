@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +87,10 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     Raises:
         ConfigError: there are no such rows.
     """
-    rows = np.asarray(row_ids)
+    try:
+        rows = np.asarray(row_ids)
+    except ValueError:  # lists of several lengths
+        rows = np.empty((0, 0))
     if isinstance(row_ids, list | tuple) and not row_ids:
         rows = np.empty(0, np.int64)
     num_rows = shape[0] if shape else 0
@@ -99,18 +104,35 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
     return np.unique(rows).astype(np.int64)
 
 
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list | tuple) or getattr(x, "ndim", 0) == 1
+
+
 def rows_of_each(row_ids: Any, count: int) -> list[Any]:
     """Rows for so many arrays: a list of as many lists or arrays, or one for all.
 
     Raises:
         ConfigError: there are other than as many lists.
     """
-    if not (isinstance(row_ids, list | tuple) and row_ids and all(np.ndim(each) == 1 for each in row_ids)):
+    if not (isinstance(row_ids, list | tuple) and row_ids and all(map(_is_list, row_ids))):
         return [row_ids] * count
     if len(row_ids) != count:
         expected = f"rows for {'each of ' if count > 1 else ''}{count} array{'s' if count > 1 else ''}, or for all"
         raise ConfigError("row_sparse_pull", where="row_ids", expected=expected, got=f"{len(row_ids)} lists")
     return list(row_ids)
+
+
+def checked_file(operation: str, path: Any) -> Path:
+    """The path of a file, which may not be there yet.
+
+    Raises:
+        ConfigError: it names none, or something that is no regular file.
+    """
+    if isinstance(path, str | os.PathLike) and os.fspath(path) and Path(path).name and "\0" not in str(path):
+        file = Path(path)
+        if file.is_dir() or not file.exists() or file.is_file():
+            return file
+    raise ConfigError(operation, where="path", expected="the name of a file", got=repr(path))
 
 
 def is_array(x: object) -> bool:
@@ -136,14 +158,14 @@ def check_storable(values: Mapping[Key, Array]) -> None:
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Raises `UnsupportedError` unless ``value`` is an array of that shape and dtype.
 
-    To pull to it must be one that can be written, or a parameter of a network, which can wait for its value.
+    To pull to it must be one that can be written; or a parameter of a network, which can wait for a whole value.
     """
     fits = is_array(value) or (operation == "pull" and can_wait(value))
     if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
         got = f"{tuple(value.shape)} {value.dtype}" if fits else f"a {type(value).__name__}"
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
-    if operation == "pull" and is_host(value) and not value.flags.writeable:
-        raise UnsupportedError("pull", where=f"key {key!r}", expected="an array to write to", got="a read-only one")
+    if operation in ("pull", "row_sparse_pull") and is_host(value) and not value.flags.writeable:
+        raise UnsupportedError(operation, where=f"key {key!r}", expected="an array to write to", got="a read-only one")
 
 
 def merged(values: Sequence[Array]) -> Array:

@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from ..gradients.reducer import weakly
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
-from .arguments import Key, merged
+from .arguments import Key, checked_file, merged
 from .cell import AWAY, BACK
 from .compress import check_codable
 from .pulled import Pulled, can_wait
@@ -47,9 +47,9 @@ from .server import Server
 from .state_transfer import StateTransfer
 from .states import States, read_states, write_states
 from .store import Entry
-from .table import Table, no_updater
+from .table import Table, no_updater, require_same_by_name
 from .transfer import Own, Transfer
-from .updaters import ByOptimizer, Function, Rate, name_of, rate_of, state_dtype
+from .updaters import ByOptimizer, Function, Rate, Updater, name_of, rate_of, state_dtype
 from .wire import NO_STATE, VALUE, Kind, Message
 from .world_store import WorldStore
 
@@ -133,17 +133,28 @@ class AsyncStore(WorldStore):
     def set_updater(self, updater: Function) -> None:
         with self._world.meeting():
             super().set_updater(updater)
-            self._install({"function": name_of(updater)})
+            alike = [name_of(updater)]
+            require_same(self._world.comm, "set_updater", alike, "pass the same function on all ranks")
+            servers = self._table.group.num_servers
+            self._install({"function": alike[0]}, partial(require_same_by_name, updater) if servers else None)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         with self._world.meeting():
             super().set_optimizer(optimizer)
-            self._install({"optimizer": optimizer.config()})
+            described = optimizer.config()
+            require_same(self._world.comm, "set_optimizer", [json.dumps(described)], "pass the same on all ranks")
+            self._install({"optimizer": described})
 
-    def _install(self, described: dict[str, Any]) -> None:
+    def _install(self, described: dict[str, Any], check: Callable[[], None] | None = None) -> None:
         self._settle()
         self._command("update", described=described)
-        together.set_updater(self._table, lambda: self._updater)
+
+        def checked() -> Updater:
+            if check is not None:
+                check()
+            return self._updater
+
+        together.set_updater(self._table, checked)
         self._told = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
@@ -335,6 +346,7 @@ class AsyncStore(WorldStore):
 
     def save_optimizer_states(self, path: str) -> None:
         rule = self._by_optimizer("save_optimizer_states").optimizer
+        file = self._agreed(lambda: checked_file("save_optimizer_states", path))
         self.barrier()
 
         def write() -> None:
@@ -343,17 +355,18 @@ class AsyncStore(WorldStore):
                 steps[key] = self._transfer.read_state(own.item, NO_STATE)[1]
                 for which, name in enumerate(sorted(rule.state_names())):
                     states[key, name] = self._transfer.read_state(own.item, which)[0]
-            write_states(Path(path), rule, steps, states)
+            write_states(file, rule, steps, states)
 
         self._by_first(write)
 
     def load_optimizer_states(self, path: str) -> None:
         rule = self._by_optimizer("load_optimizer_states").optimizer
+        file = self._agreed(lambda: checked_file("load_optimizer_states", path))
         self.barrier()
 
         def read() -> None:
             shapes = {key: own.item.shape for key, own in self._own.items()}
-            steps, states = read_states(Path(path), rule, shapes)
+            steps, states = read_states(file, rule, shapes)
             for key, own in self._own.items():
                 item = own.item
                 self._transfer.write_steps(item, steps.get(key, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..comm import World, init
-from ..comm.agreement import require_same
+from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError
 from .asynchronous import AsyncStore
 from .local import LocalStore
@@ -53,6 +53,21 @@ def create(
     """
     if not isinstance(name, str) or name not in KINDS:
         raise ConfigError("kvstore.create", where="name", expected=f"one of {', '.join(KINDS)}", got=repr(name))
+    if not (world is None or isinstance(world, World)):
+        expected = "what hpcdp.init() returns, or None for that"
+        raise ConfigError("kvstore.create", where="world", expected=expected, got=repr(world))
+    if KINDS[name].scope == "process":
+        _check_settings(name, staleness, replay)
+        return LocalStore(name)
+    world = init() if world is None else world
+    on_every_rank(world.comm, lambda: _check_settings(name, staleness, replay))
+    require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "make it alike on all ranks")
+    if name == "dist_async" and staleness != 0:
+        return AsyncStore(name, world, staleness, replay)
+    return SyncStore("dist_sync" if name == "dist_async" else name, world)
+
+
+def _check_settings(name: str, staleness: int | None, replay: int | None) -> None:
     for setting, value in (("staleness", staleness), ("replay", replay)):
         if value is not None and name != "dist_async":
             raise ConfigError(
@@ -60,13 +75,3 @@ def create(
             )
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ConfigError("kvstore.create", where=setting, expected="an integer, 0 or more", got=repr(value))
-    if not (world is None or isinstance(world, World)):
-        expected = "what hpcdp.init() returns, or None for that"
-        raise ConfigError("kvstore.create", where="world", expected=expected, got=repr(world))
-    if KINDS[name].scope == "process":
-        return LocalStore(name)
-    world = init() if world is None else world
-    require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "make it alike on all ranks")
-    if name == "dist_async" and staleness != 0:
-        return AsyncStore(name, world, staleness, replay)
-    return SyncStore("dist_sync" if name == "dist_async" else name, world)

@@ -6,7 +6,6 @@ import abc
 import json
 import reprlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from ..arrays import Array
 from ..errors import ConfigError
 from ..state import Part, Sharded, take
-from .arguments import Key
+from .arguments import Key, checked_file
 from .compress import Codes
 from .entry import Entry
 from .states import read_states, write_states
@@ -168,16 +167,17 @@ class KeepsState(abc.ABC):
         """Write the optimizer's state of all keys to one file, which replaces ``path``; every worker must call.
 
         Raises:
-            ConfigError: there is no optimizer.
+            ConfigError: there is no optimizer, or ``path`` names no file; on every worker.
             DataError: the file cannot be written; on every worker.
         """
         rule = self._by_optimizer("save_optimizer_states")
+        file = self._agreed(lambda: checked_file("save_optimizer_states", path))
         states = {
             (key, name): self._joined(entry, part)
             for key, entry in self._entries.items()  # those of the rule's states come as they were updated here
             for name, part in (rule.states[key].items() if rule.steps.get(key) else ())
         }
-        self._by_first(lambda: write_states(Path(path), rule.optimizer, rule.steps, states))
+        self._by_first(lambda: write_states(file, rule.optimizer, rule.steps, states))
 
     def load_optimizer_states(self, path: str) -> None:
         """Restore what `save_optimizer_states` wrote, by any number of workers; every worker must call.
@@ -190,7 +190,9 @@ class KeepsState(abc.ABC):
         """
         rule = self._by_optimizer("load_optimizer_states")
         shapes = {key: entry.stored.shape for key, entry in self._entries.items()}
-        rule.steps, states = self._agreed(lambda: read_states(Path(path), rule.optimizer, shapes))
+        rule.steps, states = self._agreed(
+            lambda: read_states(checked_file("load_optimizer_states", path), rule.optimizer, shapes)
+        )
         rule.states = {}
         for key in rule.steps:
             entry = self._entries[key]

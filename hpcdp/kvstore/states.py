@@ -1,10 +1,12 @@
 """The optimizer's state of a store as a file: one array a key and name, whoever updated it.
 
-A NumPy .npz archive, read with pickles refused. Names are ``"int:3/momentum"`` and ``"str:weight/momentum"``.
+A NumPy .npz archive, read with pickles refused. Names are ``"int:3/momentum"`` and ``"str:weight/momentum"``;
+of keys with ``%``, NUL or halves of surrogate pairs these are escaped by ``%``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,12 +19,14 @@ from ..optim import Optimizer
 from .arguments import Key
 
 _HEADER = "hpcdp/kvstore"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 States = dict[tuple[Key, str], np.ndarray]
 """By key and name of the state, in the key's shape."""
 
 
 def _name(key: Key) -> str:
-    return f"{type(key).__name__}:{key}"
+    text = str(key).replace("%", "%25").replace("\0", "%00")  # where names in archives end
+    return f"{type(key).__name__}:{_SURROGATE.sub(lambda found: f'%u{ord(found[0]):04x}', text)}"
 
 
 def write_states(path: Path, optimizer: Optimizer, steps: Mapping[Key, int], states: States) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ..optim import Schedule, from_config
 from .arguments import Key
 from .cell import AWAY, Cell
 from .placement import Part, Placement
-from .updaters import ByFunction, ByOptimizer, Rate, Updater, summary
+from .updaters import ByFunction, ByOptimizer, Function, Rate, Updater, name_of, summary
 from .wire import NO_STATE, VALUE, Message
 
 MOST_STEPS = 1 << 53
@@ -291,3 +292,17 @@ def updater_of(described: dict[str, Any]) -> Updater:
             remedy="put it into a module beside your script, not into the script itself",
         ) from None  # fmt: skip
     return ByFunction(found)
+
+
+def require_same_by_name(function: Function) -> None:
+    """Raises `ConfigError` where servers, who are told only its name, would find another function than this one."""
+    name = name_of(function)
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for each in path.split("."):
+        found = getattr(found, each, None)
+    if found is not None and found is not function:  # what is not found at all, servers say
+        raise ConfigError(
+            "set_updater", expected="a function that servers can import", got=f"another one than {module}.{path}",
+            remedy="pass a function of a module, as it is called there: no method, no partial, none that is wrapped",
+        )  # fmt: skip

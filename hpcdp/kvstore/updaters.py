@@ -82,7 +82,8 @@ class ByFunction:
         except BaseException as error:
             stored[...] = before  # a push takes effect whole or not at all
             failure = error
-            if not (isinstance(error, Exception) or _is_ctrl_c(error)):  # it may run far from the program that gave it
+            is_told = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which ends generators
+            if not (is_told or _is_ctrl_c(error)):  # it may run far from the program that gave it
                 failure = ConfigError("updater", expected="a function that returns", got=summary(error))
             failure.add_note(f"in the updater, of key {key!r}")
             if failure is error:
@@ -174,8 +175,8 @@ def apply_rule(rule: Optimizer, flat: Array, received: Array, state: dict[str, A
 
 
 def name_of(function: Any) -> str:
-    """By what ranks know a function that each of them has: ``module:name``, and what a partial one is given."""
-    if isinstance(function, functools.partial):
-        return f"{name_of(function.func)} with {function.args} {function.keywords}"
+    """By what ranks know a function that each of them has: ``module:name``."""
+    while isinstance(function, functools.partial):
+        function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{getattr(named, '__module__', '')}:{named.__qualname__}"

@@ -448,7 +448,7 @@ def test_steps_to_restore_are_checked(step, n, tmp_path):
             return text, manager.restore(np.int64(904)).state
 
     for text, state in threads.run(n, one):
-        assert f"restore [step]: expected an integer >= 0, got {step!r}" in text and state == {"a": 1}
+        assert f"restore [step]: expected an integer from 0 to 10**18 - 1, got {step!r}" in text and state == {"a": 1}
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):

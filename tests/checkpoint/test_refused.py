@@ -172,3 +172,39 @@ def test_tensors_of_torch_that_cannot_be_taken_or_filled_are_named(tmp_path):
     said = told_alike(2, restores, ConfigError)
     assert said.startswith("rank 1: restore [a]: expected an array to write to, got one whose elements share memory")
     assert not b.any() and not p.any()
+
+
+class CountsTogether(Counts):
+    def state_dict(self):
+        return super().state_dict() | {"of all": self.world.comm.allgather_json(self.value)}
+
+
+def test_a_rank_that_fails_while_others_make_their_state_together_says_why(tmp_path):
+    def one(world):
+        counts = CountsTogether(world, saving=True)
+        counts.world = world
+        Manager(tmp_path, world).save(1, {"counts": counts})
+
+    with pytest.raises(HpcdpError, match=r"save \[counts\]: expected its state, .* got ValueError: no counts today"):
+        threads.run(2, one)
+
+
+def test_a_function_of_names_that_raises_is_told_as_one(tmp_path):
+    save(tmp_path, lambda world: {"a": 1})
+
+    def act(world):
+        with Manager(tmp_path, world) as manager:
+            manager.restore(rename=lambda name: 1 / 0)
+
+    said = told_alike(2, act, HpcdpError)
+    assert said == "restore [rename]: expected a function of a name, got ZeroDivisionError: division by zero"
+
+
+def test_what_one_rank_has_more_is_counted_on_that_rank(tmp_path):
+    def act(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, {"x": Counts(world) if world.rank == 1 else 1})
+
+    assert "save [item 1 of 1 on rank 1]: expected nothing more as on rank 0, got x Counts" in told_alike(
+        2, act, HpcdpError
+    )

@@ -103,3 +103,13 @@ def test_damaged_elements_do_not_reach_the_array(tmp_path):
         reader.read(stored, 0, out)
     assert np.array_equal(out[: BLOCK_NBYTES // 8], values[: BLOCK_NBYTES // 8])
     assert not out[BLOCK_NBYTES // 8 :].any()
+
+
+@pytest.mark.parametrize("compression", [None, "lzf"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(compression, tmp_path):
+    path = tmp_path / "shard-00000.h5"
+    (stored,), _ = write_shard(path, [Piece("a", 0, np.zeros(3), "float64")], compression)
+    path.unlink()
+    os.mkfifo(path)
+    with ShardReader(tmp_path) as reader, pytest.raises(DataError, match="no regular file"):
+        reader.read(stored, 0, np.zeros(3))

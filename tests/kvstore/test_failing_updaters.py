@@ -1,5 +1,6 @@
 """What an updater that fails leaves, and what is said of it: alike in all kinds of stores."""
 
+import functools
 import sys
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError, HpcdpError, UnsupportedError
+from hpcdp.errors import ConfigError, HpcdpError, MismatchError, UnsupportedError
 from hpcdp.kvstore.together import serve
 
 KINDS = [("local", None), ("dist_sync", None), ("dist_async", None), ("dist_async", 1)]
@@ -216,3 +217,93 @@ def test_what_only_an_asynchronous_store_has_is_refused_by_name(kind):
 def test_a_kind_that_is_no_name_is_refused(name):
     with pytest.raises(ConfigError, match=r"kvstore.create \[name\]: expected one of local, device, "):
         kvstore.create(name)
+
+
+def adds(key, received, stored):
+    stored += received
+
+
+@functools.wraps(adds)
+def adds_twice(key, received, stored):
+    stored += 2 * received
+
+
+class Adder:
+    def __call__(self, key, received, stored):
+        stored += received
+
+    def add(self, key, received, stored):
+        stored += received
+
+
+@pytest.mark.parametrize("updater", [adds_twice, Adder(), Adder().add, functools.partial(adds)])
+def test_servers_never_run_another_function_that_has_the_name(updater):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        with pytest.raises(ConfigError) as failure:
+            store.set_updater(updater)
+        return str(failure.value)
+
+    said = {*threads.run(2, one, 1, 1, serve)}
+    assert len(said) == 1 and "a function that servers can import, got another one than" in said.pop()
+
+
+@pytest.mark.parametrize("updater", [adds_twice, Adder(), Adder().add, functools.partial(adds)])
+def test_without_servers_of_their_own_any_function_will_do(updater):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        store.set_updater(updater)
+        store.push("w", np.full(4, world.rank + 1.0))
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    times = 2 if updater is adds_twice else 1
+    assert threads.run(3, one, 1) == [[6.0 * times] * 4] * 3
+
+
+@pytest.mark.parametrize("settings", ["functions", "rules"])
+def test_workers_that_set_different_updaters_are_told(settings):
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(4))
+        with pytest.raises(MismatchError) as failure:
+            if settings == "functions":
+                store.set_updater(adds if world.rank < 2 else halves)
+            else:
+                store.set_optimizer(optim.SGD(lr=0.1 if world.rank < 2 else 0.2))
+        return str(failure.value)
+
+    (said,) = {*threads.run(3, one)}
+    assert "on rank 2" in said and said.startswith("set_")
+
+
+def stops(key, received, stored):
+    raise StopIteration
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_the_exception_that_ends_generators_is_told_like_others(kind, per_node):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        store.set_updater(stops)
+        pushed(store, 1, first)
+        if first or kind == "dist_sync":
+            with pytest.raises(HpcdpError) as failure:
+                store.pull("w").wait()
+            said = " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+            assert "expected a function that returns, got StopIteration" in said and "key 'w'" in said
+
+    with_store(kind, per_node, one)
+
+
+@pytest.mark.parametrize("wrong", [{"staleness": -1}, {"staleness": 1.5}, {"replay": "x"}])
+def test_settings_that_one_rank_has_wrong_are_told_to_all(wrong):
+    def one(world):
+        with pytest.raises(ConfigError) as failure:
+            kvstore.create("dist_async", world, **(wrong if world.rank == 1 else {}))
+        return str(failure.value)
+
+    (said,) = {*threads.run(3, one)}
+    assert said.startswith("rank 1: kvstore.create [")
