@@ -45,7 +45,7 @@ def train(world, epochs, batch_size, micro_batches, lr):
     result = 0.0
     for epoch in range(epochs):
         loader.set_epoch(epoch)
-        total = sum(net.step(trainer, x, y) for x, y in loader)
+        total = sum(copy.comm.allgather_json(sum(net.step(trainer, x, y) for x, y in loader)))
         result = accuracy(net, test_set)
         if world.rank == 0:
             print(f"epoch {epoch + 1}: loss {total:.2f}, test accuracy {result:.4f}", flush=True)

@@ -54,8 +54,8 @@ class Engine:
     ) -> None:
         if isinstance(lanes, str):
             raise ConfigError("Engine", where="lanes", expected="several names, e.g. ('io',)", got=repr(lanes))
-        if max_inflight < 1:
-            raise ConfigError("Engine", where="max_inflight", expected="at least 1", got=max_inflight)
+        if not isinstance(max_inflight, int) or max_inflight < 1:
+            raise ConfigError("Engine", where="max_inflight", expected="an integer, at least 1", got=repr(max_inflight))
         self.synchronous = _asked_in_environment() if synchronous is None else synchronous
         self._schedule = Schedule(max_inflight)
         self._workers = Workers(self._schedule)
@@ -93,9 +93,9 @@ class Engine:
         """
         if name in self._schedule.lanes:
             raise ConfigError("add_lane", where="name", expected=f"none of {', '.join(self._schedule.lanes)}", got=name)
-        if threads < 1 or (idle is not None and threads > 1):
+        if not isinstance(threads, int) or threads < 1 or (idle is not None and threads > 1):
             expected = "at least 1" if idle is None else "1 with idle"
-            raise ConfigError("add_lane", where=f"threads of {name}", expected=expected, got=threads)
+            raise ConfigError("add_lane", where=f"threads of {name}", expected=expected, got=repr(threads))
         self._schedule.lanes[name] = Lane(name, threads, idle)
 
     def push(

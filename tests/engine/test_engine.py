@@ -507,6 +507,11 @@ def test_lanes_are_refused_by_name(engine):
         engine.add_lane("polling", threads=2, idle=lambda: False)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         Engine({"io": 0})
+    for wrong in ("a", 1.5, 0):
+        with pytest.raises(ConfigError, match=f"max_inflight.: expected an integer, at least 1, got {wrong!r}"):
+            Engine(max_inflight=wrong)
+        with pytest.raises(ConfigError, match=f"threads of io.: expected at least 1, got {wrong!r}"):
+            Engine({"io": wrong})
 
 
 def test_a_hundred_thousand_pushes_leave_nothing_behind(engine):
