@@ -218,6 +218,7 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
     if profile.modules:
         yield f"module load {shlex.join(profile.modules)} || exit 1"
     if profile.venv is not None:
+        yield "# shellcheck source=/dev/null"
         yield f"source {shlex.quote(str(Path(profile.venv) / 'bin' / 'activate'))} || exit 1"
     cores = str(request.cpus_per_task)
     if request.template != "interactive":

@@ -138,13 +138,17 @@ def supervise(
         return 1
     if elsewhere:
         ends = [end._replace(host=end.host or socket.gethostname()) for end in ends]
-    status, told = _explained(ends, mpirun.returncode, family, words)
+    is_blind = elsewhere > 0 and guards is None
+    status, told = _explained(ends, mpirun.returncode, family, words, is_blind)
     if told is None or status == BEREFT:  # who has left that one is not known
         words.show_banners()
         if guards is not None:
             guards.show_banners()
     if told:
         say(told)
+    elif told is None and status and is_blind:
+        why = "those of other hosts are not watched inside a batch job"
+        say(f"mpirun has ended with status {status}; which rank failed first is not known: {why}")
     elif told is None and status and not words.has_spoken:
         say(f"mpirun has ended with status {status}, and has not said why")
     return status
@@ -156,15 +160,20 @@ def _hear_the_last(watch: Watch) -> None:
         watch.wait(_LAST_WORDS_S / 20)
 
 
-def _explained(ends: Sequence[End], code: int, family: str, words: Words) -> tuple[int, str | None]:
+def _explained(
+    ends: Sequence[End], code: int, family: str, words: Words, is_blind: bool = False
+) -> tuple[int, str | None]:
     """The status of the job, and what is to be said of the rank that failed first: nothing where all have ended alike
     and said why, or have stopped early; None where only mpirun's own words tell.
 
     Open MPI says of a rank that left with status 0 only what may have happened, of a server not that it is one, not
     always on which host a rank was, and nothing where others have ended well before; and now and then it names another
-    one, which has aborted since its connection to the first had closed.
+    one, which has aborted since its connection to the first had closed. So where it ``is_blind``, and knows nothing of
+    ranks of other hosts, a rank of this one that left with the job's status is believed, and no other.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
+    if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
+        return code, None
     if named is not None and (first is None or first.status is None):
         first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
     if code and (first is None or (first.status is None and first.rank == words.aborted)):

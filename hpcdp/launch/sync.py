@@ -22,11 +22,13 @@ def commands(hosts: Sequence[str], folder: str) -> list[Command]:
     """The rsync to each host; what else lies in ``folder`` there is left alone.
 
     Raises:
-        LaunchError: ``folder`` is no absolute path, or one that would be copied into itself.
+        LaunchError: ``folder`` is no absolute path, or the root of all, or one that would be copied into itself.
     """
     source, target = Path.cwd(), Path(folder)
     if not target.is_absolute():
         raise LaunchError("launch --sync-dst-dir", expected="an absolute path", got=repr(folder))
+    if target.resolve() == Path("/"):
+        raise LaunchError("launch --sync-dst-dir", expected="a folder of its own", got=repr(folder))
     here = [host for host in hosts if is_this_machine(host)]
     if here and target.resolve() != source and source in target.resolve().parents:
         raise LaunchError("launch --sync-dst-dir", expected=f"a folder outside {source}", got=repr(folder))

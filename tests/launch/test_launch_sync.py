@@ -65,3 +65,9 @@ def test_without_rsync_here(project: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(LaunchError, match="expected rsync, got none here; install it"):
         sync.copy(["node2"], str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("folder", ["/", "//", "/tmp/.."])
+def test_nothing_is_copied_over_the_root_of_all(project: Path, folder: str) -> None:
+    with pytest.raises(LaunchError, match="sync-dst-dir: expected a folder of its own, got '/"):
+        sync.commands(["node2"], folder)

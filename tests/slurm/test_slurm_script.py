@@ -64,7 +64,7 @@ def test_bash_and_shellcheck_find_nothing(name: str) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     # SC1091 would follow the site's own activate; SC2016: a value with $ is meant to stay as it is.
-    done = subprocess.run(["shellcheck", "-e", "SC1091,SC2016", path], capture_output=True, text=True)
+    done = subprocess.run(["shellcheck", "-e", "SC2016", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -15,6 +15,7 @@ options=(
 )
 
 module load gcc/12 openmpi/5.0 || exit 1
+# shellcheck source=/dev/null
 source '/shared/my venv/bin/activate' || exit 1
 export SRUN_CPUS_PER_TASK=1  # srun does not take it from the job
 export OMP_NUM_THREADS=1

@@ -21,6 +21,7 @@ job=$SLURM_JOB_ID
 echo "hpcdp: job $job, start $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
 
 module load gcc/12 openmpi/5.0 || exit 1
+# shellcheck source=/dev/null
 source '/shared/my venv/bin/activate' || exit 1
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from the job
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
