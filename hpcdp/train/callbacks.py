@@ -1,6 +1,12 @@
-"""What `fit` tells while it runs: the interface, and the callbacks that show and keep a run's numbers."""
+"""What `fit` tells while it runs: the interface, and callbacks that show and keep a run's numbers, or end it early."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hpcdp.errors import ConfigError
 
 from . import progress
 from .metrics import Record
@@ -12,6 +18,14 @@ class Callback:
 
     A callback that raises on some ranks only ends the job. It must not start a collective unless all ranks have it.
     """
+
+    stop_training = False
+    """Set to True, on any rank, it ends `fit` on all ranks after the epoch under way."""
+
+    def alike(self) -> str | None:
+        """What of it must be the same on every rank, which `fit` compares; its state, if it has one (`hpcdp.state`), is
+        saved with the run. None: some ranks may have others, or none."""
+        return None
 
     def on_resume(self, epochs: int, steps: int) -> None:
         """Before `on_start`, where a run goes on from a checkpoint: ``epochs`` whole epochs are done, and ``steps``
@@ -78,3 +92,83 @@ class KeepMetrics(Callback):
     def on_record(self, record: Record) -> None:
         """See `Callback.on_record`."""
         self._folder.write(record)
+
+
+_METRICS = {"loss": "min", "accuracy": "max", "test_loss": "min", "test_accuracy": "max"}
+"""Which way each is better."""
+
+
+class EarlyStopping(Callback):
+    """Ends `fit` when a number of its epochs gets no better. Give a new one to every rank, for each `fit`.
+
+    The parameters are then those of the last epoch; a `checkpoint.Manager` with ``best`` keeps those of the best one.
+    The run is at its end: its checkpoint says so, and keeps `best` and `waited`.
+
+    Args:
+        metric: "loss", "accuracy", "test_loss" or "test_accuracy", as an epoch's record has them.
+        patience: so many epochs in a row that are no better than the best before end the training.
+        min_delta: what is better by no more than that is no better.
+        mode: "min" or "max" is better. None: what is usual of the metric.
+
+    Raises:
+        ConfigError: a value outside of that; in `fit`: there is no such number, for want of an ``evaluate``.
+
+    Source: Goodfellow, Bengio and Courville, "Deep Learning", 2016, algorithm 7.1.
+    """
+
+    def __init__(self, metric: str, *, patience: int, min_delta: float = 0.0, mode: str | None = None) -> None:
+        number = isinstance(min_delta, int | float) and not isinstance(min_delta, bool)
+        whole = isinstance(patience, int) and not isinstance(patience, bool)
+        for where, valid, expected, got in (
+            ("metric", metric in _METRICS, f"one of {', '.join(_METRICS)}", metric),
+            ("patience", whole and patience >= 1, "epochs, an integer >= 1", patience),
+            ("min_delta", number and 0 <= min_delta < math.inf, "a finite number >= 0", min_delta),
+            ("mode", mode in ("min", "max", None), "min, max or None", mode),
+        ):
+            if not valid:
+                raise ConfigError("EarlyStopping", where=where, expected=expected, got=repr(got))
+        self.metric, self.patience, self.min_delta = metric, patience, float(min_delta)
+        self.mode = _METRICS[metric] if mode is None else mode
+        self.best: float | None = None
+        """The best number so far."""
+        self.waited = 0
+        """Epochs since then."""
+
+    def alike(self) -> str:
+        """See `Callback.alike`."""
+        settings = f"patience={self.patience}, min_delta={self.min_delta:g}, mode={self.mode!r}"
+        return f"EarlyStopping({self.metric!r}, {settings})"
+
+    def on_record(self, record: Record) -> None:
+        """See `Callback.on_record`."""
+        if record["kind"] != "epoch":
+            return
+        self.require_in(record)
+        value = float(record[self.metric])
+        if self._is_better(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        self.stop_training = self.waited >= self.patience
+
+    def require_in(self, names: Collection[str]) -> None:
+        """Raises `ConfigError` unless the metric is among the ``names`` of what there is."""
+        if self.metric not in names:
+            there_is = ", ".join(name for name in _METRICS if name in names)
+            raise ConfigError(
+                "EarlyStopping", where="metric", expected=f"one of {there_is}", got=repr(self.metric),
+                remedy="give fit an evaluate for numbers of the test set",
+            )  # fmt: skip
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None:
+            return not math.isnan(value)
+        return (self.best - value if self.mode == "min" else value - self.best) > self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `hpcdp.state`."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `hpcdp.state`."""
+        self.best, self.waited = state["best"], state["waited"]

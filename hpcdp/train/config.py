@@ -63,6 +63,9 @@ class TrainConfig:
         "the folder that holds NAME/, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
     )
     epochs: int = _setting(20, "passes over the training set", least=1)
+    early_stopping: int | None = _setting(
+        None, "end after so many epochs without a lower test loss (default: all epochs)", least=1
+    )
     batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
     optimizer: str = _setting(
         None, "update rule (default: sgd, of sequences adamw)", choices=("sgd", "adam", "adamw", "lars")

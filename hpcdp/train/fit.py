@@ -11,16 +11,17 @@ import numpy as np
 
 from hpcdp.autograd import Tensor, record
 from hpcdp.comm import World, init
-from hpcdp.comm.agreement import on_every_rank
+from hpcdp.comm.agreement import on_every_rank, require_same
 from hpcdp.data import DataLoader, SharedSampler
-from hpcdp.errors import ConfigError
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.state import Stateful
 from hpcdp.trace import Trace
 
 from .callbacks import Callback
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
+from .fit_checks import check_callbacks, check_loader, what_ranks_share
 from .meter import Meter
 from .metrics import Record, number_correct
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
@@ -58,7 +59,8 @@ def fit(
         loader: has a length and yields ``(x, y)``; it is told the epoch, counted from 0. With a reproducible trainer
             that of a `data.VirtualShardSampler` of as many virtual shards.
         loss: per sample, shape ``(batch,)``.
-        evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``.
+        evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``. What
+            it gives on rank 0 is in the record.
         callbacks: may differ between ranks, see `Callback`.
         checkpoints: when to save, whether to go on from a checkpoint, and who may ask for an early end; its `stopped`
             says then whether there was one. None: nothing is saved.
@@ -70,11 +72,16 @@ def fit(
     Raises:
         ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them; or
             there are checkpoints, and the run does not go on from them.
+        MismatchError: ranks have another number of epochs, other kinds of layers, another order of the data set, other
+            shares or callbacks that decide; on every rank, before the first step.
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
         SaveError: a checkpoint could not be written; on every rank. Older ones are as they were.
     """
     world = world or init()
-    on_every_rank(world.comm, lambda: _check_loader(loader, trainer))
+    on_every_rank(world.comm, lambda: check_loader(loader, trainer))
+    same = what_ranks_share(net, loader, callbacks, epochs=epochs, evaluate=evaluate, checkpoints=checkpoints)
+    require_same(world.comm, "fit", same, "call fit alike on all ranks")
+    check_callbacks(callbacks, evaluate is not None)
     steps = max(world.comm.allgather_json(len(loader) // len(trainer.own_virtual_shards)))
     loop = _Loop(net, trainer, loader, loss, callbacks, world, steps, checkpoints)
     position = loop.begin()
@@ -87,27 +94,6 @@ def fit(
     finally:
         for callback in callbacks:
             callback.on_end()
-
-
-def _check_loader(loader: DataLoader, trainer: Trainer) -> None:
-    sampler = getattr(loader, "sampler", None)
-    if trainer.steps_together and isinstance(sampler, SharedSampler):
-        raise ConfigError(
-            "fit", where="loader", expected="batches of a rank's own where ranks step together", got="a SharedSampler",
-            remedy="take a ShardedSampler, or kvstore='dist_async'",
-        )  # fmt: skip
-    num, own = getattr(sampler, "num_shards", None), getattr(sampler, "numbers", range(1))
-    if num == trainer.virtual_shards and (num is None or own == trainer.own_virtual_shards):
-        return
-    expected = _loader_of(trainer.virtual_shards, trainer.own_virtual_shards)
-    raise ConfigError("fit", where="loader", expected=expected, got=_loader_of(num, own))
-
-
-def _loader_of(num_shards: int | None, own: range) -> str:
-    """What a loader yields, in words."""
-    if num_shards is None:
-        return "one of whole batches of a rank"
-    return f"that of a VirtualShardSampler for shards {own.start} to {own.stop - 1} of {num_shards}"
 
 
 def _tell(callbacks: Sequence[Callback], record: Record) -> None:
@@ -138,7 +124,11 @@ class _Loop:
         """Where the run goes on."""
         if self.checkpoints is None:
             return Position(1, 0, 0)
-        parts = {"network": self.net, "trainer": self.trainer, "loader": self.loader, "meter": self.meter}
+        parts: dict[str, Any] = {
+            "network": self.net, "trainer": self.trainer, "loader": self.loader, "meter": self.meter,
+        }  # fmt: skip
+        if deciding := [each for each in self.callbacks if each.alike() is not None and isinstance(each, Stateful)]:
+            parts["callbacks"] = deciding
         return self.checkpoints.begin(self.world, parts)
 
     def train(self, start: Position, epochs: int, evaluate: Callable[[], Evaluation] | None) -> list[Record]:
@@ -151,9 +141,11 @@ class _Loop:
                 return records
             times = self.report.end_epoch()  # what evaluate waits for is no part of the training
             with evaluating:
-                test = evaluate() if evaluate is not None else None
-            records.append(self.meter.end_epoch(epoch, test) | times | seen)
+                tested = {} if evaluate is None else self._tested(evaluate())
+            records.append(self.meter.end_epoch(epoch) | tested | times | seen)
             _tell(self.callbacks, records[-1])
+            if any(self.world.comm.allgather_json(any(each.stop_training for each in self.callbacks))):
+                break
             if self.checkpoints is not None and epoch < epochs:
                 after = Position(epoch + 1, 0, self.meter.steps)
                 self.checkpoints.after_epoch(after, records[-1], self.trainer.steps_together)
@@ -161,6 +153,12 @@ class _Loop:
             last = records[-1] if records else None
             self.checkpoints.at_end(Position(max(start.epoch, epochs + 1), 0, self.meter.steps), last)
         return records
+
+    def _tested(self, own: Evaluation | None) -> Record:
+        """What rank 0 has found, on all ranks: those of a program's own ``evaluate`` may differ in their last bits."""
+        numbers = {} if own is None else {"test_loss": float(own.loss), "test_accuracy": float(own.accuracy)}
+        tested: Record = self.world.comm.allgather_json(numbers)[0]
+        return tested
 
     def _run(self, epoch: int, done: int) -> Record | None:
         """Train for an epoch, of which ``done`` steps are done; what else its record says, None where the run stops."""

@@ -12,7 +12,6 @@ from hpcdp.collectives import allreduce
 from hpcdp.comm import World
 from hpcdp.state import Part, Sharded
 
-from .evaluate import Evaluation
 from .metrics import Record
 from .trainer import Trainer
 
@@ -67,12 +66,9 @@ class Meter:
         self._epoch += sums
         return self._record("step", epoch, sums)
 
-    def end_epoch(self, epoch: int, test: Evaluation | None) -> Record:
+    def end_epoch(self, epoch: int) -> Record:
         """The record of the epoch's exchanged sums."""
-        found = self._record("epoch", epoch, self._epoch)
-        if test is not None:
-            found |= {"test_loss": test.loss, "test_accuracy": test.accuracy}
-        return found
+        return self._record("epoch", epoch, self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers that all ranks have, and the rows of this one; see `hpcdp.state`."""

@@ -30,7 +30,7 @@ from hpcdp.nn.functional import softmax_cross_entropy
 from . import inputs
 from .augment import ShiftedImages, ShiftedLoader
 from .bucket_trainer import BucketTrainer
-from .callbacks import Callback, KeepMetrics, ShowProgress
+from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
 from .checkpoints import Checkpoints
 from .config import TrainConfig
 from .evaluate import evaluate
@@ -94,6 +94,9 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             callbacks: list[Callback] = []
             if config.work_load == MEASURED and isinstance(loader.sampler, data.ShardedSampler):
                 callbacks.append(AdaptWorkLoad(loader.sampler))
+            stopping = config.early_stopping and EarlyStopping("test_loss", patience=config.early_stopping)
+            if stopping:
+                callbacks.append(stopping)
             if folder is not None:
                 stack.enter_context(folder)
                 callbacks += [ShowProgress(), KeepMetrics(folder)]
@@ -114,6 +117,9 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         result |= _result(config, records, trainer, world)
         result["trace"] = None if recording is None else _told(recording)
     if folder is not None:
+        if stopping and stopping.stop_training:
+            last = records[-1]["epoch"]
+            print(f"early stopping after epoch {last}: test loss was lowest after epoch {last - stopping.waited}")
         print(_last_words(result, checkpoints, folder), flush=True)
     return result
 

@@ -71,6 +71,10 @@ class AdaptWorkLoad(Callback):
         self.history: list[tuple[int, list[float]]] = []
         """Epoch and shares, as they were used."""
 
+    def alike(self) -> str:
+        """See `Callback.alike`."""
+        return "AdaptWorkLoad"
+
     def on_record(self, record: Record) -> None:
         """See `Callback.on_record`."""
         if record["kind"] != "epoch":

@@ -21,6 +21,7 @@ from hpcdp.train.config import TrainConfig
         ({"epochs": True}, "setting epochs: expected an integer, got True"),
         ({"epochs": None}, "setting epochs: expected an integer, got None"),
         ({"epochs": 0}, "setting epochs: expected at least 1, got 0"),
+        ({"early_stopping": 0}, "setting early_stopping: expected at least 1, got 0"),
         ({"lr": 0}, "setting lr: expected more than 0, got 0.0"),
         ({"lr": float("nan")}, "setting lr: expected a finite number, got nan"),
         ({"momentum": 1.0}, "setting momentum: expected a number in [0, 1), got 1.0"),

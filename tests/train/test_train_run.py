@@ -300,3 +300,16 @@ def test_a_run_on_text_tells_its_perplexity(tmp_path):
     last = read_metrics(tmp_path / "runs" / "char_lstm-shakespeare-001" / "metrics.jsonl")[-1]
     assert f"perplexity     {math.exp(last['test_loss']):.2f} a token" in done.stdout
     assert math.exp(last["test_loss"]) < 20  # of 62
+
+
+def test_early_stopping_ends_a_run_which_is_at_its_end_then(tmp_path):
+    # steps that are too small to be seen in float32: the first epoch stays the best
+    settings = ("--data", "digits", "--epochs", "9", "--warmup-epochs", "0", "--lr", "1e-30", "--run-dir", "a")
+    done = train(tmp_path, "mlp", *settings, "--ranks", "2", "--early-stopping", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "early stopping after epoch 3: test loss was lowest after epoch 1\n" in done.stdout
+    assert [
+        record["epoch"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl") if record["kind"] == "epoch"
+    ] == [1, 2, 3]
+    again = train(tmp_path, "--resume", "a")
+    assert (again.returncode, again.stdout) == (0, "a: all epochs are done, there is nothing to go on with\n")

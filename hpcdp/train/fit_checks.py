@@ -1,0 +1,74 @@
+"""What `fit` asks of its arguments before the first step: on each rank, and of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hpcdp.data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
+from hpcdp.errors import ConfigError
+from hpcdp.nn import Module
+
+from .callbacks import Callback, EarlyStopping
+from .trainer import Trainer
+
+
+def what_ranks_share(
+    net: Module, loader: DataLoader, callbacks: Sequence[Callback], *, epochs: int, **optional: object
+) -> list[str]:
+    """What must be the same on all ranks, in words.
+
+    Args:
+        optional: of these ranks must have all or none; what they are may differ.
+    """
+    given = [f"{name} {'None' if value is None else 'given'}" for name, value in optional.items()]
+    deciding = [each for each in (callback.alike() for callback in callbacks) if each is not None]
+    callbacks_too = f"callbacks {', '.join(deciding) or 'none'} that decide"
+    return [f"epochs {epochs}", *given, callbacks_too, _order(getattr(loader, "sampler", None)), *_layers(net, "net")]
+
+
+def _order(sampler: Any) -> str:
+    """Which samples come when, where parts of one order fall to the ranks; else each rank has its own."""
+    if isinstance(sampler, VirtualShardSampler):
+        sampler = sampler.shards[0]
+    if not isinstance(sampler, SharedSampler | ShardedSampler) or getattr(sampler, "num_parts", None) == 1:
+        return "a sampler for each rank alone"
+    names = ("n", "batch_size", "shuffle", "seed", "last", "num_parts", "weights")
+    settings = ", ".join(f"{name}={getattr(sampler, name)!r}" for name in names if hasattr(sampler, name))
+    return f"{type(sampler).__name__}({settings})"
+
+
+def _layers(module: Module, path: str) -> Iterator[str]:
+    yield f"{path} {type(module).__name__}"
+    for name, part in module.children():
+        yield from _layers(part, f"{path}.{name}")
+
+
+def check_callbacks(callbacks: Sequence[Callback], evaluates: bool) -> None:
+    """Raises `ConfigError` where one waits for numbers of a test set, and there is no ``evaluate``."""
+    for each in callbacks:
+        if isinstance(each, EarlyStopping) and not evaluates:
+            each.require_in(("loss", "accuracy"))
+
+
+def check_loader(loader: DataLoader, trainer: Trainer) -> None:
+    """Raises `ConfigError` where one of them has virtual shards, or another number of them, or ranks step together on
+    batches that they take as they come."""
+    sampler = getattr(loader, "sampler", None)
+    if trainer.steps_together and isinstance(sampler, SharedSampler):
+        raise ConfigError(
+            "fit", where="loader", expected="batches of a rank's own where ranks step together", got="a SharedSampler",
+            remedy="take a ShardedSampler, or kvstore='dist_async'",
+        )  # fmt: skip
+    num, own = getattr(sampler, "num_shards", None), getattr(sampler, "numbers", range(1))
+    if num == trainer.virtual_shards and (num is None or own == trainer.own_virtual_shards):
+        return
+    expected = _loader_of(trainer.virtual_shards, trainer.own_virtual_shards)
+    raise ConfigError("fit", where="loader", expected=expected, got=_loader_of(num, own))
+
+
+def _loader_of(num_shards: int | None, own: range) -> str:
+    """What a loader yields, in words."""
+    if num_shards is None:
+        return "one of whole batches of a rank"
+    return f"that of a VirtualShardSampler for shards {own.start} to {own.stop - 1} of {num_shards}"

@@ -1,0 +1,118 @@
+"""`EarlyStopping`: all ranks end after the same epoch, also where a run is resumed in between."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hpcdp import data, nn, optim
+from hpcdp.checkpoint import Manager
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError
+from hpcdp.train.callbacks import Callback, EarlyStopping
+from hpcdp.train.checkpoints import Checkpoints
+from hpcdp.train.evaluate import Evaluation
+from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
+
+X, Y = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
+SAMPLES = data.ArrayDataset(X, Y)
+
+
+def train(world, losses, callbacks, epochs=9, folder=None, resume=False):
+    """Epochs that were trained; after each `evaluate` says the next of ``losses``."""
+    net = nn.Sequential(nn.Dense(4, 3))
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
+    loader = data.DataLoader(SAMPLES, data.ShardedSampler(20, 10, world.size, world.rank), prefetch=0)
+    said = iter(losses)
+    arguments = {
+        "epochs": epochs,
+        "evaluate": (lambda: Evaluation(0.5, next(said), 10, 20)) if losses else None,
+        "callbacks": callbacks,
+        "world": world,
+    }
+    if folder is None:
+        return [record["epoch"] for record in fit(net, trainer, loader, **arguments)]
+    with Manager(folder, world) as manager:
+        checkpoints = Checkpoints(manager, every="epoch", resume=resume)
+        return [record["epoch"] for record in fit(net, trainer, loader, checkpoints=checkpoints, **arguments)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("losses", "settings", "last"),
+    [
+        ([3, 2, 2, 2.5, 1, 1, 1, 1, 1], {"patience": 2}, 4),
+        ([3, 2, 2, 2.5, 1, 1, 1, 1, 1], {"patience": 3}, 8),
+        ([3, 2, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], {"patience": 3, "min_delta": 0.25}, 9),
+        ([3, 2, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], {"patience": 3, "min_delta": 0.5}, 6),
+        ([1, 2, 3, 3, 4, 5, 6, 7, 8], {"patience": 1, "mode": "max"}, 4),
+        ([float("nan")] * 9, {"patience": 2}, 2),
+        ([9, 8, 7, 6, 5, 4, 3, 2, 1], {"patience": 1}, 9),
+    ],
+)
+def test_it_ends_after_epochs_that_are_no_better(ranks, losses, settings, last):
+    ended = threads.run(ranks, lambda world: train(world, losses, [EarlyStopping("test_loss", **settings)]))
+    assert ended == [list(range(1, last + 1))] * ranks
+
+
+def test_ranks_whose_numbers_differ_end_alike():
+    def job(world):
+        losses = [[1, 1, 1, 1, 1], [5, 4, 3, 2, 1], [1, 2, 1, 0, 1]][world.rank]
+        stopping = EarlyStopping("test_loss", patience=2)
+        return train(world, losses, [stopping], epochs=5), stopping.best, stopping.waited
+
+    assert threads.run(3, job) == [([1, 2, 3], 1, 2)] * 3
+
+
+def test_a_callback_of_one_rank_ends_the_training_of_all():
+    class Enough(Callback):
+        def on_record(self, record):
+            self.stop_training = record["kind"] == "epoch" and record["epoch"] == 2
+
+    def job(world):
+        return train(world, [], [Enough()] if world.rank == world.size - 1 else [])
+
+    assert threads.run(3, job) == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_resumed_run_goes_on_counting_and_is_at_its_end_then(ranks, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    class Kill(Callback):
+        def on_step(self, epoch, step):
+            if (epoch, step) == (4, 2):
+                raise Killed
+
+    def job(world, losses, *more, resume=True):
+        stopping = EarlyStopping("test_loss", patience=3)
+        return train(world, losses, [stopping, *more], folder=tmp_path / "a", resume=resume), stopping.best
+
+    with pytest.raises(Killed):
+        threads.run(ranks, lambda world: job(world, [3, 1, 2], Kill(), resume=False))
+    assert threads.run(ranks, lambda world: job(world, [2, 2, 2, 2, 2, 2])) == [([4, 5], 1)] * ranks
+    assert threads.run(ranks, lambda world: job(world, [2])) == [([], 1)] * ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"metric": "acc", "patience": 1}, "[metric]: expected one of loss, accuracy, test_loss, test_accuracy, got"),
+        ({"metric": "loss", "patience": 0}, "[patience]: expected epochs, an integer >= 1, got 0"),
+        ({"metric": "loss", "patience": -1}, "[patience]: expected epochs, an integer >= 1, got -1"),
+        ({"metric": "loss", "patience": 1.5}, "[patience]: expected epochs, an integer >= 1, got 1.5"),
+        ({"metric": "loss", "patience": 1, "min_delta": -1}, "[min_delta]: expected a finite number >= 0, got -1"),
+        ({"metric": "loss", "patience": 1, "mode": "best"}, "[mode]: expected min, max or None, got 'best'"),
+    ],
+)
+def test_what_it_cannot_do_is_named(settings, says):
+    with pytest.raises(ConfigError, match=re.escape(f"EarlyStopping {says}")):
+        EarlyStopping(**settings)
+
+
+def test_numbers_that_nobody_evaluates_are_missed_before_the_first_step():
+    with pytest.raises(ConfigError, match=r"expected one of loss, accuracy, got 'test_loss'; give fit an evaluate"):
+        threads.run(2, lambda world: train(world, [], [EarlyStopping("test_loss", patience=1)]))
+    assert threads.run(2, lambda world: train(world, [], [EarlyStopping("loss", patience=1)], epochs=2))

@@ -1,0 +1,95 @@
+"""Ranks that call `fit` with other things are told on all of them, before the first step."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hpcdp import data, nn, optim
+from hpcdp.comm import threads
+from hpcdp.errors import MismatchError
+from hpcdp.train import SyncBatchNorm
+from hpcdp.train.callbacks import Callback, EarlyStopping
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.trainer import Trainer
+from hpcdp.train.work_load import AdaptWorkLoad
+
+X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3
+
+
+def train(world, odd: str | None = None):
+    other = world.rank == world.size - 1
+    net = nn.Sequential(nn.Dense(4, 6), nn.BatchNorm(6), nn.Dense(6, 3))
+    if odd == "layers" and not other:
+        SyncBatchNorm.convert(net, world)
+    settings = {
+        "seed": 3 if odd == "seed" and other else 0,
+        "shuffle": not (odd == "shuffle" and other),
+        "weights": [1] * (world.size - 1) + [2 if odd == "weights" and other else 1],
+    }
+    batch_size = 9 if odd == "batch_size" and other else 8
+    sampler = data.ShardedSampler(len(X), batch_size, world.size, world.rank, **settings)
+    if odd == "kind" and other:
+        sampler = data.BatchSampler(data.SequentialSampler(len(X)), 4)
+    callbacks = [Callback()] if world.rank == 0 else []
+    if odd == "adapting" and other:
+        callbacks.append(AdaptWorkLoad(sampler))
+    callbacks.append(EarlyStopping("loss", patience=2 if odd == "patience" and other else 5))
+    samples = data.ArrayDataset(X, Y)
+    return len(
+        fit(
+            net,
+            Trainer(net.parameters(), optim.SGD(lr=0.1), world=world),
+            data.DataLoader(samples, sampler, prefetch=0),
+            epochs=3 if odd == "epochs" and other else 2,
+            evaluate=None if odd == "evaluate" and other else lambda: evaluate(net, samples, world),
+            callbacks=callbacks,
+            world=world,
+        )
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("odd", "expected", "got"),
+    [
+        ("epochs", "epochs 2", "epochs 3"),
+        ("seed", "seed=0", "seed=3"),
+        ("shuffle", "shuffle=True", "shuffle=False"),
+        ("batch_size", "batch_size=8", "batch_size=9"),
+        ("weights", "1.0)", "2.0)"),
+        ("kind", "ShardedSampler(", "a sampler for each rank alone"),
+        ("adapting", "callbacks EarlyStopping(", "callbacks AdaptWorkLoad, EarlyStopping("),
+        ("patience", "patience=5", "patience=2"),
+        ("evaluate", "evaluate given", "evaluate None"),
+        ("layers", "net.1 SyncBatchNorm", "net.1 BatchNorm"),
+    ],
+)
+def test_what_differs_is_named(ranks, odd, expected, got):
+    def job(world):
+        expects, finds = re.escape(expected), re.escape(got)
+        says = f"^fit .*: expected .*{expects}.* as on rank 0, got .*{finds}.* on rank {ranks - 1};"
+        with pytest.raises(MismatchError, match=says):
+            train(world, odd)
+        return True
+
+    assert threads.run(ranks, job) == [True] * ranks
+
+
+def test_callbacks_that_only_watch_may_differ():
+    assert threads.run(3, train) == [2] * 3
+
+
+@pytest.mark.parametrize("odd", ["seed", "batch_size"])
+def test_virtual_shards_are_compared_too(odd):
+    def job(world):
+        net = nn.Sequential(nn.Dense(4, 3))
+        other = {"batch_size": 8, "seed": 0} | ({odd: 9} if world.rank == 1 else {})
+        sampler = data.VirtualShardSampler(len(X), num_shards=4, num_parts=2, part_index=world.rank, **other)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world, reproducible=True, virtual_shards=4)
+        with pytest.raises(MismatchError, match=f"got .*{odd}=9.* on rank 1"):
+            fit(net, trainer, data.DataLoader(data.ArrayDataset(X, Y), sampler), epochs=1, world=world)
+        return True
+
+    assert threads.run(2, job) == [True] * 2
