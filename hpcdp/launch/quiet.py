@@ -8,6 +8,8 @@ _NOISE = [
     # The daemon's ssh has begun to run before its parent made it the leader of its group, which it is by then.
     rb"\[[^\]\s]+:[0-9]+\] plm:ssh: Warning: setpgid\([0-9]+,[0-9]+\) failed in parent with errno=Permission denied"
     rb"\(13\)",
+    # The server of PMIx, of a rank that has ended while it was to be told something.
+    rb"\[[^\]\s]+:[0-9]+\] PMIX ERROR: PMIX_ERR_(UNREACH|NOT_FOUND) in file \S*/pmix_server\.c at line [0-9]+",
     # libevent, of a connection to a rank or a daemon that has ended meanwhile.
     rb"\[warn\] Epoll (ADD|MOD|DEL)\([0-9]+\) on fd [0-9]+ failed\. *Old events were .*: (Bad file descriptor|"
     rb"No such file or directory|Operation not permitted)",
@@ -15,7 +17,7 @@ _NOISE = [
     rb"NBC_Progress: an error 75 was found during schedule 0x[0-9a-f]+ at row-offset [0-9]+ - aborting the schedule",
 ]
 _LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
-_BEGINNING = re.compile(rb"\[[\w.-]*(:[0-9]*(\] ?(p.*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*")
+_BEGINNING = re.compile(rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*")
 _RULE = b"-" * 74 + b"\n"
 _LONGEST = 500
 

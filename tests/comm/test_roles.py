@@ -210,7 +210,7 @@ def job(*programs, **environ):
 @pytest.mark.parametrize(("workers", "servers", "per_node"), [(2, 1, None), (3, 2, 2), (1, 1, 1)])
 def test_processes_form_both_worlds(workers, servers, per_node):
     settings = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": str(per_node)}
-    done = job((workers, WORKER), (servers, SERVER), HPCDP_STALL_S="1", **settings)
+    done = job((workers, WORKER), (servers, SERVER), HPCDP_STALL_S="20", **settings)
     assert (done.returncode, done.stderr) == (0, "")
     found, all_of_them = json.loads(done.stdout)
     total = float(sum(10**rank for rank in range(workers)))

@@ -10,6 +10,7 @@ NOISE = [
     b"close change was 0 (none): Bad file descriptor\n",
     b"NBC_Progress: an error 75 was found during schedule 0x7f10ec003f30 at row-offset 69 - aborting the schedule\n",
     b"[warn] Epoll DEL(1) on fd 9 failed. Old events were 6; read change was 0 (none): No such file or directory\n",
+    b"[vm:16331] PMIX ERROR: PMIX_ERR_UNREACH in file /a/3rd-party/openpmix/src/server/pmix_server.c at line 3146\n",
 ]
 RULE = b"-" * 74 + b"\n"
 OTHER = [
@@ -18,6 +19,8 @@ OTHER = [
     b"[warn] Epoll wait failed: Bad file descriptor\n",
     b"NBC_Progress: an error 12 was found during schedule 0x7f10ec003f30 at row-offset 69 - aborting the schedule\n",
     b"NBC_Progress: an error 75 was found\n",
+    b"[vm:16331] PMIX ERROR: PMIX_ERR_NO_PERMISSIONS in file /a/openpmix/src/server/pmix_server.c at line 3146\n",
+    b"[vm:16331] PMIX ERROR: PMIX_ERR_UNREACH in file /a/openpmix/src/client/pmix_client.c at line 3146\n",
     b"my [warn] Epoll DEL(1) on fd 9 failed. Old events were 6: No such file or directory\n",
     b"\0 a zero of a rank's own\n",
     b"loss 0.1\rloss 0.2\r\nplain\n\n",
