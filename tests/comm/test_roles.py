@@ -183,7 +183,7 @@ WORKER = """
     hpcdp.allreduce(x, world=world)
     mine = [world.rank, world.size, world.node, world.num_nodes, world.node_memory.size, x.tolist()]
     found = world.comm.allgather_json(mine)
-    time.sleep(1.5)  # longer than the limit of a call: servers that idle are in none
+    time.sleep(4.5)  # longer than the limit of a call: servers that idle are in none
     world.barrier()
     if world.rank == 0:
         print(json.dumps([found, all_of_them]))
@@ -210,7 +210,7 @@ def job(*programs, **environ):
 @pytest.mark.parametrize(("workers", "servers", "per_node"), [(2, 1, None), (3, 2, 2), (1, 1, 1)])
 def test_processes_form_both_worlds(workers, servers, per_node):
     settings = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": str(per_node)}
-    done = job((workers, WORKER), (servers, SERVER), HPCDP_STALL_S="20", **settings)
+    done = job((workers, WORKER), (servers, SERVER), HPCDP_STALL_S="4", **settings)
     assert (done.returncode, done.stderr) == (0, "")
     found, all_of_them = json.loads(done.stdout)
     total = float(sum(10**rank for rank in range(workers)))
