@@ -315,7 +315,7 @@ class ShardReader:
     def _read_compressed(self, stored: Stored, first: int, out: np.ndarray) -> None:
         import h5py
 
-        self._open(stored.file)
+        self._open(stored.file)  # which refuses a pipe; HDF5 would wait for it
         with h5py.File(self._folder / stored.file, "r", locking=False) as file:
             dataset = file[stored.dataset]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape != (stored.count,):

@@ -19,7 +19,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,26 +134,25 @@ class AsyncStore(WorldStore):
             super().set_updater(updater)
             alike = [name_of(updater)]
             require_same(self._world.comm, "set_updater", alike, "pass the same function on all ranks")
-            servers = self._table.group.num_servers
-            self._install({"function": alike[0]}, partial(require_same_by_name, updater) if servers else None)
+
+            def checked() -> Updater:
+                if self._table.group.num_servers:
+                    require_same_by_name(updater)
+                return self._updater
+
+            self._install({"function": alike[0]}, checked)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         with self._world.meeting():
             super().set_optimizer(optimizer)
             described = optimizer.config()
             require_same(self._world.comm, "set_optimizer", [json.dumps(described)], "pass the same on all ranks")
-            self._install({"optimizer": described})
+            self._install({"optimizer": described}, lambda: self._updater)
 
-    def _install(self, described: dict[str, Any], check: Callable[[], None] | None = None) -> None:
+    def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
         self._command("update", described=described)
-
-        def checked() -> Updater:
-            if check is not None:
-                check()
-            return self._updater
-
-        together.set_updater(self._table, checked)
+        together.set_updater(self._table, find)
         self._told = self._table.schedule
 
     def _compress(self, compression: Compression | None) -> None:
@@ -342,7 +340,7 @@ class AsyncStore(WorldStore):
 
     def _renew(self, rule: ByOptimizer, config: dict[str, Any]) -> None:
         super()._renew(rule, config)
-        self._install({"optimizer": config})
+        self._install({"optimizer": config}, lambda: self._updater)
 
     def save_optimizer_states(self, path: str) -> None:
         rule = self._by_optimizer("save_optimizer_states").optimizer
