@@ -24,7 +24,7 @@ from .. import comm
 from . import program
 from .collective import ours
 from .files import as_json, check_writable, write, write_json
-from .floor import STAGED, Floor, copy_rates
+from .floor import STAGED, Floor, limits_of
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core
 from .measure import (
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(compare(world, floor, gloo, nbytes, iterations=args.iterations, warmup=args.warmup))
         if world.rank == 0:
             print_row(rows[-1], heading=len(rows) == 1)
-    limits = {"line_round_trip_ns": floor.line_round_trip_ns(), **copy_rates(floor)}
+    limits = limits_of(floor)
     if world.rank == 0:
         facts = ", ".join(f"{name} {value:.2f}" for name, value in limits.items())
         print(textwrap.fill(facts, 80, initial_indent="# ", subsequent_indent="# "))

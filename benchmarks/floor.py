@@ -141,6 +141,12 @@ def copy_rates(floor: Floor, nbytes: int = _COPY_BYTES, repeats: int = 5) -> dic
     }
 
 
+def limits_of(floor: Floor) -> dict[str, float]:
+    """What bounds every exchange: `Floor.line_round_trip_ns` where there are two ranks, and `copy_rates`."""
+    line = {"line_round_trip_ns": floor.line_round_trip_ns()} if floor.world.size > 1 else {}
+    return line | copy_rates(floor)
+
+
 def sweep(world: comm.World, sizes: list[int], iterations: int, warmup: int) -> list[dict[str, Any]]:
     """Median microseconds of every pattern at every size, and the best of the four on shared arrays; all must call."""
     floor = Floor(world, max(sizes))
@@ -172,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     core = pin_to_own_core(world)
     rows = sweep(world, size_range(args.sizes), args.iterations, args.warmup)
     floor = Floor(world, 4)
-    limits = {"line_round_trip_ns": floor.line_round_trip_ns(), **copy_rates(floor)}
+    limits = limits_of(floor)
     if world.rank == 0:
         print(f"# bare exchanges, float32, {world.size} ranks, rank 0 on core {core} of {os.cpu_count()}; median us")
         print(f"# {'Size':>10}" + "".join(f"{name:>24}" for name in rows[0]["median_us"]) + f"{'best GB/s':>12}")

@@ -2,9 +2,11 @@
 
 ``mpirun -n 2 python -m hpcdp.benchmarks.kvstore -m 4K:16M``: ``pushpull`` of a ``dist_sync`` store without an updater
 (the sum is stored, and pulled) beside ``hpcdp.allreduce`` of the same array, the MPI library's own, and a copy of it by
-all ranks at once. In place both overwrite the array; to another array both leave it. ``push, then pull`` is what a
-program does that computes in between. Data are written just before each call, and sums are checked. Times are medians
-in microseconds of the slowest rank; a ratio is allreduce's time over pushpull's, the median of those within turns.
+all ranks at once. In place both overwrite the array; to another array both leave it. A store keeps the sum besides:
+``allreduce, sum kept`` is an allreduce in place after which every rank copies its part of the sum, which is what must
+be done at the least. ``push, then pull`` is what a program does that computes in between. Data are written just before
+each call, and sums are checked. Times are medians in microseconds of the slowest rank; a ratio is allreduce's time over
+pushpull's, the median of those within turns.
 
 In a node ``dist_async`` follows: rounds over eight keys (fewer long ones), which all ranks push and pull in the same
 order, beside copies of as many bytes by all ranks at once. What the keys are in the end is the sum of all pushes.
@@ -25,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from .. import collectives, comm, kvstore, optim
+from ..comm.communicator import bounds
 from . import program
 from .collective import ours
 from .files import check_writable, write_json
-from .floor import Floor, copy_rates
+from .floor import Floor, limits_of
 from .machine import describe, pin_to_own_core
 from .measure import (
     Exchange,
@@ -46,7 +49,7 @@ from .measure import (
 )
 
 IN_PLACE, APART = "in place", "to another array"
-RING = "allreduce, ring"
+RING, KEPT = "allreduce, ring", "allreduce, sum kept"
 PUSH_THEN_PULL = "push, then pull"
 _KEYS, _MOST_NBYTES = 8, 16 << 20
 
@@ -54,14 +57,21 @@ _KEYS, _MOST_NBYTES = 8, 16 << 20
 def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iterations: int, warmup: int) -> dict[str, Any]:
     """One size, whose key is new to ``store``; every rank must call.
 
-    Returns ``nbytes``, ``median_us`` by name, ``ratio``, allreduce's time over pushpull's `IN_PLACE` and `APART` (and
-    the `RING`'s, on several nodes), ``mpi_ratio``, that of the MPI library in place, ``copy_share``, the copy's time
-    over that of pushpull in place, and ``wrong``, the wrong elements by name.
+    Returns ``nbytes``, ``median_us`` by name, ``ratio``, allreduce's time over pushpull's `IN_PLACE` and `APART` (that
+    of what has `KEPT` the sum, and, on several nodes, of the `RING` in place), ``mpi_ratio``, that of the MPI library
+    in place, ``copy_share``, the copy's time over that of pushpull in place, and ``wrong``, the wrong elements by name.
     """
     count = max(1, nbytes // 4)
     data = FreshData(world.rank, world.size)
     x, out = np.empty(count, np.float32), np.empty(count, np.float32)
     store.init(count, np.zeros(count, np.float32))
+
+    first, last = bounds(count, world.size)[world.rank : world.rank + 2]
+    kept = np.empty(last - first, np.float32)
+
+    def keep_sum() -> None:
+        collectives.allreduce(x, world=world)
+        kept[...] = x[first:last]
 
     def push_then_pull() -> None:
         store.push(count, x)
@@ -75,6 +85,7 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
         ours(f"allreduce {IN_PLACE}", data, x, world, {}),
         call(f"pushpull {APART}", out, lambda: store.pushpull(count, x, out)),
         call(f"allreduce {APART}", out, lambda: collectives.allreduce(x, world=world, out=out)),
+        call(KEPT, x, keep_sum),
         call(PUSH_THEN_PULL, out, push_then_pull),
         call("MPI in place", x, lambda: world.comm.native_allreduce(x, "sum")),
         Exchange("copy", data, x, out, partial(np.copyto, out, x), lambda result, _: int((result != x).sum())),
@@ -85,10 +96,11 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
     taken = {name: turn_medians(ranks) for name, ranks in found.items()}
     ratio = {how: median_ratio(taken[f"allreduce {how}"], taken[f"pushpull {how}"]) for how in (IN_PLACE, APART)}
     own = taken[f"pushpull {IN_PLACE}"]
+    ratio |= {name: median_ratio(taken[name], own) for name in (KEPT, RING) if name in taken}
     return {
         "nbytes": count * 4,
         "median_us": {name: float(np.median(us)) for name, us in taken.items()},
-        "ratio": ratio | ({RING: median_ratio(taken[RING], own)} if RING in taken else {}),
+        "ratio": ratio,
         "mpi_ratio": median_ratio(taken["MPI in place"], own),
         "copy_share": median_ratio(taken["copy"], own),
         "wrong": {name: wrong(ranks) for name, ranks in found.items()},
@@ -183,14 +195,15 @@ def print_asynchronous(row: dict[str, Any], *, heading: bool) -> None:
 def print_row(row: dict[str, Any], *, heading: bool) -> None:
     """One size, a line a candidate, under the heading where that is asked for; at most 80 columns wide."""
     if heading:
-        print(f"{'# Size':<8}{'candidate':<30}{'median us':>12}{'allreduce x':>13}{'MPI x':>8}")
+        print(f"{'# Size':<8}{'candidate':<28}{'median us':>11}{'allreduce x':>13}{'kept x':>8}{'MPI x':>8}")
     first = format_size(row["nbytes"])
     for name, us in row["median_us"].items():
         ratio = row["ratio"].get(name.removeprefix("pushpull ")) if name.startswith("pushpull") else None
         shown = "" if ratio is None else f"{ratio:.2f}"
-        mpi = f"{row['mpi_ratio']:.2f}" if name == f"pushpull {IN_PLACE}" else ""
+        in_place = name == f"pushpull {IN_PLACE}"
+        kept, mpi = (f"{row['ratio'][KEPT]:.2f}", f"{row['mpi_ratio']:.2f}") if in_place else ("", "")
         faulty = f"{row['wrong'][name]} WRONG" if row["wrong"][name] else ""
-        print(f"{first:<8}{name:<30}{us:>12.2f}{shown:>13}{mpi:>8}  {faulty}".rstrip(), flush=True)
+        print(f"{first:<8}{name:<28}{us:>11.2f}{shown:>13}{kept:>8}{mpi:>8}  {faulty}".rstrip(), flush=True)
         first = ""
 
 
@@ -205,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     store = kvstore.create("dist_sync", world)
     if world.rank == 0:
         print(f"# dist_sync, sum of float32, ranks: {world.size}, nodes: {world.num_nodes}, {world.library}")
-        print("# median us of the slowest rank; x: what allreduce or MPI takes over pushpull's")
+        print("# median us of the slowest rank; x: what that takes over pushpull's")
     rows = []
     for nbytes in sizes:
         rows.append(compare(world, store, nbytes, iterations=args.iterations, warmup=args.warmup))
@@ -217,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         asynchronous.append(found)
         if world.rank == 0:
             print_asynchronous(found, heading=len(asynchronous) == 1)
-    limits = copy_rates(Floor(world, max(sizes))) if world.num_nodes == 1 else {}
+    limits = limits_of(Floor(world, max(sizes))) if world.num_nodes == 1 else {}
     if world.rank == 0 and limits:
         facts = ", ".join(f"{name} {value:.2f}" for name, value in limits.items())
         print(textwrap.fill(facts, 80, initial_indent="# ", subsequent_indent="# "))

@@ -299,6 +299,9 @@ def _stores(results: dict[str, Any]) -> list[Verdict]:
     for how in ("in place", "to another array"):
         ratio = median_by_size(results.get("kvstore", []), lambda row, how=how: row["ratio"][how])  # type: ignore[misc]
         found.append(_worst("S10", f"dist_sync, pushpull {how}: the time of an allreduce over its own", 0.9, ratio))
+    kept = median_by_size(results.get("kvstore", []), lambda row: row["ratio"].get("allreduce, sum kept"))
+    what = "dist_sync, pushpull in place: the time of an allreduce that keeps the sum, too, over its own"
+    found.append(_worst("S10", what, 0.9, kept))
     asynchronous = [{"rows": report["asynchronous"]} for report in results.get("kvstore", [])]
     share = median_by_size(asynchronous, lambda row: row["copy_share"]["push, then pull"])
     what = "dist_async, push and pull of 1 MB keys in a node: share of the copy rate"

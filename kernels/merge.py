@@ -1,12 +1,13 @@
 """What all ranks of a node push to one value, merged into it and read back, each in one call that can stop and go on.
 
-A rank stages what others own, piece by piece of everybody's part. While others sum a piece it stages the next one, so
-a value of ``p`` pieces takes ``p + 1`` waits. Sums run in the order of the ranks. A rank that has pushed in another
-way, a whole row at once, takes part in no such exchange: all see that when they meet, before anything is summed.
+The ranks meet. A rank that has pushed in another way, a whole row at once, takes part in no such exchange: all see that
+then, before anything is written. Then a rank stages what others own, piece by piece of everybody's part. While others
+sum a piece it stages the next one, so a value of ``p`` pieces takes ``p + 2`` waits. Sums run in order of the ranks.
 
-What is exchanged is the value that comes next: an owner's neighbour stages where the sum will be, there the owner
-writes it, others fetch it, and it stays. So of two ranks neither writes more than an allreduce does. What the others of
-more ranks stage is in two halves of a buffer that stays in the cache, in turn.
+What is exchanged is the value itself: an owner's neighbour stages where the sum will be, there the owner writes it,
+others fetch it, and it stays. Whoever has come to the meeting reads the value of before no more. So of two ranks
+neither writes more than an allreduce does. What the others of more ranks stage is in two halves of a buffer that stays
+in the cache, in turn.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ in another way, or this rank's part is summed and nobody told yet."""
 ME, SPINS, SLEEP_NS, PIECES, PHASES, ROUND, PIECE, PHASE = range(8)
 STATE_LENGTH = 8
 """What an exchange knows, int64. What never changes: this rank's number in the node, how often to look before sleeping,
-nanoseconds of sleep before giving up, pieces of a part, numbers that a round may post (more than pieces). To be set
-before: the number of the round; its first post is that times the numbers of a round, and one, the last one is that of
-the next round less one. Zero between calls: the phase; and the piece that comes next."""
+nanoseconds of sleep before giving up, pieces of a part, numbers that a round may post (two more than pieces). To be set
+before: the number of the round; its first post, at the meeting, is that times the numbers of a round, and one, the last
+one is that of the next round less one. Zero between calls: the phase; and the piece that comes next."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are compiled for."""
@@ -139,13 +140,16 @@ def _first(state):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _staged_number(state, piece):  # type: ignore[no-untyped-def]
+    return _first(state) + 1 + piece
+
+
+@njit(inline="always")
 def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     n, me = staging.shape[1], state[ME]
     if state[PHASE] == _ARRIVING:
-        _stage(x, total, staging, ends, me, 0)
         counters[me * STRIDE + _ROUND_OF] = np.int32(state[ROUND])
         post(counters, me, np.int32(_first(state)))
-        state[PIECE] = 0
         state[PHASE] = _MEETING
     if not _arrived(counters, n, _first(state), state):
         return NOT_YET
@@ -153,6 +157,9 @@ def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-d
         if counters[rank * STRIDE + _ROUND_OF] != np.int32(state[ROUND]):
             state[PHASE] = _ARRIVING
             return MIXED
+    _stage(x, total, staging, ends, me, 0)
+    post(counters, me, np.int32(_staged_number(state, 0)))
+    state[PIECE] = 0
     state[PHASE] = _WAITING
     return DONE
 
@@ -163,7 +170,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
 
     Args:
         x, out: shape ``(count,)``, contiguous, apart, or, ``in_place``, the same array.
-        total: shape ``(count,)`` or longer, shared; nobody reads what it has been.
+        total: shape ``(count,)`` or longer, shared; what it has been nobody reads who has come to the meeting.
         staging: shape ``(2, n, chunk)``, shared.
         ends: shape ``(n + 1,)``, int64: where the ranks' parts begin and end.
         counters: how far the ranks are with this value, shared (see `sync`).
@@ -172,22 +179,22 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
     Returns:
         `NOT_YET`, `DONE` or `MIXED`.
     """
-    n, me, pieces, first = staging.shape[1], state[ME], state[PIECES], _first(state)
-    last = first + state[PHASES] - 1
+    n, me, pieces = staging.shape[1], state[ME], state[PIECES]
+    last = _first(state) + state[PHASES] - 1
     if state[PHASE] != _WAITING:
         met = _met(x, total, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
         piece = state[PIECE]
-        posted = last if piece == pieces else first + piece
+        posted = last if piece == pieces else _staged_number(state, piece)
         if not _arrived(counters, n, posted, state):
             return NOT_YET
         if piece < pieces:
             _sum(x, out, in_place, total, staging, ends, me, piece)
             if piece + 1 < pieces:
                 _stage(x, total, staging, ends, me, piece + 1)
-                post(counters, me, np.int32(first + piece + 1))
+                post(counters, me, np.int32(_staged_number(state, piece + 1)))
             else:
                 post(counters, me, np.int32(last))
             state[PIECE] = piece + 1
@@ -206,21 +213,21 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
         `NOT_YET`, `SUMMED` or `MIXED`. When it is summed the number of the last post is still to be posted, which says
         that the value is new.
     """
-    n, me, pieces, first = staging.shape[1], state[ME], state[PIECES], _first(state)
+    n, me, pieces = staging.shape[1], state[ME], state[PIECES]
     if state[PHASE] != _WAITING:
         met = _met(x, total, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
         piece = state[PIECE]
-        if not _arrived(counters, n, first + piece, state):
+        if not _arrived(counters, n, _staged_number(state, piece), state):
             return NOT_YET
         _sum(x, x[:0], False, total, staging, ends, me, piece)
         if piece + 1 == pieces:
             state[PHASE] = _ARRIVING
             return SUMMED
         _stage(x, total, staging, ends, me, piece + 1)
-        post(counters, me, np.int32(first + piece + 1))
+        post(counters, me, np.int32(_staged_number(state, piece + 1)))
         state[PIECE] = piece + 1
 
 

@@ -2,9 +2,9 @@
 
 What must move is what an allreduce of as many bytes moves. A rank copies what others own of its array to the node's
 memory (n - 1 of n parts), reads what others have pushed of its own part (n - 1 parts), writes the sum there and to its
-output, and reads the sums of the others' parts (n - 1 of n). It waits once for each piece of a part, and once more.
-The sums stay where they are, and are the value: each key has two places, in turn, since whoever is late may still read
-the value when another rank pushes the next one.
+output, and reads the sums of the others' parts (n - 1 of n). It waits once for each piece of a part, and twice more:
+until all have come, who then read the last value no more, and until all sums are there. They stay where they are, and
+are the value.
 """
 
 from __future__ import annotations
@@ -84,12 +84,9 @@ class Exchange:
         self._state[self._round] = rows.rounds
         if x.ndim != 1:
             x, out = x.reshape(-1), out.reshape(-1)
-        while (met := self._replace(x, out, in_place, rows.spare, *self._fixed)) == self._not_yet:
+        while (met := self._replace(x, out, in_place, rows.flat, *self._fixed)) == self._not_yet:
             self._memory.check()
-        if met == self._mixed:
-            return False
-        rows.swap()
-        return True
+        return bool(met != self._mixed)
 
     def gather(self, x: np.ndarray) -> np.ndarray | None:
         """The sum of all ranks' ``x``, as long as a row, right in this rank's part; None as `replace` returns false.
@@ -97,8 +94,9 @@ class Exchange:
         It is shared, and this rank may write its part until it posts that the value is new.
         """
         rows = self._rows
+        total = rows.bucket.rows[0]  # not the value, which is to be updated; in this round no rank fills a row
         self._state[self._round] = rows.rounds
         x = x.reshape(-1)
-        while (met := self._gather(x, rows.spare, *self._fixed)) == self._not_yet:
+        while (met := self._gather(x, total, *self._fixed)) == self._not_yet:
             self._memory.check()
-        return None if met == self._mixed else rows.spare
+        return None if met == self._mixed else total

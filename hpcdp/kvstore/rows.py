@@ -51,14 +51,13 @@ class Rows:
         self.ends[:] = [0, *(min(end, value.size) for end in parts), *[value.size] * (memory.size - num_parts)]
         part = int(self.ends[memory.rank]), int(self.ends[memory.rank + 1])
         self.bucket = Bucket(number, [slot], memory.alloc((memory.size, count), value.dtype), memory.rank, part)
-        self.flat, self.spare = memory.alloc((2, count), value.dtype)
-        """The value, as long as a row, and where ranks that push and pull in one exchange what they push, so that sums
-        need not be copied to become the value: see `swap`."""
-        self.stored, self._spare_stored = (each[: value.size].reshape(value.shape) for each in (self.flat, self.spare))
+        self.flat = memory.alloc((count,), value.dtype)
+        """The value, as long as a row."""
+        self.stored = self.flat[: value.size].reshape(value.shape)
         if memory.rank == 0:
             self.stored[...] = value
         self.pieces = max(1, -(-int(np.diff(self.ends).max()) // width))
-        self.phases = max(_LEAST_PHASES, self.pieces + 1)
+        self.phases = max(_LEAST_PHASES, self.pieces + 2)
         """How many numbers of the milestones belong to a round; the last says that the value is new."""
         self.milestones = Milestones(memory)
         self.counters = self.milestones.counters()
@@ -81,14 +80,6 @@ class Rows:
     def behind(self) -> list[int]:
         """The ranks of the node that have not pushed as often as this one."""
         return self.milestones.behind(self.rounds * self.phases + COME)
-
-    def swap(self) -> None:
-        """What is in ``spare`` is the value from now on. All ranks of the node must call in the same round.
-
-        Nobody reads the old one any more when it is written: that is in the next round, and all have come there.
-        """
-        self.flat, self.spare = self.spare, self.flat
-        self.stored, self._spare_stored = self._spare_stored, self.stored
 
     def reached(self, number: int, phase: int) -> Reached:
         """That all ranks of the node have got so far in round ``number``."""

@@ -178,9 +178,7 @@ class SyncStore(WorldStore):
             else:
                 rows.rounds += 1
                 entry.pushes += 1
-                if exchange.replace(x, out):
-                    entry.stored = rows.stored
-                else:
+                if not exchange.replace(x, out):
                     self._push_and_pull(_Push(entry, rows, updater, rows.rounds, None), None, x, out)
         except BaseException as error:
             failure = error
