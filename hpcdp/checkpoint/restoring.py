@@ -19,7 +19,7 @@ from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
-from .refused import refused
+from .refused import TOLD, refused
 from .shard import ShardReader
 
 Value = Callable[[], Any]
@@ -115,7 +115,7 @@ class Filling:
         for name, write in self._write_back:
             try:
                 write()
-            except Exception as error:
+            except TOLD as error:
                 raise refused("restore", name, error) from error
 
     def finish(self) -> Any:
@@ -132,7 +132,7 @@ class Filling:
     def _plan(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         try:
             return self._planned(template, node, name, takes)
-        except Exception as error:  # goes on, or others would wait for this rank
+        except TOLD as error:  # goes on, or others would wait for this rank
             self._error = self._error or refused("restore", name, error)
             return lambda: template
 
@@ -171,7 +171,7 @@ class Filling:
     def _taken_over(self, template: Any, stateful: Stateful, state: Any, name: str) -> Any:
         try:
             stateful.load_state_dict(state)
-        except Exception as error:  # goes on: the next ones may do that together
+        except TOLD as error:  # goes on: the next ones may do that together
             self._error = self._error or refused("restore", name, error)
         return template
 

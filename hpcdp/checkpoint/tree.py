@@ -20,7 +20,7 @@ from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError
 from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
-from .refused import refused
+from .refused import TOLD, refused
 
 Form = Any
 DEEPEST = 100
@@ -91,7 +91,7 @@ def outline(operation: str, state: Any) -> list[str]:
     """
     try:
         return list(_outlined(state, "", ()))
-    except Exception as error:
+    except TOLD as error:
         raise refused(operation, "", error) from error
 
 
@@ -116,7 +116,7 @@ class _Flattening:
     def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         try:
             return self._node(value, name, copies, copy)
-        except Exception as error:  # goes on, or others would wait for this rank
+        except TOLD as error:  # goes on, or others would wait for this rank
             self.error = self.error or refused("save", name, error)
             return None
 
