@@ -1,8 +1,8 @@
 """What an entry of a state has raised, as an error that names the entry.
 
 States are taken from programs' own objects, and given to them, which may raise anything, perhaps on one rank alone. To
-be told to the other ranks, see `comm.agreement`, that must be an `HpcdpError`. So is a `SystemExit`: a rank that ends by
-itself, while others wait for it, would be a hang. Ctrl-C is for all ranks, and ends the job as it does elsewhere.
+be told to the other ranks, see `comm.agreement`, that must be an `HpcdpError`. A `SystemExit` is told, too: the others
+would wait for a rank that ends by itself. Ctrl-C is for all ranks, and ends the job as it does elsewhere.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import from_host, is_host
 from ..comm import World
-from ..errors import ConfigError, HpcdpError, listed
+from ..errors import ConfigError, HpcdpError, listed, type_named
 from ..state import Part, PerRank, Sharded, Stateful
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
@@ -317,7 +317,7 @@ def _is_plain(template: Any) -> bool:
 
 def _told(template: Any) -> str:
     view = None if isinstance(template, Mapping | list | tuple) else as_array(template)
-    return f"a {type(template).__name__}" if view is None else f"shape {view.array.shape} {view.dtype}"
+    return type_named(template) if view is None else f"shape {view.array.shape} {view.dtype}"
 
 
 def _as_is(template: Any) -> Value:

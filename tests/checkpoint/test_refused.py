@@ -81,7 +81,7 @@ def save(folder, state, n=3):
     [
         (lambda world: {"c": Counts(world, saving=True)}, "save [c]: expected its state, to save it, got ValueError"),
         (lambda world: {"c": [PerRank(Counts(world, saving=True))]}, "[c/0/rank-1]: expected"),
-        (lambda world: {"c": Exits(world, "state_dict")}, "save [c]: expected its state, to save it, got SystemExit: 3"),
+        (lambda world: {"c": Exits(world, "state_dict")}, "[c]: expected its state, to save it, got SystemExit: 3"),
         (lambda world: {"c": [Exits(world, "state_dict", None)]}, "to save it, got SystemExit"),
         (lambda world: {"c": Odd() if world.rank == WORST else {}}, "save [the state]: expected"),
     ],
@@ -249,3 +249,14 @@ def test_what_one_rank_has_more_is_counted_on_that_rank(tmp_path):
     assert "save [item 1 of 1 on rank 1]: expected nothing more as on rank 0, got x Counts" in told_alike(
         2, act, HpcdpError
     )
+
+
+@pytest.mark.parametrize(("into", "said"), [(5, "an int"), ({1}, "a set"), (object(), "an object")])
+def test_what_does_not_fit_is_named_with_its_article(into, said, tmp_path):
+    save(tmp_path, lambda world: {"a": {"b": np.ones(3)}})
+
+    def act(world):
+        with Manager(tmp_path, world) as manager:
+            manager.restore(into={"a": into})
+
+    assert f"restore [a]: expected {said}, got a dict" in told_alike(1, act, ConfigError)
