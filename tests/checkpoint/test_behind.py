@@ -69,6 +69,52 @@ def test_the_state_may_change_at_once(n, held, tmp_path):
     threads.run(n, one)
 
 
+def test_training_waits_for_two_exchanges_and_the_copy(tmp_path):
+    def one(world):
+        gather, calls = world.comm.allgather_json, []
+        world.comm.allgather_json = lambda value: calls.append(value) or gather(value)
+        with Manager(tmp_path, world) as manager:
+            for step in (1, 2, 3):
+                calls.clear()
+                manager.save(step, samples.state(step, world), wait=False)
+                assert len(calls) == (3 if step == 1 else 2)  # the first one claims the folder
+
+    threads.run(2, one)
+
+
+@pytest.mark.parametrize("fails", ["copy", "mkdir"])
+def test_what_fails_before_the_writing_is_told_behind(fails, tmp_path, monkeypatch):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, samples.state(1, world))
+            if fails == "copy" and world.rank == 1:
+                monkeypatch.setattr(np, "empty", no_memory)
+            elif fails == "mkdir" and world.rank == 0:
+                (tmp_path / "step-0000000002.tmp").write_text("in the way")
+            world.comm.barrier()
+            manager.save(2, samples.state(2, world, 500_000), wait=False)
+            world.comm.barrier()
+            monkeypatch.undo()
+            with pytest.raises(DataError) as caught:
+                manager.wait()
+            assert manager.steps() == [1]
+            return str(caught.value)
+
+    def no_memory(shape, dtype=float):
+        if threading.current_thread().name == "rank-1" and dtype is np.uint8:
+            raise MemoryError("no room for that")
+        return empty(shape, dtype)
+
+    empty = np.empty
+    said = threads.run(2, one)
+    expected = {
+        "copy": "rank 1: save [a copy of the state]: got no room for that",
+        "mkdir": f"save [{tmp_path}/step-0000000002.tmp]: expected a folder, or nothing, got a file; move it away",
+    }
+    assert said == [expected[fails]] * 2
+    assert (tmp_path / "step-0000000002.tmp").exists() == (fails == "mkdir")
+
+
 def test_the_next_save_waits_for_the_last(held, tmp_path):
     def one(world):
         with Manager(tmp_path, world) as manager:
