@@ -292,13 +292,16 @@ class Manager:
             partial.mkdir()
 
     def _copied(self, pieces: list[Piece]) -> list[Piece]:
-        """What training may change meanwhile, in memory that is used for each save again."""
-        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces)
+        """What training may change meanwhile, in memory that is used for each save again; the rest as it is."""
+        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces if not piece.is_copied)
         if self._staging.size < nbytes:
             with failing("save", lambda: "a copy of the state"):
                 self._staging = np.empty(nbytes, np.uint8)
         copied, at = [], 0
         for piece in pieces:
+            if piece.is_copied:
+                copied.append(piece)
+                continue
             place = self._staging[at : at + piece.values.nbytes].view(piece.values.dtype)
             np.copyto(place, piece.values)
             copied.append(piece._replace(values=place))

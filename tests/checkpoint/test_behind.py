@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 import samples
+import standin
 
-from hpcdp.checkpoint import Manager, files
+from hpcdp.checkpoint import Manager, Part, Sharded, files
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
@@ -78,6 +79,45 @@ def test_training_waits_for_two_exchanges_and_the_copy(tmp_path):
                 calls.clear()
                 manager.save(step, samples.state(step, world), wait=False)
                 assert len(calls) == (3 if step == 1 else 2)  # the first one claims the folder
+
+    threads.run(2, one)
+
+
+class Foreign:
+    """Another library's array, whose memory NumPy sees."""
+
+    def __init__(self, values):
+        self.values, self.dtype, self.shape = values, values.dtype, values.shape
+
+    def __array_namespace__(self):
+        return np
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def test_what_has_been_copied_already_is_not_copied_again(held, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            values = np.arange(600.0)
+            own = np.arange(300.0) + 1000 * world.rank
+            arrays = {"device": standin.asarray(values), "apart": np.repeat(values, 2)[::2]}
+            arrays |= {"foreign": Foreign(values.copy())}
+            part = standin.asarray(own)
+            state = arrays | {"part": Sharded((600,), own.dtype, [Part(300 * world.rank, part)])}
+            manager.save(1, state, wait=False)
+            arrays["device"][...] = arrays["apart"][...] = arrays["foreign"].values[...] = part[...] = -1
+            assert manager._staging.nbytes == 0
+            world.comm.barrier()
+            held.set()
+            manager.wait()
+            manager.save(2, {"plain": values}, wait=False)
+            values[...] = -1
+            manager.wait()
+            assert np.array_equal(manager.restore(2).state["plain"], np.arange(600.0))
+            found = manager.restore(1).state
+            assert all(np.array_equal(found[name], np.arange(600.0)) for name in arrays)
+            assert np.array_equal(found["part"], np.concatenate([np.arange(300.0), np.arange(300.0) + 1000]))
 
     threads.run(2, one)
 
