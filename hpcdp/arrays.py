@@ -72,6 +72,12 @@ def to_host(x: Array) -> np.ndarray:
     return np.asarray(x)
 
 
+def copied_to_host(x: Array) -> np.ndarray:
+    """``x`` as a NumPy array whose memory nobody else has."""
+    comes_as_a_copy = hasattr(x, "get") or hasattr(x, "to_host")
+    return to_host(x) if comes_as_a_copy else np.array(to_host(x))
+
+
 def from_host(x: np.ndarray, like: Array) -> Array:
     """The NumPy array ``x`` in the namespace of ``like``: itself for NumPy (no copy), else a copy on that device."""
     return x if isinstance(like, np.ndarray) else array_namespace(like).asarray(x)

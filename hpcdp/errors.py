@@ -113,3 +113,9 @@ def printable(text: str) -> str:
 def listed(names: Sequence[str]) -> str:
     """The first three of ``names``, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def type_named(value: object) -> str:
+    """The type of a value, with its article: "an int", "a list"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, DataError, HpcdpError, listed
-from . import manifest, names, overview, tree
+from . import lock, manifest, names, overview, tree
+from .lock import WriterLock
 from .manifest import Tensor
 from .reading import pieces, read_whole, widened
 from .shard import ShardReader
@@ -89,31 +91,62 @@ def write(chosen: Chosen, path: Path, writer: Writer, overwrite: bool = False, t
     Raises:
         ConfigError: the file exists, and not ``overwrite``; it would be in a checkpoint; its format cannot carry
             something.
-        DataError: a file cannot be read or written; what was there stays.
+        DataError: a file cannot be read or written, or another export writes this one; what was there stays.
     """
-    if path.is_dir() or (path.exists() and not overwrite):
-        got = "a folder" if path.is_dir() else "a file that exists"
-        raise ConfigError("export", where=path, expected="a new file", got=got,
-                          remedy=None if path.is_dir() else "--overwrite replaces it")  # fmt: skip
+    if path.is_dir():
+        raise ConfigError("export", where=path, expected="a new file", got="a folder")
+    if path.exists() and not overwrite:
+        raise _there(path)
     if overview.is_checkpoint(path.absolute().parent):
         raise ConfigError("export", where=path, expected="a place outside of checkpoints", got="one within")
-    torn = path.with_name(path.name + ".part")
     try:
-        with open(torn, "wb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-        writer(chosen, torn, tell)
-        with open(torn, "rb") as file:
-            os.fchmod(file.fileno(), mode)  # as the umask has it: not all writers ask
-            os.fsync(file.fileno())
-        os.replace(torn, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            torn.unlink(missing_ok=True)
-        if isinstance(error, OSError | RuntimeError | ValueError) and not isinstance(error, HpcdpError):
-            why = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise DataError("export", where=path, expected="a file that can be written", got=why) from error
-        raise
+        with _folder_beside(path) as own:
+            if path.exists() and not overwrite:  # by now
+                raise _there(path)
+            torn = own / path.name
+            with open(torn, "wb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+            writer(chosen, torn, tell)
+            with open(torn, "rb") as file:
+                os.fchmod(file.fileno(), mode)  # as the umask has it: not all writers ask
+                os.fsync(file.fileno())
+            os.replace(torn, path)
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, HpcdpError):
+            raise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError("export", where=path, expected="a file that can be written", got=why) from error
     return path.stat().st_size
+
+
+def _there(path: Path) -> ConfigError:
+    return ConfigError("export", where=path, expected="a new file", got="a file that exists",
+                       remedy="--overwrite replaces it")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A folder for the file that is to be ``path``, and what its writer needs beside, which goes with what is in it.
+
+    One export at a time has it. What one that was killed has left there is removed.
+
+    Raises:
+        DataError: another one has it, who is named; or a file has its name.
+    """
+    folder = path.with_name(path.name + ".part")
+    if folder.exists() and not folder.is_dir():
+        raise DataError("export", where=folder, expected="a folder, or nothing", got="a file", remedy="move it away")
+    folder.mkdir(exist_ok=True)
+    own = WriterLock(folder, "export")
+    try:
+        for left in folder.iterdir():
+            if left.name != lock.NAME:
+                left.unlink()
+        own.require_held()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        own.release()
 
 
 def write_npz(chosen: Chosen, path: Path, tell: Tell) -> None:
@@ -148,6 +181,7 @@ def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
 
     Raises:
         ConfigError: the package is missing, or the format has no such dtype.
+        OSError: the file cannot be written.
     """
     try:
         import safetensors
@@ -166,7 +200,7 @@ def write_safetensors(chosen: Chosen, path: Path, tell: Tell) -> None:
     try:
         safetensors.serialize_file(specs, path, {"format": "pt", "step": json.dumps(chosen.step)})
     except safetensors.SafetensorError as error:
-        raise DataError("export", where=path, expected="a file that can be written", got=error) from error
+        raise OSError(str(error)) from error  # which `write` tells, with the name that the file was to have
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], tell: Tell) -> Iterator[tuple[str, np.ndarray]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import from_host, to_host
+from ..arrays import copied_to_host, from_host, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
@@ -56,7 +56,8 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 def as_array(value: Any) -> HostView | None:
     """``value`` as a NumPy array, None where it is no array."""
     if hasattr(value, "__array_namespace__"):
-        return HostView(to_host(value), str(value.dtype), "", lambda x: value.__setitem__(..., from_host(x, value)))
+        copied = copied_to_host(value)
+        return HostView(copied, str(value.dtype), "", lambda x: value.__setitem__(..., from_host(x, value)))
     return None
 
 

@@ -28,17 +28,19 @@ class WriterLock:
 
     Args:
         folder: exists.
+        operation: what errors say was attempted.
 
     Raises:
         DataError: another process holds it, which is named; or the file cannot be made.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, operation: str = "lock the checkpoints") -> None:
         path = self._path = folder / NAME
+        self._operation = operation
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise DataError("lock the checkpoints", where=path, got=error.strerror) from error
+            raise DataError(self._operation, where=path, got=error.strerror) from error
         try:
             self._take(path)
             self._sign()
@@ -53,7 +55,7 @@ class WriterLock:
             if error.errno not in _HELD:
                 notice.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here")
                 return
-            raise _held(path, owner(path)) from error
+            raise _held(self._operation, path, owner(path)) from error
 
     def _sign(self) -> None:
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or os.environ.get("JOB_ID")
@@ -63,7 +65,7 @@ class WriterLock:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
         except OSError as error:
-            raise DataError("lock the checkpoints", where=NAME, got=error.strerror) from error
+            raise DataError(self._operation, where=NAME, got=error.strerror) from error
 
     def require_held(self) -> None:
         """Raise `DataError` unless the file is still the one that is locked: of another one others take the lock."""
@@ -76,7 +78,7 @@ class WriterLock:
         except OSError as error:
             got = error.strerror
         raise DataError(
-            "lock the checkpoints", where=self._path, expected="the file that this job has locked", got=got,
+            self._operation, where=self._path, expected="the file that this job has locked", got=got,
             remedy="nothing is saved here any more, where others may; end this job, and never remove the file",
         )  # fmt: skip
 
@@ -106,12 +108,12 @@ def require_free(folder: Path) -> None:
     """Take no lock, but raise what `WriterLock` does where another process holds it."""
     who = holder(folder / NAME)
     if who is not None:
-        raise _held(folder / NAME, who)
+        raise _held("lock the checkpoints", folder / NAME, who)
 
 
-def _held(path: Path, who: str) -> DataError:
+def _held(operation: str, path: Path, who: str) -> DataError:
     return DataError(
-        "lock the checkpoints", where=path, expected="no other job that saves here",
+        operation, where=path, expected="no other job that saves here",
         got=who or _NOBODY_SAYS, remedy="wait for it, or save to another folder",
     )  # fmt: skip
 

@@ -94,7 +94,7 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
-        self._is_registered = self._is_closed = False
+        self._is_registered = self._is_claimed = self._is_closed = False
         self._staging = np.empty(0, np.uint8)
         own = weakref.ref(self)
         self.world.endings.append(lambda: _let_end(own))
@@ -187,6 +187,7 @@ class Manager:
         """
         self._require_open("claim")
         on_rank_0(self.world.comm, self._claim)
+        self._is_claimed = True
 
     def save(
         self,
@@ -219,24 +220,19 @@ class Manager:
         self._require_open("save")
         self.wait()
         comm = self.world.comm
-        header, outline = on_every_rank(
-            comm, lambda: (self._checked_header(step, metrics, config), tree.outline("save", state))
-        )
-        called = [f"step {header['step']}", f"wait={wait}", *arguments.told_alike(header["metrics"], header["config"])]
-        require_same(comm, "save", called, "call save alike on all ranks")
-        header["metrics"] = {name: value for name, value in header["metrics"].items() if math.isfinite(value)}
-        require_same(comm, "save", outline, _ALIKE)
+        header = self._agreed_header(step, state, metrics, config, wait)
         flat = tree.flatten(state, self.world)
-        told_to_all(comm, Outcome(error=flat.error))
-        items = [*tree.alike(flat.form), *described(flat.held, self.world.size)]
-        require_same(comm, "save", items, _ALIKE)
+        items = [] if flat.error else [*tree.alike(flat.form), *described(flat.held, self.world.size)]
+        told_to_all(comm, Outcome(error=flat.error), "save", [(items, _ALIKE)])
+        if not self._is_claimed:
+            self.claim()
         path = folder.partial_path(self.path, header["step"])
-        on_rank_0(comm, lambda: self._prepare(path))
+        prepared = Outcome.of(lambda: self._prepare(path)) if self.world.rank == 0 else Outcome[None]()
         behind = not wait and self.world.concurrent
-        pieces = list(own_pieces(flat.held))
-        if behind:
-            pieces = on_every_rank(comm, lambda: self._copied(pieces))
-        saving = Saving(self._group, path, flat, pieces, header, self._write, lambda: self._commit(header["step"]))
+        own = list(own_pieces(flat.held))
+        pieces = Outcome.of(lambda: self._copied(own)) if behind else Outcome(own)
+        commit = partial(self._commit, header["step"])
+        saving = Saving(self._group, path, flat, prepared, pieces, header, self._write, commit)
         self._saving = saving
         if behind:
             self._end_before_h5py()
@@ -254,15 +250,24 @@ class Manager:
             atexit.register(_let_end, weakref.ref(self))
             self._is_registered = True
 
-    def _checked_header(
-        self, step: int, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None
+    def _agreed_header(
+        self, step: int, state: Any, metrics: Mapping[str, float] | None, config: Mapping[str, Any] | None, wait: bool
     ) -> dict[str, Any]:
-        return {
-            "step": arguments.step_number("save", step),
-            "metrics": arguments.numbers({} if metrics is None else metrics, self.best),
-            "config": arguments.settings({} if config is None else config),
-            "commit_file": not self._atomic_rename,
-        }
+        """Members of the manifest; on all ranks, which have called alike with states of which they may now ask."""
+        header: dict[str, Any] = {"commit_file": not self._atomic_rename}
+
+        def checked() -> list[tuple[list[str], str]]:
+            header["step"] = arguments.step_number("save", step)
+            header["metrics"] = arguments.numbers({} if metrics is None else metrics, self.best)
+            header["config"] = arguments.settings({} if config is None else config)
+            told = arguments.told_alike(header["metrics"], header["config"])
+            called = [f"step {header['step']}", f"wait={wait}", *told]
+            return [(called, "call save alike on all ranks"), (tree.outline("save", state), _ALIKE)]
+
+        outcome = Outcome.of(checked)
+        told_to_all(self.world.comm, outcome, "save", outcome.value or ())
+        header["metrics"] = {name: value for name, value in header["metrics"].items() if math.isfinite(value)}
+        return header
 
     def _claim(self) -> None:
         """On rank 0: the folder, and its lock."""
@@ -276,9 +281,10 @@ class Manager:
                 self._lock.require_held()
 
     def _prepare(self, partial: Path) -> None:
-        """On rank 0: the lock, and an empty folder to write to."""
-        self._claim()
+        """On rank 0: an empty folder to write to, while the lock is held."""
+        assert self._lock is not None
         with failing("save", lambda: self.path):
+            self._lock.require_held()
             folder.require_room(self.path, folder.step_of(partial))
             if partial.exists():  # to be removed, or of a save that has failed
                 self._engine.waitall()
@@ -286,13 +292,16 @@ class Manager:
             partial.mkdir()
 
     def _copied(self, pieces: list[Piece]) -> list[Piece]:
-        """What training may change meanwhile, in memory that is used for each save again."""
-        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces)
+        """What training may change meanwhile, in memory that is used for each save again; the rest as it is."""
+        nbytes = sum(-(-piece.values.nbytes // 64) * 64 for piece in pieces if not piece.is_copied)
         if self._staging.size < nbytes:
             with failing("save", lambda: "a copy of the state"):
                 self._staging = np.empty(nbytes, np.uint8)
         copied, at = [], 0
         for piece in pieces:
+            if piece.is_copied:
+                copied.append(piece)
+                continue
             place = self._staging[at : at + piece.values.nbytes].view(piece.values.dtype)
             np.copyto(place, piece.values)
             copied.append(piece._replace(values=place))

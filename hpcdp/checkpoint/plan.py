@@ -27,6 +27,8 @@ class Piece(NamedTuple):
     """Shape ``(count,)``."""
     dtype: str
     """See `Held.dtype`."""
+    is_copied: bool = False
+    """See `Held.is_copied`."""
 
     @property
     def dataset(self) -> str:
@@ -40,7 +42,7 @@ def own_pieces(held: Iterable[Held]) -> Iterator[Piece]:
         for part in each.parts:
             first, last = _own_run(each, part.values.size, part.values.itemsize)
             if last > first:
-                yield Piece(each.name, part.first + first, part.values[first:last], each.dtype)
+                yield Piece(each.name, part.first + first, part.values[first:last], each.dtype, each.is_copied)
 
 
 def _writer(held: Held) -> int:

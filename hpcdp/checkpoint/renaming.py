@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from .refused import raised
+from .refused import TOLD, raised
 from .tree import Form, quoted
 
 
@@ -26,7 +26,7 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
     if callable(rename):
         try:
             given = {name: rename(name) for name in names}
-        except Exception as error:
+        except TOLD as error:
             raise raised("restore", "rename", "a function of a name", error) from error
     elif not isinstance(rename, Mapping):
         raise ConfigError("restore", where="rename", expected="a dict of names, or a function", got=repr(rename))

@@ -13,13 +13,13 @@ import numpy as np
 
 from ..arrays import from_host, is_host
 from ..comm import World
-from ..errors import ConfigError, HpcdpError, listed
+from ..errors import ConfigError, HpcdpError, listed, type_named
 from ..state import Part, PerRank, Sharded, Stateful
 from . import tree
 from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
-from .refused import refused
+from .refused import TOLD, refused
 from .shard import ShardReader
 
 Value = Callable[[], Any]
@@ -115,7 +115,7 @@ class Filling:
         for name, write in self._write_back:
             try:
                 write()
-            except Exception as error:
+            except TOLD as error:
                 raise refused("restore", name, error) from error
 
     def finish(self) -> Any:
@@ -132,7 +132,7 @@ class Filling:
     def _plan(self, template: Any, node: tree.Form, name: str, takes: _Takes) -> Value:
         try:
             return self._planned(template, node, name, takes)
-        except Exception as error:  # goes on, or others would wait for this rank
+        except TOLD as error:  # goes on, or others would wait for this rank
             self._error = self._error or refused("restore", name, error)
             return lambda: template
 
@@ -171,7 +171,7 @@ class Filling:
     def _taken_over(self, template: Any, stateful: Stateful, state: Any, name: str) -> Any:
         try:
             stateful.load_state_dict(state)
-        except Exception as error:  # goes on: the next ones may do that together
+        except TOLD as error:  # goes on: the next ones may do that together
             self._error = self._error or refused("restore", name, error)
         return template
 
@@ -317,7 +317,7 @@ def _is_plain(template: Any) -> bool:
 
 def _told(template: Any) -> str:
     view = None if isinstance(template, Mapping | list | tuple) else as_array(template)
-    return f"a {type(template).__name__}" if view is None else f"shape {view.array.shape} {view.dtype}"
+    return type_named(template) if view is None else f"shape {view.array.shape} {view.dtype}"
 
 
 def _as_is(template: Any) -> Value:

@@ -31,9 +31,10 @@ class Saving:
 
     Args:
         group: the ranks, and communicators for saves alone, whose messages may be sent beside those of others.
-        path: of the folder that is written, which exists.
+        path: of the folder that is written.
         flat: the state.
-        pieces: what this rank writes of it, which must not change any more.
+        prepared: whether the folder could be made, on rank 0, where it is told from.
+        pieces: what this rank writes of the state, which must not change any more; or why it could not be copied.
         header: members of the manifest: ``step``, ``metrics``, ``config``, ``commit_file``.
         write: this rank's part: see `files.WRITERS`.
         commit: called on rank 0 when all is written; where the checkpoint is then.
@@ -44,12 +45,13 @@ class Saving:
         group: Group,
         path: Path,
         flat: tree.Flattened,
-        pieces: Sequence[Piece],
+        prepared: Outcome[None],
+        pieces: Outcome[list[Piece]],
         header: Mapping[str, Any],
         write: Callable[..., Written],
         commit: Callable[[], Path],
     ) -> None:
-        self._group, self._path, self._flat, self._pieces = group, path, flat, pieces
+        self._group, self._path, self._flat, self._prepared, self._pieces = group, path, flat, prepared, pieces
         self._header, self._write_files, self._commit = header, write, commit
         self._world, self._comm = group.world, group.comm
         self._over = threading.Event()
@@ -75,9 +77,11 @@ class Saving:
         self._over.wait(timeout_s)
 
     def _run(self) -> None:
-        outcome = Outcome.of(self._write)
-        meet(self._comm)
+        on_rank_0(self._comm, self._prepared.get)
         try:
+            pieces = told_to_all(self._comm, self._pieces)
+            outcome = Outcome.of(lambda: self._write(pieces))
+            meet(self._comm)
             stored, files = told_to_all(self._comm, outcome)
             own = [[each.name, each.shape, each.dtype] for each in self._flat.held if each.is_own]
             mine = {
@@ -92,9 +96,9 @@ class Saving:
                 shutil.rmtree(self._path, ignore_errors=True)
             raise
 
-    def _write(self) -> Written:
+    def _write(self, pieces: Sequence[Piece]) -> Written:
         folder.wait_for(self._path)
-        return self._write_files(self._path, self._pieces, self._group)
+        return self._write_files(self._path, pieces, self._group)
 
     def _finish(self, everyone: list[dict[str, Any]]) -> None:
         """On rank 0: index and manifest, then the name."""

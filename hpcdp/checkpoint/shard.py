@@ -313,9 +313,21 @@ class ShardReader:
             )  # fmt: skip
 
     def _read_compressed(self, stored: Stored, first: int, out: np.ndarray) -> None:
+        self._open(stored.file)  # which refuses a pipe; HDF5 would wait for it
+        try:
+            self._read_through_hdf5(stored, first, out)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            said = str(error.args[0]) if len(error.args) == 1 else None
+            if said is None or _HDF5_TOLD.search(said):
+                raise  # the system's, which says nothing of what is in the file
+            raise DataError(
+                self._operation, where=self._where(stored), expected="an undamaged data set",
+                got=f"one of which HDF5 says: {said}",
+            ) from error  # fmt: skip
+
+    def _read_through_hdf5(self, stored: Stored, first: int, out: np.ndarray) -> None:
         import h5py
 
-        self._open(stored.file)  # which refuses a pipe; HDF5 would wait for it
         with h5py.File(self._folder / stored.file, "r", locking=False) as file:
             dataset = file[stored.dataset]
             if not isinstance(dataset, h5py.Dataset) or dataset.shape != (stored.count,):

@@ -15,12 +15,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from ..arrays import to_host
+from ..arrays import copied_to_host, is_host
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError
 from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
-from .refused import refused
+from .refused import TOLD, refused
 
 Form = Any
 DEEPEST = 100
@@ -47,6 +47,8 @@ class Held:
     copy: int
     is_own: bool = False
     """Whether other ranks have another tensor in its place, see `PerRank`."""
+    is_copied: bool = False
+    """Whether its parts lie in memory that nobody else has: of what was on a device, or whose elements lay apart."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ def outline(operation: str, state: Any) -> list[str]:
     """
     try:
         return list(_outlined(state, "", ()))
-    except Exception as error:
+    except TOLD as error:
         raise refused(operation, "", error) from error
 
 
@@ -116,7 +118,7 @@ class _Flattening:
     def node(self, value: Any, name: str, copies: int, copy: int) -> Form:
         try:
             return self._node(value, name, copies, copy)
-        except Exception as error:  # goes on, or others would wait for this rank
+        except TOLD as error:  # goes on, or others would wait for this rank
             self.error = self.error or refused("save", name, error)
             return None
 
@@ -155,11 +157,17 @@ class _Flattening:
             nodes = [self.node(each, joined(name, at), copies, copy) for at, each in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": nodes}
         if isinstance(value, Sharded):
-            parts = tuple(Part(part.first, to_host(part.values)) for part in parts_of("save", name, value))
+            given = parts_of("save", name, value)
+            parts = tuple(
+                part if is_host(part.values) else Part(part.first, copied_to_host(part.values)) for part in given
+            )
             check_parts("save", name, value, parts)
             name, dtype = name or _ROOT, np.dtype(value.dtype)
             shape = tuple(value.shape)
-            return self._hold(Held(name, shape, dtype.name, dtype, parts, value.copies, value.copy, self._own))
+            is_copied = not any(is_host(part.values) for part in given)
+            return self._hold(
+                Held(name, shape, dtype.name, dtype, parts, value.copies, value.copy, self._own, is_copied)
+            )
         stateful = as_stateful(value, self._world)
         if stateful is not None:
             return self.node(stateful.state_dict(), name, copies, copy)
@@ -185,7 +193,9 @@ class _Flattening:
                 remedy = "save its data and its mask as two arrays"
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
         array, part = view.array, Part(0, view.array.reshape(-1))
-        node = self._hold(Held(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own))
+        held = Held(name or _ROOT, array.shape, view.dtype, array.dtype, (part,), copies, copy, self._own,
+                    view.write_back is not None)  # fmt: skip
+        node = self._hold(held)
         return node | ({"kind": view.kind} if view.kind else {})
 
 

@@ -36,8 +36,18 @@ def require_same(comm: Communicator, operation: str, items: Sequence[str], remed
     Raises:
         MismatchError: on every rank alike; it names the ranks and the first difference.
     """
-    digest = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
-    digests = _exchanged(comm, "require_same", digest)
+    digests = _exchanged(comm, "require_same", _digest(items))
+    _raise_first_difference(comm, operation, items, remedy, digests)
+
+
+def _digest(items: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
+
+
+def _raise_first_difference(
+    comm: Communicator, operation: str, items: Sequence[str], remedy: str, digests: Sequence[str]
+) -> None:
+    """Where the ``digests`` of all ranks' items differ: every rank must call."""
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not odd:
         return
@@ -79,6 +89,12 @@ class Outcome(Generic[T]):
         except HpcdpError as error:
             return cls(error=error)
 
+    def get(self) -> T:
+        """The value; raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
 
 def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
     """``fn()`` of this rank; every rank must call.
@@ -90,13 +106,24 @@ def on_every_rank(comm: Communicator, fn: Callable[[], T]) -> T:
     return told_to_all(comm, Outcome.of(fn))
 
 
-def told_to_all(comm: Communicator, outcome: Outcome[T]) -> T:
-    """`on_every_rank` for what has been called already."""
+def told_to_all(
+    comm: Communicator, outcome: Outcome[T], operation: str = "", alike: Sequence[tuple[Sequence[str], str]] = ()
+) -> T:
+    """`on_every_rank` for what has been called already; and `require_same`, in the same exchange.
+
+    Args:
+        operation: what a `MismatchError` says was attempted.
+        alike: items that must be the same on all ranks where none has failed, with what the error says to do; as many
+            on each rank that has not failed.
+    """
+    mine = [_described(outcome.error), *([_digest(items) for items, _ in alike] if outcome.error is None else [])]
     try:
-        reports = _exchanged(comm, "on_every_rank", _described(outcome.error))
+        everyone = _exchanged(comm, "on_every_rank", mine)
     except MismatchError as error:  # others are elsewhere, perhaps since this rank has failed
         raise outcome.error or error from (error if outcome.error else error.__cause__)
-    _raise_first(reports, outcome.error)
+    _raise_first([report for report, *_ in everyone], outcome.error)
+    for number, (items, remedy) in enumerate(alike, 1):
+        _raise_first_difference(comm, operation, items, remedy, [each[number] for each in everyone])
     return outcome.value  # type: ignore[return-value]
 
 

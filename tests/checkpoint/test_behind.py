@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 import samples
+import standin
 
-from hpcdp.checkpoint import Manager, files
+from hpcdp.checkpoint import Manager, Part, Sharded, files
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
@@ -67,6 +68,91 @@ def test_the_state_may_change_at_once(n, held, tmp_path):
             samples.check(manager.restore().state, 6, world.rank, n, n)
 
     threads.run(n, one)
+
+
+def test_training_waits_for_two_exchanges_and_the_copy(tmp_path):
+    def one(world):
+        gather, calls = world.comm.allgather_json, []
+        world.comm.allgather_json = lambda value: calls.append(value) or gather(value)
+        with Manager(tmp_path, world) as manager:
+            for step in (1, 2, 3):
+                calls.clear()
+                manager.save(step, samples.state(step, world), wait=False)
+                assert len(calls) == (3 if step == 1 else 2)  # the first one claims the folder
+
+    threads.run(2, one)
+
+
+class Foreign:
+    """Another library's array, whose memory NumPy sees."""
+
+    def __init__(self, values):
+        self.values, self.dtype, self.shape = values, values.dtype, values.shape
+
+    def __array_namespace__(self):
+        return np
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def test_what_has_been_copied_already_is_not_copied_again(held, tmp_path):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            values = np.arange(600.0)
+            own = np.arange(300.0) + 1000 * world.rank
+            arrays = {"device": standin.asarray(values), "apart": np.repeat(values, 2)[::2]}
+            arrays |= {"foreign": Foreign(values.copy())}
+            part = standin.asarray(own)
+            state = arrays | {"part": Sharded((600,), own.dtype, [Part(300 * world.rank, part)])}
+            manager.save(1, state, wait=False)
+            arrays["device"][...] = arrays["apart"][...] = arrays["foreign"].values[...] = part[...] = -1
+            assert manager._staging.nbytes == 0
+            world.comm.barrier()
+            held.set()
+            manager.wait()
+            manager.save(2, {"plain": values}, wait=False)
+            values[...] = -1
+            manager.wait()
+            assert np.array_equal(manager.restore(2).state["plain"], np.arange(600.0))
+            found = manager.restore(1).state
+            assert all(np.array_equal(found[name], np.arange(600.0)) for name in arrays)
+            assert np.array_equal(found["part"], np.concatenate([np.arange(300.0), np.arange(300.0) + 1000]))
+
+    threads.run(2, one)
+
+
+@pytest.mark.parametrize("fails", ["copy", "mkdir"])
+def test_what_fails_before_the_writing_is_told_behind(fails, tmp_path, monkeypatch):
+    def one(world):
+        with Manager(tmp_path, world) as manager:
+            manager.save(1, samples.state(1, world))
+            if fails == "copy" and world.rank == 1:
+                monkeypatch.setattr(np, "empty", no_memory)
+            elif fails == "mkdir" and world.rank == 0:
+                (tmp_path / "step-0000000002.tmp").write_text("in the way")
+            world.comm.barrier()
+            manager.save(2, samples.state(2, world, 500_000), wait=False)
+            world.comm.barrier()
+            monkeypatch.undo()
+            with pytest.raises(DataError) as caught:
+                manager.wait()
+            assert manager.steps() == [1]
+            return str(caught.value)
+
+    def no_memory(shape, dtype=float):
+        if threading.current_thread().name == "rank-1" and dtype is np.uint8:
+            raise MemoryError("no room for that")
+        return empty(shape, dtype)
+
+    empty = np.empty
+    said = threads.run(2, one)
+    expected = {
+        "copy": "rank 1: save [a copy of the state]: got no room for that",
+        "mkdir": f"save [{tmp_path}/step-0000000002.tmp]: expected a folder, or nothing, got a file; move it away",
+    }
+    assert said == [expected[fails]] * 2
+    assert (tmp_path / "step-0000000002.tmp").exists() == (fails == "mkdir")
 
 
 def test_the_next_save_waits_for_the_last(held, tmp_path):

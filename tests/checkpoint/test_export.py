@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from full_disk import files_of_at_most
 from saved import Bfloat16, arrays, flip, save
 
 from hpcdp import cli
@@ -170,6 +171,67 @@ def test_a_damaged_checkpoint_is_not_exported(kind, tmp_path):
         write(choose(path), out, torch_writer() if kind == "pt" else WRITERS[kind], overwrite=True)
     assert out.read_text() == "mine"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "saved"]
+
+
+@pytest.mark.parametrize("limit", [100, 20_000, 1_000_000])
+@pytest.mark.parametrize("kind", [*WRITERS, "pt"])
+def test_a_full_disk_is_one_line(kind, limit, path, tmp_path):
+    if kind != "npz":
+        pytest.importorskip({"pt": "torch"}.get(kind, kind), reason="not installed")
+    out = tmp_path / "out"
+    said = rf"^export \[{out}\]: expected a file that can be written, got [^\n]*File too large[^\n]*$"
+    with files_of_at_most(limit), pytest.raises(DataError, match=said):
+        write(choose(path), out, torch_writer() if kind == "pt" else WRITERS[kind])
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_has_left_is_taken_over(path, tmp_path):
+    code = (
+        "import os, signal, pathlib; from hpcdp.checkpoint.export import WRITERS, choose, write\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"write(choose(pathlib.Path({str(path)!r})), pathlib.Path({str(tmp_path / 'out')!r}), WRITERS['npz'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == -9 and [each.name for each in tmp_path.iterdir()] == ["out.part"]
+    (tmp_path / "out.part" / ".tmp-of-a-writer").write_text("torn")
+    nbytes = write(choose(path), tmp_path / "out", WRITERS["npz"])
+    assert nbytes == (tmp_path / "out").stat().st_size > 1000 and [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_exports_to_one_file_do_not_tear_each_other(path, tmp_path):
+    out, said = tmp_path / "x.npz", []
+
+    def writer(chosen, torn, tell):
+        with pytest.raises(DataError) as caught:
+            write(choose(path), out, WRITERS["npz"])
+        said.append(str(caught.value))
+        WRITERS["npz"](chosen, torn, tell)
+
+    write(choose(path), out, writer)
+    assert len(np.load(out).files) == len(arrays())
+    (line,) = said
+    assert line.startswith(f"export [{out}.part/writer.lock]: expected no other job that saves here, got process ")
+    assert [each.name for each in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_a_file_that_has_come_meanwhile_stays(path, tmp_path, monkeypatch):
+    out, made = tmp_path / "x.npz", export.WriterLock
+
+    def late(*arguments):
+        out.write_text("mine")
+        return made(*arguments)
+
+    monkeypatch.setattr(export, "WriterLock", late)
+    with pytest.raises(ConfigError, match="a file that exists"):
+        write(choose(path), out, WRITERS["npz"])
+    assert out.read_text() == "mine" and [each.name for each in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_a_file_of_the_name_of_the_folder_beside_stays(path, tmp_path):
+    (tmp_path / "x.npz.part").write_text("mine")
+    with pytest.raises(DataError, match=r"x\.npz\.part\]: expected a folder, or nothing, got a file; move it away"):
+        write(choose(path), tmp_path / "x.npz", WRITERS["npz"])
+    assert (tmp_path / "x.npz.part").read_text() == "mine"
 
 
 def test_a_file_that_cannot_be_written(path, tmp_path):

@@ -4,12 +4,12 @@ import contextlib
 import errno
 import itertools
 import os
-import resource
 import signal
 
 import h5py
 import numpy as np
 import pytest
+from full_disk import files_of_at_most
 from samples import write_shard
 
 from hpcdp.checkpoint import Manager, Part, Sharded, compressed
@@ -20,17 +20,6 @@ from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of a torn HDF5 file
-
-
-@contextlib.contextmanager
-def files_of_at_most(nbytes):
-    """The kernel refuses what would make a file of this process longer, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def state(step, world):

@@ -256,7 +256,7 @@ def test_what_does_not_fit_changes_nothing(into, message, tmp_path):
         (3, "text", r"restore \[a\]: expected a text, got 3 in the checkpoint"),
         ("text", 3.0, "expected a number, got 'text'"),
         ("text", True, "expected a number, got 'text'"),
-        (3, object(), "expected a object, got 3"),
+        (3, object(), "expected an object, got 3"),
         (np.ones(2), 3, r"expected a number, got shape \(2,\) float64"),
         (np.ones(0), 3, r"expected a number, got shape \(0,\) float64"),
         (np.ones(1), "text", r"expected a str, got a tensor of shape \(1,\)"),

@@ -1,5 +1,7 @@
 """What entries of a state raise: one error on all ranks, which names the entry."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,22 @@ class Counts:
         if self._restoring:
             raise ValueError("no counts today")
         self.value = state["value"]
+
+
+class Exits:
+    """Ends the program on one rank, where it is asked to."""
+
+    def __init__(self, world, name="", code=3):
+        self._name, self._code = name if world.rank == WORST else "", code
+
+    def state_dict(self):
+        if self._name == "state_dict":
+            sys.exit(self._code)
+        return {"value": 5}
+
+    def load_state_dict(self, state):
+        if self._name == "load_state_dict":
+            sys.exit(self._code)
 
 
 class Odd(dict):
@@ -63,6 +81,8 @@ def save(folder, state, n=3):
     [
         (lambda world: {"c": Counts(world, saving=True)}, "save [c]: expected its state, to save it, got ValueError"),
         (lambda world: {"c": [PerRank(Counts(world, saving=True))]}, "[c/0/rank-1]: expected"),
+        (lambda world: {"c": Exits(world, "state_dict")}, "[c]: expected its state, to save it, got SystemExit: 3"),
+        (lambda world: {"c": [Exits(world, "state_dict", None)]}, "to save it, got SystemExit"),
         (lambda world: {"c": Odd() if world.rank == WORST else {}}, "save [the state]: expected"),
     ],
 )
@@ -89,6 +109,27 @@ def test_an_object_that_does_not_take_its_state_is_told_to_all(n, tmp_path):
     said = told_alike(n, act, UnsupportedError)
     assert said == "rank 1: restore [a]: expected it to take its state, got ValueError: no counts today"
     assert [others[rank].value for rank in range(n)] == [5] * n  # which ranks may do together, and so all
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_a_rank_that_exits_while_others_restore_is_told_to_all(name, tmp_path):
+    save(tmp_path, lambda world: {"a": Exits(world)})
+
+    def act(world):
+        with Manager(tmp_path, world) as manager:
+            manager.restore(into={"a": Exits(world, name)})
+
+    said = told_alike(2, act, UnsupportedError)
+    assert said == "rank 1: restore [a]: expected it to take its state, got SystemExit: 3"
+
+
+def test_ctrl_c_stays_what_it_is(tmp_path):
+    class Interrupted(Counts):
+        def state_dict(self):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(1, lambda world: Manager(tmp_path, world).save(1, {"a": Interrupted(world)}))
 
 
 def test_names_by_a_function_that_fails_on_one_rank(tmp_path):
@@ -208,3 +249,14 @@ def test_what_one_rank_has_more_is_counted_on_that_rank(tmp_path):
     assert "save [item 1 of 1 on rank 1]: expected nothing more as on rank 0, got x Counts" in told_alike(
         2, act, HpcdpError
     )
+
+
+@pytest.mark.parametrize(("into", "said"), [(5, "an int"), ({1}, "a set"), (object(), "an object")])
+def test_what_does_not_fit_is_named_with_its_article(into, said, tmp_path):
+    save(tmp_path, lambda world: {"a": {"b": np.ones(3)}})
+
+    def act(world):
+        with Manager(tmp_path, world) as manager:
+            manager.restore(into={"a": into})
+
+    assert f"restore [a]: expected {said}, got a dict" in told_alike(1, act, ConfigError)

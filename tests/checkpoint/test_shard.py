@@ -105,6 +105,20 @@ def test_damaged_elements_do_not_reach_the_array(tmp_path):
     assert not out[BLOCK_NBYTES // 8 :].any()
 
 
+@pytest.mark.parametrize("compression", ["lzf", "gzip"])
+def test_damage_of_what_is_compressed_names_file_and_data_set(compression, tmp_path):
+    path, out = tmp_path / "shard-00000.h5", np.empty(5000)
+    values = np.random.default_rng(0).random(5000)
+    (stored,), _ = write_shard(path, [Piece("net/w", 0, values, "float64")], compression)
+    good = path.read_bytes()
+    for at in (0, 875, len(good) - 1000):  # the file's own, a group's, a chunk's
+        path.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
+        with ShardReader(tmp_path) as reader, pytest.raises(DataError) as caught:
+            reader.read(stored, 0, out)
+        said = f"restore [{path}, net/w]: expected an undamaged data set, got one of which HDF5 says: "
+        assert str(caught.value).startswith(said) and "'" not in str(caught.value).removeprefix(said).replace("n't", "")
+
+
 @pytest.mark.parametrize("compression", [None, "lzf"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(compression, tmp_path):
     path = tmp_path / "shard-00000.h5"
