@@ -254,7 +254,7 @@ class Watchdog:
         return found
 
     def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
-        """The ranks that a call waits for, of those of this node and those that have left, and whether they may come."""
+        """The ranks that a call waits for, of this node and of those that have left, and whether they may come."""
         behind = call[2] if len(call) > 2 else None
         begun = [-1 - calls if calls < 0 else calls for calls in self._seen]  # see `end`
         late = (here for here, calls in enumerate(begun) if calls < self.calls) if behind is None else behind()
