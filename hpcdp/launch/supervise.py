@@ -111,7 +111,7 @@ def supervise(
                     _hear_the_last(watch)
                 count = ranks if started is None else started.end()
                 ends = watch.ends()
-                lost = ([] if guards is None else guards.lost) + words.lost()
+                lost = words.lost() | ({} if guards is None else guards.lost)
             if guards is not None:
                 guards.end()
             end_orphans()
@@ -124,7 +124,7 @@ def supervise(
     if ended_by is not None:
         return 128 + ended_by
     if lost:
-        for each in lost:
+        for each in lost.values():
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
@@ -172,6 +172,8 @@ def _explained(
     ranks of other hosts, a rank of this one that left with the job's status is believed, and no other.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
+    if words.missing is not None and (first is None or first.exit_status == code):
+        return code, _by_watchdog(words.missing)
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
         return code, None
     if named is not None and (first is None or first.status is None):
@@ -190,6 +192,11 @@ def _explained(
         return first.exit_status or 1, ""
     ended_well = any(end.status == 0 and end.at_s < first.at_s for end in ends)
     return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
+
+
+def _by_watchdog(missing: str) -> str:
+    """It is not the fault of the rank that has waited."""
+    return f"the watchdog has ended the job: {missing}"
 
 
 def _as_named(end: End, named: Named) -> End:
@@ -250,7 +257,8 @@ def _forward_signals(
             if ended_by is None and not is_told_to_end:
                 if watch.failed is not None:
                     first = _failed(watch.failed, watch.ends(), family)
-                    say(f"{first}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
+                    who = first if words.missing is None else _by_watchdog(words.missing)
+                    say(f"{who}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
                 elif gone_s is not None:
                     say(
                         f"{watch.ends()[0].who} and all others have ended, and mpirun has not in {_GRACE_S:g} s: killed"

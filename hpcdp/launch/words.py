@@ -34,6 +34,11 @@ _ABORTED = re.compile(
     rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort",
     re.MULTILINE,
 )
+# hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
+_MISSING = re.compile(
+    rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
+    rb"cannot end: ([^\n]+); the job ends now)"
+)
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
 _HOLD_S = 10.0
@@ -68,11 +73,13 @@ class Words:
         """Whether anything has been shown, or is held."""
         self._held: bytes | None = b"" if held else None
         self._until_s = time.monotonic() + _HOLD_S
-        self._lost: list[str] = []
+        self._lost: dict[str, str] = {}
         self.named: Named | None = None
         """The first rank that mpirun has said to have failed."""
         self.aborted: int | None = None
         """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
+        self.missing: str | None = None
+        """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
         self._of_tasks, self._statuses = b"", list[int]()
 
     def attach(self, watch: Watch) -> None:
@@ -93,8 +100,8 @@ class Words:
         held, self._held = self._held, None
         _write(held or b"")
 
-    def lost(self) -> list[str]:
-        """What mpirun said of hosts that it has lost; called once it has ended."""
+    def lost(self) -> dict[str, str]:
+        """What mpirun said of each host that it has lost; called once it has ended."""
         while self._copy():
             pass
         os.close(self._read)
@@ -145,12 +152,15 @@ class Words:
         self._show(self._quiet.pass_on(received))
         self._kept += received
         while found := _LOST.search(self._kept):
-            self._lost.append(f"mpirun has lost {found[1].decode(errors='replace')}")
+            host = found[1].decode(errors="replace")
+            self._lost[host] = f"mpirun has lost {host}"
             self._kept = self._kept[found.end() :]
         if self.named is None:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         if self.aborted is None and (found := _ABORTED.search(self._kept)):
             self.aborted = int(found[1] or found[2])
+        if self.missing is None and (found := _MISSING.search(self._kept)):
+            self.missing = (found[1] or found[2]).decode(errors="replace")
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
             status = int(found[1]) if found[1] else _status_of(found[2].decode(errors="replace"))

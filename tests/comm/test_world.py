@@ -163,7 +163,7 @@ LEAVES = """
     ("leaves", "status", "says"),
     [
         ("sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
-        ("sys.exit()", 1, r"^rank . of 3: barrier cannot end: rank 2 .* has left the program; the job ends now$"),
+        ("sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 2 .* has left the program"),
     ],
 )
 def test_a_rank_that_leaves_alone_ends_the_job(leaves, status, says):
