@@ -128,7 +128,7 @@ def supervise(
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
-        return words.status() or mpirun.returncode
+        return _told_by_srun(words, ranks) or mpirun.returncode
     if mpirun.returncode < 0:
         first = _failed(failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
@@ -192,6 +192,16 @@ def _explained(
         return first.exit_status or 1, ""
     ended_well = any(end.status == 0 and end.at_s < first.at_s for end in ends)
     return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
+
+
+def _told_by_srun(words: Words, ranks: int) -> int | None:
+    """The status of the tasks that failed first; they are named unless all have failed alike, or have stopped early."""
+    failed = words.failed()
+    if words.missing is not None:
+        say(_by_watchdog(words.missing))
+    elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
+        say(failed)
+    return failed and failed.status
 
 
 def _by_watchdog(missing: str) -> str:
