@@ -29,6 +29,7 @@ _TRAIN = ("hpcdp", "train")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MOST_TASKS = 100_000
 _MOST = 1_000_000
+_LEAD_S = 120
 _COUNTS = ("nodes", "ranks_per_node", "cpus_per_task", "at_once")
 
 
@@ -113,6 +114,7 @@ def render(request: Request, profile: Profile) -> Script:
         parts["options"] = "\n".join(f"  {shlex.quote(option)}" for option in options)
     else:
         parts["directives"] = "\n".join(f"#SBATCH {_directive(option)}" for option in options)
+        parts["signal"] = f"USR1@{_lead_s(time)}"
     if request.template == "train-gpu":
         parts["gres"] = _quoted(profile.require("gres", 'say it with --gres, or in the profile: gres = "gpu:4"'))
     if request.template == "sweep":
@@ -212,6 +214,20 @@ def _options(request: Request, profile: Profile, name: str, time: str, folder: P
     elif profile.gres is not None:
         yield f"--gres={profile.gres}"
     yield from profile.sbatch
+
+
+def _lead_s(time: str) -> int:
+    """So many seconds before a limit, as Slurm writes it, a job stops early: two minutes, but not in its first half."""
+    days, has_days, rest = time.rpartition("-")
+    if not rest.replace(":", "").isdecimal():  # UNLIMITED
+        return _LEAD_S
+    numbers = [int(number) for number in rest.split(":")]
+    if has_days:  # D-H, D-H:M, D-H:M:S
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:  # M, M:S, H:M:S
+        hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
+    limit_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return min(_LEAD_S, limit_s // 2) or _LEAD_S  # 0: no limit
 
 
 def _environment(request: Request, profile: Profile) -> Iterator[str]:

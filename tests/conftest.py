@@ -6,6 +6,7 @@ that bear others beside them. A run of few tests imports only the files that nam
 """
 
 import faulthandler
+import importlib.util
 import json
 import os
 import sys
@@ -28,6 +29,9 @@ REPORT = os.environ.get("HPCDP_TEST_REPORT")
 
 hypothesis.settings.register_profile("hpcdp", deadline=None)
 hypothesis.settings.load_profile("hpcdp")
+_torch = importlib.util.find_spec("torch")
+if _torch is None or _torch.origin is None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # or tests/torch is found: a folder without __init__.py
 _terminal = 2
 _report: Path | None = None
 

@@ -56,8 +56,12 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> None:
         print(f"{name} failed:\n{text}", file=sys.stderr, flush=True)
         end_job(comm_world, 1)
 
+    def abort_from_thread(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):  # which ends the thread alone
+            abort(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+
     sys.excepthook = abort
-    threading.excepthook = lambda args: abort(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    threading.excepthook = abort_from_thread
 
 
 def _dead_by(error: BaseException | None, comm_world: MPI.Intracomm) -> list[int]:

@@ -48,6 +48,8 @@ class RollCall:
     def __init__(self, comm: Communicator, others: Sequence[int]) -> None:
         self.answers: dict[int, Answer] = {}
         """The latest of each rank that has ever been asked and has answered."""
+        self.left: dict[int, int] = {}
+        """Of each rank that has left, and has told this one: how many calls it has begun."""
         self._comm = comm
         self._incoming, self._outgoing = blocks = np.zeros((2, 2, comm.size), _MESSAGE)
         # A question may come while MPI_Finalize waits for the others, when Python has freed all that it could.
@@ -78,6 +80,10 @@ class RollCall:
             self.answers[rank] = Answer(int(said["calls"]), bool(said["within"]))
         for rank in [rank for rank, request in self._questions.items() if self._has_come(request)]:
             said = self._incoming[_QUESTION, rank]
+            if said["calls"] < 0:
+                del self._questions[rank]
+                self.left[rank] = -1 - int(said["calls"])
+                continue
             question = Question(rank, int(said["calls"]), said["call"].decode(errors="ignore"))
             self._questions[rank] = self._receive(_QUESTION, rank)
             yield question
@@ -85,6 +91,13 @@ class RollCall:
     def answer(self, rank: int, calls: int, within: bool) -> None:
         """Tell ``rank``, which has asked, how many calls this one has begun, and whether it is in one."""
         self._send(_ANSWER, rank, (calls, within, b""))
+
+    def leave(self, calls: int) -> None:
+        """Tell that this rank has begun so many calls and begins no more: the next rank of another node alone, which
+        has left, too, and told one in turn, or may have to end the job."""
+        rank = min(self._questions, key=lambda other: (other - self._comm.rank) % self._comm.size, default=None)
+        if rank is not None:
+            self._send(_QUESTION, rank, (-1 - calls, False, b""))
 
     def _receive(self, kind: int, rank: int) -> Request:
         place = self._incoming[kind, rank : rank + 1]

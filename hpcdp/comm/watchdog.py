@@ -44,7 +44,7 @@ _SHORTEST_LIMIT_S = 0.1
 _ANSWER_S = 1.0
 """How long an answer may take, beside the time until the other watchdog looks."""
 _NAP_S = 0.01
-_LATE, _GONE = "has not come", "is gone"
+_LATE, _GONE, _LEFT = "has not come", "is gone", "has left the program"
 _SHOW_STACKS = signal.SIGRTMIN + 9
 """At this signal a rank writes where its main thread is, even where an extension holds the interpreter."""
 
@@ -138,11 +138,14 @@ class Watchdog:
         return _Watching(self, (operation, x, behind))
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Watch no longer; this rank makes no more calls."""
         self._ended.set()
         atexit.unregister(self.end)
         if self._thread.is_alive():
             self._thread.join(_GRACE_S)  # no longer: it may be ending the job
+            self._seen[self._world.node_memory.rank] = -1 - self.calls
+            if self._roll is not None and not self._thread.is_alive():
+                self._roll.leave(self.calls)
 
     def _watch(self) -> None:
         with contextlib.suppress(WorldAborted):  # there is nobody left to ask
@@ -243,18 +246,26 @@ class Watchdog:
         """The ranks without which a call cannot end any more."""
         if call[2:] == (nobody,):
             return {}
-        found = dict.fromkeys(self._roll.lost if self._roll else (), _GONE)
+        found = {rank: why for rank, why in self._late(call).items() if why == _LEFT}
+        found |= dict.fromkeys(self._roll.lost if self._roll else (), _GONE)
         for each in self._visible:
             if each.state == "X":
                 found[each.rank] = _GONE
         return found
 
+    def _late(self, call: tuple[Any, ...]) -> dict[int, str]:
+        """The ranks that a call waits for, of this node and of those that have left, and whether they may come."""
+        behind = call[2] if len(call) > 2 else None
+        begun = [-1 - calls if calls < 0 else calls for calls in self._seen]  # see `end`
+        late = (here for here, calls in enumerate(begun) if calls < self.calls) if behind is None else behind()
+        found = {self._neighbours[here]: _LEFT if self._seen[here] < 0 else _LATE for here in late}
+        found.pop(self._world.rank, None)
+        left = self._roll.left if self._roll else {}
+        return found | {rank: _LEFT for rank, calls in left.items() if calls < self.calls}
+
     def _missing(self, call: tuple[Any, ...]) -> dict[int, str]:
         """The ranks that this one waits for, as far as can be seen from here, and what is the matter with each."""
-        behind = call[2] if len(call) > 2 else None
-        late = (here for here, calls in enumerate(self._seen) if calls < self.calls) if behind is None else behind()
-        found = dict.fromkeys((self._neighbours[here] for here in late), _LATE)
-        found.pop(self._world.rank, None)
+        found = self._late(call)
         for each in self._visible:
             state = each.state
             if state == "X":

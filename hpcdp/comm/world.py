@@ -18,6 +18,7 @@ from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
 from .failing import abort_when_one_fails, outlives_ranks
+from .leaving import end_job_when_one_leaves
 from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
@@ -240,6 +241,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
     if everyone.size > 1:
         abort_when_one_fails(MPI.COMM_WORLD, workers)
+        end_job_when_one_leaves(MPI.COMM_WORLD, workers)
     if workers == everyone.size:
         return _world_of(everyone, ranks_per_node)
     whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)

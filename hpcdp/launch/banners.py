@@ -37,10 +37,24 @@ signals sent by MPIRUN (as reported here). You can avoid this message by specify
 MPI_ABORT was invoked on rank NUMBER in communicator WORDS Proc: WORD Errorcode: NUMBER NOTE: invoking MPI_ABORT causes
 Open MPI to kill all MPI processes. You may or may not see output from other processes, depending on exactly when Open
 MPI kills them.
+
+An MPI communication peer process has unexpectedly disconnected. This usually indicates a failure in the peer process
+(e.g., a crash or otherwise exiting without calling MPI_FINALIZE first). Although this local MPI process will likely now
+behave unpredictably (it may even hang or crash), the root cause of this problem is the failure of the peer -- that is
+what you need to investigate. For example, there may be a core file that you can examine. More generally: such peer
+hangups are frequently caused by application bugs or other external events. Local host: WORD Local PID: NUMBER Peer
+host: WORD
+
+PRTE has lost communication with a remote daemon. HNP daemon : WORD on node WORD Remote daemon: WORD on node WORD This
+is usually due to either a failure of the TCP network connection to the node, or possibly an internal failure of the
+daemon itself. We cannot recover from this failure, and therefore will terminate the job.
 """
 """What Open MPI 5 writes between two rules, whatever its lines are."""
 
-_FIRST_LINE = re.compile(rb"\w+ (?:detected|noticed|has exited) .*|MPI_ABORT was invoked on rank .*")
+_FIRST_LINE = re.compile(
+    rb"\w+ (?:detected|noticed|has exited) .*|MPI_ABORT was invoked on rank .*|"
+    rb"An MPI communication peer process has .*|PRTE has lost communication .*"
+)
 
 # Of a rank of Open MPI whose connection to another has closed, which it has the status 14 for.
 _BEREFT = [
@@ -55,8 +69,9 @@ _BEREFT = [
     )
 ]
 
-# hydra and its daemons, of each other, once a rank has failed.
+# hydra and its daemons, of each other, once a rank has failed; and Open MPI, which counts what it does not repeat.
 _LINE = re.compile(
+    rb"[0-9]+ more process(?:es have| has) sent help message \S+ / .*\n|"
     rb"\[(?:mpiexec|proxy:[0-9]+)@[^\]\s]+\] \w+ \([^()]*\): "
     rb"(?:assert \(!closed\) failed|callback returned error status|demux engine error waiting for event|"
     rb"one of the processes terminated badly; aborting|launcher returned error waiting for completion|"

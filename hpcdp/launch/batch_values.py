@@ -40,6 +40,7 @@ SLURM_SHORT = {"t": "time", "p": "partition", "c": "cpus-per-task", "q": "qos"}
 
 _SGE_TIME = "(?=.)[0-9]*(:[0-9]*){0,2}|INFINITY", "seconds, or H:M:S, e.g. 4:00:00"
 _SGE_MEMORY = r"[0-9]+(\.[0-9]+)?[kKmMgG]?|INFINITY", "a number of bytes, or with K, M or G behind it, e.g. 16G"
+_SGE_NAME = r"[^\d\s/:@\\*?][^\s/:@\\*?]*", "a name that begins with no digit, and has no blanks and no / : @ \\ * ?"
 SGE_RESOURCES: Valid = {
     **dict.fromkeys(("h_rt", "s_rt", "h_cpu", "s_cpu"), _SGE_TIME),
     **dict.fromkeys(
@@ -49,7 +50,7 @@ SGE_RESOURCES: Valid = {
 }  # fmt: skip
 """What ``-l`` of qsub asks for, of those that every Grid Engine has."""
 
-SGE: Valid = {"q": NAME, "P": NAME, "pe": NAME, "p": ("-?[0-9]{1,4}", "a number from -1023 to 1024")}
+SGE: Valid = {"q": NAME, "P": NAME, "pe": NAME, "p": ("-?[0-9]{1,4}", "a number from -1023 to 1024"), "N": _SGE_NAME}
 
 YARN: Valid = {
     **dict.fromkeys(("container_memory", "container_vcores", "master_memory", "master_vcores"), COUNT),

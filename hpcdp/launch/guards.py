@@ -52,8 +52,8 @@ class Guards:
         self._number = 0
         self._next_beat = 0.0
         self._watch: Watch | None = None
-        self.lost: list[str] = []
-        """What has gone wrong with hosts, the first one first: a host is lost, or a daemon of mpirun's there."""
+        self.lost: dict[str, str] = {}
+        """What has gone wrong first with each host: it is lost, or a daemon of mpirun's there."""
 
     def __enter__(self) -> Guards:
         if self._places and shutil.which("ssh") is None:
@@ -195,7 +195,7 @@ class Guards:
             self._lose(channel, "is lost: its connection has closed")
 
     def _lose_daemon(self, what: str, channel: Channel, sign: int) -> None:
-        self.lost.append(f"{what} on {channel.host} was killed by signal {sign}")
+        self.lost.setdefault(channel.host, f"{what} on {channel.host} was killed by signal {sign}")
 
     def _answer(self, number: int, status: int) -> None:
         connection = self._agents.pop(number, None)
@@ -213,7 +213,7 @@ class Guards:
         channel.is_closed = True
         self._watch.no_more(channel.out)
         self._watch.no_more(channel.err)
-        self.lost.append(f"{channel.host} {why}")
+        self.lost.setdefault(channel.host, f"{channel.host} {why}")
 
     def _wait(
         self, is_met: Callable[[Channel], bool], limit_s: float, what: str, answers: dict[str, Any] | None = None

@@ -109,7 +109,9 @@ def mpi_types() -> tuple[str, ...]:
     found = [name for line in words for name in re.split(r"[,\s]+", line) if re.fullmatch(r"[a-z][a-z0-9_.]*", name)]
     types = tuple(dict.fromkeys(name for name in found if name.startswith(("pm", "cray", "none", "openmpi"))))
     if done.returncode or not types:
-        raise LaunchError("srun --mpi=list", got=" ".join(done.stderr.split())[:200] or f"status {done.returncode}")
+        lines = done.stderr.split("\n")  # the last one tells why, others who has failed to tell more
+        got = next((line for line in reversed(lines) if line.strip()), f"status {done.returncode}")
+        raise LaunchError("srun --mpi=list", got=got, remedy="run this on a login node of the cluster")
     return types
 
 

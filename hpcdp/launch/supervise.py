@@ -111,7 +111,7 @@ def supervise(
                     _hear_the_last(watch)
                 count = ranks if started is None else started.end()
                 ends = watch.ends()
-                lost = ([] if guards is None else guards.lost) + words.lost()
+                lost = words.lost() | ({} if guards is None else guards.lost)
             if guards is not None:
                 guards.end()
             end_orphans()
@@ -124,11 +124,11 @@ def supervise(
     if ended_by is not None:
         return 128 + ended_by
     if lost:
-        for each in lost:
+        for each in lost.values():
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
-        return words.status() or mpirun.returncode
+        return _told_by_srun(words, ranks) or mpirun.returncode
     if mpirun.returncode < 0:
         first = _failed(failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
@@ -172,6 +172,8 @@ def _explained(
     ranks of other hosts, a rank of this one that left with the job's status is believed, and no other.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
+    if words.missing is not None and (first is None or first.exit_status == code):
+        return code, _by_watchdog(words.missing)
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
         return code, None
     if named is not None and (first is None or first.status is None):
@@ -190,6 +192,21 @@ def _explained(
         return first.exit_status or 1, ""
     ended_well = any(end.status == 0 and end.at_s < first.at_s for end in ends)
     return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
+
+
+def _told_by_srun(words: Words, ranks: int) -> int | None:
+    """The status of the tasks that failed first; they are named unless all have failed alike, or have stopped early."""
+    failed = words.failed()
+    if words.missing is not None:
+        say(_by_watchdog(words.missing))
+    elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
+        say(failed)
+    return failed and failed.status
+
+
+def _by_watchdog(missing: str) -> str:
+    """It is not the fault of the rank that has waited."""
+    return f"the watchdog has ended the job: {missing}"
 
 
 def _as_named(end: End, named: Named) -> End:
@@ -250,7 +267,8 @@ def _forward_signals(
             if ended_by is None and not is_told_to_end:
                 if watch.failed is not None:
                     first = _failed(watch.failed, watch.ends(), family)
-                    say(f"{first}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
+                    who = first if words.missing is None else _by_watchdog(words.missing)
+                    say(f"{who}; mpirun has not ended the others in {_FAILED_GRACE_S:g} s: killed")
                 elif gone_s is not None:
                     say(
                         f"{watch.ends()[0].who} and all others have ended, and mpirun has not in {_GRACE_S:g} s: killed"

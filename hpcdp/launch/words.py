@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 from .banners import Banners
 from .quiet import Quiet
-from .watch import BEREFT, Watch
+from .watch import BEREFT, Watch, name_of
 
 # What is looked for ends behind a name or a number: half of it may come before the other half.
 _LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)\s", re.DOTALL)
-_TASK = re.compile(rb"srun: error: \S+: tasks? [0-9,\[\]-]+: (?:Exited with exit code ([0-9]+)|(.+?))(?: \(.*\))?\n")
+_TASK = re.compile(
+    rb"srun: error: (\S+): tasks? ([0-9,\[\]-]+): (?:Exited with exit code ([0-9]+)|(.+?))(?: \(.*\))?\n"
+)
 _NAMED = (
     re.compile(
         rb"process rank (?P<rank>[0-9]+) with PID (?P<pid>[0-9]+) on node \S+\s+exited\s+on\s+"
@@ -33,6 +35,11 @@ _ABORTED = re.compile(
     rb"process rank ([0-9]+) with PID [0-9]+ on node \S+\s+calling\s+\"abort\"|"
     rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort",
     re.MULTILINE,
+)
+# hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
+_MISSING = re.compile(
+    rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
+    rb"cannot end: ([^\n]+); the job ends now)"
 )
 _RULE = re.compile(rb"^-{74}\n", re.MULTILINE)
 _OF_HYDRA = re.compile(rb"^\[(?:mpiexec|proxy)\S*\] \w+ \([^()]*\): (.*)\n", re.MULTILINE)
@@ -48,6 +55,21 @@ class Named(NamedTuple):
     rank: int | None
     pid: int | None
     status: int | None
+
+
+class Tasks(NamedTuple):
+    """Tasks of one host that srun says have ended alike: their numbers as it writes them, and their status, which is
+    128 + the number of a signal as in a shell."""
+
+    host: str
+    numbers: str
+    status: int
+
+    def __str__(self) -> str:
+        sign = self.status - 128
+        how = f"killed by {name_of(sign)}" if sign > 0 else f"ended with status {self.status} before the others"
+        who, verb = ("rank", "was ") if self.numbers.isdecimal() else ("ranks", "were ")
+        return f"{who} {self.numbers} (on {self.host}) {verb if sign > 0 else ''}{how}"
 
 
 class Words:
@@ -68,12 +90,14 @@ class Words:
         """Whether anything has been shown, or is held."""
         self._held: bytes | None = b"" if held else None
         self._until_s = time.monotonic() + _HOLD_S
-        self._lost: list[str] = []
+        self._lost: dict[str, str] = {}
         self.named: Named | None = None
         """The first rank that mpirun has said to have failed."""
         self.aborted: int | None = None
         """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
-        self._of_tasks, self._statuses = b"", list[int]()
+        self.missing: str | None = None
+        """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
+        self._of_tasks, self._tasks = b"", list[Tasks]()
 
     def attach(self, watch: Watch) -> None:
         """From now on ``watch`` copies what comes, as long as it waits."""
@@ -93,8 +117,8 @@ class Words:
         held, self._held = self._held, None
         _write(held or b"")
 
-    def lost(self) -> list[str]:
-        """What mpirun said of hosts that it has lost; called once it has ended."""
+    def lost(self) -> dict[str, str]:
+        """What mpirun said of each host that it has lost; called once it has ended."""
         while self._copy():
             pass
         os.close(self._read)
@@ -124,15 +148,23 @@ class Words:
         text = said.decode(errors="replace").partition("\n\nPlease ")[0]
         return " ".join(text.split())[:_MOST_TOLD]
 
-    def status(self) -> int | None:
-        """That of the task that has failed of itself, 128 + the number of a signal as in a shell; called after `lost`.
+    def failed(self) -> Tasks | None:
+        """The tasks that have failed of themselves; called after `lost`.
 
-        srun tells of tasks in no certain order, so this is the first one that was not ended because another one had
-        failed, if there is one; None where srun has told of none.
+        srun tells of tasks in no certain order, so these are the first ones that were not ended because another one had
+        failed, if there are some; None where srun has told of none.
         """
-        of_themselves = [status for status in self._statuses if status not in (*_KILLED, BEREFT)]
-        killed = [status for status in self._statuses if status in _KILLED]
-        return next(iter(of_themselves + killed + self._statuses), None)
+        of_themselves = [tasks for tasks in self._tasks if tasks.status not in (*_KILLED, BEREFT)]
+        killed = [tasks for tasks in self._tasks if tasks.status in _KILLED]
+        return next(iter(of_themselves + killed + self._tasks), None)
+
+    def have_ended_alike(self) -> bool:
+        """Whether all tasks that srun has told of, of several hosts or one, ended by themselves with one status."""
+        return (
+            len({tasks.status for tasks in self._tasks}) == 1
+            and self._tasks[0].status < 128
+            and (len(self._tasks) > 1 or not self._tasks[0].numbers.isdecimal())
+        )
 
     def _copy(self) -> bool:
         try:
@@ -145,16 +177,20 @@ class Words:
         self._show(self._quiet.pass_on(received))
         self._kept += received
         while found := _LOST.search(self._kept):
-            self._lost.append(f"mpirun has lost {found[1].decode(errors='replace')}")
+            host = found[1].decode(errors="replace")
+            self._lost[host] = f"mpirun has lost {host}"
             self._kept = self._kept[found.end() :]
         if self.named is None:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         if self.aborted is None and (found := _ABORTED.search(self._kept)):
             self.aborted = int(found[1] or found[2])
+        if self.missing is None and (found := _MISSING.search(self._kept)):
+            self.missing = (found[1] or found[2]).decode(errors="replace")
         self._of_tasks += received
         for found in _TASK.finditer(self._of_tasks):
-            status = int(found[1]) if found[1] else _status_of(found[2].decode(errors="replace"))
-            self._statuses += [] if status is None else [status]
+            host, numbers, code, how = ((each or b"").decode(errors="replace") for each in found.groups())
+            status = int(code) if code else _status_of(how)
+            self._tasks += [] if status is None else [Tasks(host, numbers, status)]
         self._of_tasks = self._of_tasks[self._of_tasks.rfind(b"\n") + 1 :][-_KEPT:]
         self._kept = self._kept[-_KEPT:]
         return True

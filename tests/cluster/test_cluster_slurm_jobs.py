@@ -140,7 +140,7 @@ def test_usr1_that_comes_while_ranks_start_ends_nobody(slurm: Cluster) -> None:
 
 
 def test_slurm_sends_the_signal_before_the_time_is_up(slurm: Cluster) -> None:
-    """A minute's limit is less than the two minutes before the end: the signal comes at once, after each start."""
+    """Half a minute before the end of a minute's limit, or up to a minute earlier: soon after each start."""
     site = Site(slurm, "srun")
     job = site.submit("train", "--time", "1", "--", *TRAIN, "100000", "--run-dir", "runs/a")
     site.until(lambda: "Restarts=1" in site.show(job), "the requeue", 240)

@@ -93,7 +93,8 @@ def test_ranks_of_other_nodes_are_told_apart():
     def rank(world):
         dog = watched(world, 0, reports, stall=0.4)
         if world.rank == 3:
-            dog.end()
+            dog._ended.set()
+            dog._thread.join()
         world.comm.barrier()
         dog.calls += (5, 2, 5, 0)[world.rank]
         if world.rank != 3:
@@ -110,6 +111,44 @@ def test_ranks_of_other_nodes_are_told_apart():
         assert re.search(expected, reports[number].getvalue())
     assert re.search(rf"call of rank 1 has not ended in 0.4 s: {silent}", reports[1].getvalue())
     assert re.search(r"rank [02] \(.*\) waits in call of rank [02]; this rank is here:\n", reports[1].getvalue())
+
+
+@pytest.mark.parametrize("ranks_per_node", [3, 1])
+def test_a_rank_that_has_left_ends_the_wait_for_it(ranks_per_node, monkeypatch):
+    monkeypatch.setattr(watchdog, "_DEATH_S", 0.1)
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 2, reports)
+        world.comm.barrier()
+        with dog.watching("a first call"):
+            world.comm.barrier()
+        if world.rank == 1:
+            dog.end()
+        else:
+            with dog.watching("a second call"):
+                world.comm.barrier()
+
+    with pytest.raises(WorldAborted):
+        threads.run(3, rank, ranks_per_node=ranks_per_node)
+    left = f"rank 1 (host {socket.gethostname()}, pid {os.getpid()}) has left the program; the job ends now"
+    assert f"a second call cannot end: {left}\n" in reports[2].getvalue()
+    assert reports[1].getvalue() == ""
+
+
+def test_a_rank_that_leaves_after_its_part_of_a_call_may_be_early(monkeypatch):
+    monkeypatch.setattr(watchdog, "_DEATH_S", 0.1)
+    reports = {}
+
+    def rank(world):
+        dog = watched(world, 20, reports, stall=2)
+        with dog.watching("the last call"):
+            if world.rank == 0:
+                time.sleep(1)
+        dog.end()
+
+    threads.run(2, rank)
+    assert "".join(report.getvalue() for report in reports.values()) == ""
 
 
 def test_started_operations_are_watched_while_they_are_waited_for():

@@ -1,6 +1,7 @@
 """Real ranks; run under mpirun by tests/run.py."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -146,6 +147,51 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback():
     assert result.returncode != 0
     assert "rank 1 of 2 failed" in result.stderr
     assert "ValueError: only here" in result.stderr
+
+
+LEAVES = """
+    import sys, numpy as np, hpcdp
+    world = hpcdp.init()
+    try: sys.exit(9)
+    except SystemExit as error: assert error.code == 9 and type(error).__name__ == "SystemExit"
+    if world.rank == world.size - 1: {}
+    while True: world.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("leaves", "status", "says"),
+    [
+        ("sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
+        ("sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 2 .* has left the program"),
+    ],
+)
+def test_a_rank_that_leaves_alone_ends_the_job(leaves, status, says):
+    result = launched(3, LEAVES.format(leaves))
+    assert result.returncode == status, result.stderr
+    assert re.search(says, result.stderr, re.MULTILINE), result.stderr
+
+
+@pytest.mark.parametrize(("leaves", "status"), [("sys.exit(75)", 75), ("sys.exit(0)", 0), ("raise SystemExit(4)", 4)])
+def test_ranks_that_all_leave_end_as_they_would(leaves, status):
+    code = f"import sys, time, hpcdp; world = hpcdp.init(); time.sleep(world.rank / 5); {leaves}"
+    result = launched(3, f"import atexit; atexit.register(lambda: print('at its end'))\n{code}")
+    assert (result.returncode, result.stdout) == (status, "at its end\n" * 3), result.stderr
+    assert "has left" not in result.stderr
+
+
+def test_a_thread_that_leaves_ends_itself_alone():
+    result = launched(
+        2,
+        """
+        import sys, threading, hpcdp
+        world = hpcdp.init()
+        thread = threading.Thread(target=lambda: sys.exit(3))
+        thread.start(), thread.join()
+        world.barrier()
+        """,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_wrong_settings_are_refused_by_name(monkeypatch):

@@ -56,6 +56,33 @@ terminated by signals sent by prterun (as reported here).
 You can avoid this message by specifying -quiet on the prterun command
 line.
 """,
+    """\
+An MPI communication peer process has unexpectedly disconnected.  This
+usually indicates a failure in the peer process (e.g., a crash or
+otherwise exiting without calling MPI_FINALIZE first).
+
+Although this local MPI process will likely now behave unpredictably
+(it may even hang or crash), the root cause of this problem is the
+failure of the peer -- that is what you need to investigate.  For
+example, there may be a core file that you can examine.  More
+generally: such peer hangups are frequently caused by application bugs
+or other external events.
+
+  Local host: node2
+  Local PID:  1335
+  Peer host:  node1
+""",
+    """\
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-node1-28@0,0] on node node1
+  Remote daemon: [prterun-node1-28@0,1] on node node2
+
+This is usually due to either a failure of the TCP network
+connection to the node, or possibly an internal failure of
+the daemon itself. We cannot recover from this failure, and
+therefore will terminate the job.
+""",
 ]
 KNOWN = [f"{RULE}{text}{RULE}" for text in TEXTS]
 KNOWN += [
@@ -67,6 +94,7 @@ KNOWN += [
 [node1:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,
 [node1:00000] ***    and MPI will try to terminate your MPI job as well)
 """,
+    "3 more processes have sent help message help-mpi-errors.txt / mpi_errors_are_fatal unknown handle\n",
     "[proxy:0@node1] HYD_pmcd_pmip_control_cmd_cb (/src/pm/hydra/proxy/pmip_cb.c:490): assert (!closed) failed\n",
     "[mpiexec@node1] main (/src/pm/hydra/mpiexec/mpiexec.c:270): process manager error waiting for completion\n",
 ]

@@ -11,6 +11,7 @@ NOISE = [
     b"NBC_Progress: an error 75 was found during schedule 0x7f10ec003f30 at row-offset 69 - aborting the schedule\n",
     b"[warn] Epoll DEL(1) on fd 9 failed. Old events were 6; read change was 0 (none): No such file or directory\n",
     b"[vm:16331] PMIX ERROR: PMIX_ERR_UNREACH in file /a/3rd-party/openpmix/src/server/pmix_server.c at line 3146\n",
+    b"Abort is in progress...hit ctrl-c again to forcibly terminate\n",
 ]
 RULE = b"-" * 74 + b"\n"
 OTHER = [
@@ -22,6 +23,8 @@ OTHER = [
     b"[vm:16331] PMIX ERROR: PMIX_ERR_NO_PERMISSIONS in file /a/openpmix/src/server/pmix_server.c at line 3146\n",
     b"[vm:16331] PMIX ERROR: PMIX_ERR_UNREACH in file /a/openpmix/src/client/pmix_client.c at line 3146\n",
     b"my [warn] Epoll DEL(1) on fd 9 failed. Old events were 6: No such file or directory\n",
+    b"Abort it\n",
+    b"my Abort is in progress...hit ctrl-c again to forcibly terminate\n",
     b"\0 a zero of a rank's own\n",
     b"loss 0.1\rloss 0.2\r\nplain\n\n",
 ]
@@ -53,7 +56,7 @@ def test_the_zero_may_come_late_and_comes_once(size: int) -> None:
     assert shown(message + message + b"a rank\n" + b"\0\0one\n", size) == message + message + b"a rank\none\n"
 
 
-@pytest.mark.parametrize("text", [b"50 %", b"continue? [Y/n] ", b"[Y/n] ", b"Password: ", b"\rstep 3"])
+@pytest.mark.parametrize("text", [b"50 %", b"continue? [Y/n] ", b"[Y/n] ", b"Password: ", b"Answer: ", b"\rstep 3"])
 def test_the_beginning_of_a_line_that_cannot_be_noise_is_shown_at_once(text: bytes) -> None:
     assert Quiet().pass_on(text) == text
 

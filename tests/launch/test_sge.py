@@ -64,6 +64,11 @@ def test_a_job_stops_before_its_time_limit(arguments: str, stop_s: float) -> Non
         ({"batch_args": "-pe 'mpi"}, "expected closed quotes"),
         ({"batch_args": "-pe mpi -l h_rt=soon"}, "expected for h_rt seconds, or H:M:S, e.g. 4:00:00, got 'soon'"),
         ({"batch_args": "-pe mpi -l gpu,h_vmem=4X"}, "expected for h_vmem a number of bytes, or with K, M or G behind"),
+        (
+            {"batch_args": "-pe mpi -N 4abc"},
+            "expected for N a name that begins with no digit, and has no blanks and no / :",
+        ),
+        ({"batch_args": "-pe mpi -N 'a b'"}, "got 'a b'"),
         ({"batch_args": "-pe mpi -q 'a b'"}, "expected for q a name of letters, digits and _.+@:*-, got 'a b'"),
     ],
 )

@@ -207,12 +207,16 @@ def test_who_failed_first(ends: list[tuple[int, int | None, float]], code: int, 
         ([(1, 14 << 8, 1.0)], 1),
         ([(2, 0, 1.0), (1, 14 << 8, 1.01), (0, 15, 1.1)], 2),  # without MPI_Finalize, and mpirun's kill seen early
         ([(2, 0, 1.0), (1, 14 << 8, 1.01), (0, 15, 1.3)], 2),
+        ([(0, 14 << 8, 1.0), (1, 15, 1.005), (3, 9, 1.006), (2, 15, 1.27)], 3),
+        ([(0, 14 << 8, 1.0), (1, 15, 1.003), (3, 0, 1.007), (2, 15, 1.26)], 3),
+        ([(1, 14 << 8, 1.0), (0, 15, 1.004), (3, 15, 1.005), (2, 15, 1.26)], 3),  # of another host than rank 1
     ],
 )
 def test_who_failed_first_of_ranks_that_leave_when_another_has_gone(
     ends: list[tuple[int, int | None, float]], rank: int
 ) -> None:
-    first = first_failure(ends_of(*ends), 14, bereft=14)
+    on_hosts = [end._replace(host="b" if end.rank > 1 else "a") for end in ends_of(*ends)]
+    first = first_failure(on_hosts, 14, bereft=14)
     assert first is not None and first.rank == rank
 
 

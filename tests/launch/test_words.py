@@ -32,14 +32,14 @@ def test_a_lost_host_is_heard(hosts: tuple[str, ...], capfd: pytest.CaptureFixtu
             words.attach(watch)
             watch.wait(0.2)
             watch.wait(0.2)
-        assert words.lost() == [f"mpirun has lost {host}" for host in hosts]
+        assert words.lost() == {host: f"mpirun has lost {host}" for host in hosts}
     assert capfd.readouterr().err == text
 
 
 @pytest.mark.parametrize(
     ("text", "torn", "lost", "named"),
     [
-        (SAID.format(1, "node2"), "node2", ["mpirun has lost node2"], None),
+        (SAID.format(1, "node2"), "node2", ["node2"], None),
         ("process rank 1 with PID 70 on node a exited on signal 11 (Segmentation fault).\n", "11", [],
          Named(1, 70, 11)),
         ("  Process name: [prterun-a-5@1,2]\n  Exit code:    70\n", "70", [], Named(2, None, 70 << 8)),
@@ -55,5 +55,24 @@ def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: lis
             os.write(writing, piece.encode())
             watch.wait(10.0)
         os.close(writing)
-        assert words.lost() == lost
+        assert list(words.lost()) == lost
     assert words.named == named
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("rank 0 of 3: barrier cannot end: rank 1 (host a, pid 7) is gone; the job ends now\n",
+         "rank 1 (host a, pid 7) is gone"),
+        ("[1,2]<stderr>: rank 2 of 3: push has not ended in 0.5 s: rank 1 (host a) has not come, rank 0 is gone\n"
+         "[1,2]<stderr>:   the job ends now (HPCDP_TIMEOUT_S)", "rank 1 (host a) has not come, rank 0 is gone"),
+        ("rank 2 of 3: push has not ended in 60 s: rank 1 (host a, pid 7) has not come\n  the job goes on", None),
+    ],
+)  # fmt: skip
+def test_whom_the_watchdog_has_missed_is_heard(text: str, missing: str | None) -> None:
+    words = Words()
+    os.write(words.end, text.encode())
+    with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
+        words.attach(watch)
+        words.lost()
+    assert words.missing == missing

@@ -1,4 +1,4 @@
-"""The status of a job is read out of what srun says, which is copied on."""
+"""The status of a job, and which rank failed first, are read out of what srun says, which is copied on."""
 
 import os
 import signal
@@ -23,20 +23,31 @@ sys.exit(supervise(["sh", "-c", 'printf "%s" "$0" >&2; exit 14', sys.argv[1]], o
 
 
 @pytest.mark.parametrize(
-    ("first", "status"),
+    ("first", "status", "named"),
     [
-        ("task 1: Exited with exit code 3", 3),
-        ("tasks 0-1: Killed", 128 + signal.SIGKILL),
-        ("tasks 0,[2-3]: Segmentation fault (core dumped)", 128 + signal.SIGSEGV),
-        ("task 0: Out Of Memory", 128 + signal.SIGKILL),
-        ("task 0: a word of a later version", 128 + signal.SIGKILL),
-        ("no task", 128 + signal.SIGKILL),
+        ("task 1: Exited with exit code 3", 3, "rank 1 (on node1) ended with status 3 before the others"),
+        ("tasks 0-1: Killed", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
+        (
+            "tasks 0,[2-3]: Segmentation fault (core dumped)",
+            128 + signal.SIGSEGV,
+            "ranks 0,[2-3] (on node1) were killed by SIGSEGV",
+        ),
+        ("task 0: Out Of Memory", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
+        ("task 0: a word of a later version", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
+        ("no task", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
     ],
 )
-def test_the_status_is_that_of_the_task_that_failed_first(first: str, status: int) -> None:
+def test_the_status_is_that_of_the_task_that_failed_first_and_it_is_named(first: str, status: int, named: str) -> None:
     said = SRUN.format(first)
     done = subprocess.run([sys.executable, "-c", RUN, said], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (status, said)
+    assert (done.returncode, done.stderr) == (status, f"{said}hpcdp launch: {named}\n")
+
+
+@pytest.mark.parametrize("tasks", [["task 0", "task 1"], ["tasks 0-1"]])
+def test_tasks_that_have_failed_alike_speak_for_themselves(tasks: list[str]) -> None:
+    said = "".join(f"srun: error: node{number}: {each}: Exited with exit code 5\n" for number, each in enumerate(tasks))
+    done = subprocess.run([sys.executable, "-c", RUN, said], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (5, said)
 
 
 def test_a_job_without_failures_has_the_status_of_srun() -> None:

@@ -142,6 +142,16 @@ def test_a_sweeps_lines(tmp_path: Path) -> None:
         script.read_settings(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("limit", "lead_s"),
+    [("04:00:00", 120), ("4", 120), ("3", 90), ("2:30", 75), ("00:02:00", 60), ("0-0:1", 30), ("0-1", 120),
+     ("1-0:0:2", 120), ("0", 120), ("UNLIMITED", 120)],
+)  # fmt: skip
+def test_a_short_job_is_not_told_to_stop_in_its_first_half(limit: str, lead_s: int) -> None:
+    text = render(Request(template="train"), Profile(mpi_type="pmix", time=limit)).text
+    assert f"#SBATCH --signal=B:USR1@{lead_s}\n" in text
+
+
 class Stage:
     """A rendered job that bash runs here: srun, scontrol and what the ranks run are small scripts."""
 
