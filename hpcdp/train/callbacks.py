@@ -32,7 +32,8 @@ class Callback:
         steps since its start."""
 
     def on_start(self, epochs: int, steps: int) -> None:
-        """Before the first epoch; ``steps`` is the number of steps of one epoch, alike on every rank."""
+        """Before the first epoch; ``steps`` is the number of steps of it, alike on every rank; where short batches roll
+        over, others may have one more."""
 
     def on_step(self, epoch: int, step: int) -> None:
         """After each step; both count from 1, ``step`` within the epoch."""

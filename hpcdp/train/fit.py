@@ -82,9 +82,9 @@ def fit(
     same = what_ranks_share(net, loader, callbacks, epochs=epochs, evaluate=evaluate, checkpoints=checkpoints)
     require_same(world.comm, "fit", same, "call fit alike on all ranks")
     check_callbacks(callbacks, evaluate is not None)
-    steps = max(world.comm.allgather_json(len(loader) // len(trainer.own_virtual_shards)))
-    loop = _Loop(net, trainer, loader, loss, callbacks, world, steps, checkpoints)
+    loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints)
     position = loop.begin()
+    steps = loop.steps()
     for callback in callbacks:
         if position.total:
             callback.on_resume(position.epoch - 1, position.total)
@@ -111,7 +111,6 @@ class _Loop:
     loss: Callable[[Tensor, Any], Tensor]
     callbacks: Sequence[Callback]
     world: World
-    steps: int
     checkpoints: Checkpoints | None
 
     def __post_init__(self) -> None:
@@ -130,6 +129,10 @@ class _Loop:
         if deciding := [each for each in self.callbacks if each.alike() is not None and isinstance(each, Stateful)]:
             parts["callbacks"] = deciding
         return self.checkpoints.begin(self.world, parts)
+
+    def steps(self) -> int:
+        """The steps of an epoch of the longest loader; every rank must call, in each epoch: some have one more."""
+        return max(self.world.comm.allgather_json(len(self.loader) // len(self.trainer.own_virtual_shards)))
 
     def train(self, start: Position, epochs: int, evaluate: Callable[[], Evaluation] | None) -> list[Record]:
         """Train from ``start`` to the end of the last epoch, or to where all ranks stop."""
@@ -174,19 +177,20 @@ class _Loop:
 
     def _together(self, epoch: int, done: int) -> bool:
         """All ranks make each step, also those that have no samples for it; whether the run stops."""
-        exchange_every = math.ceil(self.steps / max(1, round(self.steps / _EXCHANGE_EVERY)))
+        steps = self.steps()
+        exchange_every = math.ceil(steps / max(1, round(steps / _EXCHANGE_EVERY)))
         batches = iter(self.loader)
-        for step in range(done + 1, self.steps + 1):
+        for step in range(done + 1, steps + 1):
             for shard in self.trainer.own_virtual_shards:
                 self._train(shard, self._next(batches))
             self._end_step()
-            if step % exchange_every == 0 or step == self.steps:
-                self._exchange(epoch - 1 + step / self.steps)
+            if step % exchange_every == 0 or step == steps:
+                self._exchange(epoch - 1 + step / steps)
             for callback in self.callbacks:
                 callback.on_step(epoch, step)
             if self.checkpoints is not None:
                 position = Position(epoch, step, self.meter.steps)
-                if self.checkpoints.after_step(position, self.steps):
+                if self.checkpoints.after_step(position, steps):
                     return True
         return False
 

@@ -57,7 +57,7 @@ def global_batches(kind, parts, state=None, epoch=None, count=None, last="keep")
 
 
 @given(st.sampled_from([sharded, virtual]), st.integers(1, 4), st.integers(1, 4), st.integers(0, 6),
-       st.sampled_from(["keep", "discard", "pad"]))  # fmt: skip
+       st.sampled_from(["keep", "discard", "pad", "rollover"]))  # fmt: skip
 def test_any_number_of_parts_goes_on_in_the_same_global_order(kind, before, after, count, last):
     whole, _ = global_batches(kind, 1, epoch=5, last=last)
     count = min(count, len(whole))

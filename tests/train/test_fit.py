@@ -120,6 +120,19 @@ def test_an_epoch_without_any_samples_changes_nothing():
         assert (records[0]["samples"], records[0]["loss"]) == (0, 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_epochs_of_different_length_where_short_batches_roll_over(ranks):
+    def job(world):
+        sampler = ShardedSampler(len(SAMPLES), 16, world.size, world.rank, seed=4, last="rollover")
+        return train(world, sampler, epochs=3)
+
+    ((_, one_params),) = threads.run(1, job)
+    for records, params in threads.run(ranks, job):
+        assert [r["samples"] for r in records] == [64, 64, 80]
+        assert [r["epoch"] for r in records] == [1, 2, 3]
+        assert_same_parameters(params, one_params)
+
+
 def test_the_sampler_is_told_each_epoch():
     sampler = Batches([0, 1])
     threads.run(1, lambda world: train(world, sampler, epochs=3))
