@@ -239,7 +239,7 @@ class _Loop:
         """One call of `Trainer.step`, with this rank's ``batch``, None where it has none."""
         phase = self.report.phase
         if batch is None and self._all_compute:
-            batch = self._empty_batch()
+            batch = self.loader.read(np.empty(0, np.int64))
         if batch is None or (len(batch[1]) == 0 and not self._all_compute):
             with phase[STEP]:
                 self.trainer.step(0)
@@ -253,8 +253,3 @@ class _Loop:
         with phase[STEP]:
             self.trainer.step(len(y))
         self.meter.add(shard, float(losses.data.sum()), number_correct(output.data, y), len(y))
-
-    def _empty_batch(self) -> Any:
-        """What takes part in a step without samples."""
-        x, y = self.loader.dataset[np.empty(0, np.int64)]
-        return (x, y) if self.loader.transform is None else self.loader.transform(x, y)
