@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
 
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
@@ -28,7 +28,7 @@ class Augmentation:
     """
 
     def __init__(self, *changes: Change, seed: int = 0) -> None:
-        _require("Augmentation", "seed", seed, 0)
+        whole_number("Augmentation", "seed", seed, 0)
         for change in changes:
             if not callable(change):
                 expected = "functions of a sample and a generator"
@@ -68,8 +68,8 @@ class RandomCrop:
 
     def __init__(self, size: int | None = None, padding: int = 0) -> None:
         if size is not None:
-            _require("RandomCrop", "size", size, 1)
-        _require("RandomCrop", "padding", padding, 0)
+            whole_number("RandomCrop", "size", size, 1)
+        whole_number("RandomCrop", "padding", padding, 0)
         self.size, self.padding = size, padding
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -107,11 +107,6 @@ class RandomFlip:
         """A view."""
         _image_shape("RandomFlip", image)
         return np.flip(image, self.axis) if rng.random() < 0.5 else image
-
-
-def _require(operation: str, where: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(operation, where=where, expected=f"an integer >= {least}", got=repr(value))
 
 
 def _image_shape(operation: str, image: np.ndarray) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Floor 3: data, batches read ahead of their use. Imports: engine, errors."""
+"""Floor 3: data, batches read ahead of their use. Imports: engine, state, errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..engine import Engine, Variable, default_engine
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
+from ..state import require_state
 from .augment import Augmentation
 from .datasets import Batch, Dataset
 from .resumable import Position, Resumable
@@ -92,8 +93,7 @@ class DataLoader:
         augment: Augmentation | None = None,
         engine: Engine | None = None,
     ) -> None:
-        if not isinstance(prefetch, int) or prefetch < 0:
-            raise ConfigError("DataLoader", where="prefetch", expected="an integer >= 0", got=repr(prefetch))
+        whole_number("DataLoader", "prefetch", prefetch, 0)
         if not isinstance(augment, Augmentation | None):
             raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
@@ -140,8 +140,10 @@ class DataLoader:
         had ended nothing is left if it is named by `set_epoch`; without that a whole iteration follows.
 
         Raises:
-            ConfigError: the sampler's order is another one; says which argument differs. Nothing is changed.
+            ConfigError: it is no state of a loader, or the sampler's order is another one; says which argument differs.
+                Nothing is changed.
         """
+        require_state("a DataLoader", state, "epoch", "done", "begun", "ended", "sampler")
         done = state["done"]
         if isinstance(self.sampler, Resumable):
             self.sampler.load_state_dict(state["sampler"])

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
 from .resumable import Ordered, Resumable
 from .split import piece_bounds
 
@@ -35,9 +35,7 @@ class BatchIndices(Protocol):
 
 
 def at_least(where: str, value: object, low: int) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
-        raise ConfigError("sampler", where=where, expected=f"an integer >= {low}", got=repr(value))
-    return int(value)
+    return whole_number("sampler", where, value, low)
 
 
 def one_of(where: str, value: str, valid: tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hpcdp.errors import ConfigError
+from hpcdp.state import require_state
 
 from . import progress
 from .metrics import Record
@@ -172,4 +173,5 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `hpcdp.state`."""
+        require_state("EarlyStopping", state, "best", "waited")
         self.best, self.waited = state["best"], state["waited"]

@@ -21,7 +21,7 @@ from hpcdp.trace import Trace
 from .callbacks import Callback
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
-from .fit_checks import check_callbacks, check_loader, what_ranks_share
+from .fit_checks import check_arguments, check_callbacks, check_loader, what_ranks_share
 from .meter import Meter
 from .metrics import Record, number_correct
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
@@ -70,15 +70,20 @@ def fit(
         what is in it).
 
     Raises:
-        ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them; or
-            there are checkpoints, and the run does not go on from them.
+        ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
+            another number of them; or there are checkpoints, and the run does not go on from them.
         MismatchError: ranks have another number of epochs, other kinds of layers, another order of the data set, other
             shares or callbacks that decide; on every rank, before the first step.
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
         SaveError: a checkpoint could not be written; on every rank. Older ones are as they were.
     """
     world = world or init()
-    on_every_rank(world.comm, lambda: check_loader(loader, trainer))
+
+    def check() -> None:
+        check_arguments(net, trainer, loader, epochs=epochs, callbacks=callbacks, checkpoints=checkpoints)
+        check_loader(loader, trainer)
+
+    on_every_rank(world.comm, check)
     same = what_ranks_share(net, loader, callbacks, epochs=epochs, evaluate=evaluate, checkpoints=checkpoints)
     require_same(world.comm, "fit", same, "call fit alike on all ranks")
     check_callbacks(callbacks, evaluate is not None)

@@ -161,6 +161,9 @@ class Trainer:
     ) -> Trainer:
         if cls is not Trainer:
             return super().__new__(cls)
+        if not isinstance(params, Iterable):
+            expected = "parameters, such as those of net.parameters()"
+            raise ConfigError("Trainer", where="params", expected=expected, got=type(params).__name__)
         require_optimizer("Trainer", optimizer)
         from .bucket_trainer import BucketTrainer
         from .store_trainer import StoreTrainer
@@ -305,7 +308,8 @@ class Trainer:
         kind of processor, it warns that last bits may differ.
 
         Raises:
-            ConfigError: it is of another optimizer, other parameters or another number of virtual shards.
+            ConfigError: it is no trainer's, or of another optimizer, other parameters or another number of virtual
+                shards.
             StaleGradientError: as `state_dict`.
         """
         raise NotImplementedError

@@ -302,3 +302,10 @@ def test_between_virtual_shards_there_is_no_state():
     next(iter(first))
     with pytest.raises(ConfigError, match="expected a loop that has all shards of a global batch, got 1 of 2"):
         first.state_dict()
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 1}, None, [], {"sampler": 3}])
+def test_what_is_no_state_is_refused(state):
+    for each in (loader(sharded(0, 1)), sharded(0, 1), BatchSampler(RandomSampler(N), 4)):
+        with pytest.raises(ConfigError, match="load_state_dict"):
+            each.load_state_dict(state)

@@ -116,3 +116,10 @@ def test_numbers_that_nobody_evaluates_are_missed_before_the_first_step():
     with pytest.raises(ConfigError, match=r"expected one of loss, accuracy, got 'test_loss'; give fit an evaluate"):
         threads.run(2, lambda world: train(world, [], [EarlyStopping("test_loss", patience=1)]))
     assert threads.run(2, lambda world: train(world, [], [EarlyStopping("loss", patience=1)], epochs=2))
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"load_state_dict \[EarlyStopping\]: expected a dict .*, got one without 'best'"
+    ):
+        EarlyStopping("loss", patience=1).load_state_dict({})
