@@ -30,7 +30,7 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("_data_hook", "cut", "name")
+    __slots__ = ("_data_hook", "cut", "is_joint", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
@@ -38,6 +38,8 @@ class Parameter(Tensor):
         self.name = name
         self.cut: Cut | None = None
         """Which part of a whole parameter this is, where ranks compute a layer together: see `hpcdp.parallel`."""
+        self.is_joint = False
+        """Whether it is of a layer that all ranks must run together: see `Module.needs_all_ranks`."""
         self.attach_grad(grad_req)
 
     @property
