@@ -317,8 +317,8 @@ class Trainer:
 
 
 def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
-    """Those that want a gradient; `ConfigError` for two of one name, and for none, unless ``world`` has but a stage of a
-    model."""
+    """Those that want a gradient; `ConfigError` for two of one name, or for none, unless ``world`` has but
+    one stage of a model."""
     found = [param for param in params if param.grad_req != "null"]
     if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
