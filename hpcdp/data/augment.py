@@ -44,18 +44,36 @@ class Augmentation:
         Raises:
             ConfigError: a change is not for samples of this shape.
         """
-        changed = [self._changed(each, epoch, int(number)) for each, number in zip(x, numbers, strict=True)]
+        generators = _Generators(self.seed, epoch)
+        changed = [self._changed(each, generators.of(number)) for each, number in zip(x, numbers, strict=True)]
         if changed:
             return np.stack(changed)
-        shape = self._changed(np.zeros(x.shape[1:], x.dtype), epoch, 0).shape
+        shape = self._changed(np.zeros(x.shape[1:], x.dtype), generators.of(0)).shape
         return np.empty((0, *shape), x.dtype)
 
-    def _changed(self, sample: np.ndarray, epoch: int, number: int) -> np.ndarray:
-        # 1 +, since a seed with a 0 behind it is the same seed, with which samplers shuffle.
-        rng = np.random.Generator(np.random.PCG64([self.seed, epoch, 1 + number]))
+    def _changed(self, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         for change in self.changes:
             sample = change(sample, rng)
         return sample
+
+
+class _Generators:
+    """A generator for each sample of an epoch: one, that is put to a place of its own for each of them.
+
+    Philox (Salmon et al. 2011) computes its numbers from a key and a counter, so any place can be gone to at once: that
+    takes a tenth of the time of making a generator. Places of two samples lie 2**128 numbers apart.
+    """
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        self._philox = np.random.Philox(key=np.random.SeedSequence([seed, epoch]).generate_state(2, np.uint64))
+        self._rng = np.random.Generator(self._philox)
+        self._start = self._philox.state
+
+    def of(self, number: int) -> np.random.Generator:
+        """That of a sample; until the next call."""
+        self._start["state"]["counter"][2] = number
+        self._philox.state = self._start
+        return self._rng
 
 
 class RandomCrop:
@@ -87,7 +105,7 @@ class RandomCrop:
             padded = np.zeros((channels, height + 2 * pixels, width + 2 * pixels), image.dtype)
             padded[:, pixels : pixels + height, pixels : pixels + width] = image
             image = padded
-        top, left = rng.integers(0, (down + 1, right + 1))
+        top, left = rng.integers(down + 1), rng.integers(right + 1)
         return image[:, top : top + rows, left : left + columns]
 
 
