@@ -43,8 +43,8 @@ def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator
     order of the calls; NumPy's ``errstate`` is that of the call. The results, and the gradients, are the same to the
     bit. What an operator raises is raised to whoever reads its result, or by `waitall`, with a note that says which
     line called it. Arrays that are passed to operators must not be changed by other means before `waitall`, and the
-    ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1`` wait for who still reads ``a``, ``a.data[...] +=
-    1`` does not.
+    ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1`` wait for who still reads ``a``, but
+    ``a.data[...] += 1`` does not.
 
     With ``HPCDP_ENGINE=synchronous`` each call is computed before it returns, in this thread: for debugging.
 

@@ -15,10 +15,9 @@ from hpcdp.comm.agreement import on_every_rank, require_same
 from hpcdp.data import DataLoader, SharedSampler
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.state import Stateful
 from hpcdp.trace import Trace
 
-from .callbacks import Callback
+from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
 from .fit_checks import check_arguments, check_callbacks, check_loader, what_ranks_share
@@ -130,9 +129,8 @@ class _Loop:
             return Position(1, 0, 0)
         parts: dict[str, Any] = {
             "network": self.net, "trainer": self.trainer, "loader": self.loader, "meter": self.meter,
+            "callbacks": StatesOfCallbacks(self.callbacks),
         }  # fmt: skip
-        if deciding := [each for each in self.callbacks if each.alike() is not None and isinstance(each, Stateful)]:
-            parts["callbacks"] = deciding
         return self.checkpoints.begin(self.world, parts)
 
     def steps(self) -> int:

@@ -96,6 +96,22 @@ def test_a_resumed_run_goes_on_counting_and_is_at_its_end_then(ranks, tmp_path):
     assert threads.run(ranks, lambda world: job(world, [2])) == [([], 1)] * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("before", [None, {"patience": 2}, {"patience": 9}])
+@pytest.mark.parametrize("after", [None, {"patience": 2}])
+def test_a_resumed_run_may_have_it_or_not(before, after, ranks, tmp_path):
+    def job(world, losses, settings, epochs, resume=True):
+        callbacks = [] if settings is None else [EarlyStopping("test_loss", **settings)]
+        return train(world, losses, callbacks, epochs=epochs, folder=tmp_path / "a", resume=resume)
+
+    first = threads.run(ranks, lambda world: job(world, [1, 2], before, 2, resume=False))
+    assert first == [[1, 2]] * ranks
+    losses = [1.5, 1.5, 1.5, 1.5]
+    last = 6 if after is None else 3 if before == after else 5  # one of which it has counted; the first, and two more
+    found = threads.run(ranks, lambda world: job(world, losses, after, 6))
+    assert found == [list(range(3, last + 1))] * ranks
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
