@@ -106,7 +106,7 @@ def _refuse_names(path: Path, delimiter: str, skip_rows: int) -> None:
     if len(first) > 1 and not any(map(_is_number, first)):
         raise DataError(
             "read csv", where=path, expected="numbers in the first row", got=listed([repr(each) for each in first]),
-            remedy=f"skip_rows={skip_rows + 1} leaves names of columns out",
+            remedy=f"if they are names of columns, skip_rows={skip_rows + 1} leaves them out",
         )  # fmt: skip
 
 
