@@ -81,9 +81,9 @@ def _show_warning(
 
 def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["train"]:  # first of all: what follows takes seconds
-        from hpcdp.train import early_stop
+        from hpcdp.train import stop_signal
 
-        early_stop.note()
+        stop_signal.note()
     try:
         arguments = _parse(argv)
         command: Callable[[argparse.Namespace], int] = arguments.command
@@ -199,7 +199,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from hpcdp.launch.inside import launched_ranks
     from hpcdp.launch.job import Job
     from hpcdp.train import config as settings
-    from hpcdp.train import early_stop, run_dir
+    from hpcdp.train import run_dir, stop_signal
 
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     path = getattr(arguments, "config", None)
@@ -218,9 +218,9 @@ def _train(arguments: argparse.Namespace) -> int:
         config = run_dir.reserve_run_dir(config)
     try:
         program = (sys.executable, "-m", "hpcdp.cli", "train", *_as_arguments(config))
-        status = local.run(Job(program, ranks, servers), usr1_has_come=early_stop.has_come)
+        status = local.run(Job(program, ranks, servers), usr1_has_come=stop_signal.has_come)
     finally:
-        early_stop.ignore()
+        stop_signal.ignore()
         run_dir.drop_empty_run_dir(config)
     if status == os.EX_TEMPFAIL:  # rank 0 has said how to go on
         return status

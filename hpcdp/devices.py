@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array, to_host
-from .errors import DeviceError
+from .errors import ConfigError, DeviceError
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,18 @@ def gpu(index: int = 0) -> Device:
 
 
 def _device(kind: str, index: int) -> Device:
-    if index < 0:
-        raise DeviceError("device", expected="a number from 0 on", got=f"{kind}({index})")
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise DeviceError("device", expected="a number from 0 on", got=f"{kind}({index!r})")
     return Device(kind, index)
+
+
+def require_devices(operation: str, devices: object) -> tuple[Device, ...]:
+    """``devices`` as a tuple; `ConfigError` unless they are a sequence of at least one."""
+    found = tuple(devices) if isinstance(devices, Sequence) else ()
+    if not found or not all(isinstance(each, Device) for each in found):
+        expected = "a list of devices, such as [cpu(0), cpu(1)]"
+        raise ConfigError(operation, where="devices", expected=expected, got=repr(devices))
+    return found
 
 
 def _cupy(device: Device) -> Any:

@@ -5,6 +5,7 @@ Every error says, on one line, which operation failed, where, what was expected,
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,6 +104,13 @@ class StaleGradientError(HpcdpError):
 
 class WorldAborted(HpcdpError):
     """Another rank failed; this one was waiting for it."""
+
+
+def whole_number(operation: str, where: str, value: object, least: int) -> int:
+    """``value``, an integer of Python's or NumPy's, as an int; `ConfigError` unless it is one from ``least`` on."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+        raise ConfigError(operation, where=where, expected=f"an integer >= {least}", got=repr(value))
+    return operator.index(value)
 
 
 def printable(text: str) -> str:

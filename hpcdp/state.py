@@ -8,7 +8,7 @@ which ranks hold parts, or in a `PerRank`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -108,6 +108,17 @@ class Cut:
             count = min(last - first, width - column)
             yield first, row * stride + self.first * inner + column, count
             first += count
+
+
+def require_state(of: str, state: object, *names: str) -> None:
+    """Raises `ConfigError` unless ``state`` is a dict with these names."""
+    if isinstance(state, Mapping) and all(name in state for name in names):
+        return
+    if isinstance(state, Mapping):
+        got = f"one without {next(name for name in names if name not in state)!r}"
+    else:
+        got = type(state).__name__
+    raise ConfigError("load_state_dict", where=of, expected="a dict such as its state_dict() returns", got=got)
 
 
 def cut_of(param: object) -> Cut | None:

@@ -8,6 +8,8 @@ same shapes on; the first one waits. The design is that of MXNet's arrays (Chen 
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import copy
 import math
 import os
 import sys
@@ -38,10 +40,11 @@ def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator
 
     Reading values waits for them (``data``, `asnumpy`, `item`, ``float``, ``print``, `Tensor.wait_to_read`), and so do
     `backward`, a change in place and `Trainer.step`. Random numbers are drawn, and running statistics move, in the
-    order of the calls. The results, and the gradients, are the same to the bit. What an operator raises is raised to
-    whoever reads its result, or by `waitall`, with a note that says which line called it. Arrays that are passed to
-    operators must not be changed by other means before `waitall`, and the ``data`` of a tensor is such an array:
-    ``a += 1`` and ``a[0] = 1`` wait for who still reads ``a``, ``a.data[...] += 1`` does not.
+    order of the calls; NumPy's ``errstate`` is that of the call. The results, and the gradients, are the same to the
+    bit. What an operator raises is raised to whoever reads its result, or by `waitall`, with a note that says which
+    line called it. Arrays that are passed to operators must not be changed by other means before `waitall`, and the
+    ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1`` wait for who still reads ``a``, but
+    ``a.data[...] += 1`` does not.
 
     With ``HPCDP_ENGINE=synchronous`` each call is computed before it returns, in this thread: for debugging.
 
@@ -132,6 +135,12 @@ class Pending(Tensor):
     def wait_to_read(self) -> None:
         self._call.results()
 
+    def __copy__(self) -> Tensor:
+        return copy.copy(self.settled)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _settled, (self.settled,)  # what was computed is pickled, and copied
+
 
 def _of_settled(name: str) -> property:
     def get(self: Pending) -> Any:
@@ -165,6 +174,7 @@ class _Dispatcher:
         key = _key_of(called, args, kwargs)
         call = _Call(self._engine, called.name)
         told = modes.recording, modes.training, modes.signature
+        context = contextvars.copy_context()  # with NumPy's errstate, as it is here
         where = _caller()
         is_tuple = False
 
@@ -173,7 +183,8 @@ class _Dispatcher:
             before = modes.recording, modes.training, modes.signature, modes.tracer
             (modes.recording, modes.training, modes.signature), modes.tracer = told, None
             try:
-                result = called.function(*map(_settled, args), **{name: _settled(x) for name, x in kwargs.items()})
+                given = {name: _settled(x) for name, x in kwargs.items()}
+                result = context.run(called.function, *map(_settled, args), **given)
             except Exception as error:
                 error.add_note(f"in the operator {called.name}, called at {where}")
                 raise

@@ -1,9 +1,10 @@
-"""Floor 3: data, data sets, samplers and the loader. Imports: engine, devices, arrays, errors.
+"""Floor 3: data, data sets, samplers and the loader. Imports: engine, state, devices, arrays, errors.
 
 Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers. The only importer of h5py beside
 checkpoint, when a file is opened.
 """
 
+from .augment import Augmentation, RandomCrop, RandomFlip
 from .catalog import load
 from .cifar import read_cifar10
 from .csv import read_csv
@@ -24,11 +25,14 @@ from .text import TextDataset
 
 __all__ = [
     "ArrayDataset",
+    "Augmentation",
     "BatchSampler",
     "DataLoader",
     "Dataset",
     "HDF5Dataset",
     "ImageDataset",
+    "RandomCrop",
+    "RandomFlip",
     "RandomSampler",
     "SequentialSampler",
     "ShardedSampler",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 
 RECORD = 1 + 3 * 32 * 32
 CLASSES = 10
@@ -29,8 +29,11 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
         Images of shape ``(n, 3, 32, 32)`` and labels of shape ``(n,)``, both uint8.
 
     Raises:
+        ConfigError: no file is named.
         DataError: a file is missing, its size is no multiple of 3073 bytes, a label is above 9.
     """
+    if not paths:
+        raise ConfigError("read CIFAR-10", where="paths", expected="at least one file", got="none")
     counts = []
     for path in paths:
         if not Path(path).is_file():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import warnings
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, listed
 from .datasets import ArrayDataset
 
 
@@ -25,10 +26,10 @@ def read_csv(
     """A table with one sample a row, of which one column is the label.
 
     Args:
-        path: the file, plain or compressed (.gz, .bz2, .xz).
+        path: the file, plain or compressed (.gz, .bz2, .xz); UTF-8, with a byte order mark or without.
         label_column: number of the column with the labels; negative numbers count from the last.
         sample_shape: the shape of a sample, whose size is the number of the other columns; None keeps them as one axis.
-        skip_rows: rows to skip at the start, such as the column names.
+        skip_rows: rows to skip at the start: 1 where the first one has the names of the columns.
         delimiter: what separates two fields.
         num_parts: into how many parts of about as many bytes the file is cut, between rows; of a file that is not
             compressed. A part may have no rows.
@@ -39,30 +40,35 @@ def read_csv(
         numbers, else float32; of a part those of its own.
 
     Raises:
-        ConfigError: a part that there is not, or parts of a compressed file.
+        ConfigError: a part that there is not, or parts of a compressed file; a label's column that is no number.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (the row is
-            named), lacks the label's column, or does not fit ``sample_shape``.
+            named, and names of columns are told from those), lacks the label's column, or does not fit
+            ``sample_shape``.
     """
     if not Path(path).is_file():
         raise DataError("read csv", where=path, expected="a file", got="none")
     if not 0 <= part_index < num_parts or (num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz")):
         expected = "0 <= part_index < num_parts, and one part of a compressed file"
         raise ConfigError("read csv", where=path, expected=expected, got=f"part {part_index} of {num_parts}")
+    if not isinstance(label_column, int):
+        raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
-        source: Any = Path(path)
         if num_parts > 1:
-            source, skip_rows = _rows_of_part(source, skip_rows, num_parts, part_index), 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            table = np.loadtxt(source, np.float64, delimiter=delimiter, skiprows=skip_rows, ndmin=2, comments=None)
+            table = _fields(_rows_of_part(Path(path), skip_rows, num_parts, part_index), np.float64, delimiter, 0)
+        else:
+            table = _fields(Path(path), np.float64, delimiter, skip_rows)
     except (OSError, EOFError, ValueError) as error:
+        if part_index == 0:
+            _refuse_names(Path(path), delimiter, skip_rows)
         raise DataError("read csv", where=path, expected="rows of as many numbers each", got=error) from error
     rows, columns = table.shape
     if rows == 0 and num_parts > 1:
         return ArrayDataset(np.empty((0, *(sample_shape or (0,))), np.float32), np.empty(0, np.int64))
     if rows == 0:
         raise DataError("read csv", where=path, expected="at least one row", got="none")
-    if not -columns <= label_column < columns or columns < 2:
+    if columns < 2:
+        raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
+    if not -columns <= label_column < columns:
         raise DataError("read csv", where=path, expected=f"a label in column {label_column}", got=f"{columns} columns")
     labels = table[:, label_column]
     samples = np.delete(table, label_column, axis=1).astype(np.float32)
@@ -79,9 +85,44 @@ def read_csv(
     return ArrayDataset(samples, labels.astype(np.int64 if whole else np.float32))
 
 
+def _fields(
+    source: Path | list[str], dtype: type, delimiter: str, skip_rows: int, max_rows: int | None = None
+) -> np.ndarray:
+    """The fields of all rows, or the first ``max_rows``, shape ``(rows, columns)``; of an empty source none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return np.loadtxt(
+            source, dtype, comments=None, delimiter=delimiter, skiprows=skip_rows, max_rows=max_rows, ndmin=2,
+            encoding="utf-8-sig",
+        )  # fmt: skip
+
+
+def _refuse_names(path: Path, delimiter: str, skip_rows: int) -> None:
+    """Raises `DataError` where the first row has several fields and none is a number, in a file that can be read."""
+    try:
+        first = _fields(path, str, delimiter, skip_rows, 1).ravel().tolist()
+    except (OSError, EOFError, ValueError):
+        return
+    if len(first) > 1 and not any(map(_is_number, first)):
+        raise DataError(
+            "read csv", where=path, expected="numbers in the first row", got=listed([repr(each) for each in first]),
+            remedy=f"if they are names of columns, skip_rows={skip_rows + 1} leaves them out",
+        )  # fmt: skip
+
+
+def _is_number(field: str) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
 def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -> list[str]:
     """The rows that begin in one of ``num_parts`` runs of bytes; every row begins in one of them alone."""
     with open(path, "rb") as file:
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
         for _ in range(skip_rows):
             file.readline()
         start, end = file.tell(), os.fstat(file.fileno()).st_size

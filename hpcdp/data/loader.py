@@ -1,4 +1,4 @@
-"""Floor 3: data, batches read ahead of their use. Imports: engine, errors."""
+"""Floor 3: data, batches read ahead of their use. Imports: engine, state, errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from ..engine import Engine, Variable, default_engine
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
+from ..state import require_state
+from .augment import Augmentation
 from .datasets import Batch, Dataset
 from .resumable import Position, Resumable
 from .samplers import BatchIndices
@@ -72,11 +76,12 @@ class DataLoader:
             ``prefetch=0`` or an engine of its own.
         sampler: a `BatchSampler` or `ShardedSampler`; its batches may be empty (then ``len(x)`` is 0).
         prefetch: batches that are read ahead; 0 reads each one when it is asked for, in the loop's own thread.
-        transform: ``transform(x, y) -> (x, y)`` of a batch, in the same thread as the reading.
+        transform: ``transform(x, y) -> (x, y)`` of a batch, in the same thread as the reading; not for what is random.
+        augment: random changes of each ``x``, before the ``transform``.
         engine: the engine on whose "io" lane is read; None for the process's own.
 
     Raises:
-        ConfigError: ``prefetch`` is no integer >= 0.
+        ConfigError: ``prefetch`` is no integer >= 0, or ``augment`` no `Augmentation`.
     """
 
     def __init__(
@@ -85,12 +90,14 @@ class DataLoader:
         sampler: BatchIndices,
         prefetch: int = 2,
         transform: Transform | None = None,
+        augment: Augmentation | None = None,
         engine: Engine | None = None,
     ) -> None:
-        if not isinstance(prefetch, int) or prefetch < 0:
-            raise ConfigError("DataLoader", where="prefetch", expected="an integer >= 0", got=repr(prefetch))
-        self.dataset, self.sampler, self.prefetch, self.transform = dataset, sampler, prefetch, transform
-        self._engine = engine
+        whole_number("DataLoader", "prefetch", prefetch, 0)
+        if not isinstance(augment, Augmentation | None):
+            raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
+        self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
+        self.transform, self.augment, self._engine = transform, augment, engine
         self._position = Position()
 
     @property
@@ -133,8 +140,10 @@ class DataLoader:
         had ended nothing is left if it is named by `set_epoch`; without that a whole iteration follows.
 
         Raises:
-            ConfigError: the sampler's order is another one; says which argument differs. Nothing is changed.
+            ConfigError: it is no state of a loader, or the sampler's order is another one; says which argument differs.
+                Nothing is changed.
         """
+        require_state("a DataLoader", state, "epoch", "done", "begun", "ended", "sampler")
         done = state["done"]
         if isinstance(self.sampler, Resumable):
             self.sampler.load_state_dict(state["sampler"])
@@ -143,14 +152,20 @@ class DataLoader:
             self.sampler.set_epoch(state["epoch"])
         self._position.restore({**state, "done": done})
 
-    def _read(self, indices: object) -> Batch:
-        x, y = self.dataset[indices]  # type: ignore[index]
+    def read(self, numbers: np.ndarray) -> Batch:
+        """The batch of the samples with these ``numbers``, int64 of shape ``(count,)``, as in a loop of this epoch."""
+        return self._read(numbers, self.epoch)
+
+    def _read(self, numbers: np.ndarray, epoch: int) -> Batch:
+        x, y = self.dataset[numbers]
+        if self.augment is not None:
+            x = self.augment(x, numbers, epoch)
         return (x, y) if self.transform is None else self.transform(x, y)
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._indices(self._position.begin())
-        loop = self._position.loop
-        reads = self._read_now(batches) if self.prefetch == 0 else self._read_ahead(batches)
+        loop, epoch = self._position.loop, self.epoch
+        reads = self._read_now(batches, epoch) if self.prefetch == 0 else self._read_ahead(batches, epoch)
         with contextlib.closing(reads):
             for batch in reads:
                 loop.used += 1
@@ -162,16 +177,17 @@ class DataLoader:
             return self.sampler.batches(done)
         return islice(self.sampler, done, None)
 
-    def _read_now(self, batches: Iterator[Any]) -> Generator[Batch]:
-        for indices in batches:
-            yield self._read(indices)
+    def _read_now(self, batches: Iterator[Any], epoch: int) -> Generator[Batch]:
+        for numbers in batches:
+            yield self._read(numbers, epoch)
 
-    def _read_ahead(self, batches: Iterator[Any]) -> Generator[Batch]:
+    def _read_ahead(self, batches: Iterator[Any], epoch: int) -> Generator[Batch]:
         engine = default_engine() if self._engine is None else self._engine
         ahead: deque[_Read] = deque()
         try:
             while True:
-                ahead.extend(self._push(engine, indices) for indices in islice(batches, self.prefetch + 1 - len(ahead)))
+                more = islice(batches, self.prefetch + 1 - len(ahead))
+                ahead.extend(self._push(engine, numbers, epoch) for numbers in more)
                 if not ahead:
                     return
                 engine.wait_to_read(ahead[0].variable)
@@ -186,7 +202,7 @@ class DataLoader:
             for read in ahead:
                 read.wait_if_begun()
 
-    def _push(self, engine: Engine, indices: object) -> _Read:
-        read = _Read(lambda: self._read(indices), engine.variable("batch"))
+    def _push(self, engine: Engine, numbers: np.ndarray, epoch: int) -> _Read:
+        read = _Read(lambda: self._read(numbers, epoch), engine.variable("batch"))
         engine.push(read.run, writes=(read.variable,), lane="io", name="batch")
         return read

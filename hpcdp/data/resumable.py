@@ -1,4 +1,4 @@
-"""Floor 3: data, batches of which an iteration can be gone on with. Imports: errors.
+"""Floor 3: data, batches of which an iteration can be gone on with. Imports: state, errors.
 
 An order depends on arguments and the epoch alone, so a position is a number: how many global batches were used.
 """
@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
+from ..state import require_state
 
 
 class Ordered:
@@ -24,9 +25,7 @@ class Ordered:
 
     def set_epoch(self, epoch: int) -> None:
         """Another order, from the next iteration on; every part must call it with the same number."""
-        if not isinstance(epoch, (int, np.integer)) or isinstance(epoch, bool) or epoch < 0:
-            raise ConfigError("sampler", where="epoch", expected="an integer >= 0", got=repr(epoch))
-        self.epoch = int(epoch)
+        self.epoch = whole_number("sampler", "epoch", epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The arguments that decide the order, and the epoch; where a loop is in it says the `DataLoader`."""
@@ -47,6 +46,7 @@ class Ordered:
         Raises:
             ConfigError: as `check_state`; nothing is changed.
         """
+        require_state(type(self).__name__, state)
         self.check_state(state)
         self.set_epoch(state["epoch"])
 

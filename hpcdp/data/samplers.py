@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, whole_number
 from .resumable import Ordered, Resumable
 from .split import piece_bounds
 
@@ -35,9 +35,7 @@ class BatchIndices(Protocol):
 
 
 def at_least(where: str, value: object, low: int) -> int:
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < low:
-        raise ConfigError("sampler", where=where, expected=f"an integer >= {low}", got=repr(value))
-    return int(value)
+    return whole_number("sampler", where, value, low)
 
 
 def one_of(where: str, value: str, valid: tuple[str, ...]) -> str:
@@ -112,7 +110,7 @@ class BatchSampler(Resumable):
     def __init__(self, sampler: Sampler, batch_size: int, last: str = "keep", epoch_size: int | None = None) -> None:
         self.sampler, self.batch_size = sampler, at_least("batch_size", batch_size, 1)
         self.last = one_of("last", last, ("keep", "discard", "rollover"))
-        self.epoch_size = None if epoch_size is None else at_least("epoch_size", epoch_size, 0)
+        self.epoch_size = None if epoch_size is None else at_least("epoch_size", epoch_size, 1)
         if epoch_size is not None and last == "rollover":
             raise ConfigError("sampler", where="last", expected="keep or discard with epoch_size", got=last)
         self._rest: list[int] = []
@@ -174,7 +172,9 @@ class ShardedSampler(Resumable):
         shuffle: draw a new order from ``seed`` and the epoch; else 0, 1, ..., n - 1.
         seed: an integer >= 0, the same on all parts.
         last: what becomes of a short last global batch: "keep" splits it like the others (pieces may be empty),
-            "discard" drops it, "pad" fills it up with the first samples of the epoch's order.
+            "discard" drops it, "pad" fills it up with the first samples of the epoch's order, "rollover" puts its
+            samples before those of the next epoch, which may so have a batch more. What comes first in an epoch follows
+            from its number alone, whichever epochs were iterated before.
         weights: one positive number a part; ``[3, 1]`` gives 192 and 64 of a global batch of 256. Without, the pieces
             of a batch differ by at most one sample.
 
@@ -206,7 +206,7 @@ class ShardedSampler(Resumable):
                 remedy="the batch is smaller than the ranks: use fewer ranks or a larger batch",
             )
         self.shuffle, self.seed = bool(shuffle), at_least("seed", seed, 0)
-        self.last = one_of("last", last, ("keep", "discard", "pad"))
+        self.last = one_of("last", last, ("keep", "discard", "pad", "rollover"))
         self.weights: tuple[float, ...] | None = None
         self.set_weights(weights)
 
@@ -238,8 +238,7 @@ class ShardedSampler(Resumable):
         return bounds[self.part_index], bounds[self.part_index + 1]
 
     def batches(self, done: int | None = None) -> Iterator[np.ndarray]:
-        order = shuffled(self.n, self.seed, self.epoch) if self.shuffle else np.arange(self.n)
-        weights = self.weights
+        order, weights = self._order(), self.weights
         start, stop = self._bounds(self.batch_size, weights)
         for k in range(done or 0, len(self)):
             batch = order[k * self.batch_size : (k + 1) * self.batch_size]
@@ -250,10 +249,29 @@ class ShardedSampler(Resumable):
             else:
                 yield batch[slice(*self._bounds(len(batch), weights))]
 
+    def _order(self) -> np.ndarray:
+        """The samples of this epoch, with what rolled over from those before it."""
+        own = self._order_of(self.epoch)
+        if not self._rolled:
+            return own
+        before = -(-self._rolled // self.n)  # epochs, several where a batch is larger than the data set
+        rolled = [self._order_of(epoch) for epoch in range(self.epoch - before, self.epoch)]
+        return np.concatenate([np.concatenate(rolled)[-self._rolled :], own])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return shuffled(self.n, self.seed, epoch) if self.shuffle else np.arange(self.n)
+
+    @property
+    def _rolled(self) -> int:
+        """How many samples the epochs before this one have left over: all of them are one stream of whole batches."""
+        return self.epoch * self.n % self.batch_size if self.last == "rollover" else 0
+
     def __len__(self) -> int:
-        """The number of global batches an epoch, the same on every part (``n // batch_size`` where the last is
+        """The number of global batches of this epoch, the same on every part (``n // batch_size`` where the last is
         discarded: the ``epoch_size`` that others compute as N / b / n)."""
-        return self.n // self.batch_size if self.last == "discard" else -(-self.n // self.batch_size)
+        if self.last in ("discard", "rollover"):
+            return (self._rolled + self.n) // self.batch_size
+        return -(-self.n // self.batch_size)
 
 
 class VirtualShardSampler(Resumable):

@@ -6,10 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Real
+
+import numpy as np
 
 from ..arrays import Array
-from ..devices import Device
-from ..errors import ConfigError
+from ..devices import Device, require_devices
+from ..errors import ConfigError, whole_number
 
 
 def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = None) -> list[int]:
@@ -26,15 +29,18 @@ def piece_bounds(count: int, num_parts: int, weights: Sequence[float] | None = N
     Raises:
         ConfigError: a number of parts below 1, weights of another number or not positive.
     """
-    if num_parts < 1:
-        raise ConfigError("split", where="num_parts", expected="an integer >= 1", got=num_parts)
+    whole_number("split", "num_parts", num_parts, 1)
     if weights is None:
         return [count * i // num_parts for i in range(num_parts + 1)]
-    if len(weights) != num_parts or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ConfigError("split", where="weights", expected=f"{num_parts} positive numbers", got=list(weights))
+    if not isinstance(weights, Sequence | np.ndarray) or len(weights) != num_parts or not all(map(_is_share, weights)):
+        raise ConfigError("split", where="weights", expected=f"{num_parts} positive numbers", got=repr(weights))
     shares = [Fraction(weight) for weight in weights]
     total = sum(shares)
     return [math.floor(count * sum(shares[:i]) / total) for i in range(num_parts + 1)]
+
+
+def _is_share(weight: object) -> bool:
+    return isinstance(weight, Real) and 0 < float(weight) < math.inf
 
 
 def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
@@ -46,8 +52,11 @@ def split_batch(x: Array, k: int, even_split: bool = True) -> list[Array]:
         even_split: refuse a count that ``k`` does not divide; if False, sizes differ by at most one.
 
     Raises:
-        ConfigError: uneven although ``even_split``, or ``k`` below 1.
+        ConfigError: uneven although ``even_split``, ``k`` below 1, or ``x`` has no axis.
     """
+    if not getattr(x, "shape", ()):
+        expected = "an array of samples along axis 0"
+        raise ConfigError("split_batch", where="x", expected=expected, got=f"{type(x).__name__} {x!r}")
     count = x.shape[0]
     bounds = piece_bounds(count, k)
     if even_split and count % k:
@@ -67,8 +76,9 @@ def split_and_load(x: Array, devices: Sequence[Device], even_split: bool = True)
         devices: at least one.
 
     Raises:
-        ConfigError: as `split_batch`.
+        ConfigError: as `split_batch`, or ``devices`` are none.
         DeviceError: the machine does not have one of the devices; a RuntimeError.
     """
+    devices = require_devices("split_and_load", devices)
     parts = split_batch(x, len(devices), even_split)
     return [device.put(part) for device, part in zip(devices, parts, strict=True)]

@@ -10,8 +10,9 @@ import numpy as np
 
 from ..arrays import Array, from_host, to_host
 from ..autograd import Tensor, as_tensor, concatenate
+from ..devices import Device
 from ..errors import ConfigError
-from ..state import Cut
+from ..state import Cut, require_state
 from .hybrid import Graph, Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
@@ -29,7 +30,7 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("_data_hook", "cut", "name")
+    __slots__ = ("_data_hook", "cut", "is_joint", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
@@ -37,6 +38,8 @@ class Parameter(Tensor):
         self.name = name
         self.cut: Cut | None = None
         """Which part of a whole parameter this is, where ranks compute a layer together: see `hpcdp.parallel`."""
+        self.is_joint = False
+        """Whether it is of a layer that all ranks must run together: see `Module.needs_all_ranks`."""
         self.attach_grad(grad_req)
 
     @property
@@ -200,9 +203,21 @@ class Module:
         """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.
 
         Gradients start again from zero. Before a `Trainer` has the parameters, not after.
+
+        Args:
+            dtype: or a `Device`, where the copies are then.
+
+        Raises:
+            ConfigError: ``dtype`` is none.
+            DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
-        for _, tensor in self._tensors():
-            data = tensor.data if dtype is None else tensor.data.astype(dtype)
+        tensors = [tensor for _, tensor in self._tensors()]
+        if isinstance(dtype, Device):
+            copies = [dtype.put(tensor.data) for tensor in tensors]
+        else:
+            kind = None if dtype is None else _dtype(dtype)
+            copies = [tensor.data if kind is None else tensor.data.astype(kind) for tensor in tensors]
+        for tensor, data in zip(tensors, copies, strict=True):
             tensor.data = data if like is None else from_host(to_host(data), like)
             if isinstance(tensor, Parameter):
                 tensor.attach_grad(tensor.grad_req)
@@ -218,6 +233,7 @@ class Module:
         Raises:
             ConfigError: a key is missing or too many, or a shape differs.
         """
+        require_state("a network", state)
         own = dict(self._tensors())
         for name in [*own, *state]:
             if name not in state or name not in own:
@@ -241,6 +257,14 @@ class Module:
         parts = [f"  ({name}): {part!r}".replace("\n", "\n  ") for name, part in self.children()]
         head = f"{type(self).__name__}({self.describe()}"
         return "\n".join([head, *parts, ")"]) if parts else head + ")"
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    try:
+        return np.dtype(dtype)
+    except TypeError as error:
+        expected = "a dtype, or a device such as cpu(0)"
+        raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype)) from error
 
 
 class Sequential(Module):

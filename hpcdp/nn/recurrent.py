@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
-from ..errors import ConfigError, UnsupportedError
+from ..errors import UnsupportedError, whole_number
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
@@ -110,8 +110,8 @@ class LSTM(Module):
     """
 
     def __init__(self, in_features: int | None, size: int, weight_init: Initialiser | None = None) -> None:
-        if min(1 if in_features is None else in_features, size) < 1:
-            raise ConfigError("LSTM", expected="in_features and size from 1 on", got=f"{in_features} and {size}")
+        for where, number in (("in_features", 1 if in_features is None else in_features), ("size", size)):
+            whole_number("LSTM", where, number, 1)
         initial = weight_init or Xavier()
 
         def gates(shape: tuple[int, ...]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import Tensor, is_training
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, whole_number
 from . import deferred, functional
 from .init import Ones, Zeros
 from .module import Module
@@ -27,6 +27,8 @@ class BatchNorm(KeepsStatistics, Module):
     """
 
     def __init__(self, channels: int | None, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        if channels is not None:
+            whole_number("BatchNorm", "channels", channels, 1)
         self.gamma, self.beta = deferred.parameter((channels,), Ones()), deferred.parameter((channels,), Zeros())
         self.running_mean, self.running_var = Tensor(Zeros()((channels or 0,))), Tensor(Ones()((channels or 0,)))
         self.momentum, self.eps = momentum, eps
@@ -84,8 +86,8 @@ class Dropout(Module):
     """
 
     def __init__(self, p: float = 0.5, seed: int | None = None) -> None:
-        if not 0 <= p < 1:
-            raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=p)
+        if not isinstance(p, int | float) or not 0 <= p < 1:
+            raise ConfigError("Dropout", where="p", expected="a probability in [0, 1)", got=repr(p))
         self.p, self.seed = p, seed
         self.generator = np.random.default_rng(seed)
         """The layer's own; what it gives next is part of a run's state."""

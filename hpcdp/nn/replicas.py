@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import Array, from_host, to_host
 from ..autograd import Gradient, Tensor, concatenate, on_tape
-from ..devices import Device
+from ..devices import Device, require_devices
 from ..errors import ConfigError, DeviceError
 from .module import Module, Parameter
 
@@ -42,16 +42,18 @@ class Replicas(Module):
         devices: where, each once. The first is where ``net`` is, with its own parameters.
 
     Raises:
-        ConfigError: no device, or one twice.
+        ConfigError: no network, no device, or one twice.
         DeviceError: the machine does not have one of them.
     """
 
     is_traceable = False
 
     def __init__(self, net: Module, devices: Sequence[Device]) -> None:
-        if not devices or len(set(devices)) != len(devices):
-            raise ConfigError("Replicas", where="devices", expected="at least one, each once", got=list(devices))
-        self.net, self.devices = net, tuple(devices)
+        if not isinstance(net, Module):
+            raise ConfigError("Replicas", where="net", expected="a network, which it copies", got=type(net).__name__)
+        self.net, self.devices = net, require_devices("Replicas", devices)
+        if len(set(self.devices)) != len(self.devices):
+            raise ConfigError("Replicas", where="devices", expected="each once", got=list(devices))
         self._copies = {device: _copy(net, device) for device in self.devices[1:]}
 
     def on(self, device: Device) -> Module:

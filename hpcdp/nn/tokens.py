@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, from_host, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
-from ..errors import ConfigError, DataError, UnsupportedError
+from ..errors import ConfigError, DataError, UnsupportedError, whole_number
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
@@ -191,6 +191,8 @@ class Embedding(Module):
     """
 
     def __init__(self, num_tokens: int, features: int, weight_init: Initialiser | None = None) -> None:
+        for where, number in (("num_tokens", num_tokens), ("features", features)):
+            whole_number("Embedding", where, number, 1)
         self.weight = Parameter((weight_init or Normal(0.02))((num_tokens, features)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,6 +210,8 @@ class LayerNorm(Module):
     """
 
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
+        if features is not None:
+            whole_number("LayerNorm", "features", features, 1)
         self.gamma, self.beta = deferred.parameter((features,), Ones()), deferred.parameter((features,), Zeros())
         self.eps = eps
 

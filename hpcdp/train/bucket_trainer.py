@@ -27,7 +27,7 @@ from . import trainer_states
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
-from .trainer import CommunicationStats, Trainer, checked_count, described, trained, unfinished, what_ranks_share
+from .trainer import CommunicationStats, Trainer, checked_count, described, require_alike, trained, unfinished
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
@@ -55,7 +55,7 @@ class BucketTrainer(Trainer):
         virtual_shards: int | None = None,
     ) -> None:
         params = list(params)
-        ours = trained(params)
+        ours = trained(params, world)
         adding = [param.name for param in ours if param.grad_req == "add"]
         if kvstore is not None or update_on_kvstore is not None:
             raise ConfigError("Trainer", where="update_on_kvstore", expected="None without a kvstore",
@@ -81,10 +81,9 @@ class BucketTrainer(Trainer):
         self._clip_norm = clip_norm
         self._syncing = True
         self._held_count = 0
-        items = what_ranks_share(ours, optimizer)
-        items += [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
-                  f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
-        require_same(self.world.comm, "Trainer", items)
+        settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
+                    f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
+        require_alike(self.world, ours, optimizer, settings)
         room_for = share_over_parts(ours, self.world, self.compression)
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)

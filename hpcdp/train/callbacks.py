@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hpcdp.errors import ConfigError
+from hpcdp.state import Stateful, require_state
 
 from . import progress
 from .metrics import Record
@@ -32,7 +33,8 @@ class Callback:
         steps since its start."""
 
     def on_start(self, epochs: int, steps: int) -> None:
-        """Before the first epoch; ``steps`` is the number of steps of one epoch, alike on every rank."""
+        """Before the first epoch; ``steps`` is the number of steps of it, alike on every rank; where short batches roll
+        over, others may have one more."""
 
     def on_step(self, epoch: int, step: int) -> None:
         """After each step; both count from 1, ``step`` within the epoch."""
@@ -171,4 +173,23 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `hpcdp.state`."""
+        require_state("EarlyStopping", state, "best", "waited")
         self.best, self.waited = state["best"], state["waited"]
+
+
+class StatesOfCallbacks:
+    """What a run saves of callbacks that decide: by `Callback.alike`, so that one that was not there begins anew."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._own = [(each.alike(), each) for each in callbacks if each.alike() is not None]
+
+    def state_dict(self) -> list[tuple[str | None, Any]]:
+        """See `hpcdp.state`."""
+        return [(alike, each.state_dict()) for alike, each in self._own if isinstance(each, Stateful)]
+
+    def load_state_dict(self, state: Sequence[tuple[str | None, Any]]) -> None:
+        """See `hpcdp.state`; of callbacks that are not there any more it is left out."""
+        saved = dict(state)
+        for alike, each in self._own:
+            if alike in saved and isinstance(each, Stateful):
+                each.load_state_dict(saved[alike])

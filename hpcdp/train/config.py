@@ -85,6 +85,7 @@ class TrainConfig:
     shift: int = _setting(
         None, "training images move by up to so many pixels, anew each epoch (default: 2, of sequences 0)", least=0
     )
+    flip: bool = _setting(False, "mirror about half of the training images left to right, anew each epoch")
     ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
     kv_store: str | None = _setting(
         None,
@@ -310,18 +311,16 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Makes the data sets, network and shifts, for what they say: better by one process than by all.
+    """Makes the data sets, their augmentation and the network, for what they say: better by one process than by all.
 
     Tries out the name of the trace, too.
     """
     from . import inputs
-    from .augment import ShiftedImages
     from .tracing import check_path
 
     train_set, _ = inputs.datasets(config)
     inputs.network(config, train_set)
-    if config.shift:
-        ShiftedImages(train_set, config.shift, config.seed)
+    inputs.augmentation(config, train_set)
     if config.trace is not None:
         check_path(config.trace)
 

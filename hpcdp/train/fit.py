@@ -15,13 +15,12 @@ from hpcdp.comm.agreement import on_every_rank, require_same
 from hpcdp.data import DataLoader, SharedSampler
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.state import Stateful
 from hpcdp.trace import Trace
 
-from .callbacks import Callback
+from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
-from .fit_checks import check_callbacks, check_loader, what_ranks_share
+from .fit_checks import check_arguments, check_callbacks, check_loader, what_ranks_share
 from .meter import Meter
 from .metrics import Record, number_correct
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
@@ -70,21 +69,26 @@ def fit(
         what is in it).
 
     Raises:
-        ConfigError: the loader is not the trainer's: one of them has virtual shards, or another number of them; or
-            there are checkpoints, and the run does not go on from them.
+        ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
+            another number of them; or there are checkpoints, and the run does not go on from them.
         MismatchError: ranks have another number of epochs, other kinds of layers, another order of the data set, other
             shares or callbacks that decide; on every rank, before the first step.
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
         SaveError: a checkpoint could not be written; on every rank. Older ones are as they were.
     """
     world = world or init()
-    on_every_rank(world.comm, lambda: check_loader(loader, trainer))
+
+    def check() -> None:
+        check_arguments(net, trainer, loader, epochs=epochs, callbacks=callbacks, checkpoints=checkpoints)
+        check_loader(loader, trainer)
+
+    on_every_rank(world.comm, check)
     same = what_ranks_share(net, loader, callbacks, epochs=epochs, evaluate=evaluate, checkpoints=checkpoints)
     require_same(world.comm, "fit", same, "call fit alike on all ranks")
     check_callbacks(callbacks, evaluate is not None)
-    steps = max(world.comm.allgather_json(len(loader) // len(trainer.own_virtual_shards)))
-    loop = _Loop(net, trainer, loader, loss, callbacks, world, steps, checkpoints)
+    loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints)
     position = loop.begin()
+    steps = loop.steps()
     for callback in callbacks:
         if position.total:
             callback.on_resume(position.epoch - 1, position.total)
@@ -111,7 +115,6 @@ class _Loop:
     loss: Callable[[Tensor, Any], Tensor]
     callbacks: Sequence[Callback]
     world: World
-    steps: int
     checkpoints: Checkpoints | None
 
     def __post_init__(self) -> None:
@@ -126,10 +129,13 @@ class _Loop:
             return Position(1, 0, 0)
         parts: dict[str, Any] = {
             "network": self.net, "trainer": self.trainer, "loader": self.loader, "meter": self.meter,
+            "callbacks": StatesOfCallbacks(self.callbacks),
         }  # fmt: skip
-        if deciding := [each for each in self.callbacks if each.alike() is not None and isinstance(each, Stateful)]:
-            parts["callbacks"] = deciding
         return self.checkpoints.begin(self.world, parts)
+
+    def steps(self) -> int:
+        """The steps of an epoch of the longest loader; every rank must call, in each epoch: some have one more."""
+        return max(self.world.comm.allgather_json(len(self.loader) // len(self.trainer.own_virtual_shards)))
 
     def train(self, start: Position, epochs: int, evaluate: Callable[[], Evaluation] | None) -> list[Record]:
         """Train from ``start`` to the end of the last epoch, or to where all ranks stop."""
@@ -174,19 +180,20 @@ class _Loop:
 
     def _together(self, epoch: int, done: int) -> bool:
         """All ranks make each step, also those that have no samples for it; whether the run stops."""
-        exchange_every = math.ceil(self.steps / max(1, round(self.steps / _EXCHANGE_EVERY)))
+        steps = self.steps()
+        exchange_every = math.ceil(steps / max(1, round(steps / _EXCHANGE_EVERY)))
         batches = iter(self.loader)
-        for step in range(done + 1, self.steps + 1):
+        for step in range(done + 1, steps + 1):
             for shard in self.trainer.own_virtual_shards:
                 self._train(shard, self._next(batches))
             self._end_step()
-            if step % exchange_every == 0 or step == self.steps:
-                self._exchange(epoch - 1 + step / self.steps)
+            if step % exchange_every == 0 or step == steps:
+                self._exchange(epoch - 1 + step / steps)
             for callback in self.callbacks:
                 callback.on_step(epoch, step)
             if self.checkpoints is not None:
                 position = Position(epoch, step, self.meter.steps)
-                if self.checkpoints.after_step(position, self.steps):
+                if self.checkpoints.after_step(position, steps):
                     return True
         return False
 
@@ -235,7 +242,7 @@ class _Loop:
         """One call of `Trainer.step`, with this rank's ``batch``, None where it has none."""
         phase = self.report.phase
         if batch is None and self._all_compute:
-            batch = self._empty_batch()
+            batch = self.loader.read(np.empty(0, np.int64))
         if batch is None or (len(batch[1]) == 0 and not self._all_compute):
             with phase[STEP]:
                 self.trainer.step(0)
@@ -249,8 +256,3 @@ class _Loop:
         with phase[STEP]:
             self.trainer.step(len(y))
         self.meter.add(shard, float(losses.data.sum()), number_correct(output.data, y), len(y))
-
-    def _empty_batch(self) -> Any:
-        """What takes part in a step without samples."""
-        x, y = self.loader.dataset[np.empty(0, np.int64)]
-        return (x, y) if self.loader.transform is None else self.loader.transform(x, y)

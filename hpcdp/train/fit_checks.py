@@ -6,11 +6,30 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpcdp.data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, whole_number
 from hpcdp.nn import Module
 
 from .callbacks import Callback, EarlyStopping
+from .checkpoints import Checkpoints
 from .trainer import Trainer
+
+
+def check_arguments(net: object, trainer: object, loader: object, **others: Any) -> None:
+    """Raises `ConfigError` where an argument of `fit` is of another kind."""
+    callbacks, checkpoints = others["callbacks"], others["checkpoints"]
+    whole_number("fit", "epochs", others["epochs"], 0)
+    for where, valid, expected, got in (
+        ("net", isinstance(net, Module), "a network", net),
+        ("trainer", isinstance(trainer, Trainer), "a Trainer", trainer),
+        ("loader", isinstance(loader, DataLoader), "a DataLoader", loader),
+        ("callbacks", isinstance(callbacks, Sequence), "a list of callbacks", callbacks),
+        ("checkpoints", isinstance(checkpoints, Checkpoints | None), "Checkpoints or None", checkpoints),
+    ):
+        if not valid:
+            raise ConfigError("fit", where=where, expected=expected, got=type(got).__name__)
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            raise ConfigError("fit", where="callbacks", expected="instances of Callback", got=repr(each))
 
 
 def what_ranks_share(

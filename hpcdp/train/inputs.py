@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from hpcdp import data, nn, optim
 from hpcdp.nn import models
 
@@ -18,6 +20,20 @@ def datasets(config: TrainConfig) -> tuple[data.Dataset, data.Dataset]:
         for split in ("train", "test")
     )
     return train_set, test_set
+
+
+def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentation | None:
+    """The random changes of training samples like those of ``dataset``, if any. Raises ConfigError."""
+    changes: list[data.RandomCrop | data.RandomFlip] = []
+    if config.shift:
+        changes.append(data.RandomCrop(padding=config.shift))
+    if config.flip:
+        changes.append(data.RandomFlip())
+    if not changes:
+        return None
+    augment, no_samples = data.Augmentation(*changes, seed=config.seed), np.empty(0, np.int64)
+    augment(dataset[no_samples][0], no_samples, epoch=0)  # raises where they are no images
+    return augment
 
 
 def network(config: TrainConfig, dataset: data.Dataset) -> nn.Module:

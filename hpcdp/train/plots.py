@@ -22,7 +22,11 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
             those of kind "epoch". With no record that has a number, axes without a line are drawn.
         path: file name ending in ``.png``. Raises OSError where it cannot be written.
         title: one line above the picture.
+
+    Raises:
+        ConfigError: another ending.
     """
+    _require_png("draw_curves", path)
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     figure, (loss_axes, accuracy_axes) = styled(2, (9.0, 3.6), columns=2)
@@ -45,6 +49,11 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
     _write(figure, Path(path))
 
 
+def _require_png(operation: str, path: str | Path) -> None:
+    if Path(path).suffix != ".png":
+        raise ConfigError(operation, where="path", expected="a name in .png", got=repr(str(path)))
+
+
 def _write(figure: Any, path: Path) -> None:
     unfinished = path.with_suffix(".png.part")
     try:
@@ -63,9 +72,15 @@ class Animator:
         xlabel: what `add` is given first, e.g. "epoch".
         legend: a name for each line.
         ylabel: what the lines are.
+
+    Raises:
+        ConfigError: another ending, or a ``legend`` that is one name.
     """
 
     def __init__(self, path: str | Path, xlabel: str, legend: Sequence[str], ylabel: str = "") -> None:
+        _require_png("Animator", path)
+        if isinstance(legend, str):
+            raise ConfigError("Animator", where="legend", expected="a name for each line, in a list", got=repr(legend))
         self.path, self.xlabel, self.ylabel, self.legend = Path(path), xlabel, ylabel, tuple(legend)
         self.X: list[list[float]] = [[] for _ in self.legend]
         self.Y: list[list[float]] = [[] for _ in self.legend]

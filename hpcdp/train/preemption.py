@@ -22,7 +22,7 @@ from hpcdp.comm.communicator import Request
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.errors import ConfigError
 
-from . import early_stop
+from . import stop_signal
 
 STOPPED = os.EX_TEMPFAIL
 """The exit status 75 of a run that has stopped early and can go on: start it again with ``--resume auto``."""
@@ -111,7 +111,7 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {each: signal.signal(each, self._note) for each in self._signals}
-            if early_stop.take():
+            if stop_signal.take():
                 self._noted = Reason.SIGUSR1
         return self
 
@@ -121,7 +121,7 @@ class StopRequests:
         for each, before in self._handlers.items():
             # A further SIGUSR1 must not kill a rank that has stopped and waits for others to end, nor a command that
             # is at its end: when Python itself ends, it gives up every handler, but not that a signal is ignored.
-            at_its_end = early_stop.takes(before) or (self._noted and before == signal.SIG_DFL)
+            at_its_end = stop_signal.takes(before) or (self._noted and before == signal.SIG_DFL)
             ignore = each == signal.SIGUSR1 and at_its_end
             signal.signal(each, signal.SIG_IGN if ignore else before)
         self._handlers = {}

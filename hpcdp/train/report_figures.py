@@ -85,6 +85,8 @@ def _by_rank(run: Run) -> dict[str, list[float]]:
 
 def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
     figure, all_axes = styled(len(compared), (9.0, 2.6 * len(compared)))
+    for axes in all_axes[1:]:
+        axes.sharey(all_axes[0])  # so that bars of different runs can be compared
     for axes, (name, parts) in zip(all_axes, compared.items(), strict=True):
         ranks = range(len(parts["compute_s"]))
         below = [0.0] * len(ranks)

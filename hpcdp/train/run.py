@@ -28,7 +28,6 @@ from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
 
 from . import inputs
-from .augment import ShiftedImages, ShiftedLoader
 from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
 from .checkpoints import Checkpoints
@@ -214,9 +213,7 @@ def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, toge
         sampler = data.ShardedSampler(count, config.batch_size, **part, weights=shares)
     else:
         sampler = data.VirtualShardSampler(count, config.batch_size, config.virtual_shards, **part)
-    if config.shift == 0:
-        return data.DataLoader(train_set, sampler, prefetch)
-    return ShiftedLoader(ShiftedImages(train_set, config.shift, config.seed), sampler, prefetch)
+    return data.DataLoader(train_set, sampler, prefetch, augment=inputs.augmentation(config, train_set))
 
 
 @contextlib.contextmanager

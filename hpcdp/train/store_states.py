@@ -16,7 +16,7 @@ from ..comm.agreement import on_every_rank, on_rank_0
 from ..errors import ConfigError
 from ..kvstore.arguments import Key
 from ..kvstore.states import States, read_states, write_states
-from ..state import Part, Sharded, take
+from ..state import Part, Sharded, require_state, take
 from .trainer import unfinished
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def _states(trainer: StoreTrainer) -> dict[str, dict[str, Sharded]]:
 def take_over(trainer: StoreTrainer, state: dict[str, Any]) -> None:
     """See `Trainer.load_state_dict`."""
     _refuse_unfinished(trainer, "load_state_dict")
+    require_state("a Trainer", state)
     needed = ["store"] * _needs_store(trainer) + ["states"] * (not trainer.update_on_kvstore)
     if any(name not in state for name in needed):
         raise ConfigError(

@@ -33,7 +33,7 @@ from . import store_states
 from .parts import require_whole
 from .policy import Policy, Unwritten, stale, stale_anywhere
 from .store_checks import check_settings, check_unused
-from .trainer import CommunicationStats, Trainer, checked_count, trained, what_ranks_share
+from .trainer import CommunicationStats, Trainer, checked_count, require_alike, trained
 
 
 class StoreTrainer(Trainer):
@@ -57,7 +57,7 @@ class StoreTrainer(Trainer):
         policy: Policy | None = None,
         **for_buckets: Any,
     ) -> None:
-        self._params = trained(params)
+        self._params = trained(params, world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
         self.policy = Policy() if policy is None else policy
@@ -72,8 +72,8 @@ class StoreTrainer(Trainer):
         """The ranks; None where a store of one process was made without."""
         if KINDS[kind].scope == "world":
             self.world = init() if world is None else world
-            items = [f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"]
-            require_same(self.world.comm, "Trainer", what_ranks_share(self._params, optimizer) + items)
+            settings = f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"
+            require_alike(self.world, self._params, optimizer, [settings])
         elif (size := launched(os.environ) if world is None else world.size) > 1:
             raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)

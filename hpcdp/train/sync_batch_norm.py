@@ -32,6 +32,7 @@ class SyncBatchNorm(BatchNorm):
     def __init__(self, channels: int, momentum: float = 0.9, eps: float = 1e-5, world: World | None = None) -> None:
         super().__init__(channels, momentum, eps)
         self.world = init() if world is None else world
+        self._mark()
 
     @classmethod
     def convert(cls, net: Module, world: World | None = None) -> Module:
@@ -45,10 +46,15 @@ class SyncBatchNorm(BatchNorm):
             found = cls(net.gamma.shape[0], net.momentum, net.eps, world)
             for name in ("gamma", "beta", "running_mean", "running_var"):
                 setattr(found, name, getattr(net, name))
+            found._mark()
             return found
         for name, child in net.children():
             setattr(net, name, cls.convert(child, world))
         return net
+
+    def _mark(self) -> None:
+        """So that a `Trainer` finds ranks without this layer, for which the others would wait."""
+        self.gamma.is_joint = self.beta.is_joint = True
 
     def by_batch(self, x: Tensor) -> Tensor:
         if entered_shard() is not None:

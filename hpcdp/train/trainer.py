@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm import World
+from ..comm.agreement import require_same
 from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
@@ -161,6 +162,9 @@ class Trainer:
     ) -> Trainer:
         if cls is not Trainer:
             return super().__new__(cls)
+        if not isinstance(params, Iterable):
+            expected = "parameters, such as those of net.parameters()"
+            raise ConfigError("Trainer", where="params", expected=expected, got=type(params).__name__)
         require_optimizer("Trainer", optimizer)
         from .bucket_trainer import BucketTrainer
         from .store_trainer import StoreTrainer
@@ -305,16 +309,18 @@ class Trainer:
         kind of processor, it warns that last bits may differ.
 
         Raises:
-            ConfigError: it is of another optimizer, other parameters or another number of virtual shards.
+            ConfigError: it is no trainer's, or of another optimizer, other parameters or another number of virtual
+                shards.
             StaleGradientError: as `state_dict`.
         """
         raise NotImplementedError
 
 
-def trained(params: Sequence[Parameter]) -> list[Parameter]:
-    """Those that want a gradient; `ConfigError` where there are none, or two of one name."""
+def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
+    """Those that want a gradient; `ConfigError` for two of one name, or for none, unless ``world`` has but
+    one stage of a model."""
     found = [param for param in params if param.grad_req != "null"]
-    if not found:
+    if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
     twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]
     if twice:
@@ -330,11 +336,17 @@ def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], n
     return [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in params]
 
 
-def what_ranks_share(params: Sequence[Parameter], optimizer: Optimizer) -> list[str]:
-    """What must be alike on all ranks, a line each."""
+def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
+    """Raises `MismatchError` where ranks have given a Trainer other things; every rank must call."""
     items = [f"{name} {shape} {dtype}" for name, shape, dtype in described(params)]
     items += [f"{param.name} grad_req='add'" for param in params if param.grad_req == "add"]
-    return [*items, f"optimizer {optimizer.config()}"]
+    joint = [param.name for param in params if getattr(param, "is_joint", False)]
+    items += [f"{name} of a layer for all ranks together" for name in joint]
+    remedy = (
+        "build the same model with the same options on every rank; for the stages of a pipeline, or layers that are "
+        "split, pass their replicas as the world"
+    )
+    require_same(world.comm, "Trainer", [*items, f"optimizer {optimizer.config()}", *settings], remedy)
 
 
 def checked_count(operation: str, count: int) -> int:

@@ -23,7 +23,7 @@ from ..comm.communicator import join_parts
 from ..errors import ConfigError, DataError
 from ..gradients.residuals import gather_residuals, give_residuals
 from ..gradients.sharded_state import optimizer_states, residuals
-from ..state import take
+from ..state import require_state, take
 from .reproducible import arithmetic
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _HEADER = "hpcdp/trainer"
 _RESIDUAL = "residual"
+_NAMES = ("step_count", "loss_scale", "num_nonfinite", "optimizer", "states", "virtual_shards", "arithmetic", "layout")
 
 
 def state_of(trainer: BucketTrainer) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def _of_first_part(world: World, layout: dict[str, Any]) -> dict[str, Any]:
 
 def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
     """See `Trainer.load_state_dict`."""
+    require_state("a Trainer", state, *_NAMES)
     num_shards = state["virtual_shards"] or trainer.virtual_shards
     if trainer.virtual_shards not in (None, num_shards):
         raise ConfigError(

@@ -1,5 +1,7 @@
 """Asynchronous calls: they return at once, keep dependencies, run side by side, and give the same bits."""
 
+import copy
+import pickle
 import re
 import threading
 
@@ -244,3 +246,28 @@ def test_what_is_refused():
         pass
     autograd.waitall()  # nothing to wait for
     random(0, 1).wait_to_read()
+
+
+def test_floating_point_errors_are_those_of_the_calling_code():
+    ones, zeros = Tensor(np.ones(5, np.float32)), Tensor(np.zeros(5, np.float32))
+    with autograd.asynchronous():
+        _ = ones / ones
+        with np.errstate(divide="ignore"):
+            quiet = ones / zeros
+        with np.errstate(all="raise"):
+            loud = ones / zeros
+        assert np.isinf(quiet.asnumpy()).all()
+        with pytest.raises(FloatingPointError, match="divide by zero"):
+            loud.asnumpy()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_and_pickles_are_of_what_was_computed(gates, copied):
+    x = random(0, 3)
+    with autograd.asynchronous():
+        gates.know(x)
+        pending = gates.add_one(x, 1.0)
+        threading.Timer(0.05, gates.events[1].set).start()
+        found = copied(pending)
+    assert type(found) is Tensor and found is not pending.settled
+    np.testing.assert_array_equal(found.data, x.data + 1)

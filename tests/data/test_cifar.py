@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp.data import cifar, read_cifar10
-from hpcdp.errors import DataError
+from hpcdp.errors import ConfigError, DataError
 
 
 def records(count: int, seed: int) -> tuple[bytes, np.ndarray, np.ndarray]:
@@ -33,6 +33,11 @@ def test_files_one_after_the_other(tmp_path: Path) -> None:
     np.testing.assert_array_equal(images, np.concatenate([first[1], second[1]]))
     np.testing.assert_array_equal(labels, np.concatenate([first[2], second[2]]))
     assert images.dtype == labels.dtype == np.uint8
+
+
+def test_no_file_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"read CIFAR-10 \[paths\]: expected at least one file, got none"):
+        read_cifar10()
 
 
 def test_faults(tmp_path: Path) -> None:

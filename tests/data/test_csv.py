@@ -31,7 +31,12 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("1,2\n3,\n", {}, "row 1"),
         ("1,2\n3,four\n", {}, "'four'.*row 1"),
         ("1,2\n", {"label_column": 2}, "label in column 2, got 2 columns"),
-        ("1\n2\n", {}, "got 1 columns"),
+        ("1\n2\n", {}, "a label and at least one other column, got 1 column"),
+        ("a,b,c,d\n1,2,3,4\n", {}, "numbers in the first row, got 'a', 'b', 'c' and 1 more; if they are names of"),
+        ("about\na,b\n1,2\n", {"skip_rows": 1}, "got 'a', 'b'; if they are names of columns, skip_rows=2"),
+        ("a,b\n1,2\n", {"num_parts": 2}, "if they are names of columns, skip_rows=1 leaves them out"),
+        ("\ufeffa,b\n1,2\n", {}, "got 'a', 'b'; if they are names of columns, skip_rows=1 leaves them out"),
+        ("1;2\n", {}, "could not convert string '1;2'"),
         ("1,2,3\n", {"sample_shape": (3,)}, r"3 values a sample for \(3,\), got 2"),
         ("1,2,3\n", {"sample_shape": (-1, -2)}, "got 2"),
     ],
@@ -41,6 +46,21 @@ def test_faults_name_the_file(tmp_path: Path, text: str, args: dict, message: st
     path.write_text(text)
     with pytest.raises(DataError, match=rf"table\.csv.*{message}"):
         read_csv(path, **args)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("skip_rows", [0, 1])
+def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path: Path, num_parts: int, skip_rows: int) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + b"a,b\n" * skip_rows + b"1,2\n3,4\n")
+    parts = [read_csv(path, skip_rows=skip_rows, num_parts=num_parts, part_index=i) for i in range(num_parts)]
+    assert [label for part in parts for label in part.y.tolist()] == [2, 4]
+
+
+def test_a_label_by_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"label_column\]: expected the number of a column, got 'b'"):
+        read_csv(tmp_path / "table.csv", label_column="b", skip_rows=1)
 
 
 def test_missing_and_binary_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_example(example: str) -> None:
 def test_every_name_of_the_guide_exists() -> None:
     from hpcdp import data
 
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
     text = GUIDE.read_text()
     called = set(re.findall(r"`([A-Z]\w+|read_\w+|split_\w+)\(", text)) | set(re.findall(r"data\.(\w+)\(", text))
     assert {"ShardedSampler", "load", "read_csv"} <= called

@@ -57,7 +57,7 @@ def global_batches(kind, parts, state=None, epoch=None, count=None, last="keep")
 
 
 @given(st.sampled_from([sharded, virtual]), st.integers(1, 4), st.integers(1, 4), st.integers(0, 6),
-       st.sampled_from(["keep", "discard", "pad"]))  # fmt: skip
+       st.sampled_from(["keep", "discard", "pad", "rollover"]))  # fmt: skip
 def test_any_number_of_parts_goes_on_in_the_same_global_order(kind, before, after, count, last):
     whole, _ = global_batches(kind, 1, epoch=5, last=last)
     count = min(count, len(whole))
@@ -302,3 +302,10 @@ def test_between_virtual_shards_there_is_no_state():
     next(iter(first))
     with pytest.raises(ConfigError, match="expected a loop that has all shards of a global batch, got 1 of 2"):
         first.state_dict()
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 1}, None, [], {"sampler": 3}])
+def test_what_is_no_state_is_refused(state):
+    for each in (loader(sharded(0, 1)), sharded(0, 1), BatchSampler(RandomSampler(N), 4)):
+        with pytest.raises(ConfigError, match="load_state_dict"):
+            each.load_state_dict(state)

@@ -88,6 +88,29 @@ def test_parts_together_see_what_one_part_sees(
         assert len(whole) == -(-n // batch_size)
 
 
+@pytest.mark.parametrize("n", [0, 1, 3, 23, 24])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+def test_short_batches_roll_over_into_the_next_epoch(n: int, num_parts: int) -> None:
+    """Whole batches of one stream of epochs, also where one batch takes several epochs; in any order of epochs."""
+
+    def orders(epoch: int) -> list[int]:
+        sampler = ShardedSampler(n, 8, seed=3)
+        sampler.set_epoch(epoch)
+        return list(chain(*(batch.tolist() for batch in sampler)))
+
+    parts = [ShardedSampler(n, 8, num_parts, i, seed=3, last="rollover") for i in range(num_parts)]
+    found: dict[int, list[list[int]]] = {}
+    for epoch in (2, 0, 1, 5, 3, 4):
+        for part in parts:
+            part.set_epoch(epoch)
+        found[epoch] = [list(chain(*pieces)) for pieces in zip(*parts, strict=True)]
+        assert len(found[epoch]) == len(parts[0]) == (epoch + 1) * n // 8 - epoch * n // 8
+    batches = [batch for epoch in range(6) for batch in found[epoch]]
+    assert all(len(batch) == 8 for batch in batches)
+    stream = list(chain(*map(orders, range(6))))
+    assert list(chain(*batches)) == stream[: len(stream) // 8 * 8]
+
+
 def test_epochs_and_seeds_change_the_order() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         sampler = ShardedSampler(100, 10, seed=seed)
@@ -120,7 +143,8 @@ def test_weights_cut_as_work_load_list() -> None:
         (lambda: ShardedSampler(10, 4, 2, 2), "part_index.*0 to 1, got 2"),
         (lambda: ShardedSampler(10, 4, 2, -1), "part_index"),
         (lambda: ShardedSampler(-1, 4), "sampler .n."),
-        (lambda: ShardedSampler(10, 4, last="rollover"), "keep, discard, pad, got 'rollover'"),
+        (lambda: ShardedSampler(10, 4, last="all"), "keep, discard, pad, rollover, got 'all'"),
+        (lambda: BatchSampler(SequentialSampler(3), 2, epoch_size=0), r"epoch_size\]: expected an integer >= 1, got 0"),
         (lambda: ShardedSampler(10, 4, 2, 0, weights=[1]), "2 positive numbers"),
         (lambda: ShardedSampler(10, 4, 2, 0, weights=[1, float("nan")]), "2 positive numbers"),
         (lambda: ShardedSampler(10, 4, 2, 0, weights=[1, 0]), "2 positive numbers"),
@@ -141,7 +165,7 @@ def test_virtual_shards_are_the_same_for_any_number_of_parts(data) -> None:
     num_shards = data.draw(st.integers(1, 12))
     num_parts = data.draw(st.integers(1, num_shards))
     n, batch_size = data.draw(st.integers(0, 90)), data.draw(st.integers(num_shards, 40))
-    last = data.draw(st.sampled_from(["keep", "discard", "pad"]))
+    last = data.draw(st.sampled_from(["keep", "discard", "pad", "rollover"]))
 
     def steps(part: int, parts: int) -> list[list[list[int]]]:
         sampler = VirtualShardSampler(n, batch_size, num_shards, parts, part, seed=2, last=last)

@@ -24,13 +24,20 @@ def test_uneven_is_an_error_unless_asked_for() -> None:
     assert sorted(len(part) for part in parts) == [85, 85, 86]
     np.testing.assert_array_equal(np.concatenate(parts), x)
     assert [len(part) for part in split_batch(x[:2], 3, even_split=False)].count(1) == 2
-    with pytest.raises(ConfigError, match=r"num_parts.*>= 1, got 0"):
-        split_batch(x, 0)
+    for wrong in (0, 1.5, "a"):
+        with pytest.raises(ConfigError, match=rf"num_parts.*>= 1, got {wrong!r}"):
+            split_batch(x, wrong)
+    with pytest.raises(ConfigError, match=r"split_batch \[x\]: expected an array of samples along axis 0, got list"):
+        split_batch([1, 2], 2)
 
 
 def test_weights() -> None:
     assert piece_bounds(256, 2, [3, 1]) == [0, 192, 256]
     assert piece_bounds(256, 2, [0.75, 0.25]) == [0, 192, 256]
+    assert piece_bounds(256, 2, np.array([3, 1])) == [0, 192, 256]
+    for wrong in ("ab", 3, [None, 1], [1], [float("inf"), 1]):
+        with pytest.raises(ConfigError, match=r"split \[weights\]: expected 2 positive numbers, got"):
+            piece_bounds(256, 2, wrong)
 
 
 @given(count=st.integers(0, 10**6), weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import autograd, nn
+from hpcdp.errors import ConfigError
 from hpcdp.nn.hybrid.plan import Plan
 from hpcdp.nn.hybrid.rewriting import rewritten
 
@@ -65,6 +66,16 @@ def test_a_drawing_shows_every_operation(ending, tmp_path):
 
 def operators(graph):
     return [node.operator + "+relu" * (node.attributes.get("activation") == "relu") for node in graph.nodes]
+
+
+@pytest.mark.parametrize("name", ["graph.xyz", "graph"])
+def test_a_drawing_of_another_kind_is_refused(name, tmp_path):
+    net = nn.Sequential(nn.Dense(4, 3))
+    net.hybridize()
+    net(np.ones((2, 4), np.float32))
+    with pytest.raises(ConfigError, match=r"draw \[path\]: expected a name in .png, .svg, .pdf, got '.*graph"):
+        net.graph().draw(tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_activations_join_what_they_follow_alone():

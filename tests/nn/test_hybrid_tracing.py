@@ -85,6 +85,25 @@ def test_what_a_replay_would_not_see_is_refused_where_it_stands(name, recording)
         net(np.ones((2, 3), np.float32))
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_forward_that_catches_the_error_is_refused_all_the_same(name):
+    what, message = REFUSED[name]
+
+    def caught(self, y):
+        try:
+            return what(self, y)
+        except Exception:
+            return y * 3
+
+    net = Uses(caught)
+    net.hybridize()
+    for _ in range(2):
+        with pytest.raises(HpcdpError, match=message):
+            net(np.ones((2, 3), np.float32))
+    net.hybridize(False)
+    assert isinstance(net(np.ones((2, 3), np.float32)), Tensor)
+
+
 def test_what_is_not_a_tensor_is_not_returned():
     net = Uses(lambda self, y: {"y": y})
     net.hybridize()

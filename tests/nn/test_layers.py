@@ -3,7 +3,7 @@ import pytest
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
-from hpcdp.errors import UnsupportedError
+from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn import functional as F
 
 RNG = np.random.default_rng(8)
@@ -92,3 +92,31 @@ def test_an_empty_batch_goes_forward_and_back(layer):
         np.testing.assert_array_equal(each.grad, np.zeros(each.shape))
     for name, value in layer.state_dict().items():
         np.testing.assert_array_equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Dense(10, None), r"Dense \[out_features\]: expected an integer >= 1, got None"),
+        (lambda: nn.Dense("a", 3), r"Dense \[in_features\]: expected an integer >= 1, got 'a'"),
+        (lambda: nn.Conv2D(3, None, 3), r"Conv2D \[out_channels\]: expected an integer >= 1, got None"),
+        (
+            lambda: nn.Conv2D(3, 4, (1, 2, 3)),
+            r"Conv2D \[kernel_size\]: expected an integer >= 1, or two of them, got \(1,",
+        ),
+        (lambda: nn.Conv2D(3, 4, 3, stride=0), r"Conv2D \[stride\]: expected an integer >= 1, or two of them, got 0"),
+        (
+            lambda: nn.Conv2D(3, 4, 3, padding=-1),
+            r"Conv2D \[padding\]: expected an integer >= 0, or two of them, got -1",
+        ),
+        (lambda: nn.MaxPool2D(0), r"MaxPool2D \[kernel_size\]: expected an integer >= 1"),
+        (lambda: nn.LSTM(4, None), r"LSTM \[size\]: expected an integer >= 1, got None"),
+        (lambda: nn.Embedding(None, 4), r"Embedding \[num_tokens\]: expected an integer >= 1, got None"),
+        (lambda: nn.BatchNorm("a"), r"BatchNorm \[channels\]: expected an integer >= 1, got 'a'"),
+        (lambda: nn.LayerNorm(0), r"LayerNorm \[features\]: expected an integer >= 1, got 0"),
+        (lambda: nn.Dropout("a"), r"Dropout \[p\]: expected a probability in \[0, 1\), got 'a'"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_name(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -105,6 +105,11 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     assert not any((array == 7).any() for array in net.state_dict().values())
 
 
+def test_a_state_that_is_no_dict_is_refused():
+    with pytest.raises(ConfigError, match=r"load_state_dict \[a network\]: expected a dict such as .*, got list"):
+        Block().load_state_dict([])
+
+
 def test_other_dtypes_and_namespaces():
     net = Block().to(dtype=np.float64)
     assert {str(array.dtype) for array in net.state_dict().values()} == {"float64"}

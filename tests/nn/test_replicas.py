@@ -134,6 +134,31 @@ def test_devices_that_are_not_there():
         data.split_and_load(X, [hpcdp.gpu(99)])
     with pytest.raises(RuntimeError, match=r"device: expected a number from 0 on, got cpu\(-1\)"):
         hpcdp.cpu(-1)
-    for wrong in ([], devices(1) * 2):
-        with pytest.raises(ConfigError, match=r"Replicas \[devices\]: expected at least one, each once"):
-            nn.Replicas(network(), wrong)
+    with pytest.raises(RuntimeError, match=r"device \[gpu\(7\)\]: expected"):
+        network().to(hpcdp.gpu(7))
+    with pytest.raises(DeviceError, match=r"device: expected a number from 0 on, got cpu\('a'\)"):
+        hpcdp.cpu("a")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Replicas(network(), []), r"Replicas \[devices\]: expected a list of devices, such as .* got \[\]"),
+        (lambda: nn.Replicas(network(), hpcdp.cpu()), r"expected a list of devices, .* got cpu\(0\)"),
+        (
+            lambda: nn.Replicas(network(), devices(1) * 2),
+            r"Replicas \[devices\]: expected each once, got \[cpu\(0\), cpu",
+        ),
+        (
+            lambda: nn.Replicas(network, devices(2)),
+            r"Replicas \[net\]: expected a network, which it copies, got function",
+        ),
+        (lambda: data.split_and_load(X, 2), r"split_and_load \[devices\]: expected a list of devices, .* got 2"),
+        (lambda: data.split_and_load(X, ["cpu"]), r"expected a list of devices, .* got \['cpu'\]"),
+        (lambda: data.split_and_load(None, devices(2)), r"split_batch \[x\]: expected an array of samples"),
+        (lambda: network().to("cpu"), r"to \[dtype\]: expected a dtype, or a device such as cpu\(0\), got 'cpu'"),
+    ],
+)
+def test_what_are_no_devices_and_no_network(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

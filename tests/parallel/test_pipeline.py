@@ -122,6 +122,35 @@ def test_copies_give_the_gradient_of_the_global_batch(n, num_stages, per_node, c
     np.testing.assert_allclose(joined(results, num_stages), alone, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("without", [0, 1, 2])
+@pytest.mark.parametrize(("n", "owner"), [(1, "auto"), (3, "rank"), (6, "shard")])
+def test_a_stage_may_have_no_parameters(n, owner, without):
+    def made():
+        dense = [nn.Dense(6, 6, weight_init=normal(1)), nn.Dense(6, 6, weight_init=normal(2))]
+        return [*dense[:without], nn.Tanh(), *dense[without:]]
+
+    def run(world):
+        net = Pipeline(made(), LOSS, world, micro_batches=3)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas, clip_norm=0.5, owner=owner)
+        for step in range(STEPS):
+            net.step(trainer, *batch(step, net.replicas.rank))
+        trainer.load_state_dict(trainer.state_dict())
+        world.comm.barrier()
+        return {name: part.copy() for name, part in net.state_dict().items()}
+
+    net, replicas = nn.Sequential(*made()), max(1, n // 3)
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0], clip_norm=0.5)
+    for step in range(STEPS):
+        x, y = (np.concatenate(each) for each in zip(*(batch(step, rank) for rank in range(replicas)), strict=True))
+        with autograd.record():
+            loss = LOSS(net(x), y)
+        loss.backward()
+        trainer.step(len(x))
+    for state in threads.run(n, run):
+        for name, part in state.items():
+            np.testing.assert_allclose(part, net.state_dict()[name], rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.mpi
 def test_on_real_ranks():
     world = hpcdp.init()
@@ -243,6 +272,8 @@ def test_a_trainer_of_another_world_and_labels_that_are_missing():
     def rank(world):
         net = Pipeline(stages(2), LOSS, world)
         x, y = batch(0, 0)
+        with pytest.raises(MismatchError, match=r"for the stages of a pipeline, .*, pass their replicas as the world"):
+            Trainer(net.parameters(), optim.SGD(lr=0.1), world)
         with pytest.raises(ConfigError, match="pipeline's replicas"):
             net.step(Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas.split(0)), x, y)
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)

@@ -96,6 +96,22 @@ def test_a_resumed_run_goes_on_counting_and_is_at_its_end_then(ranks, tmp_path):
     assert threads.run(ranks, lambda world: job(world, [2])) == [([], 1)] * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("before", [None, {"patience": 2}, {"patience": 9}])
+@pytest.mark.parametrize("after", [None, {"patience": 2}])
+def test_a_resumed_run_may_have_it_or_not(before, after, ranks, tmp_path):
+    def job(world, losses, settings, epochs, resume=True):
+        callbacks = [] if settings is None else [EarlyStopping("test_loss", **settings)]
+        return train(world, losses, callbacks, epochs=epochs, folder=tmp_path / "a", resume=resume)
+
+    first = threads.run(ranks, lambda world: job(world, [1, 2], before, 2, resume=False))
+    assert first == [[1, 2]] * ranks
+    losses = [1.5, 1.5, 1.5, 1.5]
+    last = 6 if after is None else 3 if before == after else 5  # one of which it has counted; the first, and two more
+    found = threads.run(ranks, lambda world: job(world, losses, after, 6))
+    assert found == [list(range(3, last + 1))] * ranks
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -116,3 +132,10 @@ def test_numbers_that_nobody_evaluates_are_missed_before_the_first_step():
     with pytest.raises(ConfigError, match=r"expected one of loss, accuracy, got 'test_loss'; give fit an evaluate"):
         threads.run(2, lambda world: train(world, [], [EarlyStopping("test_loss", patience=1)]))
     assert threads.run(2, lambda world: train(world, [], [EarlyStopping("loss", patience=1)], epochs=2))
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"load_state_dict \[EarlyStopping\]: expected a dict .*, got one without 'best'"
+    ):
+        EarlyStopping("loss", patience=1).load_state_dict({})

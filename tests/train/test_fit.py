@@ -4,7 +4,8 @@ import pytest
 from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.train.callbacks import Callback
+from hpcdp.errors import ConfigError
+from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.trainer import Trainer
@@ -118,6 +119,51 @@ def test_an_epoch_without_any_samples_changes_nothing():
     for records, params in threads.run(2, lambda world: train(world, Batches([], []))):
         assert_same_parameters(params, before)
         assert (records[0]["samples"], records[0]["loss"]) == (0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_epochs_of_different_length_where_short_batches_roll_over(ranks):
+    def job(world):
+        sampler = ShardedSampler(len(SAMPLES), 16, world.size, world.rank, seed=4, last="rollover")
+        return train(world, sampler, epochs=3)
+
+    ((_, one_params),) = threads.run(1, job)
+    for records, params in threads.run(ranks, job):
+        assert [r["samples"] for r in records] == [64, 64, 80]
+        assert [r["epoch"] for r in records] == [1, 2, 3]
+        assert_same_parameters(params, one_params)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"callbacks": EarlyStopping("loss", patience=1)},
+            r"\[callbacks\]: expected a list of callbacks, got EarlyStopping",
+        ),
+        ({"callbacks": [print]}, r"\[callbacks\]: expected instances of Callback, got <built-in"),
+        ({"epochs": 1.5}, r"\[epochs\]: expected an integer >= 0, got 1.5"),
+        ({"checkpoints": "runs"}, r"\[checkpoints\]: expected Checkpoints or None, got str"),
+        ({"loader": [(1, 2)]}, r"\[loader\]: expected a DataLoader, got list"),
+        ({"trainer": optim.SGD(lr=0.1)}, r"\[trainer\]: expected a Trainer, got SGD"),
+        ({"net": print}, r"\[net\]: expected a network, got builtin_function_or_method"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_on_every_rank(wrong, message):
+    def job(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.2), world=world)
+        given = {
+            "net": net,
+            "trainer": trainer,
+            "loader": DataLoader(SAMPLES, Batches([0])),
+            "epochs": 1,
+            "world": world,
+        }
+        with pytest.raises(ConfigError, match="fit " + message):
+            fit(**given | (wrong if world.rank == 0 else {}))
+
+    threads.run(2, job)
 
 
 def test_the_sampler_is_told_each_epoch():

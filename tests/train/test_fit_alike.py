@@ -21,6 +21,7 @@ X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.aran
 def train(world, odd: str | None = None):
     other = world.rank == world.size - 1
     net = nn.Sequential(nn.Dense(4, 6), nn.BatchNorm(6), nn.Dense(6, 3))
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world=world)
     if odd == "layers" and not other:
         SyncBatchNorm.convert(net, world)
     settings = {
@@ -40,7 +41,7 @@ def train(world, odd: str | None = None):
     return len(
         fit(
             net,
-            Trainer(net.parameters(), optim.SGD(lr=0.1), world=world),
+            trainer,
             data.DataLoader(samples, sampler, prefetch=0),
             epochs=3 if odd == "epochs" and other else 2,
             evaluate=None if odd == "evaluate" and other else lambda: evaluate(net, samples, world),

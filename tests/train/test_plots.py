@@ -68,3 +68,22 @@ def test_lines_grow_with_every_point(tmp_path):
         animator.add(4, (1.0,))
     with pytest.raises(OSError):
         plots.Animator(tmp_path / "none" / "test.png", "epoch", ("a",)).add(1, (2.0,))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: plots.Animator("a.xyz", "epoch", ["loss"]),
+            r"Animator \[path\]: expected a name in .png, got 'a.xyz'",
+        ),
+        (
+            lambda: plots.Animator("a.png", "epoch", "loss"),
+            r"Animator \[legend\]: expected a name for each line, in a list",
+        ),
+        (lambda: draw_curves([], "a"), r"draw_curves \[path\]: expected a name in .png, got 'a'"),
+    ],
+)
+def test_other_files_and_names_that_are_no_list_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

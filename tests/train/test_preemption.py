@@ -10,7 +10,7 @@ import pytest
 
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.train import early_stop, preemption
+from hpcdp.train import preemption, stop_signal
 from hpcdp.train.preemption import Agreement, Reason, StopRequests, started_by_srun
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -28,18 +28,18 @@ def test_a_signal_is_noted_and_does_nothing_else():
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("run", ["with StopRequests(environ={}): pass", "early_stop.ignore()"])  # a rank, a launcher
+@pytest.mark.parametrize("run", ["with StopRequests(environ={}): pass", "stop_signal.ignore()"])  # a rank, a launcher
 def test_a_command_that_is_at_its_end_dies_of_none(run):
     """Python gives its handlers up before it has ended."""
     command = (
         "import atexit, os, signal\n"
-        "from hpcdp.train import early_stop\n"
+        "from hpcdp.train import stop_signal\n"
         "from hpcdp.train.preemption import StopRequests\n"
-        "early_stop.note()\n"
+        "stop_signal.note()\n"
         f"{run}\n"
         "class Late:\n"
         "    def __del__(self): os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "early_stop.late = Late()\n"
+        "stop_signal.late = Late()\n"
     )
     assert subprocess.run([sys.executable, "-c", command]).returncode == 0
 
@@ -155,7 +155,7 @@ def test_all_ranks_agree_a_step_later(ranks, per_node):
 def test_a_signal_that_came_early_is_taken_once():
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        early_stop.note()
+        stop_signal.note()
         os.kill(os.getpid(), signal.SIGUSR1)
         with StopRequests(environ={}) as stop:
             assert stop.reason is Reason.SIGUSR1

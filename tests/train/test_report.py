@@ -107,6 +107,23 @@ def test_times_of_ranks_are_those_of_a_step_after_the_first_epoch(tmp_path):
     assert found["compute_s"] == pytest.approx([10.0, 20.0, 30.0])
 
 
+def test_bars_of_several_runs_have_one_scale(tmp_path, monkeypatch):
+    drawn, styled = [], report_figures.styled
+
+    def keep(*arguments):
+        figure, axes = styled(*arguments)
+        drawn.append(axes)
+        return figure, axes
+
+    monkeypatch.setattr(report_figures, "styled", keep)
+    report_figures.draw_all(
+        report.read_runs([write_run(tmp_path / "a", ranks=4), write_run(tmp_path / "b"), write_run(tmp_path / "c", 1)])
+    )
+    assert len(drawn[-1]) == 3
+    assert len({axes.get_ylim() for axes in drawn[-1]}) == 1
+    assert drawn[-1][0].get_ylim()[1] > 4 * 3 * 10  # the slowest rank of all, in ms
+
+
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
     run = write_run(tmp_path / "a", epochs=epochs, torn=True)

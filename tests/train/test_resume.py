@@ -80,14 +80,14 @@ def network() -> nn.Module:
 
 
 def train(world, folder: Path, optimizer="momentum", reproducible=False, owner="auto", overlap=None, resume=False,
-          every=None, kill_at=None, stop_at=None, kvstore=None, epochs=EPOCHS):  # fmt: skip
+          every=None, kill_at=None, stop_at=None, kvstore=None, epochs=EPOCHS, last="keep"):  # fmt: skip
     net = network()
     arguments = {"kvstore": kvstore} if kvstore else {"owner": owner, "overlap": overlap, "reproducible": reproducible}
     if reproducible:
         arguments["virtual_shards"] = 4
         sampler = data.VirtualShardSampler(len(SAMPLES), BATCH, 4, world.size, world.rank, seed=2)
     else:
-        sampler = data.ShardedSampler(len(SAMPLES), BATCH, world.size, world.rank, seed=2)
+        sampler = data.ShardedSampler(len(SAMPLES), BATCH, world.size, world.rank, seed=2, last=last)
     trainer = Trainer(net.parameters(), OPTIMIZERS[optimizer](), world=world, **arguments)
     stop = StopRequests(environ={})
     listen = Listen(kill_at, stop, stop_at if world.rank == world.size - 1 else None)
@@ -146,6 +146,12 @@ def test_with_either_owner_and_overlap(owner, overlap, tmp_path):
     whole = whole_run(2, tmp_path / "whole", **options)
     killed(2, tmp_path / "a", every=5, kill_at=17, **options)
     assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, **options))
+
+
+def test_where_short_batches_roll_over(tmp_path):
+    whole = whole_run(2, tmp_path / "whole", last="rollover")
+    killed(2, tmp_path / "a", every=2, kill_at=17, last="rollover")
+    assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, last="rollover"))
 
 
 @pytest.mark.parametrize("stop_at", [1, 5, STEPS - 1, STEPS + 7])

@@ -38,6 +38,7 @@ def test_what_was_not_said_is_as_it_was(here):
     assert (found.model, found.ranks, found.lr, found.checkpoint_every, found.keep) == ("mlp", 2, 0.1, 5, 9)
     assert (found.resume, found.run_dir) == ("a", "a")
     assert settled({"resume": "a"}, launched=True).ranks is None
+    assert settled({"resume": "a", "early_stopping": 3}, launched=False).early_stopping == 3
     assert settled({"resume": "a", "ranks": 3, "threads": 2, "owner": "rank"}, launched=False).ranks == 3
 
 

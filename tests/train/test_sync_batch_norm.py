@@ -8,7 +8,7 @@ from hpcdp import nn, optim
 from hpcdp.autograd import Tensor, record
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.fit import fit
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
@@ -133,3 +133,16 @@ def test_a_reproducible_trainer_is_refused():
         assert trainer.step_count == 0
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kvstore": "dist_sync"}])
+def test_ranks_without_the_layer_are_named_when_the_trainer_is_made(settings):
+    def rank(world):
+        net = nn.Sequential(nn.Dense(4, 6), nn.BatchNorm(6), nn.Dense(6, 3))
+        if world.rank != 1:
+            SyncBatchNorm.convert(net, world)
+        said = r"expected 1.gamma of a layer for all ranks together as on rank 0, got optimizer .* on rank 1"
+        with pytest.raises(MismatchError, match=said):
+            hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, **settings)
+
+    threads.run(3, rank)

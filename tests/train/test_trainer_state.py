@@ -286,3 +286,20 @@ def test_a_step_whose_virtual_shards_are_not_all_computed_has_no_state():
             trainer.state_dict()
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("state", [{}, {"step_count": 1}, None, []])
+@pytest.mark.parametrize("settings", [{}, {"kvstore": "local"}])
+def test_what_is_no_state_is_refused(state, settings):
+    def job(world):
+        settings_here = settings or {"world": world}
+        trainer = Trainer(nn.Dense(2, 3).parameters(), optim.SGD(lr=0.1), **settings_here)
+        with pytest.raises(ConfigError, match="load_state_dict"):
+            trainer.load_state_dict(state)
+
+    threads.run(1, job)
+
+
+def test_a_network_is_not_its_parameters():
+    with pytest.raises(ConfigError, match=r"Trainer \[params\]: expected parameters, such as those of net.parameters"):
+        threads.run(1, lambda world: Trainer(nn.Dense(2, 3), optim.SGD(lr=0.1), world=world))

@@ -6,7 +6,6 @@ A new object stands for a new state, so that threads that change something at on
 from __future__ import annotations
 
 from ...autograd.modes import TRACING, modes
-from ...errors import HpcdpError
 
 
 class _State:
@@ -25,12 +24,11 @@ def in_module(module: object, name: str) -> None:
         HpcdpError: this thread traces: a replay would not change it.
     """
     if modes.signature & TRACING:
-        from .tracing import users_line
+        from .tracing import refusal, users_line
 
-        raise HpcdpError(
-            "trace", where=users_line()[0], expected="a forward that only computes",
-            got=f"one that assigns {type(module).__name__}.{name}",
-            remedy="return what is to be kept, or call hybridize(False)",
+        raise refusal(
+            users_line()[0], "a forward that only computes", f"one that assigns {type(module).__name__}.{name}",
+            "return what is to be kept, or call hybridize(False)",
         )  # fmt: skip
     state.modules = object()
 

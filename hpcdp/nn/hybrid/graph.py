@@ -107,6 +107,7 @@ class Graph:
         """Draw the operations from top to bottom into a PNG, SVG or PDF, which is replaced.
 
         Raises:
+            ConfigError: a name with another ending.
             OSError: it cannot be written.
         """
         from .overview import draw

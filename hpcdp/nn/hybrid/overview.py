@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import ConfigError
 from .graph import Graph, Held, Input, Literal, Node, Result, Source
 
 _BOX = (1.9, 0.62)
@@ -21,6 +22,7 @@ _COLORS = {
     "input": "#e3f1df",
 }
 _MOST_INCHES = 200.0
+_ENDINGS = (".png", ".svg", ".pdf")
 
 
 def summary(graph: Graph) -> str:
@@ -100,8 +102,11 @@ def draw(graph: Graph, path: str | Path) -> None:
     A box is an operation with its result's shape and the parameters that it reads; arrows are results that it reads.
 
     Raises:
+        ConfigError: another ending.
         OSError: the file cannot be written.
     """
+    if Path(path).suffix not in _ENDINGS:
+        raise ConfigError("draw", where="path", expected=f"a name in {', '.join(_ENDINGS)}", got=repr(str(path)))
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch

@@ -40,12 +40,19 @@ def users_line() -> tuple[str, str]:
 
 def _refuse(remedy: str = "", got: str = "") -> NoReturn:
     where, called = users_line()
-    raise HpcdpError(
-        "trace", where=where, expected="a forward that does not need the values of tensors",
-        got=got or _WORDS.get(called, f"tensor.{called}"),
-        remedy=remedy or "take operations on tensors (autograd.where for a condition), move it out of forward, or call "
+    raise refusal(
+        where, "a forward that does not need the values of tensors", got or _WORDS.get(called, f"tensor.{called}"),
+        remedy or "take operations on tensors (autograd.where for a condition), move it out of forward, or call "
         "hybridize(False)",
     )  # fmt: skip
+
+
+def refusal(where: str, expected: str, got: str, remedy: str) -> HpcdpError:
+    """An error to raise in a forward that is traced; the trace fails also if the forward catches it."""
+    error = HpcdpError("trace", where=where, expected=expected, got=got, remedy=remedy)
+    if isinstance(modes.tracer, TracingRun):
+        modes.tracer.refused = modes.tracer.refused or error
+    return error
 
 
 class Traced(Tensor):
@@ -111,6 +118,8 @@ class TracingRun:
         for name, value in held:
             self._known[id(value)] = (name, value, False)
         self._numbers: dict[str, int] = {}
+        self.refused: HpcdpError | None = None
+        """What the forward was refused first."""
 
     def run(self, forward: Any, given: Sequence[Tensor]) -> Any:
         """What ``forward`` returns for the given tensors, as without a trace."""
@@ -118,6 +127,8 @@ class TracingRun:
         modes.signature |= TRACING
         try:
             found = forward(*[Traced(self, Input(i), each) for i, each in enumerate(given)])
+            if self.refused is not None:
+                raise self.refused
             self.graph.form = "tuple" if isinstance(found, tuple) else "list" if isinstance(found, list) else "one"
             outputs = list(found) if isinstance(found, (tuple, list)) else [found]
             for each in outputs:
@@ -175,10 +186,10 @@ class TracingRun:
             return Literal(x)
         name, value, is_detached = self._known.get(id(x), ("", None, False))
         if not name:
-            raise HpcdpError(
-                "trace", where=users_line()[0], expected="tensors that are computed from the inputs, and attributes",
-                got=f"an array of shape {tuple(getattr(x, 'shape', ()))} from elsewhere, fixed in replays",
-                remedy="keep it as an attribute of the module, pass it as an input, or call hybridize(False)",
+            raise refusal(
+                users_line()[0], "tensors that are computed from the inputs, and attributes",
+                f"an array of shape {tuple(getattr(x, 'shape', ()))} from elsewhere, fixed in replays",
+                "keep it as an attribute of the module, pass it as an input, or call hybridize(False)",
             )  # fmt: skip
         if name not in self._numbers:
             self._numbers[name] = len(self.graph.held)
