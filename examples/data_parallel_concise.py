@@ -7,7 +7,7 @@
 What data_parallel_from_scratch.py does by hand nn.Replicas does for the devices of a rank, and the trainer for all
 ranks: it sums the gradients, updates each parameter once, and divides by the true size of the global batch, also where
 it does not split evenly. The network follows section 12.6 of "Dive into Deep Learning", whose settings are --data
-fashion_mnist --batch-size 256; the digits are 8 x 8 pixels, with --image-size 28 as large as the images there.
+fashion_mnist --batch-size 256 --lr 0.1; the digits are 8 x 8 pixels, with --image-size 28 as large as the images there.
 """
 
 import argparse
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     parser.add_argument("--kv-store", choices=kvstore.KINDS, help="train on a key-value store")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all devices together")
-    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.025)
     args = parser.parse_args()
     train_set, test_set = (data.load(args.data, split, image_size=args.image_size) for split in ("train", "test"))
     devices = [hpcdp.cpu(index) for index in range(args.devices)]

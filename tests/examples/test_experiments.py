@@ -2,20 +2,16 @@
 
 import importlib.util
 import re
-import runpy
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from started import EXAMPLES, start
 
 import hpcdp
 from hpcdp import data
 from hpcdp.comm import threads
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def module(name: str) -> ModuleType:
@@ -53,9 +49,7 @@ def one_device() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("ranks", "per_rank"), [(1, 2), (1, 3), (2, 1), (3, 1), (4, 1), (2, 2)])
-def test_lenet_from_scratch_learns_the_same_on_any_devices(
-    ranks: int, per_rank: int, one_device: np.ndarray
-) -> None:
+def test_lenet_from_scratch_learns_the_same_on_any_devices(ranks: int, per_rank: int, one_device: np.ndarray) -> None:
     for curve in from_scratch(ranks, per_rank):
         np.testing.assert_allclose(curve, one_device, rtol=1e-10)
 
@@ -94,22 +88,15 @@ def test_resnet18_learns_the_same_on_a_store(store: str, two_ranks: tuple[np.nda
     np.testing.assert_allclose(curve, two_ranks[1], rtol=1e-3)
 
 
-def start(name: str, *arguments: str) -> None:
-    """As ``python examples/NAME.py ARGUMENTS``, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-
-
-def test_lenet_from_scratch_starts_with_one_command_and_learns(capsys) -> None:
-    start("data_parallel_from_scratch", "--devices", "2", "--epochs", "1")
+def test_lenet_from_scratch_starts_with_one_command_and_learns() -> None:
+    shown = start("data_parallel_from_scratch.py", 1, "--devices", "2", "--epochs", "1")
     said = r"epoch 1: loss \d\.\d{4}, test accuracy (0\.\d{4})\n\d+\.\d s an epoch on 1 x \[cpu\(0\), cpu\(1\)\]\n"
-    assert float(re.fullmatch(said, capsys.readouterr().out)[1]) > 0.8
+    assert float(re.fullmatch(said, shown)[1]) > 0.8
 
 
-def test_resnet18_starts_with_one_command(capsys, monkeypatch) -> None:
+def test_resnet18_starts_with_one_command(monkeypatch) -> None:
     small = {split: digits(split, 20) for split in ("train", "test")}
     monkeypatch.setattr(data, "load", lambda name, split, image_size: small[split])
-    start("data_parallel_concise", "--kv-store", "device", "--epochs", "1")
+    shown = start("data_parallel_concise.py", 1, "--kv-store", "device", "--epochs", "1")
     said = r"epoch 1: test loss \d+\.\d{4}, test accuracy [01]\.\d{4}\n\d+\.\d s an epoch on 1 x \[cpu\(0\)\]\n"
-    assert re.fullmatch(said, capsys.readouterr().out)
+    assert re.fullmatch(said, shown)
