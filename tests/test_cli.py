@@ -166,10 +166,10 @@ def test_a_warning_of_a_command_is_a_line(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_train_over_two_ranks(tmp_path: Path) -> None:
-    done = hpcdp("train", "lenet", "--data", "digits", "--ranks", "2", *QUICK, cwd=tmp_path)
+    done = hpcdp("train", "mlp", "--data", "digits", "--ranks", "2", *QUICK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1]) > 0.5
-    run = tmp_path / "runs" / "lenet-digits-001"
+    run = tmp_path / "runs" / "mlp-digits-001"
     assert {"config.toml", "metrics.jsonl", "curves.png"} <= {path.name for path in run.iterdir()}
     config = (run / "config.toml").read_text()
     assert "ranks = 2\n" in config and "epochs = 1\n" in config and "seed = 3\n" in config
@@ -197,16 +197,16 @@ def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_beside_servers(tmp_path: Path) -> None:
     arguments = command(
-        "train", "mlp", "--ranks", "2", "--kv-store", "dist_async", "-s", "2", *QUICK, "--run-dir", "run"
+        "train", "mlp", "--ranks", "2", "--kv-store", "dist_async", "-s", "1", *QUICK, "--run-dir", "run"
     )
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "samples/s over 2 ranks" in done.stdout
     config = (tmp_path / "run" / "config.toml").read_text()
-    assert "ranks = 2\n" in config and "servers = 2\n" in config
+    assert "ranks = 2\n" in config and "servers = 1\n" in config
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path) -> None:
     arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
     job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -135,6 +135,9 @@ def test_losses_and_parameters_are_those_of_torchs_ddp(world, scenario, owner, o
 
 
 def test_compiled_modules_learn_as_others(world):
+    if world.size != 2:
+        pytest.skip("two ranks are enough: what is compiled is the same on any number of them")
+
     def wrap(net):
         return torch.compile(hpcdp.torch.DistributedDataParallel(net, world), backend="aot_eager")
 

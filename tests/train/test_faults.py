@@ -120,7 +120,10 @@ OVERLAP = {"overlap": True, "owner": "rank"}
 
 @pytest.mark.parametrize(
     ("scenario", "per_node", "options"),
-    [("raises_in_backward", 1, OVERLAP), ("raises_between_steps", None, {"overlap": False, "owner": "shard"})],
+    [
+        ("raises_in_backward", 1, OVERLAP),
+        pytest.param("raises_between_steps", None, {"overlap": False, "owner": "shard"}, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
     with Job(tmp_path, scenario, 2, per_node, **options) as job:
@@ -180,7 +183,10 @@ def test_a_rank_that_stays_stopped_is_named_and_the_job_aborted(per_node, overla
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "overlap"),
-    [(2, None, False), (3, 1, True), pytest.param(4, 2, False, marks=pytest.mark.thorough)],
+    [
+        (2, 1, True),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, None, False), (3, 1, True), (4, 2, False))),
+    ],
 )
 def test_a_rank_in_an_endless_loop_is_named_and_shows_where_it_is(ranks, per_node, overlap, tmp_path):
     with Job(tmp_path, "loops", ranks, per_node, limits=(1, 4), overlap=overlap, owner="rank") as job:
