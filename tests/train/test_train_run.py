@@ -89,6 +89,8 @@ def test_the_folder_holds_metrics_events_curves_and_settings(finished):
     assert epochs[0]["learning_rate"] > epochs[-1]["learning_rate"] > 0
     assert all(0 <= r["comm_exposed_s"] <= r["comm_s"] for r in records)
     assert matplotlib.image.imread(folder / "curves.png").shape[0] > 300
+    config = (folder / "config.toml").read_text()
+    assert "ranks = 2\n" in config and "epochs = 3\n" in config and "batch_size = 50\n" in config
 
 
 def test_records_of_an_epoch_say_where_the_time_went(finished):
@@ -151,6 +153,8 @@ def test_a_run_on_a_store(kind, tmp_path):
     assert [(each["epoch"], each["step"]) for each in epochs] == [(n, n * batches) for n in (1, 2, 3)]
     assert all(each["samples"] == 1438 for each in epochs)
     if kind == "dist_async":
+        config = (tmp_path / "runs" / "mlp-digits-001" / "config.toml").read_text()
+        assert "ranks = 2\n" in config and "servers = 1\n" in config
         assert re.match(r"\d+\.\d pushes, at most \d+; held back for \d+\.\d\d s a rank; ", told["staleness"])
         assert epochs[-1]["staleness_max"] >= epochs[-1]["staleness_mean"] >= 0
         assert len(records) == 2 * len(epochs)
