@@ -4,7 +4,7 @@
     hpcdp launch -n 3 -- python examples/kvstore.py --store dist_async --slow 3
     hpcdp launch -n 3 -s 1 -- python examples/kvstore.py --store dist_async --staleness 4
 
-With dist_sync a step is that of the global batch, and computes what data_parallel_concise.py computes. With dist_async
+With dist_sync a step is that of the global batch, and computes what a trainer without a store computes. With dist_async
 each rank takes the next batch that nobody has, pushes its gradients when it has them, and goes on with the values that
 there are. --slow makes the last rank sleep, so that it does fewer batches, and with dist_sync keeps all others waiting.
 """

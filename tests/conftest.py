@@ -6,12 +6,14 @@ that bear others beside them. A run of few tests imports only the files that nam
 """
 
 import faulthandler
+import fcntl
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -32,6 +34,7 @@ hypothesis.settings.load_profile("hpcdp")
 _torch = importlib.util.find_spec("torch")
 if _torch is None or _torch.origin is None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # or tests/torch is found: a folder without __init__.py
+Fill = Callable[[Path], None]
 _terminal = 2
 _report: Path | None = None
 
@@ -94,6 +97,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session")
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[str, Callable[[Path], None]], Path]:
+    """A folder of a name that is filled once for all workers: by the first that asks for it, and the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def once(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = base / name, base / f"{name}.done"
+        with (base / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a try that has failed
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return once
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

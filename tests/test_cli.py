@@ -1,7 +1,6 @@
 """The command line from outside: help, bad input, and a run that does what its flags say."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -166,16 +165,6 @@ def test_a_warning_of_a_command_is_a_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert "RuntimeWarning: of an array" in others[0]
 
 
-def test_train_over_two_ranks(tmp_path: Path) -> None:
-    done = hpcdp("train", "lenet", "--data", "digits", "--ranks", "2", *QUICK, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1]) > 0.5
-    run = tmp_path / "runs" / "lenet-digits-001"
-    assert {"config.toml", "metrics.jsonl", "curves.png"} <= {path.name for path in run.iterdir()}
-    config = (run / "config.toml").read_text()
-    assert "ranks = 2\n" in config and "epochs = 1\n" in config and "seed = 3\n" in config
-
-
 @pytest.mark.slow
 def test_ranks_that_contradict_mpirun(tmp_path: Path) -> None:
     inner = command("train", "--ranks", "3", *QUICK)
@@ -195,19 +184,7 @@ def test_servers_that_contradict_mpirun(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_train_beside_servers(tmp_path: Path) -> None:
-    arguments = command(
-        "train", "mlp", "--ranks", "2", "--kv-store", "dist_async", "-s", "2", *QUICK, "--run-dir", "run"
-    )
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "samples/s over 2 ranks" in done.stdout
-    config = (tmp_path / "run" / "config.toml").read_text()
-    assert "ranks = 2\n" in config and "servers = 2\n" in config
-
-
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_signal_to_a_run_ends_its_ranks_and_keeps_what_it_wrote(tmp_path: Path) -> None:
     arguments = command("train", "mlp", "--ranks", "2", "--epochs", "100000", "--run-dir", "run")
     job = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -8,6 +8,7 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,12 @@ def link_dependencies(library: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """A folder with the sdist and the wheel made from it, by build's isolated environments or, offline, this one."""
-    folder = tmp_path_factory.mktemp("dist")
+    return made_once("dist", build)
+
+
+def build(folder: Path) -> None:
     source = folder / "source"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
@@ -61,7 +65,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if done.returncode != 0 and "No matching distribution found" in done.stdout + done.stderr:
         pytest.skip("no package index can be reached for setuptools")
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 @pytest.mark.slow

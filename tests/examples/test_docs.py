@@ -70,7 +70,7 @@ def python_blocks(page):
 COLLECTIVES = python_blocks(ROOT / "docs" / "collectives.md")
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_examples_of_collectives_and_stores_and_compression_run(n, tmp_path):
     stores, (compression,) = (python_blocks(ROOT / "docs" / f"{name}.md") for name in ("kvstore", "compression"))
     assert len(stores) == 3

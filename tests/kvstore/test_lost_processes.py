@@ -71,7 +71,7 @@ if world.rank == 1:
 """
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_who_ends_early_still_answers(servers):
     """Without a barrier at the end: the keys of a worker whose program has ended are there for the others."""
     done = launch(3, servers, 0, program=LATE, HPCDP_RANKS_PER_NODE="1", HPCDP_TIMEOUT_S="20")
@@ -132,7 +132,7 @@ print(*found, sep="; ", flush=True)
 
 
 @pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
-@pytest.mark.parametrize("per_node", ["1", "2"])
+@pytest.mark.parametrize("per_node", [pytest.param("1", marks=pytest.mark.thorough), "2"])
 def test_other_nodes_go_on_without_a_dead_worker_and_name_it(per_node):
     done = launch(3, 0, 0, "--with-ft ulfm", program=ACROSS, HPCDP_RANKS_PER_NODE=per_node)
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
@@ -143,7 +143,7 @@ def test_other_nodes_go_on_without_a_dead_worker_and_name_it(per_node):
     assert "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("servers", "per_node"), [(0, None), (1, "1")])
+@pytest.mark.parametrize(("servers", "per_node"), [pytest.param(0, None, marks=pytest.mark.thorough), (1, "1")])
 def test_without_that_the_job_ends_and_the_worker_is_named(servers, per_node):
     environ = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": per_node}
     done = launch(3, servers, 0.05, **environ)

@@ -53,6 +53,7 @@ def test_models_are_of_the_size_that_they_say(name: str) -> None:
     assert torch.nn.functional.cross_entropy(net(x), y).item() > 0
 
 
+@pytest.mark.thorough
 def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     found = tmp_path / "report.json"
     options = ["--hosts", "1", "--models", "lenet", "--turns", "1", "--seconds", "0.02", "--json", str(found)]

@@ -13,6 +13,7 @@ from torch import nn
 
 import hpcdp
 import hpcdp.torch
+from hpcdp.benchmarks import torch_ddp, torch_models
 
 pytestmark = pytest.mark.mpi
 STEPS = 5
@@ -134,7 +135,18 @@ def test_losses_and_parameters_are_those_of_torchs_ddp(world, scenario, owner, o
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_candidates_of_the_benchmark_learn_alike(world):
+    if world.size != 2:
+        pytest.skip("two ranks are enough: tests/torch/test_torch_ddp_benchmark.py has what the program says")
+    row = torch_ddp.measure(world, "lenet", torch_models.MODELS["lenet"].batches[0], turns=1, seconds=0.02)
+    assert row["loss_difference"] < 0.02 * row["apart"]
+    assert set(row["step_ms"]) == {torch_ddp.DDP, torch_ddp.RANK, torch_ddp.SHARD, torch_ddp.ALONE}
+
+
 def test_compiled_modules_learn_as_others(world):
+    if world.size != 2:
+        pytest.skip("two ranks are enough: what is compiled is the same on any number of them")
+
     def wrap(net):
         return torch.compile(hpcdp.torch.DistributedDataParallel(net, world), backend="aot_eager")
 

@@ -8,7 +8,7 @@ from hpcdp import data, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
 
-STEPS, GLOBAL_BATCH = 20, 32
+STEPS, GLOBAL_BATCH = 10, 32
 
 
 def parameters_after(world, model="lenet", owner="auto", weights=None, optimizer="sgd"):

@@ -120,7 +120,10 @@ OVERLAP = {"overlap": True, "owner": "rank"}
 
 @pytest.mark.parametrize(
     ("scenario", "per_node", "options"),
-    [("raises_in_backward", 1, OVERLAP), ("raises_between_steps", None, {"overlap": False, "owner": "shard"})],
+    [
+        ("raises_in_backward", 1, OVERLAP),
+        pytest.param("raises_between_steps", None, {"overlap": False, "owner": "shard"}, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_that_raises_ends_all(scenario, per_node, options, tmp_path):
     with Job(tmp_path, scenario, 2, per_node, **options) as job:
@@ -180,7 +183,10 @@ def test_a_rank_that_stays_stopped_is_named_and_the_job_aborted(per_node, overla
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "overlap"),
-    [(2, None, False), (3, 1, True), pytest.param(4, 2, False, marks=pytest.mark.thorough)],
+    [
+        (2, 1, True),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, None, False), (3, 1, True), (4, 2, False))),
+    ],
 )
 def test_a_rank_in_an_endless_loop_is_named_and_shows_where_it_is(ranks, per_node, overlap, tmp_path):
     with Job(tmp_path, "loops", ranks, per_node, limits=(1, 4), overlap=overlap, owner="rank") as job:
@@ -214,9 +220,22 @@ def test_a_job_in_which_a_rank_comes_late_ends_well(ranks, per_node, tmp_path):
         assert "in dawdles" in job.said
 
 
-def test_ranks_whose_models_differ_are_told_alike(tmp_path):
-    with Job(tmp_path, "other_models", 3, 2) as job:
-        everyone = job.results()
+def results_of(scenario, ranks_are, folder):
+    """What a scenario in which nobody is to fail returns on three ranks, two of one node."""
+    if ranks_are == "threads":
+        return threads.run(3, lambda world: getattr(faulty_rank, scenario)(world, {}), 2)
+    with Job(folder, scenario, 3, 2) as job:
+        return job.results()
+
+
+THREADS_OR_PROCESSES = pytest.mark.parametrize(
+    "ranks_are", ["threads", pytest.param("processes", marks=pytest.mark.thorough)]
+)
+
+
+@THREADS_OR_PROCESSES
+def test_ranks_whose_models_differ_are_told_alike(ranks_are, tmp_path):
+    everyone = results_of("other_models", ranks_are, tmp_path)
     found = {name: {rank[name][0] for rank in everyone} for name in everyone[0]}
     assert [len(messages) for messages in found.values()] == [1] * 4
     said = {name: messages.pop() for name, messages in found.items()}
@@ -237,9 +256,9 @@ def test_a_trainer_that_some_ranks_do_not_make_is_a_hang_that_names_them(tmp_pat
         assert "in trainer_on_some_ranks" in job.said  # where rank 1 is instead
 
 
-def test_fewer_batches_on_one_rank_give_the_gradient_of_the_global_batch(tmp_path):
-    with Job(tmp_path, "fewer_batches", 3, 2) as job:
-        everyone = job.results()
+@THREADS_OR_PROCESSES
+def test_fewer_batches_on_one_rank_give_the_gradient_of_the_global_batch(ranks_are, tmp_path):
+    everyone = results_of("fewer_batches", ranks_are, tmp_path)
 
     def alone(world):
         net, params = faulty_rank.model()
@@ -258,9 +277,9 @@ def test_fewer_batches_on_one_rank_give_the_gradient_of_the_global_batch(tmp_pat
     np.testing.assert_allclose(np.frombuffer(bytes.fromhex(bits), "f4"), wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_a_nan_on_one_rank_is_treated_alike_on_all(tmp_path):
-    with Job(tmp_path, "not_finite", 3, 2) as job:
-        everyone = job.results()
+@THREADS_OR_PROCESSES
+def test_a_nan_on_one_rank_is_treated_alike_on_all(ranks_are, tmp_path):
+    everyone = results_of("not_finite", ranks_are, tmp_path)
     wanted = {
         # After the first NaN nothing is finite any more.
         "count": {"raised": [], "untouched": [2, 3, 4], "counted": 4, "updates": 5, "finite": False},

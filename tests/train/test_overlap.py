@@ -274,7 +274,7 @@ if world.rank == 0:
 """
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [pytest.param(2, 1, marks=pytest.mark.thorough), (3, 2)])
 def test_a_rank_that_is_at_its_end_sees_the_last_updates_through(ranks, per_node, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(LEAVES_EARLY)

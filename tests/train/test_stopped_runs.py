@@ -37,11 +37,12 @@ def numbers(run_dir: Path) -> list[list[object]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    done = train(folder, *RUN, "--run-dir", "a")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "a"
+def whole(made_once) -> Path:
+    def fill(folder: Path) -> None:
+        done = train(folder, *RUN, "--run-dir", "a")
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return made_once("whole-run", fill) / "a"
 
 
 def started(folder: Path, *arguments: str, epochs: int) -> subprocess.Popen[str]:

@@ -1,0 +1,30 @@
+"""Examples as their users start them, with threads of this process in place of ranks, so that no interpreter starts."""
+
+import contextlib
+import io
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import hpcdp
+from hpcdp.comm import threads
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def start(name: str, ranks: int, *arguments: str) -> str:
+    """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised."""
+    code = compile((EXAMPLES / name).read_text(), name, "exec")
+    own, said = threading.local(), io.StringIO()
+
+    def rank(world: hpcdp.World) -> None:
+        own.world = world
+        exec(code, {"__name__": "__main__", "__doc__": None})
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", [name, *arguments])
+        patch.setattr(hpcdp, "init", lambda: own.world)
+        threads.run(ranks, rank)
+    return said.getvalue()
