@@ -91,6 +91,8 @@ class Watchdog:
         self._stream = sys.stderr if stream is None else stream
         self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall, timeout) if limit > 0)])
         self._ended = threading.Event()
+        self._parent = os.getppid() if world.size > 1 else None
+        """What has started this rank among others; one that is alone may outlive the shell of its user."""
         self._thread = threading.Thread(target=self._watch, name="hpcdp-watchdog", daemon=True)
         if stall > 0 or timeout > 0:
             self._meet(shows_stacks=stream is None and _show_stacks_when_asked())
@@ -156,6 +158,10 @@ class Watchdog:
         lasted, without, told = 0.0, 0.0, False
         looked = time.monotonic()
         while not self._ended.wait(self._look_s):
+            if self._parent not in (None, os.getppid()):
+                with contextlib.suppress(OSError):  # it may have read what is said
+                    self._say("what has started the ranks is gone; this one ends now")
+                os._exit(1)  # there may be nobody left who would end the job
             # While this process was stopped itself nobody kept it waiting.
             before = lasted
             lasted += min(time.monotonic() - looked, self._look_s + _LONGEST_LOOK_S)

@@ -51,11 +51,11 @@ def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
 class Job:
     """Two sleeping ranks under a launcher; all its processes carry a mark in their environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, before: str = "") -> None:
         self.folder = folder
         self.mark = f"HPCDP_TEST_JOB={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(SLEEPER), str(folder)]
+        command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", *python(before + SLEEPER), str(folder)]
         self.launcher = subprocess.Popen(
             command, env=os.environ | {name: value}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
@@ -173,6 +173,16 @@ def test_a_kill_leaves_nothing_behind(whose: str, tmp_path: Path) -> None:
         folder = (tmp_path / "segments").read_text().split()[0]
         assert launch(1, "true").returncode == 0
         assert not Path(folder).exists(), "the next launch removes it"
+
+
+def test_ranks_end_where_launcher_and_mpirun_are_killed_at_once(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import hpcdp; hpcdp.init()")
+    children = Path(f"/proc/{job.launcher.pid}/task/{job.launcher.pid}/children").read_text().split()
+    job.launcher.send_signal(signal.SIGSTOP)  # so that it does not see the other's end
+    os.kill(int(children[0]), signal.SIGKILL)
+    job.launcher.kill()
+    assert job.end() == -9
+    assert launch(1, "true").returncode == 0  # and removes what they have left
 
 
 @pytest.mark.parametrize("how", ["rank is killed", "ctrl-c"])
