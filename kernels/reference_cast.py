@@ -8,13 +8,16 @@ stays one.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..arrays import Array, array_namespace
 
 
 def to_float16(x: Array, out: Array) -> None:
-    """float32 to the bits of IEEE binary16; changes ``out``."""
+    """float32, here float64, too, to the bits of IEEE binary16; changes ``out``."""
     xp = array_namespace(x, out)
-    out[...] = x.astype(xp.float16).view(xp.uint16)
+    with np.errstate(over="ignore"):
+        out[...] = x.astype(xp.float16).view(xp.uint16)
 
 
 def from_float16(x: Array, out: Array) -> None:

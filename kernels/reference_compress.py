@@ -10,7 +10,7 @@ bits as a whole block of NaN, and the residual is zero there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..arrays import Array, array_namespace
 from . import reference_cast
@@ -100,19 +100,23 @@ def encode_float16(grad: Array, residual: Array, halves: Array) -> None:
     From 65520 on that is an infinity.
     """
     residual += grad
-    _send_cast(residual, halves, reference_cast.to_float16, reference_cast.from_float16)
+    reference_cast.to_float16(residual, halves)
+    _keep_rest(residual, halves, reference_cast.from_float16)
 
 
 def encode_bfloat16(grad: Array, residual: Array, halves: Array) -> None:
-    """Send the nearest bfloat16, as its bits; changes ``residual`` and ``halves``, uint16, shape ``(count,)``."""
+    """Send the nearest bfloat16, as its bits; changes ``residual`` and ``halves``, uint16, shape ``(count,)``.
+
+    A float64 is rounded to float32 first.
+    """
     residual += grad
-    _send_cast(residual, halves, reference_cast.to_bfloat16, reference_cast.from_bfloat16)
+    reference_cast.to_bfloat16(residual.astype(array_namespace(residual).float32), halves)
+    _keep_rest(residual, halves, reference_cast.from_bfloat16)
 
 
-def _send_cast(residual: Array, halves: Array, to, back) -> None:  # type: ignore[no-untyped-def]
+def _keep_rest(residual: Array, halves: Array, back: Callable[[Array, Array], None]) -> None:
     xp = array_namespace(residual)
-    wide, sent = residual.astype(xp.float32), xp.empty(residual.shape, dtype=xp.float32)
-    to(wide, halves)
+    sent = xp.empty(residual.shape, dtype=xp.float32)
     back(halves, sent)
     arrives = xp.isfinite(sent)
     residual[...] = xp.where(arrives, residual - xp.where(arrives, sent, 0), 0)

@@ -19,7 +19,7 @@ import numpy as np
 from ..comm import World, init
 from ..comm.agreement import Outcome, on_every_rank, on_rank_0, require_same, told_to_all
 from ..engine import Engine
-from ..errors import ConfigError, HpcdpError
+from ..errors import ConfigError, DataError, HpcdpError
 from . import arguments, choosing, folder, notice, tree
 from .files import WRITERS, Group, by_rank, check_shards
 from .lock import WriterLock
@@ -271,6 +271,9 @@ class Manager:
 
     def _claim(self) -> None:
         """On rank 0: the folder, and its lock."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            got = "a link to nothing" if self.path.is_symlink() and not self.path.exists() else "a file"
+            raise DataError("save", where=self.path, expected="a folder, or nothing yet", got=got)
         with failing("save", lambda: self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             if self._lock is None:

@@ -188,7 +188,7 @@ class _Flattening:
         view = as_array(value)
         if view is None or view.array.dtype.hasobject or view.array.dtype.kind not in "biufc":
             got = type(value).__name__ if view is None else f"an array of {view.array.dtype}"
-            remedy = "import hpcdp.torch, too" if type(value).__module__.partition(".")[0] == "torch" else None
+            remedy = _of_torch(value)
             if isinstance(value, np.ma.MaskedArray):
                 remedy = "save its data and its mask as two arrays"
             raise UnsupportedError("save", where=name or "the state", expected=_SAVABLE, got=got, remedy=remedy)
@@ -197,6 +197,16 @@ class _Flattening:
                     view.write_back is not None)  # fmt: skip
         node = self._hold(held)
         return node | ({"kind": view.kind} if view.kind else {})
+
+
+def _of_torch(value: object) -> str | None:
+    """How to save an object of PyTorch that cannot be saved as it is."""
+    if type(value).__module__.partition(".")[0] != "torch":
+        return None
+    ours, name = sys.modules.get("hpcdp.torch"), type(value).__name__
+    if ours is None:
+        return "import hpcdp.torch, too"
+    return f"hpcdp.torch.{name} has a state" if hasattr(ours, name) else None
 
 
 def parts_of(operation: str, name: str, whole: Sharded) -> Sequence[Part]:

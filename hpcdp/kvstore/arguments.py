@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, array_namespace, is_host
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, type_named
 from .pulled import can_wait
 
 Key = int | str
@@ -75,7 +75,7 @@ def new_keys(key: object, value: Any, there: Collection[Key]) -> dict[Key, Array
         if len(kinds) > 1:
             raise ConfigError("init", where=f"key {each!r}", expected="keys that are all int or all str", got="both")
         if len(arrays) != 1 or not is_array(arrays[0]):
-            got = f"a {type(arrays[0]).__name__}" if len(arrays) == 1 else f"a list of {len(arrays)}"
+            got = type_named(arrays[0]) if len(arrays) == 1 else f"a list of {len(arrays)}"
             raise ConfigError("init", where=f"key {each!r}", expected="one array", got=got)
         values[each] = arrays[0]
     return values
@@ -162,7 +162,7 @@ def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dt
     """
     fits = is_array(value) or (operation == "pull" and can_wait(value))
     if not fits or tuple(value.shape) != shape or np.dtype(value.dtype) != dtype:
-        got = f"{tuple(value.shape)} {value.dtype}" if fits else f"a {type(value).__name__}"
+        got = f"{tuple(value.shape)} {value.dtype}" if fits else type_named(value)
         raise UnsupportedError(operation, where=f"key {key!r}", expected=f"an array of {shape} {dtype}", got=got)
     if operation in ("pull", "row_sparse_pull") and is_host(value) and not value.flags.writeable:
         raise UnsupportedError(operation, where=f"key {key!r}", expected="an array to write to", got="a read-only one")

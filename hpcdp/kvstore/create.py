@@ -74,4 +74,5 @@ def _check_settings(name: str, staleness: int | None, replay: int | None) -> Non
                 "kvstore.create", where=setting, expected="None, or dist_async", got=f"{value!r} of {name}"
             )
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ConfigError("kvstore.create", where=setting, expected="an integer, 0 or more", got=repr(value))
+            expected = "an integer, 0 or more, or None"
+            raise ConfigError("kvstore.create", where=setting, expected=expected, got=repr(value))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import Array
-from ..errors import ConfigError
+from ..errors import ConfigError, type_named
 from ..optim import Optimizer, Schedule
 from .arguments import Key
 
@@ -73,12 +73,15 @@ class ByFunction:
         return self
 
     def update(self, key: Key, received: Array, stored: Array) -> None:
-        before = stored.copy()
+        before, given = stored.copy(), stored.view()  # its dtype and flags are the function's to spoil
         try:
-            returned = self.function(key, received, stored)
-            if not (returned is None or returned is stored):
-                expected, got = "None, and `stored` changed in place", f"a {type(returned).__name__}"
+            returned = self.function(key, received, given)
+            if not (returned is None or returned is given):
+                expected, got = "None, and `stored` changed in place", type_named(returned)
                 raise ConfigError("updater", expected=f"a function that returns {expected}", got=got)
+            if (given.shape, given.dtype) != (stored.shape, stored.dtype):
+                expected = f"a function that leaves `stored` {stored.dtype} of shape {stored.shape}"
+                raise ConfigError("updater", expected=expected, got=f"{given.dtype} of shape {given.shape}")
         except BaseException as error:
             stored[...] = before  # a push takes effect whole or not at all
             failure = error

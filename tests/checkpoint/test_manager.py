@@ -451,6 +451,18 @@ def test_steps_to_restore_are_checked(step, n, tmp_path):
         assert f"restore [step]: expected an integer from 0 to 10**18 - 1, got {step!r}" in text and state == {"a": 1}
 
 
+@pytest.mark.parametrize("what", ["a file", "a link to nothing"])
+def test_a_folder_that_is_none_is_refused(what, tmp_path):
+    path = tmp_path / "here"
+    path.symlink_to("nowhere") if what != "a file" else path.touch()
+
+    def one(world):
+        with pytest.raises(DataError, match=rf"save \[.*here\]: expected a folder, or nothing yet, got {what}"):
+            Manager(path, world).save(world.rank * 0, {"w": np.ones(2)})
+
+    threads.run(2, one)
+
+
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()

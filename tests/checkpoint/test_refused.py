@@ -196,6 +196,8 @@ def test_tensors_of_torch_that_cannot_be_taken_or_filled_are_named(tmp_path):
 
     of_meta = saves(lambda world: {"x": torch.empty(2, device="meta") if world.rank else torch.ones(2)})
     assert of_meta.startswith("rank 1: save [x]: expected its state, to save it, got NotImplementedError: ")
+    sampler = torch.utils.data.DistributedSampler([1, 2], num_replicas=1, rank=0)
+    assert saves(lambda world: {"s": sampler}).endswith("; hpcdp.torch.DistributedSampler has a state")
     assert "checkpoint [x]: expected dense tensors" in saves(lambda world: {"x": torch.eye(2).to_sparse()})
     assert "checkpoint [y/0]: expected a dtype that" in saves(
         lambda world: {"y": [torch.zeros(2, dtype=torch.float8_e5m2)]}

@@ -129,6 +129,15 @@ def test_what_is_not_finite_arrives_as_such_and_is_not_kept(codec, bad, dtype):
     assert np.isfinite(again).all()
 
 
+@pytest.mark.filterwarnings("error")
+def test_float16_of_a_float64_is_rounded_once():
+    x = np.array([1 + 2**-11 + 2**-40, 65519.9999999, 2**-25 + 2**-60, 7e4])
+    residual, wire = np.zeros(4), np.zeros(8, np.uint8)
+    Float16().encode(x, residual, wire)
+    assert wire.view(np.float16).tolist() == [1 + 2**-10, 65504, 2**-24, np.inf]
+    assert residual[:3].tolist() == (x - wire.view(np.float16))[:3].tolist()
+
+
 def test_float16_overflows_to_an_infinity():
     out, kept, _ = coded(Float16(), np.array([1e6, 2.0], "f4"), np.zeros(2, "f4"))
     assert out.tolist() == [np.inf, 2.0]

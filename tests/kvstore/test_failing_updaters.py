@@ -178,6 +178,34 @@ def returns_stored(key, received, stored):
     return np.add(stored, received, out=stored)
 
 
+def spoils(key, received, stored):
+    """What it is given, in one way or another."""
+    stored += received
+    if received[0] == 1:
+        stored.dtype = np.uint8
+    else:
+        stored.flags.writeable = False
+
+
+@pytest.mark.parametrize(("kind", "per_node"), KINDS)
+def test_a_function_may_spoil_the_array_that_it_is_given_and_not_the_value(kind, per_node):
+    def one(store, first):
+        store.init("w", np.zeros(4))
+        store.set_updater(spoils)
+        concerned = first or store.kind == "dist_sync"
+        for value in (1, 2, 3):
+            pushed(store, value, first)
+            if concerned and value == 1:
+                with pytest.raises(HpcdpError, match=r"leaves `stored` float64 of shape \(4,\), got uint8"):
+                    store.pull("w").wait()
+        if concerned:
+            store.wait()
+        store.barrier()
+        return store.pull("w").wait().tolist()
+
+    assert all(value == [5.0] * 4 for value in with_store(kind, per_node, one))
+
+
 @pytest.mark.parametrize(("kind", "per_node"), KINDS)
 def test_a_rate_that_is_none_is_an_error_of_the_push(kind, per_node):
     def one(store, first):
