@@ -366,7 +366,10 @@ def test_a_path_that_is_a_file(tmp_path):
             assert manager.steps() == []
             return said
 
-    assert "expected a folder, or nothing yet, got a file" in threads.run(2, lambda world: one(world, tmp_path / "file"))[0]
+    assert (
+        "expected a folder, or nothing yet, got a file"
+        in threads.run(2, lambda world: one(world, tmp_path / "file"))[0]
+    )
     assert "Not a directory" in threads.run(2, lambda world: one(world, tmp_path / "file" / "below"))[0]
 
 
