@@ -219,7 +219,10 @@ def _bereft(family: str) -> int | None:
 
 def _failed(seen: End | None, ends: Sequence[End], family: str) -> End | None:
     """The rank that failed first, of which an mpirun that had to be killed has said nothing."""
-    return seen and (first_failure(ends, 0, _bereft(family)) or seen)
+    if seen is None:
+        return None
+    found = (first_failure(ends, code, _bereft(family)) for code in (0, seen.exit_status))
+    return next(filter(None, found), seen)
 
 
 def _forward_signals(

@@ -30,6 +30,8 @@ _BEFORE_S, _AFTER_S = 1.0, 0.05
 Open MPI takes a quarter of a second to kill. MPICH kills when a rank's connection closes, just before the rank has
 ended: on a machine with fewer cores than ranks it now and then ends after one that was killed for it.
 """
+_TOLD = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""What programs end with that take mpirun's SIGTERM, as `hpcdp train` does."""
 _BEREFT_S = 0.2
 """So long after ranks that leave because another has gone that one may be seen to end; Open MPI kills later."""
 BEREFT = 14
@@ -257,6 +259,8 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         if cause is not None:
             return cause
     first = next((end for end in ends if end.status != 0), None)
+    if first is not None and first.exit_status in _TOLD:
+        first = _told_of_later(ends, first)
     if first is not None and first.status is None:  # it may have ended well
         told = (end for end in ends if end.status and not _killed(end.status) and end.exit_status == code)
         return next(told, first)
@@ -270,14 +274,17 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
     of_themselves = [
         end
         for end in ends
-        if -_AFTER_S < first.at_s - end.at_s < _BEFORE_S and end.status is not None and not _killed(end.status)
+        if -_AFTER_S < first.at_s - end.at_s < _BEFORE_S
+        and end.status is not None
+        and not _killed(end.status)
+        and end.exit_status not in _TOLD
     ]
     failed = next((end for end in of_themselves if end.status), None)
     if failed is not None:
         return failed
     if of_themselves and code in (0, 1, sign):
         return of_themselves[-1]
-    return first if code in (sign, 128 + sign, _HYDRA_FAILED) else None
+    return first if code in (sign, 128 + sign, _HYDRA_FAILED, *_TOLD) else None
 
 
 def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
@@ -295,6 +302,17 @@ def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
 
     others = (end for end in ends if end.status is not None and end.exit_status != bereft)
     return min((end for end in others if end.at_s - left.at_s < _BEREFT_S), key=doubt, default=None)
+
+
+def _told_of_later(ends: Sequence[End], first: End) -> End:
+    """The rank for which mpirun has told ``first`` to end, where another host tells of it later; else ``first``."""
+
+    def is_cause(end: End) -> bool:
+        is_elsewhere = end.host != first.host and end.at_s - first.at_s < _BEFORE_S
+        return is_elsewhere and bool(end.status) and end.exit_status not in _TOLD
+
+    causes = [end for end in ends if is_cause(end)]
+    return min(causes, key=lambda end: _killed(end.status or 0), default=first)
 
 
 def _killed(status: int) -> bool:

@@ -220,6 +220,24 @@ def test_who_failed_first_of_ranks_that_leave_when_another_has_gone(
     assert first is not None and first.rank == rank
 
 
+@pytest.mark.parametrize(
+    ("ends", "code", "rank"),
+    [
+        ([(1, 130 << 8, 1.0), (3, 9, 1.04), (0, 9, 1.05), (2, 9, 1.3)], 130, 3),  # that host was heard later
+        ([(1, 130 << 8, 1.0), (0, 143 << 8, 1.0), (3, 9, 1.4)], 143, 3),
+        ([(3, 9, 1.0), (1, 130 << 8, 1.01), (0, 130 << 8, 1.01)], 130, 3),
+        ([(1, 15, 1.0), (2, 9, 1.2), (3, 3 << 8, 1.3)], 1, 3),
+        ([(1, 130 << 8, 1.0), (0, 9, 1.3), (2, 130 << 8, 1.3)], 130, 1),  # somebody has told it
+    ],
+)
+def test_who_failed_first_of_ranks_that_end_when_mpirun_tells_them(
+    ends: list[tuple[int, int | None, float]], code: int, rank: int
+) -> None:
+    on_hosts = [end._replace(host="b" if end.rank > 1 else "a") for end in ends_of(*ends)]
+    first = first_failure(on_hosts, code, bereft=14)
+    assert first is not None and first.rank == rank
+
+
 def test_words_for_an_end() -> None:
     assert str(End(1, 7, None, 0.0)) == "rank 1 (pid 7) ended before the others"
     assert str(End(1, 7, signal.SIGRTMIN + 3, 0.0)) == f"rank 1 (pid 7) was killed by signal {signal.SIGRTMIN + 3}"
