@@ -295,10 +295,11 @@ def _left_others(ends: Sequence[End], left: End, bereft: int) -> End | None:
     """
 
     def doubt(end: End) -> int:
-        if end.status and not _killed(end.status):
+        if end.status and not _killed(end.status) and end.exit_status not in _TOLD:
             return 0
-        signs = [0, signal.SIGKILL, signal.SIGTERM]
-        return 1 + 2 * signs.index(os.WTERMSIG(end.status or 0)) + (end.host == left.host)
+        statuses = [(0,), (128 + signal.SIGKILL,), _TOLD]
+        doubted = next(number for number, each in enumerate(statuses) if end.exit_status in each)
+        return 1 + 2 * doubted + (end.host == left.host and end.at_s > left.at_s - _AFTER_S)
 
     others = (end for end in ends if end.status is not None and end.exit_status != bereft)
     return min((end for end in others if end.at_s - left.at_s < _BEREFT_S), key=doubt, default=None)

@@ -228,6 +228,7 @@ def test_who_failed_first_of_ranks_that_leave_when_another_has_gone(
         ([(3, 9, 1.0), (1, 130 << 8, 1.01), (0, 130 << 8, 1.01)], 130, 3),
         ([(1, 15, 1.0), (2, 9, 1.2), (3, 3 << 8, 1.3)], 1, 3),
         ([(1, 130 << 8, 1.0), (0, 9, 1.3), (2, 130 << 8, 1.3)], 130, 1),  # somebody has told it
+        ([(3, 9, 1.0), (1, 130 << 8, 1.49), (2, 14 << 8, 1.51), (0, 9, 1.52)], 137, 3),
     ],
 )
 def test_who_failed_first_of_ranks_that_end_when_mpirun_tells_them(
