@@ -33,7 +33,8 @@ def new_names(form: Form, rename: Mapping[str, str] | Callable[[str], str] | Non
     else:
         strange = next((old for old in rename if not any((name + "/").startswith(f"{old}/") for name in names)), None)
         if strange is not None:
-            raise ConfigError("restore", where="rename", expected="names of the checkpoint", got=repr(strange))
+            expected = "names of the checkpoint, or what stands before a slash in them"
+            raise ConfigError("restore", where="rename", expected=expected, got=repr(strange))
         given = {name: _moved(name, rename) for name in names}
     odd = next((name for name, new in given.items() if not isinstance(new, str) or not new), None)
     if odd is not None:

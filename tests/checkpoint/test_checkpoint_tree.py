@@ -267,7 +267,7 @@ def test_renaming(rename, expected):
         ({"netto": None}, "expected a name for 'netto', got None"),
         ({"netto": 5}, "expected a name for 'netto', got 5"),
         ({"netto": ""}, "expected a name for 'netto', got ''"),
-        ({7: "x"}, "expected names of the checkpoint, got 7"),
+        ({7: "x"}, "expected names of the checkpoint, or what stands before a slash in them, got 7"),
     ],
 )
 def test_renames_that_cannot_be(rename, message):
