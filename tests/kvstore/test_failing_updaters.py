@@ -34,6 +34,13 @@ def pushed(store, value, first):
         store.push("w", np.full(4, float(value if first else 0)))
 
 
+def told_by_a_pull(store, kinds=HpcdpError):
+    """What it raises, with the notes."""
+    with pytest.raises(kinds) as failure:
+        store.pull("w").wait()
+    return " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+
+
 @pytest.mark.parametrize(("kind", "per_node"), KINDS)
 def test_an_error_has_changed_nothing_and_lasts_until_the_next_push(kind, per_node):
     def one(store, first):
@@ -42,9 +49,7 @@ def test_an_error_has_changed_nothing_and_lasts_until_the_next_push(kind, per_no
         pushed(store, 1, first)
         concerned = first or store.kind == "dist_sync"
         for _ in range(2 if concerned else 0):
-            with pytest.raises((ValueError, HpcdpError)) as failure:
-                store.pull("w").wait()
-            said = " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+            said = told_by_a_pull(store, (ValueError, HpcdpError))
             assert "a one" in said
             assert "key 'w'" in said
         pushed(store, 2, first)
@@ -77,9 +82,7 @@ def test_an_updater_that_would_end_the_program_fails_like_others(per_node, updat
         store.set_updater(updater)
         pushed(store, 1, first)
         if first or kind == "dist_sync":
-            with pytest.raises(HpcdpError) as failure:
-                store.pull("w").wait()
-            told = " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+            told = told_by_a_pull(store)
             assert f"expected a function that returns, got {said}" in told
             assert "key 'w'" in told
         pushed(store, 2, first)
@@ -318,9 +321,7 @@ def test_the_exception_that_ends_generators_is_told_like_others(kind, per_node):
         store.set_updater(stops)
         pushed(store, 1, first)
         if first or kind == "dist_sync":
-            with pytest.raises(HpcdpError) as failure:
-                store.pull("w").wait()
-            said = " ".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+            said = told_by_a_pull(store)
             assert "expected a function that returns, got StopIteration" in said and "key 'w'" in said
 
     with_store(kind, per_node, one)
