@@ -1,6 +1,7 @@
 """One file that all ranks write through parallel HDF5, where some Python has it.
 
 ``HPCDP_PARALLEL_HDF5_PYTHON`` names one whose h5py was built with HDF5_MPI=ON; without it, that of the tests is asked.
+docs/checkpoints.md says how to make one on Debian.
 """
 
 import os
