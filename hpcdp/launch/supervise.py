@@ -172,6 +172,9 @@ def _explained(
     ranks of other hosts, a rank of this one that left with the job's status is believed, and no other.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
+    if first is None and words.have_closed:  # mpirun had heard of the abort, and killed that rank before it ended
+        ends = [end._replace(status=BEREFT << 8) if end.rank == words.aborted else end for end in ends]
+        first = first_failure(ends, code, BEREFT)
     if words.missing is not None and (first is None or first.exit_status == code):
         return code, _by_watchdog(words.missing)
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):

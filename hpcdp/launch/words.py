@@ -36,6 +36,7 @@ _ABORTED = re.compile(
     rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort",
     re.MULTILINE,
 )
+_CLOSED = b"*** An error occurred in Socket closed"
 # hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
 _MISSING = re.compile(
     rb"rank [0-9]+ of [0-9]+: [^\n]* (?:has not ended in [0-9.]+ s: ([^\n]+)\n[^\n]*the job ends now|"
@@ -95,6 +96,8 @@ class Words:
         """The first rank that mpirun has said to have failed."""
         self.aborted: int | None = None
         """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
+        self.have_closed = False
+        """Whether a rank of Open MPI has said that its connection to another has closed."""
         self.missing: str | None = None
         """Why the watchdog of a rank has ended the job: which ranks have not come, and what is known of them."""
         self._of_tasks, self._tasks = b"", list[Tasks]()
@@ -184,6 +187,7 @@ class Words:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         if self.aborted is None and (found := _ABORTED.search(self._kept)):
             self.aborted = int(found[1] or found[2])
+        self.have_closed |= _CLOSED in self._kept
         if self.missing is None and (found := _MISSING.search(self._kept)):
             self.missing = (found[1] or found[2]).decode(errors="replace")
         self._of_tasks += received

@@ -47,7 +47,10 @@ ranks = [
 ]
 for rank in ranks:
     rank.wait()
-sys.exit("prterun has exited due to process rank {named} with PID 0 on node a.site calling\\n\\"abort\\". This may")
+print("[vm:00000] *** An error occurred in Socket closed", file=sys.stderr)
+says = "prterun has exited due to process rank {named} with PID 0 on node a.site calling\\n\\"abort\\". This may"
+print(says, file=sys.stderr)
+sys.exit({status})
 """
 
 
@@ -80,11 +83,21 @@ def test_the_rank_that_fails_first_is_named_in_one_line(fault: str, status: int,
     assert done.stderr.count("\n") <= 1 + (MPICH and "Abort" in fault), done.stderr
 
 
-@pytest.mark.parametrize("named", [0, 1])
-def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(tmp_path: Path, named: int) -> None:
+@pytest.mark.parametrize(
+    ("aborts", "named", "status"),
+    [
+        (f"sleep 0.32; exit {watch.BEREFT}", 0, 1),
+        (f"sleep 0.32; exit {watch.BEREFT}", 1, 1),
+        ("sleep 0.32; kill -TERM $$", 0, watch.BEREFT),  # mpirun heard of its abort, and was faster
+        ("sleep 0.4; kill -KILL $$", 0, watch.BEREFT),
+    ],
+)
+def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
+    tmp_path: Path, aborts: str, named: int, status: int
+) -> None:
     """It has lost its connection to the first; seen where one uses TCP, and mpirun hears of the abort first."""
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text(MISNAMES.format(python=sys.executable, aborts=f"sleep 0.32; exit {watch.BEREFT}", named=named))
+    mpirun.write_text(MISNAMES.format(python=sys.executable, aborts=aborts, named=named, status=status))
     mpirun.chmod(0o755)
     supervise = "import os, sys; from hpcdp.launch.supervise import supervise as s; "
     code = supervise + "sys.exit(s([sys.argv[1]], os.environ, 3, 'openmpi'))"
