@@ -13,8 +13,7 @@ From a model's gradients to its update:
 - `beside` is what buckets do while Python computes: reductions that backward launches, updates that outlast a step.
 - `closing` exchanges the few numbers that end a step.
 - `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
-- `parts` adds up norms over ranks that have parts of a model, and not copies.
-- `layers` finds the norms of whole layers, for rules that need them.
+- `norms` finds the norms of summed gradients: of a whole model, and of its layers.
 - `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.
 """
 

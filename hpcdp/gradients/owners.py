@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from .. import kernels
 from ..arrays import Array, array_namespace
 from ..optim import Optimizer
-from . import layers
+from . import norms
 from .reducer import Bucket, Parameter, Reducer
 
 
@@ -180,7 +180,7 @@ class _Flat:
             for bucket in self.reducer.buckets:
                 self._update_own(bucket, self._pieces[bucket.number], step, scale)
             return
-        found = layers.squares(self.reducer, self.flats, self.span)
+        found = norms.of_layers(self.reducer, self.flats, self.span)
         for bucket in self.reducer.buckets:
             for piece in self._pieces[bucket.number]:
                 rule, scale_of = piece.rule.of_layer(step - piece.passed_over, scale, found.get(piece.layer))

@@ -20,8 +20,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
-
 from .. import kernels
 from ..arrays import Array, array_namespace, is_host
 from ..collectives.progress import Progress, Steps, Together
@@ -30,8 +28,6 @@ from ..comm.shared import NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
 from ..errors import ConfigError, StaleGradientError
-from ..optim.lars import squares
-from . import parts
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
@@ -355,40 +351,6 @@ class Reducer:
         """Every bucket and this rank's shard of it, a view of shape ``(n,)``."""
         for bucket in self.buckets:
             yield bucket, bucket.mine[slice(*bucket.shard)]
-
-    def sum_of_squares(self) -> float:
-        """This rank's part of the summed gradients' squared norm; the parts of all ranks add up to it.
-
-        The shards must be reduced. Accumulated in float64; it is not finite where some gradient is not.
-        """
-        if not self.is_counted:
-            return 0.0
-        return sum(squares(run) for bucket in self.buckets for run in self._counted(bucket, *bucket.shard))
-
-    def sum_norm(self) -> float:
-        """The norm of the summed gradients, the same on all ranks, all of which must call; the shards must be reduced.
-
-        It is that of a whole model, also where this rank has a part of one (`World.model_comm`, `World.part_comm`). It
-        is not finite where some gradient is not.
-        """
-        if self.virtual_shards is not None and self.holds_sums:  # by shards its bits would depend on their number
-            total = sum(squares(run) for bucket in self.buckets for run in self._counted(bucket, 0, bucket.mine.size))
-        else:
-            total = self.closing.tally(self.sum_of_squares())[0]
-        for comm in (self.world.part_comm, self.world.model_comm):
-            total = sum(parts.told_by(comm, self._watchdog, total))
-        return float(total**0.5)
-
-    def _counted(self, bucket: Bucket, first: int, last: int) -> Iterator[Array]:
-        return parts.counted(bucket, first, last, self.params, self.world.part_comm)
-
-    def add_up_parts(self, squares: np.ndarray, names: Sequence[str]) -> None:
-        """Add to the squared norms of the named parameters, in place, those of their other parts; every rank must call.
-
-        Args:
-            squares: shape ``(parameters, ...)``; the same bits on all ranks.
-        """
-        parts.add_up(squares, [self.params[name] for name in names], self.world.part_comm, self._watchdog)
 
     def reduce_everywhere(self) -> None:
         """Make every rank's row of every bucket the sum over all ranks; every rank must call, outside of backward."""

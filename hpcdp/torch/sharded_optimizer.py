@@ -11,7 +11,7 @@ import torch
 
 from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
-from ..gradients import ShardOwner
+from ..gradients import ShardOwner, norms
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import sharded_state
 from .distributed import DistributedDataParallel
@@ -250,7 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _norm(self, operation: str, setting: float) -> float:
         """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
         reducer = self._backward.reducer
-        (squares,), alike = reducer.closing.tally_alike((setting,), reducer.sum_of_squares())
+        (squares,), alike = reducer.closing.tally_alike((setting,), norms.of_shards(reducer))
         if not alike:
             require_same(self._world.comm, operation, [f"{operation} by {setting!r}"], "pass the same on all ranks")
         return math.sqrt(squares)

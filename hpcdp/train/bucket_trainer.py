@@ -17,7 +17,7 @@ from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..compression import Compression, Settings
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError
-from ..gradients import EveryRank, Owner, Reducer, ShardOwner
+from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
 from ..gradients.critical_path import BucketTimes
@@ -182,7 +182,7 @@ class BucketTrainer(Trainer):
             return
         scale = 1.0 / (total * self.loss_scale)
         if self._looks_at_sums:
-            norm = self.reducer.sum_norm()
+            norm = norms.of_model(self.reducer)
             if not math.isfinite(norm):
                 self.num_nonfinite += 1
                 if self.policy.nonfinite == "raise":
