@@ -10,6 +10,7 @@ import numpy as np
 from .measure import format_size
 from .verdicts import (
     allreduce_rounds,
+    convolution_rows,
     hybrid_rows,
     kernel_names,
     median,
@@ -121,6 +122,19 @@ def _hybrid_table(rows: list[dict[str, Any]]) -> str:
     return text + _table(["", *names], lines)
 
 
+def _convolution_table(results: dict[str, Any]) -> str:
+    """Every layer and pass: the time by each candidate."""
+    layers = convolution_rows(results)
+    names = list(next(iter(layers.values()))[0]["median_us"])
+    text = "## Convolutions on one core\n\nMicroseconds; the product is the bare one that a pass comes down to.\n\n"
+    lines = [
+        [f"{layer}: {row['pass']}", f"{row['gflop_s']:.0f}", *(f"{row['median_us'][name]:.0f}" for name in names)]
+        for layer, rows in layers.items()
+        for row in rows
+    ]
+    return text + _table(["", "GFLOP/s", *names], lines)
+
+
 def _kernel_table(results: dict[str, Any]) -> str:
     rounds = results["kernels"]
     sizes = sorted({row["nbytes"] for report in rounds for row in report["rows"]})
@@ -208,6 +222,8 @@ def render(results: dict[str, Any]) -> str:
             "its time is a multiple of the kernel's.\n\n"
         )
         parts.append("## Kernels on one core\n\n" + about + _kernel_table(results))
+    if results.get("convolutions"):
+        parts.append(_convolution_table(results))
     if results.get("hybrid"):
         parts.append(_hybrid_table(hybrid_rows(results)))
     if results.get("kvstore"):

@@ -153,6 +153,7 @@ class Suite:
             for batch in (64, 256):
                 self.training(batch)
         self.job("kernels", "kernels", ["-i", "4" if self.brief else "40"], ranks=1)
+        self.job("convolutions", "convolutions", ["--turns", "1", "--brief"] if self.brief else [], ranks=1)
         self.job("hybrid", "hybrid", ["--turns", "2", "--brief"] if self.brief else [], ranks=1)
         self.job("kvstore", "kvstore", ["-i", "4" if self.brief else "100"], ranks=self.ranks)
         size = ["-m", "16M", "-i", "1"] if self.brief else ["-m", "512M"]

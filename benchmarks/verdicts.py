@@ -101,7 +101,7 @@ def _between(values: dict[int, Any], low: int, high: int = 1 << 62) -> dict[int,
 
 
 def verdicts(results: dict[str, Any]) -> list[Verdict]:
-    """S1 to S7, and S9 to S12 from the results of the suite."""
+    """S1 to S12 from the results of the suite."""
     collectives = [
         *_allreduce(results),
         *_updates(results),
@@ -115,6 +115,7 @@ def verdicts(results: dict[str, Any]) -> list[Verdict]:
         *_models(results),
         *_scaling(results),
         *_kernels(results),
+        *_convolutions(results),
         *_stores(results),
         *_checkpoints(results),
         *_startup(results),
@@ -292,6 +293,32 @@ def _kernels(results: dict[str, Any]) -> list[Verdict]:
         share = median_by_size(rounds, of_kernel(name, "share"))
         found.append(_worst("S7", f"kernel, {name}: share of the copy rate", 0.85, share, "%"))
     return found or [_worst("S7", "kernels: share of the copy rate", 0.85, {}, "%")]
+
+
+def _convolutions(results: dict[str, Any]) -> list[Verdict]:
+    found = []
+    for layer, rows in convolution_rows(results).items():
+        if rows[0]["channels"] >= 64:
+            key, wanted, least = "share", "at least 85%", 0.85
+            what = "the time of a bare product over its own"
+        else:
+            key, wanted, least = "peer_ratio", "at least 1x", 1.0
+            what = "PyTorch's time over its own"
+        ratios = [row[key] for row in rows]
+        is_known = None not in ratios
+        told = [f"{100 * each:.0f}%" if key == "share" else f"{each:.2f}x" for each in ratios if each is not None]
+        measured = f"{', '.join(told)} ({', '.join(row['pass'] for row in rows)})" if is_known else None
+        what_of = f"convolution {layer}: {what}"
+        found.append(Verdict("S8", what_of, wanted, measured, is_known and min(ratios) >= least))
+    return found
+
+
+def convolution_rows(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The passes of each layer, by its name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in (row for report in results.get("convolutions", []) for row in report["rows"]):
+        found.setdefault(row["layer"], []).append(row)
+    return found
 
 
 def _stores(results: dict[str, Any]) -> list[Verdict]:
