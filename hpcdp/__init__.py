@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import exits
+
 if TYPE_CHECKING:
     from hpcdp import (
         autograd,
@@ -86,6 +88,10 @@ _HOMES = {
     "reduce_scatter": "hpcdp.collectives",
 }
 """The modules of the names that are no modules themselves."""
+
+
+if exits.is_launched():
+    exits.note()
 
 
 def __getattr__(name: str) -> Any:

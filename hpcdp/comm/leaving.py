@@ -1,8 +1,7 @@
 """A rank that leaves by `sys.exit` with a status that is not 0 ends the whole job, unless all others come to their end.
 
-Python calls no hook for SystemExit. But when nobody has caught it, the interpreter asks it for its code: so `sys.exit`
-raises one here that notes being asked. The one that a program makes itself, ``raise SystemExit(3)``, is not seen; the
-watchdog then misses the rank.
+One that leaves with status 0, or in a way that is not noted (`hpcdp.exits`), waits for the others; if they wait for it
+in turn, in a collective, the watchdog misses it.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
+from .. import exits
 from .failing import end_job, outlives_ranks
 from .roles import name_of
 
@@ -22,31 +22,10 @@ GRACE_S = 3.0
 """How much later than the first rank that leaves so the last one may come to its end."""
 _NAP_S = 0.001
 
-_status = 0
 
-
-class _Exit(SystemExit):
-    __module__ = "builtins"
-
-    @property
-    def code(self) -> Any:  # type: ignore[override]
-        code = vars(SystemExit)["code"].__get__(self)
-        if sys._getframe().f_back is None:  # no function asks, so that the program has ended
-            global _status
-            _status = code & 0xFF if isinstance(code, int) else int(code is not None)
-        return code
-
-
-_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__  # in tracebacks
-
-
-def _exit(status: object = None, /) -> NoReturn:
-    """As `sys.exit`."""
-    raise _Exit(status)
-
-
-def end_job_when_one_leaves(comm_world: MPI.Intracomm, workers: int) -> None:
-    """Make `sys.exit` with a status that is not 0 end the job as an uncaught exception does; all processes must call.
+def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
+    """Make this process wait for all others when it ends, as MPI_Finalize does, but not Open MPI's under srun; or end
+    the job as an uncaught exception does, where its status is not 0. All processes must call.
 
     Before that this rank ends what it has under way, such as a checkpoint, and others have `GRACE_S` to end, too: those
     that have all failed alike, or all stop early, end as they would.
@@ -56,18 +35,18 @@ def end_job_when_one_leaves(comm_world: MPI.Intracomm, workers: int) -> None:
     from mpi4py import MPI
 
     comm = comm_world.Dup()
-    sys.exit = _exit
+    exits.note()  # also where hpcdp was imported before a launcher's variables were set
 
     def leave() -> None:
         if MPI.Is_finalized():
             return
         all_leave = comm.Ibarrier()
         deadline = time.monotonic() + GRACE_S
-        while _status and not all_leave.Test():
-            if time.monotonic() > deadline:
+        while not all_leave.Test():
+            if exits.status() and time.monotonic() > deadline:
                 name = name_of(comm_world.rank, workers)
-                print(f"{name} has left with status {_status}, and others go on", file=sys.stderr, flush=True)
-                end_job(comm_world, _status)
+                print(f"{name} has left with status {exits.status()}, and others go on", file=sys.stderr, flush=True)
+                end_job(comm_world, exits.status())
                 return  # with MPICH, which ends the process a little later
             time.sleep(_NAP_S)
 

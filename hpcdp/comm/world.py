@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .. import exits
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
 from .failing import abort_when_one_fails, outlives_ranks
-from .leaving import end_job_when_one_leaves
+from .leaving import wait_for_all_to_leave
 from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
@@ -241,7 +242,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
     if everyone.size > 1:
         abort_when_one_fails(MPI.COMM_WORLD, workers)
-        end_job_when_one_leaves(MPI.COMM_WORLD, workers)
+        wait_for_all_to_leave(MPI.COMM_WORLD, workers)
     if workers == everyone.size:
         return _world_of(everyone, ranks_per_node)
     whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
@@ -309,7 +310,7 @@ def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, node: int, col
 def _load_mpi() -> Any:
     # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
     # /dev/shm where a signal ends the process.
-    if not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")):
+    if not exits.is_launched():
         os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if outlives_ranks():

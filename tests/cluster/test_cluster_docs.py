@@ -22,8 +22,9 @@ CHANGING = ("  slowest", "slowest rank", "stragglers", "critical path")
 
 
 def lasting(text: str) -> list[str]:
-    """Without who was slow, losses, whose last digits differ from processor to processor, versions and cores."""
-    lines = [line for line in text.splitlines() if not line.startswith(CHANGING)]
+    """Without who was slow, losses, whose last digits differ from processor to processor, versions and cores; and
+    without the places where lines are broken, since numbers differ in length."""
+    lines = [line for line in re.sub(r"\n {4,}", " ", text).splitlines() if not line.startswith(CHANGING)]
     numbers = [re.sub(r"\d+(\.\d+)+%?", "N", line) for line in lines]
     return [re.sub(r"( node\d  )[\d,-]+ .*", r"\1", line) for line in numbers]
 

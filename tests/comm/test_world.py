@@ -172,6 +172,32 @@ def test_a_rank_that_leaves_alone_ends_the_job(leaves, status, says):
     assert re.search(says, result.stderr, re.MULTILINE), result.stderr
 
 
+def test_the_status_of_a_program_that_ends_by_its_main_is_noted():
+    """``sys.exit`` is looked up before ``main`` has called `hpcdp.init`."""
+    main = "def main(): world = hpcdp.init(); world.rank and world.barrier(); return 3"
+    result = launched(2, f"import sys, hpcdp\n{main}\nsys.exit(main())")
+    assert result.returncode == 3, result.stderr
+    assert re.search("^rank 0 of 2 has left with status 3, and others go on$", result.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("status", [0, 75])
+def test_a_rank_that_leaves_early_waits_also_where_the_library_does_not(status):
+    result = launched(
+        3,
+        f"""
+        import os, sys, time, hpcdp
+        from pathlib import Path
+        world = hpcdp.init()
+        pids = world.comm.allgather_json(os.getpid())
+        time.sleep(0.3 * (world.rank == 1))
+        if world.rank == 1: print([Path("/proc", str(pid)).exists() for pid in pids])
+        sys.exit({status})
+        """,
+        OMPI_MCA_async_mpi_finalize="1",  # as it is under srun
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (status, "[True, True, True]\n", "")
+
+
 @pytest.mark.parametrize(("leaves", "status"), [("sys.exit(75)", 75), ("sys.exit(0)", 0), ("raise SystemExit(4)", 4)])
 def test_ranks_that_all_leave_end_as_they_would(leaves, status):
     code = f"import sys, time, hpcdp; world = hpcdp.init(); time.sleep(world.rank / 5); {leaves}"
