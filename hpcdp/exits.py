@@ -38,6 +38,9 @@ class _Exit(SystemExit):
             _status = code & 0xFF if isinstance(code, int) else int(code is not None)
         return code
 
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[Any, ...]]:  # to be sent to another process
+        return SystemExit, self.args
+
 
 _Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__  # in tracebacks
 
