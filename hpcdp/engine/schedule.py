@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from .tasks import DeferredTask, Failure, Lane, Task, Variable, Waiter, ring_last, silent_bell
 
 _ENTERED = -1  # of Task.taken: the task is its lane's now
+_LOOK_S = 0.5
 
 
 class Schedule:
@@ -67,7 +68,7 @@ class Schedule:
                     return
                 bell = silent_bell()
                 self._room.append(bell)
-            bell.acquire()
+            _hear(bell)
 
     def hold(self, var: Variable) -> bool:
         """Let a thread that runs no task write a variable, if that is free."""
@@ -192,7 +193,7 @@ class Schedule:
                     self._waiters.add(waiter)
                     var.enqueue(waiter, False)
             if not waiter.dropped:
-                waiter.bell.acquire()
+                _hear(waiter.bell)
         finally:
             if waiter is not None:
                 with self.lock:
@@ -213,7 +214,7 @@ class Schedule:
                 self.refuse_own("waitall", None)
                 bell = silent_bell()
                 self._drained.append(bell)
-            bell.acquire()
+            _hear(bell)
 
     def _see(self, failure: Failure | None) -> Failure | None:
         if failure is self._unseen:
@@ -254,6 +255,15 @@ class Schedule:
         self.lock, self.closed, self.own, self._running = threading.Lock(), True, {}, 0
         for lane in self.lanes.values():
             lane.ready, lane.threads, lane.asleep, lane.deferred = [], [], [], set()
+
+
+def _hear(bell: threading.Lock) -> None:
+    """Sleep until it rings, or until a signal's handler raises.
+
+    A signal that another thread has taken, or that has come when this one was about to sleep, does not wake it.
+    """
+    while not bell.acquire(timeout=_LOOK_S):
+        pass
 
 
 def _ring(bells: list[threading.Lock]) -> None:

@@ -644,6 +644,23 @@ def test_ctrl_c_ends_a_wait_at_once(task, wait):
     assert float(output) - begin < 1
 
 
+@pytest.mark.parametrize("waits", ["engine.waitall()", "engine.wait_to_read(x)", "engine.push(task, writes=[x])"])
+def test_a_signal_that_another_thread_takes_ends_a_wait(waits):
+    """It does not wake the thread that waits, which looks up now and then."""
+    with Engine(max_inflight=1) as engine:
+        x, gone = engine.variable(), threading.Event()
+
+        def task():
+            time.sleep(0.05)  # until the other one waits
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            assert gone.wait(10)
+
+        engine.push(task, writes=[x])
+        with pytest.raises(KeyboardInterrupt):
+            eval(waits, {"engine": engine, "x": x, "task": task})
+        gone.set()
+
+
 @pytest.mark.parametrize("leave", ["", "sys.exit(3)", "raise ValueError('left')"])
 def test_a_process_exits_although_tasks_run_and_wait(leave):
     begin = time.monotonic()
