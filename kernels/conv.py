@@ -1,6 +1,6 @@
 """Floor 0: convolution of NumPy arrays, by whichever of two ways suits its shapes. Imports: im2col, winograd, epilogue.
 
-`reference` is the specification. All passes of a convolution go the same way.
+`reference` is the specification; all arrays must be C-contiguous. All passes of a convolution go the same way.
 """
 
 from __future__ import annotations

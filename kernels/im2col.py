@@ -19,6 +19,8 @@ _BLOCK_POSITIONS = 512
 """A block has so many output positions at least: with fewer, passing over a deep layer's weights costs too much."""
 _OWN_PRODUCT_POSITIONS = 256
 """From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
+_SMALL_PRODUCT = 500_000
+"""Multiplications up to which OpenBLAS takes matrices as they lie: twice as fast where one of them is flat."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
@@ -114,8 +116,10 @@ class _Blocks:
         self._batch, self._channels, self._height, self._width = out.shape
         depth, plane = weight[0].size, self._height * self._width
         positions = max(_BLOCK_POSITIONS, _BLOCK_NBYTES // (depth * x.itemsize))
-        self._rows_at_once = max(1, min(self._height, positions // self._width))
-        self._images_at_once = max(1, min(self._batch, positions // plane))
+        small = _SMALL_PRODUCT // (self._channels * depth)
+        own = min(positions, small) if small >= _OWN_PRODUCT_POSITIONS else positions
+        self._rows_at_once = max(1, min(self._height, own // self._width))
+        self._images_at_once = max(1, min(self._batch, positions // (self._rows_at_once * self._width)))
         columns = self._images_at_once * self._rows_at_once * self._width
         shape = Shape(weight, stride, padding, self._width)
         self.joined = plane < _OWN_PRODUCT_POSITIONS
@@ -166,6 +170,18 @@ def conv2d(
             _finish(room.flat(*extent), room.steps(*extent), bias, relu, planes[images], span)
 
 
+def _add_product(g: np.ndarray, patches: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
+    """Add ``g @ patches.T``, over all images, to ``sums``, which start with the first such product."""
+    if is_first and g.ndim == 2:
+        np.matmul(g, patches.T, out=sums)
+        return
+    product = np.matmul(g, patches.swapaxes(-1, -2))
+    if is_first:
+        product.sum(axis=0, out=sums)
+    else:
+        sums += product if product.ndim == 2 else product.sum(axis=0)
+
+
 def conv2d_gradients(
     x: np.ndarray,
     weight: np.ndarray,
@@ -180,7 +196,7 @@ def conv2d_gradients(
     blocks = _Blocks(x, weight, gy, stride, padding)
     patches, room = blocks.patches, blocks.product
     matrix = patches.matrix()
-    sums = None
+    sums = None if dweight is None else patches.sums(dweight)
     bias_sums = np.zeros(len(weight), weight.dtype)
     gy_planes = blocks.planes(gy)
     out_planes = None if out is None else blocks.planes(out)
@@ -194,14 +210,14 @@ def conv2d_gradients(
                 _gather(gy_planes[images], *target)
             else:
                 _gather_through_relu(gy_planes[images], out_planes[images], *target)
-        if dweight is not None:
-            product = np.matmul(g, patches.unfold(x[images], rows).swapaxes(-1, -2))
-            part = product if blocks.joined else product.sum(axis=0)
-            sums = part if sums is None else np.add(sums, part, out=sums)
+        if sums is not None:
+            _add_product(g, patches.unfold(x[images], rows), sums, is_first=images.start == rows[0] == 0)
         if dx is not None:
             np.matmul(matrix.T, g, out=patches.room(len(x[images]), rows))
             patches.fold(dx[images], rows)
-    if dweight is not None:
-        dweight[...] = 0 if sums is None else patches.weights(sums)
+    if dweight is not None and sums is not None:
+        if not x.size:
+            sums[:] = 0
+        patches.finish(dweight, sums)
     if dbias is not None:
         dbias[...] = bias_sums

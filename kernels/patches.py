@@ -7,8 +7,14 @@ Two layouts, as Georganas et al. ("Anatomy of high-performance deep learning con
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from .buffers import empty
 
@@ -81,12 +87,27 @@ def _fold_channels_last(patches, image, dx, rows, kernel, stride, padding, width
                     dx[n, c, y, z] += line[z, c]
 
 
-@numba.njit(numba.uint32[:, ::1](_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64), **_OPTIONS)
-def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """Which sample of a plane of ``size`` each place of the kernel sees, in all positions; the plane's end for none.
+@intrinsic
+def _single(typingctx: Any, array: Any, index: Any) -> Any:
+    """An element, by a load of its own: the instructions that gather a vector take twice as long on AMD's processors."""
 
-    Shape ``(places, positions)``; unsigned, as no index may be negative: only then the loops vectorise.
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
+        index = builder.zext(args[1], ir.IntType(64))
+        return builder.load_atomic(builder.gep(data, [index]), "monotonic", signature.return_type.bitwidth // 8)
+
+    return array.dtype(array, types.uint32), generate
+
+
+@numba.njit(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64), **_OPTIONS)
+def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
+    """What samples the output ``rows`` see of a plane of ``size``, as (first, end), and which each position sees.
+
+    The latter has the shape ``(places in the kernel, positions)`` and counts from the first one on; padding is the end.
+    Unsigned, so that no index may be negative: only then the loops need not look.
     """
+    top = min(size[0], max(0, rows[0] * stride[0] - padding[0]))
+    bottom = max(top, min(size[0], (rows[1] - 1) * stride[0] - padding[0] + kernel[0]))
     seen = np.empty((kernel[0] * kernel[1], (rows[1] - rows[0]) * width), np.uint32)
     for i in range(kernel[0]):
         for j in range(kernel[1]):
@@ -95,9 +116,9 @@ def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untype
                 for z in range(width):
                     right = z * stride[1] + j - padding[1]
                     inside = 0 <= down < size[0] and 0 <= right < size[1]
-                    at = down * size[1] + right if inside else size[0] * size[1]
-                    seen[i * kernel[1] + j, (y - rows[0]) * width + z] = at
-    return seen
+                    at = (down if inside else bottom) - top
+                    seen[i * kernel[1] + j, (y - rows[0]) * width + z] = at * size[1] + (right if inside else 0)
+    return (top * size[1], bottom * size[1]), seen
 
 
 @numba.njit(
@@ -109,18 +130,16 @@ def _unfold_planes(x, patches, steps, rows, kernel, stride, padding, width):  # 
 
     ``steps`` are the elements from one image's run to the next's, and from one row of the matrix to the next.
     """
-    zero, end = patches.dtype.type(0), np.uint32(x.shape[2] * x.shape[3])
-    last = end - np.uint32(1)
-    seen = _seen(x.shape[2:], rows, kernel, stride, padding, width)
+    (first, end), seen = _seen(x.shape[2:], rows, kernel, stride, padding, width)
+    samples = np.zeros(end - first + 1, patches.dtype)  # the last one being padding
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
-            plane = x[n, c].reshape(-1)
+            samples[: end - first] = x[n, c].reshape(-1)[first:end]
             for place in range(seen.shape[0]):
                 at, target = seen[place], patches[start : start + seen.shape[1]]
                 for k in range(at.size):
-                    value = plane[min(at[k], last)]
-                    target[k] = value if at[k] < end else zero
+                    target[k] = _single(samples, at[k])
                 start += steps[1]
 
 
@@ -130,20 +149,22 @@ def _unfold_planes(x, patches, steps, rows, kernel, stride, padding, width):  # 
 )
 def _fold_planes(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """The transpose of `_unfold_planes`: add the patches to ``dx``, which starts from zero with row 0."""
-    end = np.uint32(dx.shape[2] * dx.shape[3])
-    seen = _seen(dx.shape[2:], rows, kernel, stride, padding, width)
+    (first, end), seen = _seen(dx.shape[2:], rows, kernel, stride, padding, width)
+    sums = np.empty(end - first + 1, patches.dtype)
     if rows[0] == 0:
         dx[:] = 0
     for n in range(dx.shape[0]):
         start = n * steps[0]
         for c in range(dx.shape[1]):
-            plane = dx[n, c].reshape(-1)
+            sums[:] = 0
             for place in range(seen.shape[0]):
                 at, source = seen[place], patches[start : start + seen.shape[1]]
                 for k in range(at.size):
-                    if at[k] < end:
-                        plane[at[k]] += source[k]
+                    sums[at[k]] += source[k]
                 start += steps[1]
+            target = dx[n, c].reshape(-1)[first:end]
+            for k in range(target.size):
+                target[k] += sums[k]
 
 
 class Room:
@@ -196,10 +217,14 @@ class ChannelsLast:
         """The weights as a matrix of shape ``(out, depth)``."""
         return np.ascontiguousarray(self._weight.transpose(0, 2, 3, 1)).reshape(len(self._weight), -1)
 
-    def weights(self, matrix: np.ndarray) -> np.ndarray:
-        """The weights that ``matrix`` stands for: a view."""
-        outputs, inputs = self._weight.shape[:2]
-        return matrix.reshape(outputs, *self._shape.kernel, inputs).transpose(0, 3, 1, 2)
+    def sums(self, dweight: np.ndarray) -> np.ndarray:
+        """Where to sum up the gradient of `matrix` for `finish`."""
+        return empty((len(dweight), self._patches.shape[1]), dweight.dtype)
+
+    def finish(self, dweight: np.ndarray, sums: np.ndarray) -> None:
+        """Bring ``sums`` into the order of the weights."""
+        outputs, inputs = dweight.shape[:2]
+        dweight[...] = sums.reshape(outputs, *self._shape.kernel, inputs).transpose(0, 3, 1, 2)
 
     def room(self, images: int, rows: Pair) -> np.ndarray:
         """Of the output ``rows`` (first, end) of so many images, shape ``(depth, columns)``; `fold` adds it."""
@@ -230,8 +255,11 @@ class Planes:
     def matrix(self) -> np.ndarray:
         return self._weight.reshape(len(self._weight), -1)
 
-    def weights(self, matrix: np.ndarray) -> np.ndarray:
-        return matrix.reshape(self._weight.shape)
+    def sums(self, dweight: np.ndarray) -> np.ndarray:
+        return dweight.reshape(len(dweight), -1)
+
+    def finish(self, dweight: np.ndarray, sums: np.ndarray) -> None:
+        """They are ``dweight`` itself."""
 
     def room(self, images: int, rows: Pair) -> np.ndarray:
         return self._room.matrices(images, (rows[1] - rows[0]) * self._shape.width)
