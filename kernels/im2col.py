@@ -23,28 +23,33 @@ _SMALL_PRODUCT = 500_000
 """Multiplications up to which OpenBLAS takes matrices as they lie: twice as fast where one of them is flat."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
-_PAIR = numba.types.UniTuple(numba.int64, 2)
+_PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
 
 Pair = tuple[int, int]
 
 
 @numba.njit(
-    [numba.void(f[::1], _PAIR, f[::1], numba.boolean, f[:, :, ::1], _PAIR) for f in _FLOATS],
+    [numba.void(f[::1], _TRIPLE, f[::1], numba.boolean, f[:, :, ::1], _PAIR) for f in _FLOATS],
     **_OPTIONS,
 )
 def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-def]
     """Bias and ReLU on the way from ``product`` to ``out``.
 
-    ``product`` has ``steps`` between images and between channels, ``out`` is (images, channels, positions), of which
-    the block covers the positions ``span`` (first, end).
+    ``product`` has ``steps`` between images, between channels and between positions, ``out`` is (images, channels,
+    positions), of which the block covers the positions ``span`` (first, end).
     """
     zero = out.dtype.type(0)
     size = span[1] - span[0]
+    line = np.empty(size, out.dtype)  # of one plane, where its positions do not lie side by side: then loops vectorise
     for n in range(out.shape[0]):
         for c in range(out.shape[1]):
             b = bias[c]
             at = n * steps[0] + c * steps[1]
             source, target = product[at : at + size], out[n, c, span[0] : span[1]]
+            if steps[2] > 1:
+                source = line
+                for i in range(size):
+                    line[i] = product[at + i * steps[2]]
             if relu:
                 for i in range(size):
                     value = source[i] + b
@@ -140,6 +145,16 @@ class _Blocks:
                 span = top * self._width, bottom * self._width
                 yield _Block(slice(first, last), (top, bottom), span, (last - first, span[1] - span[0]))
 
+    def scratch(self, extent: Pair) -> tuple[np.ndarray, np.ndarray, tuple[int, int, int]]:
+        """Room for the product of so many images and positions: as a matrix or matrices, flat, and its steps.
+
+        Patches as rows are multiplied faster where the product, too, has its positions as rows.
+        """
+        flat = self.product.flat(*extent)
+        if isinstance(self.patches, ChannelsLast):
+            return flat.reshape(-1, self._channels).T, flat, (extent[1] * self._channels, 1, self._channels)
+        return self.product.matrices(*extent), flat, (*self.product.steps(*extent), 1)
+
     def planes(self, images: np.ndarray) -> np.ndarray:
         """Results or their gradients with the positions along one axis."""
         return images.reshape(self._batch, self._channels, self._height * self._width)
@@ -156,7 +171,7 @@ def conv2d(
 ) -> None:
     """See `reference.conv2d`."""
     blocks = _Blocks(x, weight, out, stride, padding)
-    matrix, room = blocks.patches.matrix(), blocks.product
+    matrix = blocks.patches.matrix()
     planes = blocks.planes(out)
     in_place = bias is None and not relu and not blocks.joined
     if bias is None:
@@ -166,8 +181,9 @@ def conv2d(
         if in_place:
             np.matmul(matrix, patches, out=planes[images, :, slice(*span)])
         else:
-            np.matmul(matrix, patches, out=room.matrices(*extent))
-            _finish(room.flat(*extent), room.steps(*extent), bias, relu, planes[images], span)
+            product, flat, steps = blocks.scratch(extent)
+            np.matmul(matrix, patches, out=product)
+            _finish(flat, steps, bias, relu, planes[images], span)
 
 
 def _add_product(g: np.ndarray, patches: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
