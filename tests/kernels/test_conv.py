@@ -17,6 +17,11 @@ CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, 
     (0, 3, (4, 3), 7, (3, 3), (1, 1), (1, 1)),
     (300, 2, (6, 6), 3, (3, 3), (1, 1), (1, 1)),  # more than one block
     (2, 40, (20, 20), 6, (5, 5), (1, 1), (2, 2)),  # an image is more than a block
+    (3, 2, (40, 33), 3, (2, 3), (2, 1), (0, 2)),  # each image has its own product
+    (2, 5, (40, 37), 3, (1, 1), (2, 2), (0, 0)),
+    (2, 2, (3, 4), 30, (3, 3), (1, 2), (1, 1)),  # fewer positions than channels
+    (2, 1, (0, 2), 2, (2, 2), (1, 1), (2, 0)),  # nothing but padding
+    (0, 1, (20, 20), 2, (3, 3), (1, 1), (1, 1)),
 ]
 
 

@@ -51,16 +51,20 @@ def sample(shape, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sums_for_the_bias_of_a_convolution(shape, dtype, relu):
-    conv = kernels.load("conv")
+    im2col = kernels.load("im2col")
     batch, channels, size = shape
     gy, out = sample(shape, dtype)
-    product, sums = np.zeros((channels, batch * size), dtype), np.zeros(channels, dtype)
+    product, sums = np.zeros(channels * batch * size, dtype), np.zeros(channels, dtype)
+    steps = (size, batch * size)
     if relu:
         assert_same_bits_everywhere(
-            lambda *arrays: conv._gather_through_relu(*arrays, (0, size)), [gy, out, product, sums]
+            lambda gy, out, g, sums: im2col._gather_through_relu(gy, out, g, steps, sums, (0, size)),
+            [gy, out, product, sums],
         )
     else:
-        assert_same_bits_everywhere(lambda *arrays: conv._gather(*arrays, (0, size)), [gy, product, sums])
+        assert_same_bits_everywhere(
+            lambda gy, g, sums: im2col._gather(gy, g, steps, sums, (0, size)), [gy, product, sums]
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
