@@ -13,8 +13,8 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `reproducible` is what the same bits on any number of ranks cost.
 - `hybrid` times calls of networks with and without a plan, bare, and in PyTorch.
 - `engine` times a push to the dependency engine.
-- `train_lenet` trains LeNet here and in PyTorch, `train_models` a character LSTM and ResNet-18; `accuracy` is what
-  networks learn; `startup` times the import and the launch.
+- `train_lenet` trains LeNet here and in PyTorch, `train_models` a character LSTM, ResNet-18 and a wide MLP; `accuracy`
+  is what networks learn; `startup` times the import and the launch.
 - `run` is the suite; `verdicts` holds what it measured against the targets, `report` writes ``benchmarks/RESULTS.md``.
 - `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `files`
   writes what they report, `program` ends them.

@@ -130,11 +130,11 @@ class Suite:
                 self.job("torch", "torch_ddp", few, ranks=2)
 
     def training(self, batch: int) -> None:
-        """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each; and of two larger networks."""
+        """One round of LeNet: on one rank against PyTorch, then 1 and 2 ranks of each; and of larger networks."""
         turns = ["--turns", "2", "--seconds", "0.02"] if self.brief else ["--turns", "8"]
         arguments = ["--batch", str(batch), *turns]
         self.job("lenet", "train_lenet", arguments, ranks=1)
-        for model, samples in (("char_lstm", 32), ("resnet18", 8)):
+        for model, samples in (("char_lstm", 32), ("resnet18", 8), ("wide", 16), ("wide", 64)):
             if batch == 64 and not self.brief:
                 self.job("models", "train_models", ["--model", model, "--batch", str(samples), "--turns", "5"], ranks=1)
         for ranks in (1, 2):

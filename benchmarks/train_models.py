@@ -1,8 +1,9 @@
-"""A character LSTM and ResNet-18, forward, backward and update, against PyTorch on one core, in samples per second.
+"""A character LSTM, ResNet-18 and a wide MLP against PyTorch on one core: training steps, in samples per second.
 
 ``python -m hpcdp.benchmarks.train_models --model char_lstm --batch 32`` alternates hpcdp and PyTorch (where it is
 installed), one thread each, after a check that both start with the same weights and get the same losses. Samples of the
-LSTM are 64 characters of 62, those of ResNet-18 images of 3 x 32 x 32. `train_lenet` does so for LeNet.
+LSTM are 64 characters of 62, those of ResNet-18 images of 3 x 32 x 32, and those of the MLP, which has six layers of
+2048, 256 numbers. `train_lenet` does so for LeNet.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def _images(batch: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.standard_normal((batch, 3, 32, 32), np.float32), rng.integers(0, 10, batch)
 
 
+def _vectors(batch: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(batch)
+    return rng.standard_normal((batch, 256), np.float32), rng.integers(0, 10, batch)
+
+
 def _torch_lstm(torch_nn: Any) -> Any:
     class CharLSTM(torch_nn.Module):  # type: ignore[misc, name-defined]
         """The layers of `nn.models.char_lstm`, with one bias for the gates as there."""
@@ -76,6 +82,7 @@ class Pair:
 PAIRS = {
     "char_lstm": Pair(lambda: nn.models.char_lstm((_CONTEXT,), _CHARACTERS, 0, _WIDTH, _SIZE), _torch_lstm, _texts),
     "resnet18": Pair(lambda: nn.models.resnet18_cifar(), TORCH_MODELS["resnet18"].net, _images),
+    "wide": Pair(lambda: nn.models.mlp(256, 10, (2048,) * 6), TORCH_MODELS["wide"].net, _vectors),
 }
 
 

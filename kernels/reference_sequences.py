@@ -12,54 +12,55 @@ from ..arrays import Array, array_namespace
 _SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
-def lstm_step(gates: Array, recurrent: Array, t: int, cells: Array, out: Array, hidden: Array) -> None:
+def lstm_step(bias: Array, t: int, gates: Array, cells: Array, inputs: Array) -> None:
     """One step of an LSTM (Hochreiter and Schmidhuber 1997; with forget gates, Gers, Schmidhuber and Cummins 2000).
 
+    Arrays of all steps begin with time, so that what a step takes lies together.
+
     Args:
-        gates: ``(batch, time, 4 size)``, the input's part of the gates: input, forget, candidate, output. Step ``t`` of
-            it is replaced by the values of the gates.
-        recurrent: ``(4 size, batch)``, the part of the hidden values of the step before.
-        cells: ``(batch, time + 1, size)``; ``t`` is read and ``t + 1`` written.
-        out: ``(batch, time, size)``; ``t`` is written.
-        hidden: ``(batch, size)``, the same values; written.
+        bias: ``(4 size,)``, of the input, forget, candidate and output gates.
+        gates: ``(time, batch, 4 size)``; ``t``, ``inputs[t]`` times the weights, becomes the values of the gates.
+        cells: ``(time + 1, batch, size)``; ``t`` is read and ``t + 1`` written.
+        inputs: ``(time + 1, batch, features + size)``, of each step what it is given and the hidden values of the step
+            before; the hidden values of this one are written at ``t + 1``.
     """
-    xp = array_namespace(gates, recurrent)
-    size = hidden.shape[1]
-    total = gates[:, t] + recurrent.T
+    xp = array_namespace(gates, bias)
+    size = cells.shape[2]
+    total = gates[t] + bias
     i, f, o = (0.5 * xp.tanh(0.5 * total[:, k * size : (k + 1) * size]) + 0.5 for k in (0, 1, 3))
     g = xp.tanh(total[:, 2 * size : 3 * size])
-    cells[:, t + 1] = i * g + f * cells[:, t]
-    hidden[...] = o * xp.tanh(cells[:, t + 1])
-    out[:, t] = hidden
-    gates[:, t] = xp.concatenate([i, f, g, o], axis=1)
+    gates[t] = xp.concatenate([i, f, g, o], axis=1)
+    cells[t + 1] = i * g + f * cells[t]
+    inputs[t + 1, :, -size:] = o * xp.tanh(cells[t + 1])
 
 
 def lstm_step_gradients(
-    gy: Array, dhidden: Array, dcell: Array, t: int, gates: Array, cells: Array, dgates: Array, now: Array
+    gy: Array, dinputs: Array, dcell: Array, t: int, gates: Array, cells: Array, dgates: Array, dbias: Array
 ) -> None:
     """The gradients of `lstm_step`.
 
     Args:
-        gy: of ``out``.
-        dhidden: of ``hidden`` from the step after; that of ``out`` at ``t`` is added to it.
-        dcell: of the cells after this step; becomes that of the cells before it.
+        gy: ``(batch, time, size)``, of the hidden values from outside of the LSTM.
+        dinputs: of ``inputs``; ``gy`` at ``t`` is added to that of the hidden values at ``t + 1``.
+        dcell: ``(batch, size)``, of the cells after this step; becomes that of the cells before it.
         dgates: at ``t`` the gradient of the gates before their activation; written.
-        now: ``(batch, 4 size)``, the same; written.
+        dbias: the same, summed over the batch, is added to it.
     """
     xp = array_namespace(gy, gates)
-    size = dhidden.shape[1]
-    i, f, g, o = (gates[:, t, k * size : (k + 1) * size] for k in range(4))
+    size = dcell.shape[1]
+    i, f, g, o = (gates[t, :, k * size : (k + 1) * size] for k in range(4))
+    dhidden = dinputs[t + 1, :, -size:]
     dhidden += gy[:, t]
-    y = xp.tanh(cells[:, t + 1])
+    y = xp.tanh(cells[t + 1])
     dcell += dhidden * o * (1 - y * y)
     parts = [
         dcell * g * i * (1 - i),
-        dcell * cells[:, t] * f * (1 - f),
+        dcell * cells[t] * f * (1 - f),
         dcell * i * (1 - g * g),
         dhidden * y * o * (1 - o),
     ]
-    now[...] = xp.concatenate(parts, axis=1)
-    dgates[:, t] = now
+    dgates[t] = xp.concatenate(parts, axis=1)
+    dbias += dgates[t].sum(axis=0)
     dcell *= f
 
 

@@ -20,6 +20,7 @@ from ..kernels import reference
 from ..kernels.buffers import empty
 from .normalisation import batch_norm, batch_norm_by_running
 from .operands import alike, contiguous, kernels_for, refreshed
+from .products import times_transposed
 
 __all__ = [
     "avg_pool2d",
@@ -115,7 +116,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             dweight.add(product(rows.T, g, out=dweight.empty()))
         if dx is not None:
             place = dx.empty()
-            xp.matmul(g, w.T, out=place.reshape(rows.shape))
+            times_transposed(g, w, place.reshape(rows.shape))
             dx.add(place)
 
     return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback, again)

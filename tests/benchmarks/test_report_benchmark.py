@@ -35,6 +35,10 @@ def _results(ours: dict[int, float]) -> dict[str, Any]:
         "allreduce": [{"library": "Open MPI", "limits": limits, "rows": rows}],
         "updates": [{"rows": [update]}],
         "lenet": [lenet],
+        "models": [
+            {"model": "wide", "batch": batch, "samples_s": {"hpcdp": 500.0, "torch": 500.0 / ratio}, "ratio": ratio}
+            for batch, ratio in ((16, 1.2), (64, 0.9), (16, 1.1))
+        ],
         "scaling": [{"batch": 64, "ranks": n, "samples_s": s, "unequal": u} for n, (s, u) in scaling.items()],
         "kvstore": [{"rows": [_store(4096, 9.5), _store(1 << 20, 10.5)], "asynchronous": [_share(1 << 20, 0.3)]}],
         "ingress": [_ingress(0.88)],
@@ -72,6 +76,8 @@ def test_targets_are_met_or_missed_by_what_was_measured() -> None:
     assert good["allreduce, any array: up to 64 KB, behind the MPI library"]
     assert good["reduce and update by owners: best peer's allreduce and update, from 1 MB"]
     assert good["LeNet, 1 to 2 ranks, batch 64 a rank"]
+    assert good["MLP of six layers of 2048 on one core, batch 16, against PyTorch (500 samples/s here)"]
+    assert not good["MLP of six layers of 2048 on one core, batch 64, against PyTorch (500 samples/s here)"]
     assert good["dist_sync, pushpull in place: the time of an allreduce over its own"]
     assert not good["dist_sync, pushpull to another array: the time of an allreduce over its own"]
     assert good["dist_async, push and pull of 1 MB keys in a node: share of the copy rate"]

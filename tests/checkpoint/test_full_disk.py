@@ -126,7 +126,7 @@ def test_a_full_file_is_read_as_it_would_be(tmp_path, monkeypatch):
 
 
 def test_a_signal_ends_the_writing_and_never_meets_hdf5(tmp_path, monkeypatch):
-    gc.collect()  # files of HDF5 that this thread were to free would make it wait for the other, which holds h5py's lock
+    gc.collect()  # an object of HDF5 that this thread freed would make it wait for the other, which holds the lock
     write, pwrite, stops = compressed._write, os.pwrite, []
 
     def watched(path, pieces, compression, stop):

@@ -31,20 +31,20 @@ def draw(request):
 def test_steps_of_an_lstm(draw, batch, time, size):
     dtype, normal = draw
     modules = [reference, kernels.load("lstm")]
+    features = 3
     for t in range(time):
         arrays = [
-            normal(batch, time, 4 * size), normal(4 * size, batch), normal(batch, time + 1, size),
-            normal(batch, time, size), normal(batch, size),
+            normal(4 * size), normal(time, batch, 4 * size), normal(time + 1, batch, size),
+            normal(time + 1, batch, features + size),
         ]  # fmt: skip
-        assert_alike(lambda n, g, r, c, out, h, t=t: modules[n].lstm_step(g, r, t, c, out, h), arrays, dtype)
+        assert_alike(lambda n, bias, *each, t=t: modules[n].lstm_step(bias, t, *each), arrays, dtype)
         arrays = [
-            normal(batch, time, size), normal(batch, size), normal(batch, size), np.tanh(normal(batch, time, 4 * size)),
-            normal(batch, time + 1, size), normal(batch, time, 4 * size), normal(batch, 4 * size),
+            normal(batch, time, size), normal(time + 1, batch, features + size), normal(batch, size),
+            np.tanh(normal(time, batch, 4 * size)), normal(time + 1, batch, size), normal(time, batch, 4 * size),
+            normal(4 * size),
         ]  # fmt: skip
         assert_alike(
-            lambda n, gy, dh, dc, g, c, dg, now, t=t: modules[n].lstm_step_gradients(gy, dh, dc, t, g, c, dg, now),
-            arrays,
-            dtype,
+            lambda n, gy, di, dc, *each, t=t: modules[n].lstm_step_gradients(gy, di, dc, t, *each), arrays, dtype
         )
 
 
@@ -104,12 +104,12 @@ def test_causal_softmax(draw, matrices, time):
 def test_what_is_not_finite_stays_so():
     module = kernels.load("lstm")
     for bad in (np.nan, np.inf):
-        gates, cells, out = np.zeros((1, 1, 32), np.float32), np.zeros((1, 2, 8), np.float32), np.empty((1, 1, 8), "f4")
+        shapes = (32,), (1, 1, 32), (2, 1, 8), (2, 1, 9)
+        bias, gates, cells, inputs = (np.zeros(shape, np.float32) for shape in shapes)
         cells[0, 0, 3] = bad
-        hidden = np.empty((1, 8), np.float32)
-        module.lstm_step(gates, np.zeros((32, 1), np.float32), 0, cells, out, hidden)
-        assert np.isfinite(out).sum() == (7 if np.isnan(bad) else 8)
-        assert not np.isfinite(cells[0, 1, 3])
+        module.lstm_step(bias, 0, gates, cells, inputs)
+        assert np.isfinite(inputs[1, 0, 1:]).sum() == (7 if np.isnan(bad) else 8)
+        assert not np.isfinite(cells[1, 0, 3])
     scores = np.ones((1, 3, 3), np.float32)
     scores[0, 1, 1] = np.nan
     kernels.load("sequences").causal_shift(scores, 1.0)
