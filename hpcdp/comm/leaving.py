@@ -18,8 +18,9 @@ from .roles import name_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-GRACE_S = 3.0
-"""How much later than the first rank that leaves so the last one may come to its end."""
+GRACE_S = 2.0
+"""How much later than the first rank that leaves so the last one may come to its end; then the watchdog has not yet
+ended the job for those that wait for it, with a status of its own."""
 _NAP_S = 0.001
 
 

@@ -155,7 +155,7 @@ class Watchdog:
 
     def _look_again_and_again(self) -> None:
         call: tuple[Any, ...] | None = None
-        lasted, without, told = 0.0, 0.0, False
+        lasted, gone_at, told = 0.0, None, False
         looked = time.monotonic()
         while not self._ended.wait(self._look_s):
             if self._parent not in (None, os.getppid()):
@@ -163,7 +163,6 @@ class Watchdog:
                     self._say("what has started the ranks is gone; this one ends now")
                 os._exit(1)  # there may be nobody left who would end the job
             # While this process was stopped itself nobody kept it waiting.
-            before = lasted
             lasted += min(time.monotonic() - looked, self._look_s + _LONGEST_LOOK_S)
             looked = time.monotonic()
             self._seen[self._world.node_memory.rank] = self.calls
@@ -174,11 +173,11 @@ class Watchdog:
             if now is not call or call is None:
                 if told and call is not None:
                     self._say(f"{_described(call)} has ended after {lasted:.1f} s, and the job goes on")
-                call, lasted, without, told = now, 0.0, 0.0, False
+                call, lasted, gone_at, told = now, 0.0, None, False
                 continue
             gone = self._gone(call)
-            without = without + lasted - before if gone else 0.0
-            if without > _DEATH_S:
+            gone_at = None if not gone else lasted if gone_at is None else gone_at
+            if gone_at is not None and lasted - gone_at > _DEATH_S:
                 self._say(f"{_described(call)} cannot end: {self._listed(gone)}; the job ends now")
                 self._world.comm.abort(1)
                 return

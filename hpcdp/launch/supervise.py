@@ -128,7 +128,7 @@ def supervise(
             say(each)
         return 1
     if family == "srun" and mpirun.returncode > 0:
-        return _told_by_srun(words, ranks) or mpirun.returncode
+        return _told_by_srun(words, ranks, mpirun.returncode) or mpirun.returncode
     if mpirun.returncode < 0:
         first = _failed(failed, ends, family)
         return 128 - mpirun.returncode if first is None else first.exit_status or 1
@@ -178,7 +178,8 @@ def _explained(
     if words.missing is not None and (first is None or first.exit_status == code):
         return code, _by_watchdog(words.missing)
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
-        return code, None
+        is_named = words.aborted is not None and code not in (0, BEREFT)
+        return code, f"rank {words.aborted} has aborted the job with status {code}" if is_named else None
     if named is not None and (first is None or first.status is None):
         first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
     if code and (first is None or (first.status is None and first.rank == words.aborted)):
@@ -197,12 +198,19 @@ def _explained(
     return first.exit_status or 1, str(first).removesuffix(" before the others") if ended_well or alike else str(first)
 
 
-def _told_by_srun(words: Words, ranks: int) -> int | None:
-    """The status of the tasks that failed first; they are named unless all have failed alike, or have stopped early."""
+def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
+    """The status of the tasks that failed first; they are named unless all have failed alike, or have stopped early.
+
+    Of a rank that has aborted the job srun has the status, ``code``, and often kills it before it has ended, too.
+    """
     failed = words.failed()
     if words.missing is not None:
         say(_by_watchdog(words.missing))
-    elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
+        return 1
+    if failed is not None and failed.is_killed and code < 128:
+        say(f"a rank has aborted the job with status {code}")
+        return code
+    if failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
         say(failed)
     return failed and failed.status
 

@@ -66,6 +66,11 @@ class Tasks(NamedTuple):
     numbers: str
     status: int
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether srun may have ended them itself."""
+        return self.status in _KILLED
+
     def __str__(self) -> str:
         sign = self.status - 128
         how = f"killed by {name_of(sign)}" if sign > 0 else f"ended with status {self.status} before the others"
@@ -157,8 +162,8 @@ class Words:
         srun tells of tasks in no certain order, so these are the first ones that were not ended because another one had
         failed, if there are some; None where srun has told of none.
         """
-        of_themselves = [tasks for tasks in self._tasks if tasks.status not in (*_KILLED, BEREFT)]
-        killed = [tasks for tasks in self._tasks if tasks.status in _KILLED]
+        killed = [tasks for tasks in self._tasks if tasks.is_killed]
+        of_themselves = [tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != BEREFT]
         return next(iter(of_themselves + killed + self._tasks), None)
 
     def have_ended_alike(self) -> bool:

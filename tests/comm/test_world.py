@@ -180,6 +180,14 @@ def test_the_status_of_a_program_that_ends_by_its_main_is_noted():
     assert re.search("^rank 0 of 2 has left with status 3, and others go on$", result.stderr, re.MULTILINE)
 
 
+def test_the_status_of_a_rank_that_others_have_waited_for_is_that_of_the_job():
+    """The watchdog, too, ends a job that waits for a rank that has left, later and with another status."""
+    code = "world = hpcdp.init(); world.rank or (time.sleep(1.2), sys.exit(3)); world.barrier()"
+    result = launched(2, f"import sys, time, hpcdp; {code}")
+    assert result.returncode == 3, result.stderr
+    assert "watchdog" not in result.stderr
+
+
 @pytest.mark.parametrize("status", [0, 75])
 def test_a_rank_that_leaves_early_waits_also_where_the_library_does_not(status):
     result = launched(
