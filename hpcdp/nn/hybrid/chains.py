@@ -159,7 +159,12 @@ def join(chain: list[Link], keeps: bool, moving: Mapping[int, Moving]) -> None:
         part.take_place(given_up)
     if keeps:
         for each in given_up:
-            each.step.value = None
+            each.step.value = nowhere(each.value)
+
+
+def nowhere(array: Array) -> Array:
+    """What stands for an array of this shape and dtype that is not there: nodes of the tape ask for no more."""
+    return np.broadcast_to(np.empty((), array.dtype), array.shape)
 
 
 def _forward(one: Link, terms: Mapping[int, Term], moving: Mapping[int, Moving]) -> Term:

@@ -19,10 +19,11 @@ from ...autograd import Tensor
 from ...autograd.modes import modes
 from ...autograd.registry import OPERATORS, Again, Call, Operator
 from ...autograd.tape import Node, Pullback
+from ...autograd.tensor import value_of
 from ...errors import HpcdpError, UnsupportedError
 from ...kernels.buffers import empty
 from .arena import Arena
-from .chains import Link, chained, join, link, reads_of
+from .chains import Link, chained, join, link, nowhere, reads_of
 from .changed import state
 from .formulas import Moving
 from .graph import Graph, Held, Input, Literal, Result, Source
@@ -53,7 +54,7 @@ class _Step:
 
     def __init__(self) -> None:
         self.value: Array = None
-        """None where it is never written to memory; see `chains`."""
+        """`nowhere` where it is never written to memory; see `chains`."""
         self.calls: list[Call] = []
         self.kept: list[Array] = []
         """Arrays that calls know by their addresses."""
@@ -128,8 +129,7 @@ class Plan:
         self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
         for result, moving in self._moving_outputs.items():
             moving.array = _copied(moving.array)
-            nowhere = np.broadcast_to(np.empty((), moving.array.dtype), moving.array.shape)
-            self._steps[result.node].value = self._outputs[result] = self._values[result] = nowhere
+            self._steps[result.node].value = self._outputs[result] = self._values[result] = nowhere(moving.array)
 
     def _build(self) -> None:
         """Call every operator once, in this plan's memory."""
@@ -150,6 +150,8 @@ class Plan:
                     origin[id(operand)] = source
             found, told = _called(OPERATORS[node.operator], operands, node.attributes)
             value = np.asarray(found[0].data)
+            if not any(each is found[0] for each in operands) and any(value is value_of(each) for each in operands):
+                value = value.view()  # chains know operands by their arrays: of a detached one nobody is to learn more
             viewed = [each for each in operands if _shares(value, each)]
             if told is not None:
                 inputs, pullback, again = told
@@ -183,8 +185,8 @@ class Plan:
             first, last = (numbers[id(chain[i])] for i in (0, -1))
             join(chain, self._keeps, moving)
             self._steps[first].params = [each for step in self._steps[first : last + 1] for each in step.params]
-        for number, step in enumerate(self._steps):
-            if step.value is None:
+        for number, each in enumerate(self._steps):
+            if each.value is not self._values.get(Result(number), each.value):
                 del self._values[Result(number)]
 
     def _moving_in(self, chains: list[list[Link]]) -> dict[int, Moving]:
