@@ -49,11 +49,11 @@ def _module(file: str) -> Any:
     return cupy.RawModule(code=source(file), options=OPTIONS)
 
 
-def type_name(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -> str:
-    """The last part of a kernel's name for ``arrays``, contiguous, of one dtype and of ``count`` elements.
+def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -> None:
+    """Whether a kernel may be given ``arrays``: it knows neither their strides nor their sizes.
 
     Raises:
-        UnsupportedError: they are not, or their dtype is none of ``dtypes``.
+        UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements.
     """
     found = str(arrays[0].dtype)
     if found not in dtypes:
@@ -64,7 +64,12 @@ def type_name(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Arra
             raise UnsupportedError(
                 operation, expected=f"contiguous arrays of {count} {found}", got=f"{x.size} {x.dtype}, {layout}"
             )
-    return _TYPES[found]
+
+
+def type_name(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -> str:
+    """The last part of the name of a kernel for ``arrays``, which pass `check`."""
+    check(operation, dtypes, count, *arrays)
+    return _TYPES[str(arrays[0].dtype)]
 
 
 def blocks(threads: int) -> int:

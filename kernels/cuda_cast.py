@@ -33,8 +33,8 @@ def from_bfloat16(x: Array, out: Array) -> None:
 
 
 def _cast(name: str, x: Array, out: Array, from_dtype: str, to_dtype: str) -> None:
-    cuda.type_name(name, (from_dtype,), x.size, x)
-    cuda.type_name(name, (to_dtype,), x.size, out)
+    cuda.check(name, (from_dtype,), x.size, x)
+    cuda.check(name, (to_dtype,), x.size, out)
     cuda.launch_elementwise("cast", name, (x, out))
 
 

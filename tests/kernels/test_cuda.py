@@ -1,6 +1,5 @@
 """How CUDA kernels are chosen, launched and refused; where there is no GPU, they run on this processor."""
 
-import ast
 import inspect
 import subprocess
 import sys
@@ -14,10 +13,28 @@ import standin
 
 from hpcdp import kernels, optim
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda, cuda_cast, cuda_update, reference_cast, reference_update
+from hpcdp.kernels import (
+    cuda,
+    cuda_cast,
+    cuda_norms,
+    cuda_quantise,
+    cuda_reduce,
+    cuda_update,
+    reference_cast,
+    reference_norms,
+    reference_quantise,
+    reference_reduce,
+    reference_update,
+)
 
 FOLDER = Path(kernels.__file__).parent
-SPECIFICATIONS = {cuda_update: reference_update, cuda_cast: reference_cast}
+SPECIFICATIONS = {
+    cuda_cast: reference_cast,
+    cuda_norms: reference_norms,
+    cuda_quantise: reference_quantise,
+    cuda_reduce: reference_reduce,
+    cuda_update: reference_update,
+}
 
 
 def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
@@ -94,8 +111,12 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
         assert "#include" not in text, "CuPy would not see that a file has changed"
 
 
-def test_block_sizes_agree() -> None:
-    assert f"THREADS = {cuda.THREADS}," in (FOLDER / "common.cuh").read_text()
+def test_numbers_that_two_files_say_agree() -> None:
+    assert f"THREADS = {cuda.THREADS}," in cuda.source("update")
+    assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
+    assert f"MAX_ROWS = {cuda_reduce._MAX_ROWS} " in cuda.source("reduce")
+    names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
+    assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
 
 
 SHIM = """
@@ -134,5 +155,4 @@ def test_the_host_refuses_what_a_gpu_would_misread(cupy: ModuleType) -> None:
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
     for path in [*FOLDER.glob("cuda*.py"), *FOLDER.glob("*.cu*")]:
         assert "synchronize" not in path.read_text(), path
-    for path in FOLDER.glob("cuda_*.py"):
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+        assert "atomicAdd" not in path.read_text(), path
