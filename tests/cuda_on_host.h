@@ -2,7 +2,8 @@
 //
 // The threads of a block are fibers of one thread, which take turns where they wait for each other, so barriers and
 // ballots work as on a GPU; blocks run one after another. A wait that can never end, because a thread of the block or
-// of the warp has returned or waits elsewhere, ends the launch with an error.
+// of the warp has returned or waits elsewhere, ends the launch with an error. So does a load or store that a GPU refuses
+// because of its alignment: g++ calls the handler below (-fsanitize=alignment).
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -76,6 +77,7 @@ static unsigned current;
 static bool has_moved;  // whether any thread of the block went on in this round
 static Barrier block_barrier;
 static std::vector<Warp> warps;
+static bool is_misaligned;
 static void (*body)(void*);
 static void* body_of;
 
@@ -95,14 +97,19 @@ inline unsigned warp_size() {  // the last warp of a block may be smaller
     return blockDim.x - first < WARP_SIZE ? blockDim.x - first : WARP_SIZE;
 }
 
-inline void run_fiber() {
-    body(body_of);
+inline void end_fiber() {
     fibers[current].is_done = true;
     has_moved = true;
     swapcontext(&fibers[current].context, &scheduler);
 }
 
+inline void run_fiber() {
+    body(body_of);
+    end_fiber();
+}
+
 inline void run_block() {
+    is_misaligned = false;
     block_barrier = Barrier();
     warps.assign(blockDim.x / WARP_SIZE + 1, Warp());
     while (fibers.size() < blockDim.x) fibers.emplace_back();
@@ -122,6 +129,7 @@ inline void run_block() {
             swapcontext(&scheduler, &fibers[current].context);
             done += fibers[current].is_done;
         }
+        if (is_misaligned) throw std::runtime_error("a load or store of misaligned memory");
         if (!has_moved) throw std::runtime_error("a thread waits at a barrier that others never reach");
     }
 }
@@ -137,6 +145,12 @@ void launch(void (*kernel)(Args...), void** args, unsigned grid, unsigned block,
 }
 
 }  // namespace on_host
+
+// Called instead of the access; the thread ends there.
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(void*, unsigned long) {
+    on_host::is_misaligned = true;
+    on_host::end_fiber();
+}
 
 inline void __syncthreads() { on_host::meet(on_host::block_barrier, blockDim.x); }
 

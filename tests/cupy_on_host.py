@@ -85,7 +85,8 @@ def _compiled(code: str) -> tuple[ctypes.CDLL, dict[str, list[str]]]:
         for name in parameters
     )
     library = Path(_folder().name) / f"{hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}.so"
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared", "-include", HERE / "cuda_on_host.h"]
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared"]
+    options += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-include", HERE / "cuda_on_host.h"]
     _run(["g++", *options, "-x", "c++", "-", "-o", library], code + "\n" + launchers)
     return ctypes.CDLL(str(library)), parameters
 

@@ -131,6 +131,12 @@ extern "C" __global__ void leaves(int* out, int given) {
     if (threadIdx.x == given) return;
     __syncthreads();
 }
+struct alignas(16) Four {
+    int at[4];
+};
+extern "C" __global__ void copies_four(const int* from, int* to) {
+    *reinterpret_cast<Four*>(to) = *reinterpret_cast<const Four*>(from);
+}
 """
 
 
@@ -142,6 +148,15 @@ def test_the_host_runs_blocks_as_a_gpu_does(cupy: ModuleType) -> None:
     np.testing.assert_array_equal(out.to_host(), np.tile(1000 + votes, 2))
     with pytest.raises(RuntimeError, match="barrier that others never reach"):
         module.get_function("leaves")((1,), (40,), (out, np.int32(3)))
+
+
+def test_the_host_refuses_misaligned_packs_as_a_gpu_does(cupy: ModuleType) -> None:
+    copies = cupy.RawModule(code=SHIM, options=cuda.OPTIONS).get_function("copies_four")
+    x, out = cupy.asarray(np.arange(8, dtype=np.int32)), cupy.asarray(np.zeros(8, np.int32))
+    copies((1,), (1,), (x[4:], out[:4]))
+    np.testing.assert_array_equal(out.to_host(), [4, 5, 6, 7, 0, 0, 0, 0])
+    with pytest.raises(RuntimeError, match="misaligned"):
+        copies((1,), (1,), (x[:4], out[1:]))
 
 
 def test_the_host_refuses_what_a_gpu_would_misread(cupy: ModuleType) -> None:

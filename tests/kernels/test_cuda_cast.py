@@ -31,15 +31,15 @@ def same(cast: str, ours: np.ndarray, theirs: np.ndarray) -> None:
     np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8))
 
 
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("offset", "start"), [(0, 8), (0, 9), (1, 8)])
 @pytest.mark.parametrize("cast", ["to_float16", "from_float16", "to_bfloat16", "from_bfloat16"])
-def test_same_bits_as_the_reference(cast: str, offset: int, cupy: ModuleType) -> None:
+def test_same_bits_as_the_reference(cast: str, offset: int, start: int, cupy: ModuleType) -> None:
     for size in SIZES:
         x = floats(size + offset) if cast.startswith("to") else halves(1 << 15)[: size + offset]
-        expected = np.full(x.size + 2, 9, np.uint16 if cast.startswith("to") else np.float32)
+        expected = np.full(size + 16, 9, np.uint16 if cast.startswith("to") else np.float32)
         out = cupy.asarray(expected)
-        getattr(cuda_cast, cast)(cupy.asarray(x)[offset:], out[1 : 1 + size])
-        getattr(reference_cast, cast)(x[offset:], expected[1 : 1 + size])
+        getattr(cuda_cast, cast)(cupy.asarray(x)[offset:], out[start : start + size])
+        getattr(reference_cast, cast)(x[offset:], expected[start : start + size])
         same(cast, out.to_host(), expected)
 
 

@@ -28,14 +28,14 @@ def given(rule: str, dtype: type, size: int) -> list[np.ndarray]:
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("offset", [0, 1])
-def test_same_bits_as_the_reference(rule: str, dtype: type, offset: int, cupy: ModuleType) -> None:
-    """Also of views that begin within a pack, and of one array among others that do not."""
+@pytest.mark.parametrize("shifted", [None, 0, 1, 2, 3])
+def test_same_bits_as_the_reference(rule: str, dtype: type, shifted: int | None, cupy: ModuleType) -> None:
+    """Also where one array, ``shifted``, begins within a pack, and the others do not."""
     for size in (0, 1, 2, 3, 31, 32, 33, 2053):
         plain = given(rule, dtype, size)
-        held = [np.full(size + 8, 7, dtype) for _ in plain]
-        arrays = [cupy.asarray(x) for x in held]
-        views = [x[offset * k : offset * k + size] for k, x in enumerate(arrays)]
+        starts = [4 + (k == shifted) for k in range(len(plain))]
+        arrays = [cupy.asarray(np.full(size + 8, 7, dtype)) for _ in plain]
+        views = [x[start : start + size] for x, start in zip(arrays, starts, strict=True)]
         for view, x in zip(views, plain, strict=True):
             view[...] = cupy.asarray(x)
         for _ in range(2):
@@ -43,7 +43,7 @@ def test_same_bits_as_the_reference(rule: str, dtype: type, offset: int, cupy: M
             getattr(reference_update, rule)(*plain, RULES[rule][1])
         for k, (whole, expected) in enumerate(zip(arrays, plain, strict=True)):
             surrounded = np.full(size + 8, 7, dtype)
-            surrounded[offset * k : offset * k + size] = expected
+            surrounded[starts[k] : starts[k] + size] = expected
             np.testing.assert_array_equal(whole.to_host(), surrounded, err_msg=f"array {k} of {size}")
 
 
