@@ -16,6 +16,7 @@ from hpcdp import kernels, optim
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import (
     cuda,
+    cuda_batch_norm,
     cuda_cast,
     cuda_epilogue,
     cuda_norms,
@@ -33,6 +34,7 @@ from hpcdp.kernels import (
 
 FOLDER = Path(kernels.__file__).parent
 SPECIFICATIONS = {
+    cuda_batch_norm: reference,
     cuda_cast: reference_cast,
     cuda_epilogue: reference,
     cuda_norms: reference_norms,
@@ -125,6 +127,7 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}," in cuda.source("update")
     assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
+    assert f"PIECES = {cuda_batch_norm._PIECES} " in cuda.source("batch_norm")
     assert f"MAX_ROWS = {cuda_reduce._MAX_ROWS} " in cuda.source("reduce")
     names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
     assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
