@@ -49,7 +49,7 @@ def array_namespace(*xs: Array) -> Any:
 def _namespace_of(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):
         return np
-    if type(x).__module__.partition(".")[0] == "cupy":
+    if is_cupy(x):
         return importlib.import_module("cupy")
     if hasattr(x, "__array_namespace__"):
         return x.__array_namespace__()
@@ -59,6 +59,11 @@ def _namespace_of(x: Any) -> Any:
 def is_host(x: Array) -> bool:
     """Whether ``x`` is a NumPy array, whose memory this process can read."""
     return isinstance(x, np.ndarray)
+
+
+def is_cupy(x: Array) -> bool:
+    """Whether ``x`` is a CuPy array, whose memory CUDA kernels can read; does not import CuPy."""
+    return type(x).__module__.partition(".")[0] == "cupy"
 
 
 def to_host(x: Array) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Floor 0: compute kernels. Imports: arrays, errors.
 
-``reference`` is the specification, in the functions that NumPy and CuPy share; the other modules are Numba versions for
-NumPy arrays. Those are compiled when they are imported, so they are reached through `load`, which lets one process of
-a node compile while the others wait and then read the cache.
+``reference`` and the modules ``reference_X`` are the specification, in the functions that NumPy and CuPy share. The
+modules ``cuda_X``, with ``X.cu``, are for CuPy arrays (`cuda`). The others are Numba versions for NumPy arrays. Those
+are compiled when they are imported, so they are reached through `load`, which lets one process of a node compile while
+the others wait and then read the cache. `kernels_for` chooses by the array.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO
 
+from ..arrays import Array, is_cupy, is_host
 from ..errors import ConfigError
 
 _loaded: dict[str, ModuleType] = {}
@@ -32,6 +34,8 @@ _warned = False
 _said: set[str] = set()
 _all_kept = True
 _queues = True
+_ON_CUDA = frozenset({"batch_norm", "cast", "epilogue", "norms", "pool", "quantise", "reduce", "update"})
+"""What CuPy arrays have kernels of their own for."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20
@@ -199,6 +203,18 @@ def load(name: str) -> ModuleType:
                 _loaded[name] = _imported(name)
             module = _loaded[name]
     return module
+
+
+def kernels_for(name: str, x: Array, plain: ModuleType) -> ModuleType:
+    """What has the functions of the specification ``plain`` for arrays like ``x``: `load` of ``name`` for NumPy, CUDA
+    kernels for CuPy where there are any, else ``plain`` itself, which every namespace can do.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    if is_host(x):
+        return load(name)
+    return importlib.import_module(f"{__name__}.cuda_{name}") if name in _ON_CUDA and is_cupy(x) else plain
 
 
 def _imported(name: str) -> ModuleType:

@@ -1,4 +1,6 @@
-"""N-way reductions of memory shared by a node's ranks.
+"""N-way reductions of memory shared by a node's ranks. Imports: reference_reduce, numba.
+
+`reference_reduce` is the specification of `combine` and `combine_into`: same names, same arguments, same bits.
 
 All sums run in the order of the ranks, whatever the blocking, so the result has the same bits on every rank and in
 every run. float16 is accumulated in float32 and rounded once.
@@ -16,7 +18,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-SUM, PROD, MIN, MAX, MEAN = 0, 1, 2, 3, 4
+from .reference_reduce import EVERY_ROW as EVERY_ROW
+from .reference_reduce import MAX as MAX
+from .reference_reduce import MEAN, MIN, PROD, SUM
+
 BLOCK = 2048
 """Elements that are accumulated at a time: they stay in a core's first-level cache."""
 
@@ -27,9 +32,6 @@ def words(x: np.ndarray) -> np.ndarray:
     """``x`` as the kernels take it: float16, which Numba does not know, as its bits in uint16; no copy."""
     return x.view(np.uint16) if x.dtype == np.float16 else x
 
-
-EVERY_ROW = -1
-"""As ``row`` of `combine_into`."""
 
 # Compiled at once for what every job uses; the other dtypes when they are first met, since all would take 10 s.
 _common = [types.float32, types.float64, types.int64]

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-bool_, uint8, int8, int16, int32, int64 = np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64
+bool_, uint8, uint16, uint32 = np.bool_, np.uint8, np.uint16, np.uint32
+int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
 float16, float32, float64 = np.float16, np.float32, np.float64
 newaxis, inf, nan, pi = None, np.inf, np.nan, np.pi
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_host
+from ..arrays import Array, array_namespace
 from ..autograd.registry import Call
 from ..errors import UnsupportedError
 from ..kernels import reference
 
 
 def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
-    return kernels.load(name) if is_host(x) else plain
+    return kernels.kernels_for(name, x, plain)
 
 
 def alike(operation: str, x: Array, *others: Array | None) -> Any:

@@ -6,7 +6,8 @@ import dataclasses
 import math
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_host
+from ..arrays import Array
+from ..kernels import reference_norms
 from .rules import SGD
 from .settings import count, number
 
@@ -58,10 +59,7 @@ class LARS(SGD):
 
 def squares(x: Array) -> float:
     """The squared norm of a flat array, summed in float64."""
-    if is_host(x):
-        return float(kernels.load("norms").sum_of_squares(x))
-    xp = array_namespace(x)
-    return float(xp.sum(x * x, dtype=xp.float64))
+    return float(kernels.kernels_for("norms", x, reference_norms).sum_of_squares(x))
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:

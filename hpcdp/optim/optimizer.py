@@ -130,7 +130,7 @@ class Optimizer(Configurable, abc.ABC):
         name, coefficients = self.kernel(step, scale)
         if not is_host(param):
             _check_alike(operation, arrays)
-            getattr(reference_update, name)(*arrays, coefficients)
+            getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients)
             return
         if any(x.shape != param.shape for x in arrays):
             _check_alike(operation, arrays)

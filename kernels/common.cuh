@@ -1,0 +1,98 @@
+// What the kernels of this folder share. Neither CUDA's headers nor the standard library's are included: NVRTC then
+// compiles the files wherever it is, in a fraction of the time, and tests/kernels/cuda_on_host.h can stand in for CUDA.
+//
+// All are compiled with -fmad=false: the specification rounds a product before it is added, and the same bits as on a
+// CPU are the contract. What waits for memory does not become slower by it.
+
+typedef long long Index;      // a count may exceed 2^31
+typedef unsigned short Half;  // the bits of float16 or bfloat16
+typedef unsigned int Word;
+
+enum { THREADS = 256, WARP = 32 };  // of a block, as cuda.py launches it, and of those that vote together
+
+#ifdef __CUDACC__
+__device__ inline float float_from_half(Half x) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+    return wide;
+}
+
+__device__ inline Half half_from(float x) {
+    Half nearest;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(nearest) : "f"(x));
+    return nearest;
+}
+
+__device__ inline Half half_from(double x) {
+    Half nearest;
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(nearest) : "d"(x));
+    return nearest;
+}
+
+__device__ inline float float_of_bits(Word bits) { return __uint_as_float(bits); }
+__device__ inline Word bits_of_float(float x) { return __float_as_uint(x); }
+#endif
+
+// An element in the type it is computed in: float16 in float32, anything else as it is.
+__device__ inline float widened(Half x) { return float_from_half(x); }
+template <class T> __device__ inline T widened(T x) { return x; }
+
+// An accumulator as an element again, rounded to nearest even.
+template <class T, class Wide> __device__ inline T narrowed(Wide x) { return x; }
+template <> __device__ inline Half narrowed<Half, float>(float x) { return half_from(x); }
+
+template <class T> struct WideOf { typedef T Type; };
+template <> struct WideOf<Half> { typedef float Type; };
+
+// `x - x` of an infinity or a NaN is a NaN.
+template <class T> __device__ inline bool is_finite(T x) { return x - x == T(0); }
+
+// Elements that are loaded or stored at once, 16 bytes if there are as many.
+template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
+    T at[N];
+};
+
+template <int N, class T> __device__ inline Pack<T, N> load(const T* from) {
+    return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+template <int N, class T> __device__ inline void store(T* to, const Pack<T, N>& pack) {
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Whether packs of N elements can be loaded from `first`, and from all other arrays too.
+template <int N> __device__ inline bool is_aligned() { return true; }
+template <int N, class T, class... Others> __device__ inline bool is_aligned(const T* first, const Others*... others) {
+    return reinterpret_cast<unsigned long long>(first) % alignof(Pack<T, N>) == 0 && is_aligned<N>(others...);
+}
+
+// This thread among those of all blocks, and how many there are: all loops stride by that, so any grid will do.
+__device__ inline Index this_thread() { return Index(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline Index all_threads() { return Index(gridDim.x) * blockDim.x; }
+
+template <int N> struct Width {
+    static constexpr int value = N;
+};
+
+// Calls `body(first element, Width<N>)` for whole packs, then `body(element, Width<1>)` for what is left, or for all
+// elements if `aligned` says that an array begins within a pack. Neighbouring threads take neighbouring packs.
+template <int N, class Body> __device__ inline void for_packs(Index count, bool aligned, Body body) {
+    const Index packs = aligned ? count / N : 0;
+    for (Index pack = this_thread(); pack < packs; pack += all_threads()) body(pack * N, Width<N>());
+    for (Index i = packs * N + this_thread(); i < count; i += all_threads()) body(i, Width<1>());
+}
+
+// The sum of `value` over the block's threads, in a fixed order, returned to all of them; all must call it. blockDim.x
+// must be a power of two of at most THREADS.
+template <class T> __device__ inline T block_sum(T value) {
+    __shared__ T partial[THREADS];
+    partial[threadIdx.x] = value;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
+    }
+    __syncthreads();
+    const T total = partial[0];
+    __syncthreads();  // before a next sum overwrites it
+    return total;
+}

@@ -1,0 +1,93 @@
+"""CUDA kernels for CuPy arrays: how they are compiled, and how one is launched. Imports: arrays, errors.
+
+``kernels/X.cu`` has the kernels and ``kernels/cuda_X.py`` the functions that launch them, with the names and arguments
+of the specification ``reference_X``. CuPy is imported when the first of its arrays arrives, and compiles a file for
+the GPU that is there (NVRTC), once for each user: it keeps what it has compiled in ``~/.cupy/kernel_cache``.
+
+A launch goes to the current stream and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import UnsupportedError
+
+OPTIONS = ("-std=c++17", "--fmad=false")
+"""Of NVRTC and nvcc. The specification rounds each product before it is added, so they must not be contracted."""
+
+THREADS = 256
+"""Of a block; `common.cuh` says so, too."""
+
+MAX_BLOCKS = 1056
+"""Of a launch; threads stride over what is more. Eight blocks are at once on each of an H100's 132 multiprocessors."""
+
+_FOLDER = Path(__file__).parent
+_TYPES = {"float32": "f32", "float64": "f64", "uint16": "f16", "int32": "i32", "int64": "i64"}
+"""The last part of a kernel's name by the dtype that it is for; uint16 holds the bits of float16."""
+
+
+def source(file: str) -> str:
+    """``kernels/<file>.cu`` with `common.cuh` in it: CuPy knows by the text alone whether it has compiled a source."""
+    return (_FOLDER / f"{file}.cu").read_text().replace('#include "common.cuh"', (_FOLDER / "common.cuh").read_text())
+
+
+@cache
+def _kernel(file: str, name: str) -> Any:
+    return _module(file).get_function(name)
+
+
+@cache
+def _module(file: str) -> Any:
+    import cupy
+
+    return cupy.RawModule(code=source(file), options=OPTIONS)
+
+
+def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -> None:
+    """Whether a kernel may be given ``arrays``: it knows neither their strides nor their sizes.
+
+    Raises:
+        UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements.
+    """
+    found = str(arrays[0].dtype)
+    if found not in dtypes:
+        raise UnsupportedError(operation, where="dtype", expected=" or ".join(dtypes), got=found)
+    for x in arrays:
+        if x.dtype != arrays[0].dtype or x.size != count or not x.flags.c_contiguous:
+            layout = "contiguous" if x.flags.c_contiguous else f"strides {x.strides}"
+            raise UnsupportedError(
+                operation, expected=f"contiguous arrays of {count} {found}", got=f"{x.size} {x.dtype}, {layout}"
+            )
+
+
+def type_name(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -> str:
+    """The last part of the name of a kernel for ``arrays``, which pass `check`."""
+    check(operation, dtypes, count, *arrays)
+    return _TYPES[str(arrays[0].dtype)]
+
+
+def blocks(threads: int) -> int:
+    """How many blocks are launched where ``threads`` have something to do."""
+    return min(-(-threads // THREADS), MAX_BLOCKS)
+
+
+def launch(file: str, name: str, grid: int, *args: Array | np.generic | np.ndarray) -> None:
+    """Launch a kernel of ``kernels/<file>.cu`` on the current stream, with ``grid`` blocks; with 0, none.
+
+    Args:
+        args: CuPy arrays, NumPy scalars of the size that the kernel expects, and structures as arrays of one element.
+    """
+    if grid:
+        _kernel(file, name)((grid,), (THREADS,), args)
+
+
+def launch_elementwise(file: str, name: str, arrays: tuple[Array, ...], *scalars: np.generic) -> None:
+    """Launch a kernel of ``(*arrays, count, *scalars)`` whose threads have 16 bytes each of the largest elements."""
+    nbytes = max(x.nbytes for x in arrays)
+    launch(file, name, blocks(-(-nbytes // 16)), *arrays, np.int64(arrays[0].size), *scalars)

@@ -1,0 +1,45 @@
+"""Norms and the search for infinities and NaNs for CuPy arrays. Imports: cuda.
+
+`reference_norms` is the specification: same names, same arguments, the same sums up to rounding in float64. What
+returns a number waits for the current stream.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Array, array_namespace
+from . import cuda
+
+_DTYPES = ("uint16", "float32", "float64")
+_PIECES = 64
+"""Blocks that sum one layer; `norms.cu` says so, too."""
+
+
+def all_finite(x: Array) -> bool:
+    """See `reference_norms.all_finite`."""
+    of_type = cuda.type_name("all_finite", _DTYPES, x.size, x)
+    found = array_namespace(x).zeros(1, dtype=np.int32)
+    cuda.launch("norms", f"find_not_finite_{of_type}", cuda.blocks(-(-x.nbytes // 16)), x, np.int64(x.size), found)
+    return not int(found[0])
+
+
+def sum_of_squares(x: Array) -> float:
+    """See `reference_norms.sum_of_squares`."""
+    of_type = cuda.type_name("sum_of_squares", _DTYPES, x.size, x)
+    xp, blocks = array_namespace(x), cuda.blocks(-(-x.nbytes // 16))
+    partial, out = xp.empty(blocks, dtype=np.float64), xp.empty(1, dtype=np.float64)
+    cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
+    cuda.launch("norms", "add_partials", 1, partial, np.int64(blocks), out)
+    return float(out[0])
+
+
+def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:
+    """See `reference_norms.segment_squares`; waits for nothing."""
+    of_type = cuda.type_name("segment_squares", _DTYPES, params.size, params, grads)
+    cuda.check("segment_squares", ("int64",), bounds.size, bounds)
+    layers = bounds.size - 1
+    cuda.check("segment_squares", ("float64",), 2 * layers, out)
+    partial = array_namespace(params).empty((layers, 2, _PIECES), dtype=np.float64)
+    cuda.launch("norms", f"segment_squares_{of_type}", layers * _PIECES, params, grads, bounds, partial)
+    cuda.launch("norms", "add_partials", 2 * layers, partial, np.int64(_PIECES), out)

@@ -1,0 +1,53 @@
+"""Average and max pooling of CuPy arrays. Imports: cuda.
+
+`reference` is the specification: same names, same arguments, and the same bits where gradients are finite.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Array
+from . import cuda
+from .reference import Pair
+
+_DTYPES = ("float32", "float64")
+_WINDOWS = np.dtype([("at", np.int64, 11)])
+
+
+def average_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """See `reference.average_pool`."""
+    windows, share = _windows(x, out, kernel, stride, padding), x.dtype.type(1.0 / (kernel[0] * kernel[1]))
+    _launch("average_pool", (x, out), out.size, windows, share)
+
+
+def average_pool_gradient(gy: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """See `reference.average_pool_gradient`."""
+    windows, share = _windows(dx, gy, kernel, stride, padding), dx.dtype.type(1.0 / (kernel[0] * kernel[1]))
+    _launch("average_pool_gradient", (gy, dx), dx.size, windows, share)
+
+
+def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """See `reference.max_pool`."""
+    cuda.check("max_pool", ("int32",), out.size, chosen)
+    _launch("max_pool", (x, out, chosen), out.size, _windows(x, out, kernel, stride, padding))
+
+
+def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
+    """See `reference.max_pool_gradient`."""
+    cuda.check("max_pool_gradient", ("int32",), gy.size, chosen)
+    _launch("max_pool_gradient", (gy, chosen, dx), dx.size, _windows(dx, gy, kernel, stride, padding))
+
+
+def _windows(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
+    """The structure of that name, of planes like those of ``x`` and positions like those of ``out``."""
+    cuda.check("pool", _DTYPES, x.size, x)
+    cuda.check("pool", (str(x.dtype),), out.size, out)
+    made = np.zeros(1, _WINDOWS)
+    made["at"][0] = (x.shape[0] * x.shape[1], *x.shape[2:], *out.shape[2:], *kernel, *stride, *padding)
+    return made
+
+
+def _launch(name: str, arrays: tuple[Array, ...], threads: int, *args: np.generic | np.ndarray) -> None:
+    of_type = cuda.type_name(name, _DTYPES, arrays[0].size, arrays[0])
+    cuda.launch("pool", f"{name}_{of_type}", cuda.blocks(threads), *arrays, *args)

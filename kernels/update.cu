@@ -1,0 +1,89 @@
+// Fused optimizer updates, one pass over memory. reference_update.py is the specification: same bits.
+#include "common.cuh"
+
+template <class T> __device__ void sgd(T* __restrict__ param, const T* __restrict__ grad, Index count, T lr, T weight_decay, T scale) {
+    constexpr int N = 16 / sizeof(T);
+    for_packs<N>(count, is_aligned<N>(param, grad), [&](Index i, auto width) {
+        constexpr int n = decltype(width)::value;
+        auto p = load<n>(param + i);
+        const auto g = load<n>(grad + i);
+        for (int k = 0; k < n; ++k) {
+            const T step = g.at[k] * scale + p.at[k] * weight_decay;
+            p.at[k] = p.at[k] - step * lr;
+        }
+        store(param + i, p);
+    });
+}
+
+template <bool nesterov, class T>
+__device__ void momentum_sgd(
+    T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ velocity, Index count,
+    T lr, T weight_decay, T scale, T momentum
+) {
+    constexpr int N = 16 / sizeof(T);
+    for_packs<N>(count, is_aligned<N>(param, grad, velocity), [&](Index i, auto width) {
+        constexpr int n = decltype(width)::value;
+        auto p = load<n>(param + i);
+        auto v = load<n>(velocity + i);
+        const auto g = load<n>(grad + i);
+        for (int k = 0; k < n; ++k) {
+            const T step = g.at[k] * scale + p.at[k] * weight_decay;
+            v.at[k] = v.at[k] * momentum + step;
+            p.at[k] = p.at[k] - (nesterov ? step + v.at[k] * momentum : v.at[k]) * lr;
+        }
+        store(velocity + i, v);
+        store(param + i, p);
+    });
+}
+
+template <class T>
+__device__ void adam(
+    T* __restrict__ param, const T* __restrict__ grad, T* __restrict__ m, T* __restrict__ v, Index count,
+    T step_size, T weight_decay, T scale, T shrink, T one_minus_beta1, T beta2, T one_minus_beta2, T root_scale, T eps
+) {
+    constexpr int N = 16 / sizeof(T);
+    for_packs<N>(count, is_aligned<N>(param, grad, m, v), [&](Index i, auto width) {
+        constexpr int n = decltype(width)::value;
+        auto p = load<n>(param + i);
+        auto first = load<n>(m + i);
+        auto second = load<n>(v + i);
+        const auto given = load<n>(grad + i);
+        for (int k = 0; k < n; ++k) {
+            const T g = given.at[k] * scale + p.at[k] * weight_decay;
+            first.at[k] = first.at[k] + (g - first.at[k]) * one_minus_beta1;
+            second.at[k] = second.at[k] * beta2 + (g * g) * one_minus_beta2;
+            const T root = sqrt(second.at[k]) * root_scale + eps;
+            p.at[k] = p.at[k] * shrink - (first.at[k] / root) * step_size;
+        }
+        store(m + i, first);
+        store(v + i, second);
+        store(param + i, p);
+    });
+}
+
+#define KERNELS(T, NAME)                                                                                               \
+    extern "C" __global__ void sgd_##NAME(T* param, const T* grad, Index count, T lr, T weight_decay, T scale) {       \
+        sgd(param, grad, count, lr, weight_decay, scale);                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void sgd_momentum_##NAME(                                                                    \
+        T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum                   \
+    ) {                                                                                                                \
+        momentum_sgd<false>(param, grad, velocity, count, lr, weight_decay, scale, momentum);                          \
+    }                                                                                                                  \
+    extern "C" __global__ void sgd_nesterov_##NAME(                                                                    \
+        T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum                   \
+    ) {                                                                                                                \
+        momentum_sgd<true>(param, grad, velocity, count, lr, weight_decay, scale, momentum);                           \
+    }                                                                                                                  \
+    extern "C" __global__ void adam_##NAME(                                                                            \
+        T* param, const T* grad, T* m, T* v, Index count, T step_size, T weight_decay, T scale, T shrink,              \
+        T one_minus_beta1, T beta2, T one_minus_beta2, T root_scale, T eps                                             \
+    ) {                                                                                                                \
+        adam(                                                                                                          \
+            param, grad, m, v, count, step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, \
+            root_scale, eps                                                                                            \
+        );                                                                                                             \
+    }
+
+KERNELS(float, f32)
+KERNELS(double, f64)

@@ -1,0 +1,181 @@
+// What kernels/*.cu need of CUDA, for a host compiler: the tests run the same bodies where there is no GPU.
+//
+// The threads of a block are fibers of one thread, which take turns where they wait for each other, so barriers and
+// ballots work as on a GPU; blocks run one after another. A wait that can never end, because a thread of the block or
+// of the warp has returned or waits elsewhere, ends the launch with an error. So does a load or store that a GPU refuses
+// because of its alignment: g++ calls the handler below (-fsanitize=alignment).
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <stdexcept>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __restrict__ __restrict
+
+using std::sqrt;
+
+struct Dim {
+    unsigned x, y, z;
+};
+static Dim threadIdx, blockIdx, blockDim, gridDim;
+
+inline float float_from_half(unsigned short bits) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return half;
+}
+
+template <class T> inline unsigned short half_from(T x) {
+    const _Float16 half = x;
+    unsigned short bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+
+inline float float_of_bits(unsigned bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline unsigned bits_of_float(float x) {
+    unsigned bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+namespace on_host {
+
+constexpr unsigned WARP_SIZE = 32;
+constexpr std::size_t STACK_NBYTES = 1 << 15;
+
+struct Barrier {
+    unsigned arrived = 0, passed = 0;
+};
+
+struct Warp {
+    Barrier barrier;
+    unsigned votes = 0;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack = std::vector<char>(STACK_NBYTES);
+    bool is_done = false;
+};
+
+static ucontext_t scheduler;
+static std::deque<Fiber> fibers;  // grows without moving: contexts point into themselves
+static unsigned current;
+static bool has_moved;  // whether any thread of the block went on in this round
+static Barrier block_barrier;
+static std::vector<Warp> warps;
+static bool is_misaligned;
+static void (*body)(void*);
+static void* body_of;
+
+inline void meet(Barrier& barrier, unsigned threads) {
+    const unsigned turn = barrier.passed;
+    has_moved = true;
+    if (++barrier.arrived == threads) {
+        barrier.arrived = 0;
+        ++barrier.passed;
+    }
+    while (barrier.passed == turn) swapcontext(&fibers[current].context, &scheduler);
+    has_moved = true;
+}
+
+inline unsigned warp_size() {  // the last warp of a block may be smaller
+    const unsigned first = threadIdx.x / WARP_SIZE * WARP_SIZE;
+    return blockDim.x - first < WARP_SIZE ? blockDim.x - first : WARP_SIZE;
+}
+
+inline void end_fiber() {
+    fibers[current].is_done = true;
+    has_moved = true;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+inline void run_fiber() {
+    body(body_of);
+    end_fiber();
+}
+
+inline void run_block() {
+    is_misaligned = false;
+    block_barrier = Barrier();
+    warps.assign(blockDim.x / WARP_SIZE + 1, Warp());
+    while (fibers.size() < blockDim.x) fibers.emplace_back();
+    for (unsigned t = 0; t < blockDim.x; ++t) {
+        Fiber& fiber = fibers[t];
+        fiber.is_done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data();
+        fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, run_fiber, 0);
+    }
+    for (unsigned done = 0; done < blockDim.x;) {
+        has_moved = false;
+        for (current = 0; current < blockDim.x; ++current) {
+            if (fibers[current].is_done) continue;
+            threadIdx.x = current;
+            swapcontext(&scheduler, &fibers[current].context);
+            done += fibers[current].is_done;
+        }
+        if (is_misaligned) throw std::runtime_error("a load or store of misaligned memory");
+        if (!has_moved) throw std::runtime_error("a thread waits at a barrier that others never reach");
+    }
+}
+
+template <class... Args, std::size_t... I>
+void launch(void (*kernel)(Args...), void** args, unsigned grid, unsigned block, std::index_sequence<I...>) {
+    auto call = [&] { kernel(*static_cast<Args*>(args[I])...); };
+    body = [](void* of) { (*static_cast<decltype(call)*>(of))(); };
+    body_of = &call;
+    gridDim = {grid, 1, 1};
+    blockDim = {block, 1, 1};
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) run_block();
+}
+
+}  // namespace on_host
+
+// Called instead of the access; the thread ends there.
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(void*, unsigned long) {
+    on_host::is_misaligned = true;
+    on_host::end_fiber();
+}
+
+inline void __syncthreads() { on_host::meet(on_host::block_barrier, blockDim.x); }
+
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    on_host::Warp& warp = on_host::warps[threadIdx.x / on_host::WARP_SIZE];
+    const unsigned threads = on_host::warp_size(), lane = threadIdx.x % on_host::WARP_SIZE;
+    if (lane == 0) warp.votes = 0;
+    on_host::meet(warp.barrier, threads);
+    warp.votes |= unsigned(vote) << lane;
+    on_host::meet(warp.barrier, threads);
+    const unsigned votes = warp.votes;
+    on_host::meet(warp.barrier, threads);  // before the next ballot clears it
+    return votes;
+}
+
+// `args` are the addresses of the arguments, as cuLaunchKernel takes them. Returns null or what went wrong.
+template <class... Args>
+const char* launch_on_host(void (*kernel)(Args...), void** args, unsigned num_args, unsigned grid, unsigned block) {
+    if (num_args != sizeof...(Args)) return "another number of arguments than the kernel has";
+    try {
+        on_host::launch(kernel, args, grid, block, std::index_sequence_for<Args...>());
+    } catch (const std::exception& error) {
+        static std::string said;
+        said = error.what();
+        return said.c_str();
+    }
+    return nullptr;
+}

@@ -1,0 +1,113 @@
+"""CuPy without a GPU: the stand-in namespace under its name, and a RawModule that compiles CUDA for this processor.
+
+``install()`` puts it in `sys.modules`; kernels then run as `cuda_on_host.h` says, with CuPy's rules for arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+_NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}
+
+
+class RawModule:
+    """CUDA C++ compiled for the host; ``options`` are those of NVRTC."""
+
+    def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
+        assert "--fmad=false" in options, "a host compiler must not contract either"
+        self._library, self._parameters = _compiled(code)
+
+    def get_function(self, name: str) -> RawKernel:
+        return RawKernel(name, getattr(self._library, f"launch_{name}"), self._parameters[name])
+
+
+class RawKernel:
+    """Called as CuPy's: ``kernel(grid, block, args)``."""
+
+    def __init__(self, name: str, launch: Any, parameters: list[str]) -> None:
+        self._name, self._launch, self._parameters = name, launch, parameters
+        launch.restype = ctypes.c_char_p
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        assert len(args) == len(self._parameters), f"{self._name}: {len(args)} arguments for {self._parameters}"
+        kept = [_as_passed(arg, parameter) for arg, parameter in zip(args, self._parameters, strict=True)]
+        addresses = (ctypes.c_void_p * len(kept))(*(each.ctypes.data for each in kept))
+        wrong = self._launch(addresses, len(kept), grid[0], block[0])
+        if wrong:
+            raise RuntimeError(f"{self._name}: {wrong.decode()}")
+
+
+def _as_passed(arg: Any, parameter: str) -> np.ndarray:
+    """The bytes that a launch takes of an argument. CUDA does not look whether they are those that a kernel expects;
+    here a pointer for a number, or a number of another size, is an error."""
+    if "*" in parameter:
+        assert type(arg).__module__ == "cupy", f"{parameter} is given {arg!r}"
+        return np.array([arg._held.ctypes.data], np.uint64)
+    if isinstance(arg, np.ndarray):
+        assert arg.size == 1, "CuPy takes a structure as an array of one element"
+        return arg
+    assert isinstance(arg, np.generic), f"{parameter} is given {arg!r}, whose size nobody has said"
+    kind = parameter.removeprefix("const ").rpartition(" ")[0]
+    assert arg.nbytes == _NBYTES[kind], f"{parameter} is given {arg.nbytes} bytes"
+    assert (arg.dtype.kind == "f") == (kind in ("float", "double")), f"{parameter} is given {arg.dtype}"
+    return np.array([arg])
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="hpcdp-cuda-on-host-")
+
+
+@functools.cache
+def _compiled(code: str) -> tuple[ctypes.CDLL, dict[str, list[str]]]:
+    """The library of a source, and its kernels' parameters."""
+    preprocessed = _run(["g++", "-E", "-P", "-x", "c++", "-"], code)
+    parameters = {
+        name: [each.strip() for each in given.split(",")] for name, given in _KERNEL.findall(_one_line(preprocessed))
+    }
+    launchers = "".join(
+        f'extern "C" const char* launch_{name}(void** args, unsigned count, unsigned grid, unsigned block)'
+        f" {{ return launch_on_host({name}, args, count, grid, block); }}\n"
+        for name in parameters
+    )
+    library = Path(_folder().name) / f"{hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}.so"
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared"]
+    options += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-include", HERE / "cuda_on_host.h"]
+    _run(["g++", *options, "-x", "c++", "-", "-o", library], code + "\n" + launchers)
+    return ctypes.CDLL(str(library)), parameters
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("( ", "(").replace(" )", ")")
+
+
+def _run(command: list[Any], text: str) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def install() -> ModuleType:
+    """A module ``cupy``, new in `sys.modules`: the caller takes it out again."""
+    spec = importlib.util.spec_from_file_location("cupy", HERE / "standin.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cupy"] = module
+    spec.loader.exec_module(module)
+    module.RawModule = RawModule  # type: ignore[attr-defined]
+    module.Array.data = property(lambda x: SimpleNamespace(ptr=x._held.ctypes.data))  # type: ignore[attr-defined]
+    return module

@@ -1,0 +1,187 @@
+"""How CUDA kernels are chosen, launched and refused; where there is no GPU, they run on this processor."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import cupy_on_host
+import numpy as np
+import pytest
+import standin
+
+from hpcdp import kernels, optim
+from hpcdp.errors import UnsupportedError
+from hpcdp.kernels import (
+    cuda,
+    cuda_batch_norm,
+    cuda_cast,
+    cuda_epilogue,
+    cuda_norms,
+    cuda_pool,
+    cuda_quantise,
+    cuda_reduce,
+    cuda_update,
+    reference,
+    reference_cast,
+    reference_norms,
+    reference_quantise,
+    reference_reduce,
+    reference_update,
+)
+
+FOLDER = Path(kernels.__file__).parent
+SPECIFICATIONS = {
+    cuda_batch_norm: reference,
+    cuda_cast: reference_cast,
+    cuda_epilogue: reference,
+    cuda_norms: reference_norms,
+    cuda_pool: reference,
+    cuda_quantise: reference_quantise,
+    cuda_reduce: reference_reduce,
+    cuda_update: reference_update,
+}
+
+
+def test_kernels_are_chosen_by_the_array(cupy: ModuleType) -> None:
+    host = np.ones(3, np.float32)
+    chosen = [kernels.kernels_for("update", x, reference_update) for x in (host, standin.asarray(host))]
+    assert chosen == [kernels.load("update"), reference_update]
+    assert kernels.kernels_for("update", cupy.asarray(host), reference_update) is cuda_update
+    assert kernels.kernels_for("lstm", cupy.asarray(host), standin) is standin, "CUDA has none of that name"
+
+
+def test_numpy_does_not_import_cupy() -> None:
+    program = "import sys, numpy, hpcdp.kernels.cuda_update, hpcdp.optim as o; x = numpy.ones(3); "
+    program += "o.SGD(lr=0.1).update(x, x.copy(), {}, step=1); assert 'cupy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("module", SPECIFICATIONS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_the_functions_are_those_of_the_specification(module: ModuleType) -> None:
+    """All those of it that Numba has, too: `reference` specifies several modules."""
+    name = module.__name__.rpartition("cuda_")[2]
+    numbas = {
+        each.name for each in ast.parse((FOLDER / f"{name}.py").read_text()).body if isinstance(each, ast.FunctionDef)
+    }
+    ours, theirs = (
+        {
+            name: list(inspect.signature(each).parameters)
+            for name, each in vars(of).items()
+            if inspect.isfunction(each) and each.__module__ == of.__name__ and not name.startswith("_")
+        }
+        for of in (module, SPECIFICATIONS[module])
+    )
+    assert ours == {name: parameters for name, parameters in theirs.items() if name in numbas}
+
+
+def test_every_cuda_file_has_its_module_and_its_specification() -> None:
+    names = {path.stem for path in FOLDER.glob("*.cu")}
+    assert names == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")}
+    assert names >= kernels._ON_CUDA, "what kernels_for chooses exists"
+    assert names == {module.__name__.rpartition("cuda_")[2] for module in SPECIFICATIONS}
+
+
+def test_an_optimizer_updates_by_one_launch(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    call = cupy_on_host.RawKernel.__call__
+    monkeypatch.setattr(
+        cupy_on_host.RawKernel, "__call__", lambda self, *args: (launched.append(self._name), call(self, *args))
+    )
+    rng = np.random.default_rng(5)
+    param, grad = rng.standard_normal((2, 37), np.float32)
+    rule = optim.AdamW(lr=0.1, weight_decay=0.01)
+    on_host, on_device = (param.copy(), rule.init_state(param)), cupy.asarray(param)
+    state = rule.init_state(on_device)
+    for step in (1, 2):
+        rule.update(on_host[0], grad, on_host[1], step=step, scale=0.5)
+        rule.update(on_device, cupy.asarray(grad), state, step=step, scale=0.5)
+    assert launched == ["adam_f32", "adam_f32"]
+    np.testing.assert_array_equal(on_device.to_host(), on_host[0])
+    np.testing.assert_array_equal(state["v"].to_host(), on_host[1]["v"])
+
+
+def test_arrays_that_kernels_cannot_read_are_refused(cupy: ModuleType) -> None:
+    x = cupy.asarray(np.ones(8, np.float32))
+    with pytest.raises(UnsupportedError, match=r"sgd.*float32 or float64.*float16"):
+        cuda_update.sgd(x.astype(np.float16), x.astype(np.float16), (0.1, 0.0, 1.0))
+    with pytest.raises(UnsupportedError, match=r"4 float32.*strides \(8,\)"):
+        cuda_update.sgd(x[:4], x[::2], (0.1, 0.0, 1.0))
+    with pytest.raises(UnsupportedError, match="contiguous arrays of 8 float32, got 7 float32"):
+        cuda_update.sgd(x, x[:7], (0.1, 0.0, 1.0))
+    with pytest.raises(UnsupportedError, match="got 8 float64"):
+        cuda_update.sgd(x, x.astype(np.float64), (0.1, 0.0, 1.0))
+    with pytest.raises(UnsupportedError, match=r"to_float16.*uint16.*int32"):
+        cuda_cast.to_float16(x, x.astype(np.int32))
+
+
+def test_a_source_is_complete_and_asks_for_no_header() -> None:
+    for path in FOLDER.glob("*.cu"):
+        text = cuda.source(path.stem)
+        assert "this_thread()" in text
+        assert "#include" not in text, "CuPy would not see that a file has changed"
+
+
+def test_numbers_that_two_files_say_agree() -> None:
+    assert f"THREADS = {cuda.THREADS}," in cuda.source("update")
+    assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
+    assert f"PIECES = {cuda_batch_norm._PIECES} " in cuda.source("batch_norm")
+    assert f"MAX_ROWS = {cuda_reduce._MAX_ROWS} " in cuda.source("reduce")
+    names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
+    assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
+
+
+SHIM = """
+extern "C" __global__ void ranks(int* out, int given) {
+    __shared__ int seen[256];
+    seen[threadIdx.x] = given;
+    __syncthreads();
+    const unsigned odd = __ballot_sync(~0u, threadIdx.x % 2);
+    out[blockIdx.x * blockDim.x + threadIdx.x] = seen[(threadIdx.x + 1) % blockDim.x] + int(odd);
+}
+extern "C" __global__ void leaves(int* out, int given) {
+    if (threadIdx.x == given) return;
+    __syncthreads();
+}
+struct alignas(16) Four {
+    int at[4];
+};
+extern "C" __global__ void copies_four(const int* from, int* to) {
+    *reinterpret_cast<Four*>(to) = *reinterpret_cast<const Four*>(from);
+}
+"""
+
+
+def test_the_host_runs_blocks_as_a_gpu_does(cupy: ModuleType) -> None:
+    module = cupy.RawModule(code=SHIM, options=cuda.OPTIONS)
+    out = cupy.asarray(np.zeros(2 * 40, np.int32))
+    module.get_function("ranks")((2,), (40,), (out, np.int32(1000)))
+    votes = np.where(np.arange(40) < 32, 0xAAAAAAAA, 0xAA).astype(np.uint32).view(np.int32)
+    np.testing.assert_array_equal(out.to_host(), np.tile(1000 + votes, 2))
+    with pytest.raises(RuntimeError, match="barrier that others never reach"):
+        module.get_function("leaves")((1,), (40,), (out, np.int32(3)))
+
+
+def test_the_host_refuses_misaligned_packs_as_a_gpu_does(cupy: ModuleType) -> None:
+    copies = cupy.RawModule(code=SHIM, options=cuda.OPTIONS).get_function("copies_four")
+    x, out = cupy.asarray(np.arange(8, dtype=np.int32)), cupy.asarray(np.zeros(8, np.int32))
+    copies((1,), (1,), (x[4:], out[:4]))
+    np.testing.assert_array_equal(out.to_host(), [4, 5, 6, 7, 0, 0, 0, 0])
+    with pytest.raises(RuntimeError, match="misaligned"):
+        copies((1,), (1,), (x[:4], out[1:]))
+
+
+def test_the_host_refuses_what_a_gpu_would_misread(cupy: ModuleType) -> None:
+    kernel = cupy.RawModule(code=SHIM, options=cuda.OPTIONS).get_function("ranks")
+    out = cupy.asarray(np.zeros(1, np.int32))
+    for args in ((out, np.int64(1)), (out, np.float32(1)), (out, 1), (np.int64(1), np.int32(1)), (out,)):
+        with pytest.raises(AssertionError):
+            kernel((1,), (1,), args)
+
+
+def test_kernels_use_no_float_atomics_and_no_wait() -> None:
+    for path in [*FOLDER.glob("cuda*.py"), *FOLDER.glob("*.cu*")]:
+        assert "synchronize" not in path.read_text(), path
+        assert "atomicAdd" not in path.read_text(), path

@@ -1,0 +1,66 @@
+"""CUDA norms against their specification, on this processor (`cupy_on_host`)."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hpcdp import optim
+from hpcdp.kernels import cuda_norms, reference_norms
+
+DTYPES = [np.float16, np.float32, np.float64]
+
+
+def words(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype == np.float16 else x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_squares(dtype: type, cupy: ModuleType) -> None:
+    for size in (0, 1, 2, 3, 31, 32, 33, 5003):
+        x = words(np.random.default_rng(size).standard_normal(size + 1).astype(dtype))
+        on_device = cupy.asarray(x)
+        total = cuda_norms.sum_of_squares(on_device[1:])
+        assert total == pytest.approx(reference_norms.sum_of_squares(x[1:]), rel=1e-14)
+        assert total == cuda_norms.sum_of_squares(cupy.asarray(x[1:])), "the same bits wherever it begins"
+        if size:
+            on_device[size : size + 1] = words(np.array([np.inf], dtype))[0]
+            assert cuda_norms.sum_of_squares(on_device[1:]) == np.inf
+
+
+def test_squares_of_float32_do_not_overflow(cupy: ModuleType) -> None:
+    x = np.array([3e38, 1e-38, -3e38], np.float32)
+    assert cuda_norms.sum_of_squares(cupy.asarray(x)) == pytest.approx(2 * float(x[0]) ** 2, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_finite(dtype: type, cupy: ModuleType) -> None:
+    for size in (0, 1, 33, 1031):
+        x = np.full(size, np.finfo(dtype).max, dtype)
+        x[::2] = np.finfo(dtype).smallest_subnormal
+        assert cuda_norms.all_finite(cupy.asarray(words(x))) is True
+        for place in {0, size // 2, size - 1} if size else ():
+            for special in (np.nan, np.inf, -np.inf):
+                bad = x.copy()
+                bad[place] = special
+                assert cuda_norms.all_finite(cupy.asarray(words(bad))) is False
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segment_squares(dtype: type, cupy: ModuleType) -> None:
+    bounds = np.array([0, 33, 33, 2003], np.int64)  # also a layer of no elements
+    params, grads = (words(x) for x in np.random.default_rng(3).standard_normal((2, 2003)).astype(dtype))
+    expected, out = np.zeros((2, 3, 2))
+    reference_norms.segment_squares(params, grads, bounds, expected)
+    on_device = cupy.asarray(out)
+    cuda_norms.segment_squares(*(cupy.asarray(x) for x in (params, grads, bounds)), on_device)
+    np.testing.assert_allclose(on_device.to_host(), expected, rtol=1e-14)
+
+
+def test_lars_takes_its_norms_from_them(cupy: ModuleType) -> None:
+    param, grad = np.random.default_rng(4).standard_normal((2, 65), np.float32)
+    rule = optim.LARS(lr=0.1)
+    plain, state, on_device = param.copy(), rule.init_state(param), cupy.asarray(param)
+    rule.update(plain, grad, state, step=1)
+    rule.update(on_device, cupy.asarray(grad), rule.init_state(on_device), step=1)
+    np.testing.assert_allclose(on_device.to_host(), plain, rtol=1e-6)
