@@ -177,6 +177,14 @@ def _about(results: dict[str, Any]) -> str:
     found += sorted({each["library"] for each in results.get("allreduce", [])})
     text = f"{processor['model']}, {_cores(results)} cores ({caches}), {processor['system']}; {', '.join(found)}; "
     text += f"commit {machine['commit']}, {machine['date']}.\n"
+    again: dict[str, list[str]] = {}
+    for kind, reports in results.items():
+        for report in reports if isinstance(reports, list) else []:
+            commit = report.get("machine", machine)["commit"] if isinstance(report, dict) else machine["commit"]
+            if commit != machine["commit"] and kind not in again.setdefault(commit, []):
+                again[commit].append(kind)
+    for commit, kinds in again.items():
+        text += f"\nMeasured again at commit {commit}: {', '.join(kinds)}.\n"
     limits = [report["limits"] for report in results.get("allreduce", [])]
     if limits:
         one, all_cores, line_ns = (

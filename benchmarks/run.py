@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from . import program
 from .cluster import obstacle
 from .files import as_json, check_writable, write
@@ -30,6 +31,12 @@ from .report import render
 
 _HERE = Path(__file__).resolve().parent
 _JOB_TIMEOUT_S = 600
+KINDS = (
+    "startup", "allreduce", "allreduce MPICH", "updates", "updates MPICH", "lenet", "models", "scaling", "scaling DDP",
+    "kernels", "convolutions", "hybrid", "kvstore", "checkpoint", "allreduce 3", "allreduce 4", "fabric", "ingress",
+    "overlap", "torch",
+)  # fmt: skip
+"""What is measured, as it is called in results.json."""
 _STARTS_JOBS = ("startup", "fabric", "ingress", "overlap", "torch_ddp")
 
 
@@ -43,6 +50,7 @@ class Suite:
         rounds: how often every job is run.
         brief: fewer and shorter turns, to see that everything works.
         mpich: the Python of an environment with MPICH, or empty.
+        only: the kinds that are measured, of `KINDS`.
     """
 
     ranks: int
@@ -50,14 +58,18 @@ class Suite:
     rounds: int
     brief: bool
     mpich: str
+    only: frozenset[str] = frozenset(KINDS)
     results: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def job(self, kind: str, benchmark: str, arguments: list[str], *, ranks: int, python: str = sys.executable) -> None:
         """Run ``hpcdp.benchmarks.<benchmark>`` on ``ranks`` ranks and append its report to ``results[kind]``.
 
-        ``"bench"`` is `hpcdp bench`, whose arguments begin with what to measure.
+        ``"bench"`` is `hpcdp bench`, whose arguments begin with what to measure. Nothing is run of a kind that is not
+        asked for.
         """
+        if kind not in self.only:
+            return
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             report = Path(folder, "report.json")
             module = ["hpcdp.cli", "bench"] if benchmark == "bench" else [f"hpcdp.benchmarks.{benchmark}"]
@@ -145,7 +157,9 @@ class Suite:
 
     def run(self) -> dict[str, Any]:
         """Every job in its rounds; what they reported, by kind."""
-        self.results["machine"] = describe()
+        for kind in self.only:
+            self.results.pop(kind, None)
+        self.results.setdefault("machine", describe())
         self.results["skipped"] = [] if self.mpich else ["MPICH: no environment was named (--mpich PYTHON)"]
         self.job("startup", "startup", ["--repeats", "1" if self.brief else "9"], ranks=1)
         for _ in range(self.rounds):
@@ -193,13 +207,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=at_least(1), default=1, help="of jobs that alternate (1); more take longer")
     parser.add_argument("--brief", action="store_true", help="few and short turns, only to see that everything works")
     parser.add_argument("--mpich", default=os.environ.get("HPCDP_BENCH_MPICH", ""), metavar="PYTHON")
+    parser.add_argument(
+        "--only", metavar="KIND,...", default="",
+        help="measure these again, as results.json calls them, e.g. kernels,models; the other figures there stay",
+    )  # fmt: skip
     parser.add_argument("--into", default=str(_HERE), metavar="FOLDER", help="where the results are written")
     args = parser.parse_args(argv)
     parse_size(args.largest)
     folder = Path(args.into)
     figures, text_file = (str(folder / name) for name in ("results.json", "RESULTS.md"))
     check_writable("run --into", [figures, text_file])
-    results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich).run()
+    only = frozenset(args.only.split(",")) if args.only else frozenset(KINDS)
+    if not only <= set(KINDS):
+        unknown = ", ".join(sorted(only - set(KINDS)))
+        raise ConfigError("run --only", expected=f"some of {', '.join(KINDS)}", got=unknown)
+    earlier = json.loads(Path(figures).read_text()) if args.only and Path(figures).exists() else {}
+    results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich, only, earlier).run()
     write(figures, as_json(results))
     text = render(results)
     write(text_file, text)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpcdp.benchmarks import report, run, startup, verdicts
+from hpcdp.errors import ConfigError
 
 _SIZES = (4, 1 << 20, 64 << 20)
 
@@ -161,6 +162,27 @@ def test_the_suite_writes_json_and_results(monkeypatch: pytest.MonkeyPatch, tmp_
     text = (tmp_path / "RESULTS.md").read_text()
     assert "| S11 | import hpcdp | at most 0.2 s | 0.010 s | met |" in text
     assert "RuntimeError: of the test" in text
+
+
+def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    results = _results({4: 41.0, 1 << 20: 11.0, 64 << 20: 10.0})
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    started = []
+
+    def pretend(command: list[str]) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        report = {"ranks": 2, "import_s": 0.01, "launch_s": 0.4, "machine": {"commit": "later"}}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(report))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(run, "_run", pretend)
+    assert run.main(["--only", "startup", "--into", str(tmp_path)]) == 0
+    assert len(started) == 1 and "hpcdp.benchmarks.startup" in started[0]
+    now = json.loads((tmp_path / "results.json").read_text())
+    assert now["allreduce"] == results["allreduce"] and now["machine"] == results["machine"]
+    assert "Measured again at commit later: startup." in (tmp_path / "RESULTS.md").read_text()
+    with pytest.raises(ConfigError, match=r"expected some of startup, .*, got starting, up$"):
+        run.main(["--only", "up,startup,starting", "--into", str(tmp_path)])
 
 
 def test_start_up_is_measured() -> None:
