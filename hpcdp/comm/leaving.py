@@ -1,12 +1,13 @@
-"""A rank that leaves by `sys.exit` with a status that is not 0 ends the whole job, unless all others come to their end.
+"""A rank that leaves by `sys.exit` with a status that tells of a failure ends the job, unless all others leave, too.
 
-One that leaves with status 0, or in a way that is not noted (`hpcdp.exits`), waits for the others; if they wait for it
-in turn, in a collective, the watchdog misses it.
+One that leaves with status 0, or with 75 since the job is to go on later, or in a way that is not noted (`hpcdp.exits`),
+waits for the others, which may have much to write; if they wait for it in turn, in a collective, the watchdog misses it.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -26,10 +27,10 @@ _NAP_S = 0.001
 
 def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
     """Make this process wait for all others when it ends, as MPI_Finalize does, but not Open MPI's under srun; or end
-    the job as an uncaught exception does, where its status is not 0. All processes must call.
+    the job as an uncaught exception does, where its status tells of a failure. All processes must call.
 
     Before that this rank ends what it has under way, such as a checkpoint, and others have `GRACE_S` to end, too: those
-    that have all failed alike, or all stop early, end as they would.
+    that have all failed alike end as they would.
     """
     if outlives_ranks():  # a barrier of all never ends when one has died, and who survives decides
         return
@@ -44,7 +45,7 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
         all_leave = comm.Ibarrier()
         deadline = time.monotonic() + GRACE_S
         while not all_leave.Test():
-            if exits.status() and time.monotonic() > deadline:
+            if exits.status() not in (0, os.EX_TEMPFAIL) and time.monotonic() > deadline:
                 name = name_of(comm_world.rank, workers)
                 print(f"{name} has left with status {exits.status()}, and others go on", file=sys.stderr, flush=True)
                 end_job(comm_world, exits.status())
