@@ -1,7 +1,7 @@
 """A rank that leaves by `sys.exit` with a status that tells of a failure ends the job, unless all others leave, too.
 
-One that leaves with status 0, or with 75 since the job is to go on later, or in a way that is not noted (`hpcdp.exits`),
-waits for the others, which may have much to write; if they wait for it in turn, in a collective, the watchdog misses it.
+One that leaves with status 0, or with 75 since the job can go on later, or in a way that is not noted (`hpcdp.exits`)
+waits for the others, which may have much to write; if they wait for it, in a collective, the watchdog misses it.
 """
 
 from __future__ import annotations
