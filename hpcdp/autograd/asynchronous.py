@@ -132,6 +132,9 @@ class Pending(Tensor):
             raise TypeError("len() of a tensor without axes")
         return self._meta[0][0]
 
+    def __repr__(self) -> str:
+        return repr(self.settled)
+
     def wait_to_read(self) -> None:
         self._call.results()
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from hpcdp.arrays import Array, array_namespace, to_host
+from hpcdp.errors import ConfigError, whole_number
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
@@ -66,13 +67,19 @@ class Timer:
 
 
 class Accumulator:
-    """``n`` running sums, as the document's ``Accumulator``: ``add(1.5, 3)`` adds to each, ``sums[i]`` reads one."""
+    """``n`` running sums, as the document's ``Accumulator``: ``add(1.5, 3)`` adds to each, ``sums[i]`` reads one.
+
+    Raises:
+        ConfigError: ``n`` is not at least 1.
+    """
 
     def __init__(self, n: int) -> None:
-        self._sums = [0.0] * n
+        self._sums = [0.0] * whole_number("Accumulator", "n", n, 1)
 
     def add(self, *values: float) -> None:
-        """Add one value to each sum; as many values as sums."""
+        """Add one value to each sum; `ConfigError` where there are not as many values as sums."""
+        if len(values) != len(self):
+            raise ConfigError("Accumulator.add", expected=f"{len(self)} values, one for each sum", got=len(values))
         self._sums = [total + float(value) for total, value in zip(self._sums, values, strict=True)]
 
     def reset(self) -> None:

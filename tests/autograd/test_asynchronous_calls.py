@@ -83,6 +83,14 @@ def test_implicit_blockers(gates, read):
         assert y.call.found is not None
 
 
+def test_it_prints_as_what_was_computed():
+    x = random(0, 3)
+    x.attach_grad()
+    told = repr(x * 2)
+    with autograd.asynchronous():
+        assert repr(x * 2) == repr(x * 2) == told and told.startswith("Tensor([")
+
+
 def test_what_does_not_depend_on_each_other_runs_side_by_side(gates):
     x = random(0, 4)
     with autograd.asynchronous(threads=2):

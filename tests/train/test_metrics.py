@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from hpcdp.errors import ConfigError
 from hpcdp.train.metrics import (
     Accumulator,
     MetricsLog,
@@ -50,9 +51,13 @@ def test_accumulator_sums_each_column():
     assert (len(sums), sums[0], sums[1]) == (2, 0, 0)
 
 
-def test_accumulator_refuses_another_number_of_values():
-    with pytest.raises(ValueError, match="zip"):
-        Accumulator(2).add(1.0)
+def test_accumulator_refuses_another_number_of_values_and_no_sums():
+    for values in ((1.0,), (1.0, 2.0, 3.0)):
+        with pytest.raises(ConfigError, match=rf"add: expected 2 values, one for each sum, got {len(values)}$"):
+            Accumulator(2).add(*values)
+    for n in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match=r"Accumulator \[n\]: expected an integer >= 1, got"):
+            Accumulator(n)
 
 
 def test_benchmark_prints_the_seconds_also_when_the_block_raises():
