@@ -45,6 +45,9 @@ def main(argv: Sequence[str]) -> int:
 
     runs = report.read_runs(arguments.runs)
     output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
+    for path in filter(None, (output, arguments.png)):
+        if not path.parent.is_dir():
+            raise ConfigError("report", where=path, expected=f"a folder {path.parent} that is there", got="none")
     figures = report_figures.draw_all(runs)
     page = report.page(runs, figures)
     _write(output, page)
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _write(path: Path, content: str | bytes) -> None:
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # the folder of the pictures
         replace_file(path, content)
     except OSError as error:
         raise ConfigError("report", where=path, expected="a place for it", got=error.strerror or str(error)) from error

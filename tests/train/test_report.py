@@ -101,6 +101,14 @@ def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("option", ["--output", "--png"])
+def test_a_place_in_a_folder_that_is_not_there_is_refused(option, tmp_path, capsys):
+    run, missing = write_run(tmp_path / "a"), tmp_path / "missing"
+    assert main(["report", str(run), option, str(missing / "x")]) == 2
+    assert f"expected a folder {missing} that is there, got none" in capsys.readouterr().err
+    assert not missing.exists() and not (run / "report.html").exists()
+
+
 def test_times_of_ranks_are_those_of_a_step_after_the_first_epoch(tmp_path):
     (run,) = report.read_runs([write_run(tmp_path / "a", epochs=3, ranks=3)])
     found = report_figures._by_rank(run)
@@ -138,7 +146,7 @@ def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
         (["a", "a/../a"], "expected each run once, got it twice"),
         (["torn"], "expected what a run has written, got"),
         (["strange"], "expected what a run has written, got a line that is no record"),
-        (["a", "-o", "nowhere/at/all.html"], "expected a place for it, got No such file or directory"),
+        (["a", "-o", "nowhere/at/all.html"], "expected a folder nowhere/at that is there, got none"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch, capsys):
