@@ -82,16 +82,19 @@ def submit(path: Path) -> str:
     return number
 
 
-def jobs(numbers: Sequence[str] = ()) -> list[Job]:
-    """The jobs of these numbers, in that order, those of this user in the queue where none is named.
+def own_jobs() -> list[Job]:
+    """Those of this user in the queue. `LaunchError` where Slurm is not there or does not answer."""
+    return _queued([f"--user={os.getuid()}"])
+
+
+def jobs(numbers: Sequence[str]) -> tuple[list[Job], list[str]]:
+    """The jobs of these numbers, in that order, and the numbers of which nobody knows a job.
 
     One that has left the queue is looked up in the accounts (sacct), else in what Slurm still remembers of it.
 
     Raises:
-        LaunchError: Slurm is not there or does not answer; a number is none, or nobody knows the job, which is named.
+        LaunchError: Slurm is not there or does not answer; a number is none.
     """
-    if not numbers:
-        return _queued([f"--user={os.getuid()}"])
     check_numbers(numbers)
     found: list[Job] = []
     unknown = []
@@ -100,10 +103,14 @@ def jobs(numbers: Sequence[str] = ()) -> list[Job]:
         found += of_it
         if not of_it:
             unknown.append(number)
+    return found, unknown
+
+
+def refuse_unknown(unknown: Sequence[str]) -> None:
+    """``LaunchError`` that names them, where there are any."""
     if unknown:
-        there = listed(sorted({job.number for job in jobs()})) or "none"
+        there = listed(sorted({job.number for job in own_jobs()})) or "none"
         raise LaunchError("Slurm job", expected=f"jobs; yours in the queue: {there}", got=f"unknown {listed(unknown)}")
-    return found
 
 
 def check_numbers(numbers: Sequence[str]) -> None:
@@ -120,13 +127,15 @@ def cancel(numbers: Sequence[str], save: bool) -> list[str]:
         With ``save`` a line for each job: what its script has said of how it goes on, or why there is nothing of that.
 
     Raises:
-        LaunchError: as `jobs`, before anything is done; a job is at its end already; Slurm refuses.
+        LaunchError: as `jobs`, or nobody knows a job, before anything is done; one is at its end already; Slurm
+            refuses.
     """
     check_numbers(numbers)
     there = {number: _queued([f"--jobs={number}"]) for number in dict.fromkeys(numbers)}
     if gone := [number for number, found in there.items() if not found]:
-        ended = jobs(gone)[0]
-        raise LaunchError("cancel", where=ended.number, expected="a job in the queue", got=ended.state)
+        ended, unknown = jobs(gone)
+        refuse_unknown(unknown)
+        raise LaunchError("cancel", where=ended[0].number, expected="a job in the queue", got=ended[0].state)
     told = []
     if save:
         queued = [job for found in there.values() for job in found]

@@ -153,14 +153,15 @@ def _submit(given: argparse.Namespace) -> int:
 def _status(given: argparse.Namespace) -> int:
     from ..slurm import queue
 
-    found = queue.jobs(given.jobs)
+    found, unknown = queue.jobs(given.jobs) if given.jobs else (queue.own_jobs(), [])
     rows = [("JOB", "STATE", "TIME", "WHERE", "NAME")]
     rows += [(job.number, job.state, job.took, job.where, job.name) for job in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows if found else []:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if not found:
+    if not given.jobs and not found:
         print("no job of yours is in the queue")
+    queue.refuse_unknown(unknown)
     return 0
 
 

@@ -17,8 +17,8 @@ COUNT = "[1-9][0-9]{0,8}", "a whole number from 1"
 NAME = r"[\w.+@:*-]+(,[\w.+@:*-]+)*", "a name of letters, digits and _.+@:*-"
 
 _SLURM_TIME = (
-    "[0-9]+(-[0-9]+(:[0-9]+){0,2}|(:[0-9]+){1,2})?|UNLIMITED|INFINITE",
-    "a time as Slurm writes it, e.g. 04:00:00 or 2-12",
+    "(?=.*[1-9])[0-9]+(-[0-9]+(:[0-5]?[0-9]){0,2}|(:[0-5]?[0-9]){1,2})?|0|UNLIMITED|INFINITE",
+    "a time as Slurm writes it, e.g. 04:00:00 or 2-12, minutes and seconds below 60, or 0 for no limit",
 )
 _SLURM_GRES = r"(gres[:/])?\w+([:=][\w.-]+){0,2}"
 _SLURM_MEMORY = "[0-9]+[KMGT]?B?", "a number of MiB, or with K, M, G or T behind it, e.g. 16G"

@@ -58,6 +58,7 @@ def test_outside_of_a_job(srun: Path) -> None:
     ("options", "says"),
     [
         ("--time=soon", "launch --mpi-args: expected for time a time as Slurm writes it, e.g. 04:00:00 or 2-12"),
+        ("--time=99:99:99", "minutes and seconds below 60, or 0 for no limit, got '99:99:99'"),
         ("-t soon", "expected for time a time as Slurm writes it"),
         ("-tsoon", "expected for time a time as Slurm writes it"),
         ("--mem 4X", "expected for mem a number of MiB, or with K, M, G or T behind it, e.g. 16G, got '4X'"),
@@ -73,6 +74,7 @@ def test_values_that_srun_would_refuse(srun: Path, options: str, says: str) -> N
 
 def test_values_that_srun_takes(srun: Path) -> None:
     options = ["-t", "5", "-pmain,long", "--mem=16G", "--gres=gpu:a100:2", "--exclusive", "-v", "--time=1-12:30"]
+    options += ["--time=90:30", "--time=48:00:00", "--time=0"]
     assert argv(Job(("p",), 2, mpi_args=" ".join(options)))[-len(options) - 1 :] == [*options, "p"]
 
 

@@ -71,10 +71,11 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
         ),
         (
             "time = 60",
-            "time [site.toml]: expected a time as Slurm writes it, e.g. 04:00:00 or 2-12, in quotes, got 60; "
+            "time [site.toml]: expected a time as Slurm writes it, e.g. 04:00:00 or 2-12, minutes and seconds below "
+            "60, or 0 for no limit, in quotes, got 60; "
             'write "60"',
         ),
-        ("time = 04:00:00", 'e.g. 04:00:00 or 2-12, in quotes, got 04:00:00; write "04:00:00"'),
+        ("time = 04:00:00", 'or 0 for no limit, in quotes, got 04:00:00; write "04:00:00"'),
         (
             "env = {OMP_PROC_BIND = true}",
             "profile: env.OMP_PROC_BIND [site.toml]: expected text on one line, in quotes",
@@ -82,7 +83,10 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
         ("env = {A = 1, B = [1]}", "site profile: env.B [site.toml]: expected text on one line, got [1]"),
         ('account = ""', "account [site.toml]: expected text on one line, got ''"),
         ('account = "a\\nb"', "account [site.toml]: expected text on one line, got 'a\\nb'"),
-        ('time = "4h"', "time [site.toml]: expected a time as Slurm writes it, e.g. 04:00:00 or 2-12, got '4h'"),
+        ('time = "4h"', "minutes and seconds below 60, or 0 for no limit, got '4h'"),
+        ('time = "99:99:99"', "minutes and seconds below 60, or 0 for no limit, got '99:99:99'"),
+        ('time = "2-12:60"', "got '2-12:60'"),
+        ('time = "00:00:00"', "or 0 for no limit, got '00:00:00'"),
         ('mpi_type = "pmix;x"', "mpi_type [site.toml]: expected a name such as pmix"),
         ('modules = "gcc"', 'modules [site.toml]: expected a list, e.g. ["a", "b"], got \'gcc\''),
         ("modules = [1]", "modules [site.toml]: expected text on one line, in quotes, got 1"),

@@ -78,8 +78,10 @@ def test_status_asks_the_queue_then_the_accounts_then_what_is_remembered(
 def test_unknown_jobs_are_named(standin, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     standin(job7={}, job9={"state": "FORGOTTEN"})
     assert cli.main(["slurm", command, "7", "9", "12"]) == 2
-    said = capsys.readouterr().err
+    shown, said = capsys.readouterr()
     assert said == "hpcdp: Slurm job: expected jobs; yours in the queue: 7, got unknown 9, 12\n"
+    known = ["JOB  STATE    TIME  WHERE      NAME", "7    RUNNING  1:02  node[1-2]  x"]
+    assert shown.splitlines() == (known if command == "status" else [])
     assert standin()["7"]["log"] == []
     assert cli.main(["slurm", command, "7;x"]) == 2
     assert "expected a number such as 4711, or 4711_3 for a task, got '7;x'" in capsys.readouterr().err
