@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class Pipeline(Module):
         MismatchError: ranks have said different things.
     """
 
+    is_traceable = False
     replicas: World
     """The ranks that have the same stages as this one: the `Trainer` 's world."""
 
@@ -132,6 +133,15 @@ class Pipeline(Module):
                     Messages(comm, other, BACKWARD, watchdog, behind, like),
                 )
         return found
+
+    def hybridize(self, active: bool = True) -> None:
+        """Each of this rank's stages, see `Module.hybridize`; what they send each other is in no plan."""
+        for part in self._parts:
+            part.module.hybridize(active)
+
+    def graph(self) -> NoReturn:
+        """`ConfigError`: there is one of each stage."""
+        raise ConfigError("graph", where="Pipeline", expected="a stage, each of which has one", got="all of them")
 
     def forward(self, x: Any) -> Any:
         """What the whole model computes from ``x``, on every rank of this copy; each must call, the first stage with

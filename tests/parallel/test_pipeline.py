@@ -111,6 +111,40 @@ def test_one_copy_gives_the_bits_of_the_unsplit_model(n, num_stages, micro_batch
         np.testing.assert_allclose(found, losses, rtol=1e-6)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_hybridized_it_gives_the_same_bits(n):
+    def job(world):
+        found = []
+        for hybrid in (False, True):
+            net = Pipeline(stages(2), LOSS, world)
+            net.hybridize(hybrid)
+            trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+            losses = [net.step(trainer, *batch(step, 0)) for step in range(2)]
+            found.append([*losses, *(net(batch(step, 1)[0]).asnumpy() for step in range(3)), values(net)])
+        kept = [part.graph() for _, part in net.children()]  # which raises where a stage was not hybridized
+        with pytest.raises(ConfigError, match=r"^graph \[Pipeline\]: expected a stage, .*, got all of them$"):
+            net.graph()
+        net.hybridize(False)
+        assert [part._hybrid for _, part in net.children()] == [None] * len(kept)
+        return found
+
+    for plain, hybrid in threads.run(n, job):
+        for expected, got in zip(plain, hybrid, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_a_network_with_a_pipeline_in_it_is_called_as_usual():
+    def job(world):
+        net = nn.Sequential(Pipeline(stages(2), LOSS, world))
+        expected = net(batch(0, 0)[0]).asnumpy()
+        net.hybridize()
+        for _ in range(2):
+            np.testing.assert_array_equal(net(batch(0, 0)[0]).asnumpy(), expected)
+        return True
+
+    assert threads.run(2, job) == [True] * 2
+
+
 @pytest.mark.parametrize("owner", ["rank", "shard"])
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 @pytest.mark.parametrize(("n", "num_stages", "per_node"), [(4, 2, None), (4, 2, 2), (6, 2, 2), (6, 3, None), (6, 3, 4)])
