@@ -20,7 +20,7 @@ from hpcdp.trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
-from .fit_checks import check_arguments, check_callbacks, check_loader, what_ranks_share
+from .fit_checks import check_arguments, check_callbacks, check_loader, check_parts, what_ranks_share
 from .meter import Meter
 from .metrics import Record, number_correct
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
@@ -72,7 +72,7 @@ def fit(
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
             another number of them; or there are checkpoints, and the run does not go on from them.
         MismatchError: ranks have another number of epochs, other kinds of layers, another order of the data set, other
-            shares or callbacks that decide; on every rank, before the first step.
+            shares or callbacks that decide, or the same part of the data; on every rank, before the first step.
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
         SaveError: a checkpoint could not be written; on every rank. Older ones are as they were.
     """
@@ -85,6 +85,7 @@ def fit(
     on_every_rank(world.comm, check)
     same = what_ranks_share(net, loader, callbacks, epochs=epochs, evaluate=evaluate, checkpoints=checkpoints)
     require_same(world.comm, "fit", same, "call fit alike on all ranks")
+    check_parts(loader, world)
     check_callbacks(callbacks, evaluate is not None)
     loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints)
     position = loop.begin()

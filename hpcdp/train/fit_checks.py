@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hpcdp.comm import World
 from hpcdp.data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
-from hpcdp.errors import ConfigError, whole_number
+from hpcdp.errors import ConfigError, MismatchError, whole_number
 from hpcdp.nn import Module
 
 from .callbacks import Callback, EarlyStopping
@@ -55,6 +56,24 @@ def _order(sampler: Any) -> str:
     names = ("n", "batch_size", "shuffle", "seed", "last", "num_parts", "weights")
     settings = ", ".join(f"{name}={getattr(sampler, name)!r}" for name in names if hasattr(sampler, name))
     return f"{type(sampler).__name__}({settings})"
+
+
+def check_parts(loader: DataLoader, world: World) -> None:
+    """Raises `MismatchError`, on all ranks, where ranks among which an order is cut have the same part of it.
+
+    Every rank must call, after they have compared `what_ranks_share`.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, ShardedSampler) or sampler.num_parts != world.size:
+        return  # ranks with a part in common, as those of a split layer, are more than parts
+    parts = world.comm.allgather_json(sampler.part_index)
+    for part in parts:
+        if parts.count(part) > 1:
+            ranks = ", ".join(str(rank) for rank, other in enumerate(parts) if other == part)
+            raise MismatchError(
+                "fit", where="loader", expected="another part_index on each rank", got=f"{part} on ranks {ranks}",
+                remedy="make its sampler with part_index=world.rank",
+            )  # fmt: skip
 
 
 def _layers(module: Module, path: str) -> Iterator[str]:

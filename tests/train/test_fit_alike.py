@@ -30,7 +30,8 @@ def train(world, odd: str | None = None):
         "weights": [1] * (world.size - 1) + [2 if odd == "weights" and other else 1],
     }
     batch_size = 9 if odd == "batch_size" and other else 8
-    sampler = data.ShardedSampler(len(X), batch_size, world.size, world.rank, **settings)
+    part = {"part": 0, "order": world.size - 1 - world.rank}.get(odd, world.rank)
+    sampler = data.ShardedSampler(len(X), batch_size, world.size, part, **settings)
     if odd == "kind" and other:
         sampler = data.BatchSampler(data.SequentialSampler(len(X)), 4)
     callbacks = [Callback()] if world.rank == 0 else []
@@ -78,8 +79,23 @@ def test_what_differs_is_named(ranks, odd, expected, got):
     assert threads.run(ranks, job) == [True] * ranks
 
 
-def test_callbacks_that_only_watch_may_differ():
-    assert threads.run(3, train) == [2] * 3
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_with_one_part_of_the_data_are_refused(ranks):
+    def job(world):
+        on = ", ".join(map(str, range(ranks)))
+        says = (
+            rf"^fit \[loader\]: expected another part_index on each rank, got 0 on ranks {on}; .*part_index=world.rank"
+        )
+        with pytest.raises(MismatchError, match=says):
+            train(world, "part")
+        return True
+
+    assert threads.run(ranks, job) == [True] * ranks
+
+
+@pytest.mark.parametrize("odd", [None, "order"])
+def test_callbacks_that_only_watch_and_who_has_which_part_may_differ(odd):
+    assert threads.run(3, lambda world: train(world, odd)) == [2] * 3
 
 
 @pytest.mark.parametrize("odd", ["seed", "batch_size"])
