@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcdp.errors import ConfigError
 
-from .usual import RATES, usual
+from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
 
 AUTO = "auto"
 """``resume``: go on where there is something to go on from."""
@@ -139,6 +139,7 @@ class TrainConfig:
             object.__setattr__(self, field.name, value)
             if value is not None:
                 _check_range(field, value)
+        self._check_data()
         if self.compression is not None:
             from hpcdp.compression import Compression  # not before: NumPy would be loaded for --help, too
 
@@ -166,6 +167,18 @@ class TrainConfig:
                 got=self.batch_size,
                 remedy="batch_size is the global batch: raise it, or lower ranks",
             )
+
+    def _check_data(self) -> None:
+        if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
+            return
+        from hpcdp.data.catalog import NAMES  # not before, as above
+        from hpcdp.nn.models import MODELS
+
+        if self.model not in MODELS:
+            return  # `create` says what is wrong
+        fitting = TEXTS if self.model in SEQUENCE_MODELS else [name for name in NAMES if name not in TEXTS]
+        expected = f"with model={self.model} {' or '.join(fitting)}"
+        raise ConfigError("setting data", expected=expected, got=self.data)
 
     def _check_kv_store(self) -> None:
         kind = self.kv_store

@@ -22,6 +22,8 @@ RATES = (
 """The rates, in words."""
 
 SEQUENCE_MODELS = tuple(SEQUENCE_LEARNING_RATES)
+TEXTS = ("shakespeare",)
+"""Data sets that are for them alone."""
 
 
 def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def usual(model: str, optimizer: str | None, kv_store: str | None) -> dict[str, 
     else:
         lr = LARS_LEARNING_RATE if optimizer == "lars" else LEARNING_RATE
     return {
-        "data": "shakespeare" if is_sequence else "digits",
+        "data": TEXTS[0] if is_sequence else "digits",
         "optimizer": optimizer,
         "lr": lr,
         "shift": 0 if is_sequence else 2,

@@ -256,4 +256,12 @@ def test_what_is_usual_depends_on_the_network():
     assert TrainConfig(model="char_lstm", kv_store="dist_sync").clip_norm is None
     assert TrainConfig(optimizer="lars").lr == 1.0
     assert TrainConfig(kv_store="dist_async").lr == 0.03
-    assert TrainConfig(model="gpt", data="digits", shift=1).shift == 1
+    assert TrainConfig(model="gpt", shift=1).shift == 1
+
+
+@pytest.mark.parametrize("model", ["mlp", "char_lstm"])
+def test_a_network_and_data_that_do_not_fit_are_both_named(model):
+    other, valid = ("digits", "shakespeare") if model == "char_lstm" else ("shakespeare", "cifar10 or digits or")
+    with pytest.raises(ConfigError, match=f"^setting data: expected with model={model} {valid}.*, got {other}$"):
+        TrainConfig(model=model, data=other)
+    TrainConfig(model="gtp", data="shakespeare")  # there is no such network, which is said where it is made
