@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
-from ..errors import ConfigError, DataError, listed
+from ..errors import ConfigError, DataError, listed, whole_number
 from .datasets import ArrayDataset
 
 
@@ -22,6 +23,7 @@ def read_csv(
     delimiter: str = ",",
     num_parts: int = 1,
     part_index: int = 0,
+    label_dtype: npt.DTypeLike = np.int64,
 ) -> ArrayDataset:
     """A table with one sample a row, of which one column is the label.
 
@@ -34,17 +36,21 @@ def read_csv(
         num_parts: into how many parts of about as many bytes the file is cut, between rows; of a file that is not
             compressed. A part may have no rows.
         part_index: the one that is read, and nothing else of the file; usually the rank.
+        label_dtype: int64 for labels that are whole numbers below 2**53, else float32.
 
     Returns:
-        Samples of shape ``(n, *sample_shape)``, float32; labels of shape ``(n,)``, int64 if all of them are whole
-        numbers, else float32; of a part those of its own.
+        Samples of shape ``(n, *sample_shape)``, float32; labels of shape ``(n,)`` and ``label_dtype``; of a part those
+        of its own.
 
     Raises:
-        ConfigError: a part that there is not, or parts of a compressed file; a label's column that is no number.
+        ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
+            is no number; another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (the row is
-            named, and names of columns are told from those), lacks the label's column, or does not fit
-            ``sample_shape``.
+            named, and names of columns are told from those), lacks the label's column, has labels that are not of
+            ``label_dtype``, or does not fit ``sample_shape``.
     """
+    whole_number("read csv", "skip_rows", skip_rows, 0)
+    labels_as = _label_dtype(label_dtype)
     if not Path(path).is_file():
         raise DataError("read csv", where=path, expected="a file", got="none")
     if not 0 <= part_index < num_parts or (num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz")):
@@ -60,10 +66,12 @@ def read_csv(
     except (OSError, EOFError, ValueError) as error:
         if part_index == 0:
             _refuse_names(Path(path), delimiter, skip_rows)
-        raise DataError("read csv", where=path, expected="rows of as many numbers each", got=error) from error
+        raise DataError(
+            "read csv", where=path, expected="rows of as many numbers each", got=_without_hint(error)
+        ) from error
     rows, columns = table.shape
     if rows == 0 and num_parts > 1:
-        return ArrayDataset(np.empty((0, *(sample_shape or (0,))), np.float32), np.empty(0, np.int64))
+        return ArrayDataset(np.empty((0, *(sample_shape or (0,))), np.float32), np.empty(0, labels_as))
     if rows == 0:
         raise DataError("read csv", where=path, expected="at least one row", got="none")
     if columns < 2:
@@ -81,8 +89,30 @@ def read_csv(
                 got=columns - 1,
             )
         samples = samples.reshape(rows, *sample_shape)
-    whole = np.isfinite(labels).all() and (labels == np.floor(labels)).all() and np.abs(labels).max() < 2**53
-    return ArrayDataset(samples, labels.astype(np.int64 if whole else np.float32))
+    if labels_as == np.int64:
+        wrong = labels[~((labels == np.floor(labels)) & (np.abs(labels) < 2**53))]  # NaN is none of that
+        if len(wrong):
+            raise DataError(
+                "read csv", where=path, expected=f"whole numbers below 2**53 in column {label_column}",
+                got=f"{wrong[0]:.17g}", remedy="label_dtype=np.float32 takes labels that are other numbers",
+            )  # fmt: skip
+    return ArrayDataset(samples, labels.astype(labels_as))
+
+
+def _label_dtype(given: npt.DTypeLike) -> np.dtype:
+    try:
+        found = np.dtype(given)
+    except TypeError:
+        found = None
+    if found not in (np.int64, np.float32):
+        got = given if found is None else found
+        raise ConfigError("read csv", where="label_dtype", expected="int64 or float32", got=got)
+    return found
+
+
+def _without_hint(error: Exception) -> str:
+    """What NumPy says, without the argument of its own that it proposes."""
+    return str(error).partition("; use `usecols`")[0]
 
 
 def _fields(

@@ -15,7 +15,7 @@ def test_samples_and_labels(tmp_path: Path) -> None:
     x, y = dataset[:]
     np.testing.assert_array_equal(x, np.array([[1, 2.5], [3, -40]], np.float32))
     assert x.dtype == np.float32 and y.dtype == np.int64 and y.tolist() == [7, 8]
-    x, y = read_csv(path, label_column=1, skip_rows=1)[:]
+    x, y = read_csv(path, label_column=1, skip_rows=1, label_dtype=np.float32)[:]
     assert y.dtype == np.float32 and y.tolist() == [2.5, -40] and x.tolist() == [[1, 7], [3, 8]]
     assert read_csv(path, label_column=0, skip_rows=1, sample_shape=(1, 2))[1][0].shape == (1, 2)
     with gzip.open(tmp_path / "t.csv.gz", "wt") as file:
@@ -27,7 +27,11 @@ def test_samples_and_labels(tmp_path: Path) -> None:
     ("text", "args", "message"),
     [
         ("", {}, "at least one row, got none"),
-        ("1,2\n3\n", {}, "changed from 2 to 1 at row 2"),
+        ("1,2\n3\n", {}, "changed from 2 to 1 at row 2$"),
+        ("1,2\n3,0.5\n4,1.5\n", {}, "whole numbers below 2\\*\\*53 in column -1, got 0.5; label_dtype=np.float32"),
+        ("1,2\n3,nan\n", {}, "in column -1, got nan"),
+        (f"1,{2**53 - 1}\n1,{2**53 + 1}\n", {}, "in column -1, got 9007199254740992"),
+        ("1,-99999999999999999999\n", {}, "in column -1, got -1"),
         ("1,2\n3,\n", {}, "row 1"),
         ("1,2\n3,four\n", {}, "'four'.*row 1"),
         ("1,2\n", {"label_column": 2}, "label in column 2, got 2 columns"),
@@ -55,6 +59,35 @@ def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path: Path, num_par
     path.write_bytes(b"\xef\xbb\xbf" + b"a,b\n" * skip_rows + b"1,2\n3,4\n")
     parts = [read_csv(path, skip_rows=skip_rows, num_parts=num_parts, part_index=i) for i in range(num_parts)]
     assert [label for part in parts for label in part.y.tolist()] == [2, 4]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [np.int64, np.float32, "float32"])
+def test_labels_have_one_dtype_on_all_parts(tmp_path: Path, num_parts: int, dtype: type) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(f"1,2\n3,{4 if dtype is np.int64 else 0.5}\n")
+    for i in range(num_parts):
+        assert read_csv(path, num_parts=num_parts, part_index=i, label_dtype=dtype).y.dtype == dtype
+
+
+def test_large_labels_are_exact(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(f"1,{2**53 - 1}\n1,{1 - 2**53}\n")
+    assert read_csv(tmp_path / "table.csv").y.tolist() == [2**53 - 1, 1 - 2**53]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"skip_rows": -1}, r"\[skip_rows\]: expected an integer >= 0, got -1"),
+        ({"skip_rows": 1.5}, r"\[skip_rows\]: expected an integer >= 0, got 1.5"),
+        ({"label_dtype": np.int32}, r"\[label_dtype\]: expected int64 or float32, got int32"),
+        ({"label_dtype": "word"}, r"\[label_dtype\]: expected int64 or float32, got word"),
+    ],
+)
+def test_arguments_that_are_none(tmp_path: Path, args: dict, message: str) -> None:
+    (tmp_path / "table.csv").write_text("1,2\n")
+    with pytest.raises(ConfigError, match=rf"^read csv {message}$"):
+        read_csv(tmp_path / "table.csv", **args)
 
 
 def test_a_label_by_name_is_refused(tmp_path: Path) -> None:
