@@ -131,7 +131,7 @@ def test_a_job_that_is_stopped_requeued_and_resumed_is_one_run(slurm: Cluster, l
 
 def test_usr1_that_comes_while_ranks_start_ends_nobody(slurm: Cluster) -> None:
     site = Site(slurm, "srun")
-    job = site.submit("train", "--ranks-per-node", "2", "--", *TRAIN, "2", "--run-dir", "runs/a")
+    job = site.submit("train", "--ranks-per-node", "2", "--", *TRAIN, "40", "--run-dir", "runs/a")
     site.until(lambda: "JobState=RUNNING" in site.show(job), "the start")
     site.slurm("scancel", "--batch", "--signal=USR1", job)
     site.until(lambda: "Restarts=1" in site.show(job), "the requeue")
