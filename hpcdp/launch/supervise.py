@@ -178,8 +178,7 @@ def _explained(
     if words.missing is not None and (first is None or first.exit_status == code):
         return code, _by_watchdog(words.missing)
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
-        is_named = words.aborted is not None and code not in (0, BEREFT)
-        return code, f"rank {words.aborted} has aborted the job with status {code}" if is_named else None
+        return code, None
     if named is not None and (first is None or first.status is None):
         first = next((_as_named(end, named) for end in ends if named.rank == end.rank or named.pid == end.pid), first)
     if code and (first is None or (first.status is None and first.rank == words.aborted)):
@@ -207,7 +206,7 @@ def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
     if words.missing is not None:
         say(_by_watchdog(words.missing))
         return 1
-    if failed is not None and failed.is_killed and code < 128:
+    if failed is not None and failed.is_killed and code < 128 and code != BEREFT:
         say(f"a rank has aborted the job with status {code}")
         return code
     if failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():

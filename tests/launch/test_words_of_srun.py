@@ -43,6 +43,13 @@ def test_the_status_is_that_of_the_task_that_failed_first_and_it_is_named(first:
     assert (done.returncode, done.stderr) == (status, f"{said}hpcdp launch: {named}\n")
 
 
+def test_a_rank_that_has_aborted_and_was_killed_leaves_its_status_with_srun() -> None:
+    said = "".join(f"srun: error: node{number}: tasks {2 * number}-{2 * number + 1}: Killed\n" for number in (0, 1))
+    run = RUN.replace("exit 14", "exit 3")
+    done = subprocess.run([sys.executable, "-c", run, said], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, said + "hpcdp launch: a rank has aborted the job with status 3\n")
+
+
 @pytest.mark.parametrize("tasks", [["task 0", "task 1"], ["tasks 0-1"]])
 def test_tasks_that_have_failed_alike_speak_for_themselves(tasks: list[str]) -> None:
     said = "".join(f"srun: error: node{number}: {each}: Exited with exit code 5\n" for number, each in enumerate(tasks))
