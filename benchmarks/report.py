@@ -168,6 +168,17 @@ def _cores(results: dict[str, Any]) -> int:
     return int(results["machine"]["processor"]["cores"])
 
 
+def _measured_again(results: dict[str, Any]) -> dict[str, list[str]]:
+    """By commit, the kinds that were measured at another one than the suite."""
+    machine = results["machine"]
+    found: dict[str, list[str]] = {}
+    for kind in results.keys() - {"machine", "skipped", "failures"}:
+        commits = {report.get("machine", machine)["commit"] for report in results[kind]}
+        for commit in commits - {machine["commit"]}:
+            found.setdefault(commit, []).append(kind)
+    return {commit: sorted(kinds) for commit, kinds in found.items()}
+
+
 def _about(results: dict[str, Any]) -> str:
     """What the figures were measured on."""
     machine = results["machine"]
@@ -177,13 +188,7 @@ def _about(results: dict[str, Any]) -> str:
     found += sorted({each["library"] for each in results.get("allreduce", [])})
     text = f"{processor['model']}, {_cores(results)} cores ({caches}), {processor['system']}; {', '.join(found)}; "
     text += f"commit {machine['commit']}, {machine['date']}.\n"
-    again: dict[str, list[str]] = {}
-    for kind, reports in results.items():
-        for report in reports if isinstance(reports, list) else []:
-            commit = report.get("machine", machine)["commit"] if isinstance(report, dict) else machine["commit"]
-            if commit != machine["commit"] and kind not in again.setdefault(commit, []):
-                again[commit].append(kind)
-    for commit, kinds in again.items():
+    for commit, kinds in _measured_again(results).items():
         text += f"\nMeasured again at commit {commit}: {', '.join(kinds)}.\n"
     limits = [report["limits"] for report in results.get("allreduce", [])]
     if limits:
