@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 import numpy as np
 
 from .errors import DataError
+
+# NumPy parses an array's header with ast, whose count of its depth the threads of a process share in CPython 3.11
+# (python/cpython#106905): two that read at once may end with a SystemError.
+_reading = threading.Lock()
 
 
 def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
@@ -48,7 +53,7 @@ def read(
     try:
         if path.exists() and not zipfile.is_zipfile(path):
             raise ValueError("a file of another kind")
-        with np.load(path, allow_pickle=False) as file:
+        with _reading, np.load(path, allow_pickle=False) as file:
             header = json.loads(str(file[name][()]))
             arrays = {each: file[each] for each in file.files if each != name}
         if not all(type(header[field]) is kind for field, kind in fields.items()):

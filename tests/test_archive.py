@@ -1,5 +1,9 @@
 """Files of arrays: written whole or not at all, and nothing else is read."""
 
+import gc
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -19,6 +23,37 @@ def test_what_was_written_is_read(tmp_path):
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_threads_read_at_once(tmp_path):
+    """What CPython's parser counts is shared by the threads; collections amid it let another thread in."""
+    path = tmp_path / "file.npz"
+    archive.write("save", path, "header", {"steps": 1, "name": "x"}, {"a": np.zeros((2, 3)), "b": np.zeros(4)})
+    failures = []
+
+    def read():
+        try:
+            for _ in range(50):
+                archive.read("load", path, "header", FIELDS, "save()")
+        except BaseException as error:
+            failures.append(error)
+
+    def let_others_in(_phase, _info):
+        time.sleep(0)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(let_others_in)
+    gc.set_threshold(5)
+    try:
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(let_others_in)
+    assert not failures
 
 
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path):

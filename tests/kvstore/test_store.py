@@ -295,24 +295,22 @@ def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path):
     path = str(tmp_path / "states.npz")
     gradient = np.random.default_rng(1).standard_normal((33, 7)).astype("f4")
 
-    def some(world, steps, load=False):
+    def some(world, steps, value=None):
         store = kvstore.create("dist_sync", world)
-        store.init("w", full(1, (33, 7)) if not load else np.load(tmp_path / "w.npy"))
+        store.init("w", full(1, (33, 7)) if value is None else value)
         store.init("never", full(0))
         store.set_optimizer(optim.Adam(lr=0.1))
-        if load:
+        if value is not None:
             store.load_optimizer_states(path)
         for _ in range(steps):
             store.push("w", gradient / world.size)
         value = store.pull("w").wait()
         store.save_optimizer_states(path)
-        if world.rank == 0:
-            np.save(tmp_path / "w.npy", value)
         return value
 
     wanted = threads.run(1, lambda world: some(world, 5))[0]
-    threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])
-    for found in threads.run(loaded[0], lambda world: some(world, 3, load=True), ranks_per_node=loaded[1]):
+    value = threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])[0]
+    for found in threads.run(loaded[0], lambda world: some(world, 3, value), ranks_per_node=loaded[1]):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
     local = kvstore.create("local")
     local.init("w", full(1, (33, 7)))

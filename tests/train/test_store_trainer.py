@@ -184,17 +184,16 @@ def test_accumulated_batches_are_one_batch(there):
 def test_states_go_on_on_any_number_of_ranks_and_with_either_updating(optimizer, there, tmp_path):
     whole = threads.run(3, lambda world: train(world, optimizer, steps=5))[0]
 
-    def part(world, steps, load, there):
+    def part(world, steps, there, values=None):
         net = network()
-        if load:
-            values = np.load(tmp_path / "values.npy")
+        if values is not None:
             for param in net.parameters():
                 param.data[...], values = values[: param.size].reshape(param.shape), values[param.size :]
         trainer = hpcdp.Trainer(net.parameters(), rule(optimizer), world, kvstore="dist_sync", update_on_kvstore=there)
         trainer.save_states(tmp_path / "fresh")  # of no step yet
         trainer.load_states(tmp_path / "fresh")
         assert trainer.step_count == 0
-        if load:
+        if values is not None:
             trainer.load_states(tmp_path / "states")
             assert trainer.step_count == 3
             trainer.optimizer.lr = 0.05
@@ -202,14 +201,12 @@ def test_states_go_on_on_any_number_of_ranks_and_with_either_updating(optimizer,
             mine = in_turn(world, step)
             backward(net, step, mine)
             trainer.step(len(mine))
-        if not load:
+        if values is None:
             trainer.save_states(tmp_path / "states")
-            if world.rank == 0:
-                np.save(tmp_path / "values", values_of(net))
         return values_of(net)
 
-    threads.run(2, lambda world: part(world, range(3), False, there))
-    for found in threads.run(3, lambda world: part(world, range(3, 5), True, not there), 2):
+    values = threads.run(2, lambda world: part(world, range(3), there))[0]
+    for found in threads.run(3, lambda world: part(world, range(3, 5), not there, values), 2):
         np.testing.assert_allclose(found, whole, rtol=2e-5, atol=2e-6)
 
 
