@@ -27,6 +27,10 @@ from hpcdp.comm import threads
 
 REDUCING = [(c, a) for c in ("allreduce", "reduce_scatter", "reduce") for a in [*ALGORITHMS[c], "auto"]]
 MOVING = [(c, a) for c in ("allgather", "broadcast") for a in [*ALGORITHMS[c], "auto"]]
+RANKS = pytest.mark.parametrize(
+    "n", [pytest.param(n, marks=pytest.mark.thorough if n in (4, 7) else ()) for n in range(1, 9)]
+)
+"""Of powers of two, and of odd numbers, the ordinary tests leave out one each."""
 FEW = [("float16", "sum"), ("float16", "mean"), ("float32", "max"), ("float64", "prod"), ("int64", "sum")]
 
 
@@ -77,7 +81,7 @@ def check_moving(collective, algorithm, world, dtype, count, root):
         np.testing.assert_array_equal(every[rank], data(rank, count, dtype))
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@RANKS
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS["allreduce"], "auto"])
 def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
     def rank(world):
@@ -91,7 +95,7 @@ def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
         assert_same_bits(results)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@RANKS
 @pytest.mark.parametrize(("collective", "algorithm"), [pair for pair in REDUCING if pair[0] != "allreduce"])
 def test_other_reductions(collective, algorithm, n, short_segments):
     def rank(world):
@@ -102,7 +106,7 @@ def test_other_reductions(collective, algorithm, n, short_segments):
     threads.run(n, rank)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@RANKS
 @pytest.mark.parametrize(("collective", "algorithm"), MOVING)
 def test_moving_data(collective, algorithm, n, short_segments):
     def rank(world):
