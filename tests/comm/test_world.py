@@ -160,14 +160,14 @@ LEAVES = """
 
 
 @pytest.mark.parametrize(
-    ("leaves", "status", "says"),
+    ("n", "leaves", "status", "says"),
     [
-        ("sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
-        ("sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 2 .* has left the program"),
+        (3, "sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
+        (2, "sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 1 .* has left the program"),
     ],
 )
-def test_a_rank_that_leaves_alone_ends_the_job(leaves, status, says):
-    result = launched(3, LEAVES.format(leaves))
+def test_a_rank_that_leaves_alone_ends_the_job(n, leaves, status, says):
+    result = launched(n, LEAVES.format(leaves))
     assert result.returncode == status, result.stderr
     assert re.search(says, result.stderr, re.MULTILINE), result.stderr
 

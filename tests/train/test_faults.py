@@ -216,7 +216,7 @@ def test_a_rank_that_has_ended_its_program_is_named_and_unharmed(per_node, tmp_p
 
 @pytest.mark.parametrize(("ranks", "per_node"), [pytest.param(2, None, marks=pytest.mark.thorough), (3, 2)])
 def test_a_job_in_which_a_rank_comes_late_ends_well(ranks, per_node, tmp_path):
-    with Job(tmp_path, "comes_late", ranks, per_node, limits=(1, 40)) as job:
+    with Job(tmp_path, "comes_late", ranks, per_node, limits=(0.7, 40)) as job:
         assert job.results() == [[1.0] * 4] * ranks
         assert job.said.count(f"rank 0 of {ranks}: allreduce of 4 float64 has not ended") == 2
         assert "in dawdles" in job.said
