@@ -7,6 +7,7 @@ that bear others beside them. A run of few tests imports only the files that nam
 
 import faulthandler
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -68,6 +69,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path in (Path(argument.partition("::")[0]).resolve() for argument in config.args):
         return None  # pytest says that what was asked for by name is not there
     return f"mark.{only}".encode() not in collection_path.read_bytes() or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and ten thousand tests stay until the end: it would cost seconds to look through them for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

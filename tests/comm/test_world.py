@@ -117,8 +117,9 @@ SHARED_SUM = """
 """
 
 
-@pytest.mark.parametrize("sharing", ["memfd", "window", "none"])
+@pytest.mark.parametrize("sharing", [pytest.param("memfd", marks=pytest.mark.thorough), "window", "none"])
 def test_every_way_of_sharing(sharing):
+    """The usual one, memfd, is that of the next test, too."""
     result = launched(3, SHARED_SUM, HPCDP_SHARED_MEMORY=sharing)
     assert result.returncode == 0, result.stderr
     expected = [[111, 0, 0, 3], [111, 0, 1, 3], [111, 0, 2, 3]]
@@ -206,7 +207,14 @@ def test_a_rank_that_leaves_early_waits_also_where_the_library_does_not(status, 
     assert (result.returncode, result.stdout, result.stderr) == (status, "[True, True, True]\n", "")
 
 
-@pytest.mark.parametrize(("leaves", "status"), [("sys.exit(75)", 75), ("sys.exit(0)", 0), ("raise SystemExit(4)", 4)])
+@pytest.mark.parametrize(
+    ("leaves", "status"),
+    [
+        ("sys.exit(75)", 75),
+        pytest.param("sys.exit(0)", 0, marks=pytest.mark.thorough),  # as of the test above
+        ("raise SystemExit(4)", 4),
+    ],
+)
 def test_ranks_that_all_leave_end_as_they_would(leaves, status):
     code = f"import sys, time, hpcdp; world = hpcdp.init(); time.sleep(world.rank / 5); {leaves}"
     result = launched(3, f"import atexit; atexit.register(lambda: print('at its end'))\n{code}")
