@@ -2,9 +2,8 @@
 
     python tests/run.py [--workers N] [--ranks 1,2,3,4] [--limit-s SECONDS] [PYTEST ARGUMENTS ...]
 
-Tests of one process are shared out to two workers more than there are cores, up to four, since many wait for jobs that
-they have started, or for another worker that compiles kernels; those marked ``alone`` follow with nothing beside them.
-One worker runs all in one go.
+Tests of one process are shared out to one worker more than there are cores, up to four, since many wait for jobs that
+they have started; those marked ``alone`` follow with nothing beside them. One worker runs all in one go.
 
 The last line is always ``N passed, N failed, N skipped``. A test that runs in several worlds counts once for each of
 them; it counts as skipped if no run ran it.
@@ -24,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS_COLLECTED = 5
-WORKERS = min(4, 2 + len(os.sched_getaffinity(0)))
+WORKERS = min(4, 1 + len(os.sched_getaffinity(0)))
 
 
 class Summary:
