@@ -22,6 +22,7 @@ from ..autograd.tensor import value_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_SINGLE = np.dtype(np.float32)
 
 
 def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -38,11 +39,18 @@ def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Ca
     def register(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # By far the most calls are of float32, and looking at all operands takes as long as a small product.
+            if (
+                args
+                and getattr(args[0], "dtype", None) is _SINGLE
+                and (getattr(args[1], "dtype", _SINGLE) is _SINGLE if len(args) > 1 else not kwargs)
+            ):
+                return function(*args, **kwargs)
             halves = [x for x in (*args, *kwargs.values()) if is_half(x)]
             if not halves:
                 return function(*args, **kwargs)
             x = value_of(halves[0])
-            to = x.dtype if is_product and not is_host(x) else np.dtype(np.float32)
+            to = x.dtype if is_product and not is_host(x) else _SINGLE
             return _Call(x.dtype, to, rounds).of(function, args, kwargs)
 
         return call
