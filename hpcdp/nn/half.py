@@ -16,8 +16,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
-from ..autograd.modes import modes
-from ..autograd.registry import Again, Call
+from ..autograd.registry import Again, Call, calls_of, captured
 from ..autograd.tensor import value_of
 
 P = ParamSpec("P")
@@ -69,18 +68,9 @@ class _Call:
 
     def of(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What ``function`` gives, on the tape."""
-        told: list[tuple[Any, ...]] = []
-
-        def capture(result: Tensor, inputs: tuple[Any, ...], pullback: Any, again: Again | None) -> None:
-            told.append((inputs, pullback, again))
-
-        before = modes.recording, modes.capture
-        modes.recording, modes.capture = True, capture
-        try:
+        with captured() as told:
             operands = [self._converted(x, is_first=not i) for i, x in enumerate((*args, *kwargs.values()))]
             found = function(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
-        finally:
-            modes.recording, modes.capture = before
         result, *others = found if isinstance(found, tuple) else (found,)
         inputs, pullback, again = told[0]
         own = self._on_tape(result.data, inputs, pullback, again)
@@ -117,8 +107,8 @@ class _Call:
                         gradient.add(each.finish())
 
         def once_more(place: Array) -> list[Call]:
-            into = wide if self._rounds else place
-            calls = _calls(again, into)
+            assert again is not None
+            calls = calls_of(again, wide if self._rounds else place)
             return [*self._refresh, *calls, *([(partial(_round, wide, place), ())] if self._rounds else [])]
 
         value = wide
@@ -131,11 +121,3 @@ class _Call:
 def _round(wide: Array, place: Array) -> None:
     with np.errstate(over="ignore"):
         place[...] = wide
-
-
-def _calls(again: Again | None, into: Array) -> Sequence[Call]:
-    if callable(again):
-        return again(into)
-    assert again is not None
-    name, *operands = again
-    return [(partial(getattr(array_namespace(into), name), *operands, out=into), ())]
