@@ -170,8 +170,8 @@ def _explained(
     Open MPI says of a rank that left with status 0 only what may have happened, of a server not that it is one, not
     always on which host a rank was, and nothing where others have ended well before; and now and then it names another
     one, which has aborted since its connection to the first had closed. So where it ``is_blind``, and knows nothing of
-    ranks of other hosts, a rank that has called MPI_Abort or one of this host that left with the job's status is believed,
-    and no other.
+    ranks of other hosts, only a rank that has called MPI_Abort, or one of this host that left with the job's status, is
+    believed.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
     if first is None and words.have_closed:  # mpirun had heard of the abort, and killed that rank before it ended

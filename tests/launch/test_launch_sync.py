@@ -66,7 +66,7 @@ def test_a_host_that_falls_silent_is_not_waited_for_for_ever(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "_SILENT_S", 1)
-    with pytest.raises(LaunchError, match="silent: .*timeout") as caught:
+    with pytest.raises(LaunchError, match=r"silent: .*timeout") as caught:
         sync.copy(["node2", "silent"], str(tmp_path / "copy"))
     assert "node2" not in str(caught.value)
 

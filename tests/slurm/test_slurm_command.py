@@ -135,7 +135,7 @@ def test_without_slurm_it_is_one_line(
         (["render", "train", "--partition", "a b"], "hpcdp: --partition: expected a name of letters, digits and"),
         (["render", "train", "--account", ""], "hpcdp: --account: expected text on one line, got ''"),
         (["render", "train-gpu", "--gres", "gpu=x y"], "hpcdp: --gres: expected a name, its type and its number"),
-        (["submit", "train", "--gres", "gpu:1"], "hpcdp: --gres: expected the template train-gpu or interactive, got t"),
+        (["submit", "train", "--gres", "gpu:1"], "hpcdp: --gres: expected the template train-gpu or interactive, got"),
         (["render", "train", "--nodes", "99999999999"], "hpcdp: --nodes: expected at most 1,000,000, got 99999999999"),
         (
             ["submit", "sweep"],
