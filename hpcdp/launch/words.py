@@ -210,8 +210,8 @@ class Words:
         if self.aborted is None and (found := _ABORTED.search(self._kept)):
             self.aborted = int(found[1] or found[2])
         if self.invoked is None and (found := _INVOKED.search(self._kept)):
-            rank, status = (int(each) for each in found.groups() if each is not None)
-            self.invoked = Invoked(rank, status % 256)
+            rank, asked = (int(each) for each in found.groups() if each is not None)
+            self.invoked = Invoked(rank, asked % 256)
         self.have_closed |= _CLOSED in self._kept
         if self.missing is None and (found := _MISSING.search(self._kept)):
             self.missing = (found[1] or found[2]).decode(errors="replace")
