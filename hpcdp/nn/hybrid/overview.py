@@ -42,15 +42,15 @@ def summary(graph: Graph) -> str:
         rows.append(
             (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
         )
-    rows = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
     left = (False, True, True, True, False, False)
     lines = [
         "  ".join(
             cell.ljust(width) if to_left else cell.rjust(width)
             for cell, width, to_left in zip(row, widths, left, strict=True)
         ).rstrip()
-        for row in rows
+        for row in table
     ]
     total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
     nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
