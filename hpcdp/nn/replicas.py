@@ -10,6 +10,7 @@ from ..arrays import Array, from_host, to_host
 from ..autograd import Gradient, Tensor, concatenate, on_tape
 from ..devices import Device, require_devices
 from ..errors import ConfigError, DeviceError
+from .deferred import shape_of
 from .module import Module, Parameter
 
 
@@ -38,7 +39,8 @@ class Replicas(Module):
     those of hybridized replicas.
 
     Args:
-        net: a network whose parameters have their shapes; what it does to a batch it does to each sample.
+        net: what it does to a batch it does to each sample. Shapes that its layers do not know yet the first call finds
+            out, on the first device.
         devices: where, each once. The first is where ``net`` is, with its own parameters.
 
     Raises:
@@ -54,7 +56,8 @@ class Replicas(Module):
         self.net, self.devices = net, require_devices("Replicas", devices)
         if len(set(self.devices)) != len(self.devices):
             raise ConfigError("Replicas", where="devices", expected="each once", got=list(devices))
-        self._copies = {device: _copy(net, device) for device in self.devices[1:]}
+        is_known = all(None not in shape_of(param) for _, param in net.named_parameters())
+        self._copies = {device: _copy(net, device) if is_known else None for device in self.devices[1:]}
 
     def on(self, device: Device) -> Module:
         """The network on ``device``, for a piece of a batch there; see `data.split_and_load`.
@@ -69,7 +72,10 @@ class Replicas(Module):
         if device not in self._copies:
             raise DeviceError("Replicas", where=device, expected=f"one of {', '.join(map(repr, self.devices))}",
                               got="a device on which the network is not")  # fmt: skip
-        return _OnDevice(self.net, self._copies[device], device)
+        there = self._copies[device]
+        if there is None:
+            there = self._copies[device] = _copy(self.net, device)
+        return _OnDevice(self.net, there, device)
 
     def forward(self, x: Tensor) -> Tensor:
         count, parts = x.shape[0], len(self.devices)

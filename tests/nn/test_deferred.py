@@ -74,9 +74,25 @@ def test_a_trainer_takes_it_after_a_call(ranks):
 
 def test_what_has_no_values_says_so():
     net = nn.Sequential(nn.Dense(None, 3))
-    for look in (lambda: net[0].weight.data, net.state_dict, lambda: nn.Replicas(net, [hpcdp.cpu(0), hpcdp.cpu(1)])):
+    several = nn.Replicas(net, [hpcdp.cpu(0), hpcdp.cpu(1)])
+    for look in (lambda: net[0].weight.data, net.state_dict, lambda: several.on(hpcdp.cpu(1))):
         with pytest.raises(RuntimeError, match=r"its shape is \(None, 3\); call the network once, on one sample"):
             look()
     with pytest.raises(UnsupportedError, match=r"forward \[Dense\(2, 3\)\]"):
         net(np.zeros((1, 2), np.float32))
         net(np.zeros((1, 4), np.float32))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_network_on_several_devices_finds_the_shapes_on_the_first(count):
+    devices = [hpcdp.cpu(number) for number in range(count)]
+    found = []
+    for known in (True, False):
+        net = network(known)
+        several = nn.Replicas(net, devices)
+        with autograd.record():
+            losses = softmax_cross_entropy(several(X), Y)
+        losses.backward()
+        found.append([losses.data, *(param.grad for param in net.parameters())])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)

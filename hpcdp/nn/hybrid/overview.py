@@ -114,7 +114,7 @@ def _name(graph: Graph, source: Source) -> str:
     if isinstance(source, Held):
         return graph.names[source.number]
     if isinstance(source, Literal):
-        return f"{source.value:g}" if isinstance(source.value, float) else str(source.value)
+        return f"number {source.value:g}" if isinstance(source.value, float) else f"number {source.value}"
     return "" if source is None else str(source.node)
 
 
