@@ -34,7 +34,7 @@ _warned = False
 _said: set[str] = set()
 _all_kept = True
 _queues = True
-_ON_CUDA = frozenset({"batch_norm", "cast", "epilogue", "norms", "pool", "quantise", "reduce", "update"})
+_ON_CUDA = frozenset({"batch_norm", "cast", "conv", "epilogue", "norms", "pool", "quantise", "reduce", "update"})
 """What CuPy arrays have kernels of their own for."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -9,6 +9,7 @@ A launch goes to the current stream and waits for nothing.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ _TYPES = {"float32": "f32", "float64": "f64", "uint16": "f16", "int32": "i32", "
 
 
 def source(file: str) -> str:
-    """``kernels/<file>.cu`` with `common.cuh` in it: CuPy knows by the text alone whether it has compiled a source."""
-    return (_FOLDER / f"{file}.cu").read_text().replace('#include "common.cuh"', (_FOLDER / "common.cuh").read_text())
+    """``kernels/<file>.cu`` with its headers in it: CuPy knows by the text alone whether it has compiled a source."""
+    text = (_FOLDER / f"{file}.cu").read_text()
+    return re.sub(r'#include "(\w+\.cuh)"', lambda header: (_FOLDER / header[1]).read_text(), text)
 
 
 @cache

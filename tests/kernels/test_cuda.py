@@ -18,6 +18,7 @@ from hpcdp.kernels import (
     cuda,
     cuda_batch_norm,
     cuda_cast,
+    cuda_conv,
     cuda_epilogue,
     cuda_norms,
     cuda_pool,
@@ -36,6 +37,7 @@ FOLDER = Path(kernels.__file__).parent
 SPECIFICATIONS = {
     cuda_batch_norm: reference,
     cuda_cast: reference_cast,
+    cuda_conv: reference,
     cuda_epilogue: reference,
     cuda_norms: reference_norms,
     cuda_pool: reference,
