@@ -16,12 +16,12 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
-from ..autograd.modes import modes
-from ..autograd.registry import Again, Call
+from ..autograd.registry import Again, Call, calls_of, captured
 from ..autograd.tensor import value_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_SINGLE = np.dtype(np.float32)
 
 
 def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -38,11 +38,18 @@ def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Ca
     def register(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # By far the most calls are of float32, and looking at all operands takes as long as a small product.
+            if (
+                args
+                and getattr(args[0], "dtype", None) is _SINGLE
+                and (getattr(args[1], "dtype", _SINGLE) is _SINGLE if len(args) > 1 else not kwargs)
+            ):
+                return function(*args, **kwargs)
             halves = [x for x in (*args, *kwargs.values()) if is_half(x)]
             if not halves:
                 return function(*args, **kwargs)
             x = value_of(halves[0])
-            to = x.dtype if is_product and not is_host(x) else np.dtype(np.float32)
+            to = x.dtype if is_product and not is_host(x) else _SINGLE
             return _Call(x.dtype, to, rounds).of(function, args, kwargs)
 
         return call
@@ -61,18 +68,9 @@ class _Call:
 
     def of(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What ``function`` gives, on the tape."""
-        told: list[tuple[Any, ...]] = []
-
-        def capture(result: Tensor, inputs: tuple[Any, ...], pullback: Any, again: Again | None) -> None:
-            told.append((inputs, pullback, again))
-
-        before = modes.recording, modes.capture
-        modes.recording, modes.capture = True, capture
-        try:
+        with captured() as told:
             operands = [self._converted(x, is_first=not i) for i, x in enumerate((*args, *kwargs.values()))]
             found = function(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
-        finally:
-            modes.recording, modes.capture = before
         result, *others = found if isinstance(found, tuple) else (found,)
         inputs, pullback, again = told[0]
         own = self._on_tape(result.data, inputs, pullback, again)
@@ -109,8 +107,8 @@ class _Call:
                         gradient.add(each.finish())
 
         def once_more(place: Array) -> list[Call]:
-            into = wide if self._rounds else place
-            calls = _calls(again, into)
+            assert again is not None
+            calls = calls_of(again, wide if self._rounds else place)
             return [*self._refresh, *calls, *([(partial(_round, wide, place), ())] if self._rounds else [])]
 
         value = wide
@@ -123,11 +121,3 @@ class _Call:
 def _round(wide: Array, place: Array) -> None:
     with np.errstate(over="ignore"):
         place[...] = wide
-
-
-def _calls(again: Again | None, into: Array) -> Sequence[Call]:
-    if callable(again):
-        return again(into)
-    assert again is not None
-    name, *operands = again
-    return [(partial(getattr(array_namespace(into), name), *operands, out=into), ())]
