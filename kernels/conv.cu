@@ -4,28 +4,32 @@
 #include "common.cuh"
 #include "windows.cuh"
 
-// Patches: row (channel, place in the window), column (image, position); neighbouring threads read along a line.
+// Patches: row (channel, place in the window), column (image, position). A thread has one position in a plane, and
+// writes all places of it; neighbouring threads write along a row.
 template <class T>
 __device__ void unfold(const T* __restrict__ x, T* __restrict__ columns, const Windows& w, Index channels) {
     const Index positions = w.out_height * w.out_width, width = w.planes / channels * positions;
-    const Index places = w.kernel_y * w.kernel_x;
-    for (Index i = this_thread(); i < channels * places * width; i += all_threads()) {
-        const Index row = i / width, column = i % width, place = row % places, at = column % positions;
-        const Index y = at / w.out_width * w.stride_y - w.padding_y + place / w.kernel_x;
-        const Index z = at % w.out_width * w.stride_x - w.padding_x + place % w.kernel_x;
-        const Index plane = column / positions * channels + row / places;
-        const bool is_inside = y >= 0 && y < w.height && z >= 0 && z < w.width;
-        columns[i] = is_inside ? x[(plane * w.height + y) * w.width + z] : T(0);
-    }
+    for_elements(w.planes, w.out_height, w.out_width, [&](Index, Index plane, Index at_y, Index at_x) {
+        const Index top = at_y * w.stride_y - w.padding_y, left = at_x * w.stride_x - w.padding_x;
+        const Index channel = plane % channels, image = plane / channels;
+        const T* from = x + plane * w.height * w.width;
+        T* to = columns + channel * w.kernel_y * w.kernel_x * width + image * positions + at_y * w.out_width + at_x;
+        for (Index y = top; y < top + w.kernel_y; ++y) {
+            for (Index z = left; z < left + w.kernel_x; ++z, to += width) {
+                const bool is_inside = y >= 0 && y < w.height && z >= 0 && z < w.width;
+                *to = is_inside ? from[y * w.width + z] : T(0);
+            }
+        }
+    });
 }
 
 // The sum over all patches that an element lies in, in the order of its places in them.
 template <class T>
 __device__ void fold(const T* __restrict__ columns, T* __restrict__ x, const Windows& w, Index channels) {
     const Index positions = w.out_height * w.out_width, width = w.planes / channels * positions;
-    const Index places = w.kernel_y * w.kernel_x;
     for_elements(w.planes, w.height, w.width, [&](Index i, Index plane, Index y, Index z) {
-        const T* from = columns + plane % channels * places * width + plane / channels * positions;
+        const Index channel = plane % channels, image = plane / channels;
+        const T* from = columns + channel * w.kernel_y * w.kernel_x * width + image * positions;
         T total = 0;
         for_windows_of(w, y, z, [&](Index at, int place) { total += from[place * width + at]; });
         x[i] = total;
@@ -38,13 +42,20 @@ __device__ void to_images(
     const T* __restrict__ product, const T* __restrict__ bias, T* __restrict__ out, Index count, Index channels,
     Index positions, bool has_bias, bool relu
 ) {
+    constexpr int N = 16 / sizeof(T);
     const Index width = count / channels;
-    for (Index i = this_thread(); i < count; i += all_threads()) {
-        const Index channel = i / positions % channels, image = i / positions / channels;
-        T value = product[channel * width + image * positions + i % positions];
-        if (has_bias) value = value + bias[channel];
-        out[i] = !relu || value > T(0) || value != value ? value : T(0);  // a NaN stays
-    }
+    const bool aligned = is_aligned<N>(product, out) && positions % N == 0;  // no pack lies in two planes
+    for_packs<N>(count, aligned, [&](Index i, auto pack_width) {
+        constexpr int n = decltype(pack_width)::value;
+        const Index plane = i / positions, channel = plane % channels, image = plane / channels;
+        auto pack = load<n>(product + channel * width + image * positions + i % positions);
+        const T added = has_bias ? bias[channel] : T(0);
+        for (int k = 0; k < n; ++k) {
+            const T value = has_bias ? pack.at[k] + added : pack.at[k];
+            pack.at[k] = !relu || value > T(0) || value != value ? value : T(0);  // a NaN stays
+        }
+        store(out + i, pack);
+    });
 }
 
 // And back, from images of the gradient; those where the result `out` of ReLU is not positive are 0.
@@ -53,12 +64,20 @@ __device__ void from_images(
     const T* __restrict__ gy, const T* __restrict__ out, T* __restrict__ flat, Index count, Index channels,
     Index positions, bool relu
 ) {
+    constexpr int N = 16 / sizeof(T);
     const Index width = count / channels;
-    for (Index i = this_thread(); i < count; i += all_threads()) {
+    const bool aligned = is_aligned<N>(gy, out, flat) && positions % N == 0;
+    for_packs<N>(count, aligned, [&](Index i, auto pack_width) {
+        constexpr int n = decltype(pack_width)::value;
         const Index channel = i / width, image = i % width / positions;
         const Index from = (image * channels + channel) * positions + i % positions;
-        flat[i] = !relu || out[from] > T(0) ? gy[from] : T(0);
-    }
+        auto pack = load<n>(gy + from);
+        if (relu) {
+            const auto result = load<n>(out + from);
+            for (int k = 0; k < n; ++k) pack.at[k] = result.at[k] > T(0) ? pack.at[k] : T(0);
+        }
+        store(flat + i, pack);
+    });
 }
 
 #define KERNELS(T, NAME)                                                                                               \

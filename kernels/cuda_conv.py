@@ -27,7 +27,7 @@ def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair
         cuda.check("conv2d", (str(out.dtype),), channels, bias)
     scalars = (*_sizes(out), np.bool_(bias is not None), np.bool_(relu))
     arrays = (product, product if bias is None else bias, out)
-    cuda.launch("conv", f"to_images_{of_type}", cuda.blocks(out.size), *arrays, *scalars)
+    cuda.launch("conv", f"to_images_{of_type}", cuda.blocks(-(-out.nbytes // 16)), *arrays, *scalars)
 
 
 def conv2d_gradients(
@@ -45,8 +45,8 @@ def conv2d_gradients(
     flat = xp.empty((channels, gy.size // channels), dtype=gy.dtype)
     through = gy if out is None else out
     of_type = cuda.type_name("conv2d_gradients", _DTYPES, gy.size, gy, through, flat)
-    relu = np.bool_(out is not None)
-    cuda.launch("conv", f"from_images_{of_type}", cuda.blocks(gy.size), gy, through, flat, *_sizes(gy), relu)
+    scalars = (*_sizes(gy), np.bool_(out is not None))
+    cuda.launch("conv", f"from_images_{of_type}", cuda.blocks(-(-gy.nbytes // 16)), gy, through, flat, *scalars)
     if dbias is not None:
         dbias[...] = flat.sum(axis=1)
     if dweight is not None:
@@ -66,7 +66,8 @@ def _unfolded(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair) 
     rows, width = math.prod(weight.shape[1:]), out.shape[0] * math.prod(out.shape[2:])
     columns = array_namespace(x).empty((rows, width), dtype=x.dtype)
     of_windows = windows(x, out.shape[2:], weight.shape[2:], stride, padding)
-    cuda.launch("conv", f"unfold_{of_type}", cuda.blocks(columns.size), x, columns, of_windows, np.int64(x.shape[1]))
+    positions = width * x.shape[1]
+    cuda.launch("conv", f"unfold_{of_type}", cuda.blocks(positions), x, columns, of_windows, np.int64(x.shape[1]))
     return columns
 
 

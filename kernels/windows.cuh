@@ -17,15 +17,23 @@ template <class Body> __device__ inline void for_window(const Windows& w, Index 
     }
 }
 
-// Calls `body(index of the window, number of element (y, x) in it)` for all windows of the plane that it lies in, in the
-// order of that number.
+// The first place in a window, along one axis, at which one of `positions` windows has the element `at`, counted from
+// where the padding begins. The places after it are `stride` apart, and their windows follow each other backwards.
+__device__ inline Index first_place(Index at, Index stride, Index positions) {
+    const Index of_last = at - (positions - 1) * stride, smallest = at % stride;
+    return of_last > smallest ? of_last : smallest;
+}
+
+// Calls `body(index of the window, number of element (y, x) in it)` for all windows of the plane that it lies in, in
+// the order of that number. Its loops divide nothing: GPUs have no instruction for that.
 template <class Body> __device__ inline void for_windows_of(const Windows& w, Index y, Index x, Body body) {
-    for (Index i = 0; i < w.kernel_y; ++i) {
-        for (Index j = 0; j < w.kernel_x; ++j) {
-            const Index down = y + w.padding_y - i, right = x + w.padding_x - j;
-            if (down < 0 || down % w.stride_y != 0 || right < 0 || right % w.stride_x != 0) continue;
-            const Index at_y = down / w.stride_y, at_x = right / w.stride_x;
-            if (at_y < w.out_height && at_x < w.out_width) body(at_y * w.out_width + at_x, int(i * w.kernel_x + j));
+    const Index down = y + w.padding_y, right = x + w.padding_x;
+    const Index i_first = first_place(down, w.stride_y, w.out_height);
+    const Index j_first = first_place(right, w.stride_x, w.out_width);
+    const Index y_first = (down - i_first) / w.stride_y, x_first = (right - j_first) / w.stride_x;
+    for (Index i = i_first, at_y = y_first; i < w.kernel_y && at_y >= 0; i += w.stride_y, --at_y) {
+        for (Index j = j_first, at_x = x_first; j < w.kernel_x && at_x >= 0; j += w.stride_x, --at_x) {
+            body(at_y * w.out_width + at_x, int(i * w.kernel_x + j));
         }
     }
 }

@@ -80,8 +80,8 @@ def test_the_functions_are_those_of_the_specification(module: ModuleType) -> Non
 
 
 def test_every_cuda_file_has_its_module_and_its_specification() -> None:
-    names = {path.stem for path in FOLDER.glob("*.cu")}
-    assert names == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")}
+    names, headers = ({path.stem for path in FOLDER.glob(pattern)} for pattern in ("*.cu", "*.cuh"))
+    assert names | headers == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")} | {"common"}
     assert names >= kernels._ON_CUDA, "what kernels_for chooses exists"
     assert names == {module.__name__.rpartition("cuda_")[2] for module in SPECIFICATIONS}
 
