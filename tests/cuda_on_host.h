@@ -19,6 +19,8 @@
 #define __shared__ static
 #define __restrict__ __restrict
 
+using std::exp;
+using std::log;
 using std::sqrt;
 
 struct Dim {
