@@ -35,8 +35,11 @@ _said: set[str] = set()
 _all_kept = True
 _queues = True
 _ON_CUDA = frozenset(
-    {"batch_norm", "cast", "conv", "cross_entropy", "epilogue", "norms", "pool", "quantise", "reduce", "update"}
-)
+    {
+        "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "norms", "pool", "quantise", "reduce",
+        "update",
+    }
+)  # fmt: skip
 """What CuPy arrays have kernels of their own for."""
 _PLAIN_ON_HOST = frozenset({"cross_entropy"})
 """Of these what NumPy arrays have none for."""

