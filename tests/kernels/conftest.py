@@ -2,27 +2,19 @@
 by `cupy_on_host`, so that they and what launches them run without one."""
 
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 import cupy_on_host
 import pytest
 
-from hpcdp.kernels import cuda
-
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 
 
 @pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    if not shutil.which("g++"):
-        pytest.skip("needs g++, which compiles CUDA kernels for this processor")
-    monkeypatch.setitem(sys.modules, "cupy", None)  # what is there now comes back afterwards
-    yield cupy_on_host.install()
-    cuda._kernel.cache_clear()
-    cuda._module.cache_clear()
+def on_host() -> Iterator[ModuleType]:
+    with cupy_on_host.instead() as module:
+        yield module
 
 
 @pytest.fixture
