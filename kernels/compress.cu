@@ -17,8 +17,8 @@ struct Choice {
     bool is_finite;
 };
 
-// All blocks of elements: `choose(total, how many, whether it exists)` takes what this thread is to send of one, and
-// `vote` is one of those of codes.cuh, for words of WIDTH elements.
+// All blocks of elements: `choose(total, how many)` takes what this thread is to send of one, 0 behind the last element,
+// and `vote` is one of those of codes.cuh, for words of WIDTH elements.
 template <int WIDTH, class T, class Choose, class Vote>
 __device__ inline void encode_blocks(
     const T* grad, T* residual, Index count, float* scales, Word* words, Choose choose, Vote vote
@@ -27,7 +27,7 @@ __device__ inline void encode_blocks(
         const Index i = block * BLOCK + threadIdx.x, left = count - block * BLOCK;
         const bool is_there = i < count;
         const auto total = is_there ? added(grad[i], residual[i]) : typename WideOf<T>::Type(0);
-        const Choice choice = choose(double(total), double(left < BLOCK ? left : BLOCK), is_there);
+        const Choice choice = choose(double(total), double(left < BLOCK ? left : BLOCK));
         const float scale = choice.sent;
         if (choice.is_finite && choice.sent <= LARGEST) {
             if (threadIdx.x == 0) scales[block] = scale;
@@ -45,13 +45,13 @@ __device__ void encode_two_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, double threshold, float* __restrict__ scales,
     Word* __restrict__ words
 ) {
-    const auto choose = [&](double total, double number, bool is_there) {
+    const auto choose = [&](double total, double number) {
         const double squares = block_sum(total * total);
         Choice choice = {threshold, threshold, is_finite(squares)};
         if (threshold == 0 && choice.is_finite) {
             choice.limit = SHARE * sqrt(squares / number);
             const double size = total < 0 ? -total : total;
-            const bool is_sent = is_there && size >= choice.limit;
+            const bool is_sent = size >= choice.limit;
             choice.sent = block_sum(is_sent ? size : 0.0) / block_sum(is_sent ? 1.0 : 0.0);
         }
         return choice;
@@ -66,7 +66,7 @@ __device__ void encode_one_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, double threshold, double magnitude,
     float* __restrict__ scales, Word* __restrict__ words
 ) {
-    const auto choose = [&](double total, double number, bool) {
+    const auto choose = [&](double total, double number) {
         const double sum = block_sum(total < 0 ? -total : total);
         return Choice{threshold, magnitude > 0 ? magnitude : sum / number, is_finite(sum)};
     };

@@ -47,12 +47,12 @@ def test_the_same_numbers(dtype: type, offset: int, cupy: ModuleType) -> None:
 
 
 def test_sums_depend_neither_on_the_place_nor_on_the_grid(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, labels, _ = given(70, 15, np.float32)
+    logits, labels, _ = given(300, 15, np.float32)
     results = []
     for offset, blocks in ((0, 100), (1, 100), (0, 2)):
         monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", blocks)
-        x = cupy.asarray(np.append(np.zeros(offset, np.float32), logits))[offset:].reshape(70, 15)
-        chances, losses = cupy.asarray(np.empty_like(logits)), cupy.asarray(np.empty(70, np.float32))
+        x = cupy.asarray(np.append(np.zeros(offset, np.float32), logits))[offset:].reshape(300, 15)
+        chances, losses = cupy.asarray(np.empty_like(logits)), cupy.asarray(np.empty(300, np.float32))
         cuda_cross_entropy.softmax_cross_entropy(x, cupy.asarray(labels), chances, losses)
         results.append((chances.to_host(), losses.to_host()))
     for chances, losses in results[1:]:
