@@ -17,8 +17,8 @@ struct Choice {
     bool is_finite;
 };
 
-// All blocks of elements: `choose(total, how many)` takes what this thread is to send of one, 0 behind the last element,
-// and `vote` is one of those of codes.cuh, for words of WIDTH elements.
+// All blocks of elements: `choose(total, how many)` takes what this thread is to send of one, 0 behind the last
+// element, and `vote` is one of those of codes.cuh, for words of WIDTH elements.
 template <int WIDTH, class T, class Choose, class Vote>
 __device__ inline void encode_blocks(
     const T* grad, T* residual, Index count, float* scales, Word* words, Choose choose, Vote vote
