@@ -7,6 +7,7 @@ RANKS ?= 2
 MODEL ?= lenet
 DATA ?= digits
 TORCH ?= torch==2.13.0
+CUDA ?= cuda13
 ARGS ?=
 
 VENV_openmpi := .venv
@@ -24,7 +25,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-torch test-thorough test-cluster check bench clean
+.PHONY: help install train test test-torch test-thorough test-cluster test-gpu check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -34,6 +35,7 @@ help:  ## list the targets
 	@echo '  RANKS=N                   MPI ranks of make train (now $(RANKS))'
 	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
 	@echo '  TORCH=...                 what pip is to install for the tests (now $(TORCH))'
+	@echo '  CUDA=cuda12|cuda13        what the driver of the GPU can do, for make test-gpu (now $(CUDA))'
 	@echo '  ARGS="..."                further arguments of hpcdp train, or of pytest'
 
 install: $(VENV)/installed  ## make the environment and install hpcdp in it
@@ -52,6 +54,11 @@ test-thorough: $(VENV)/installed-torch  ## run all tests, with whole grids, 100,
 
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
+
+test-gpu:  ## run the tests of CUDA kernels on an NVIDIA GPU
+	@if ! nvidia-smi -L 2>/dev/null; then echo "skipped: no NVIDIA GPU, or no driver (nvidia-smi -L)"; \
+	else $(MAKE) --no-print-directory $(VENV)/installed-$(CUDA) && \
+		HPCDP_TEST_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/kernels/test_cuda*.py $(ARGS); fi
 
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to fifteen quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
@@ -80,6 +87,11 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the test tools into $(VENV)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev)'
+	@touch $@
+
+$(VENV)/installed-cuda%: $(VENV)/installed-dev
+	@echo "installing CuPy into $(VENV), for the GPU"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev cuda$*)'
 	@touch $@
 
 $(VENV)/installed-torch: $(VENV)/installed-dev

@@ -32,7 +32,7 @@ _FACTOR = -1.0  # can be applied for ever
 _SGD = (1e-3, 1e-4, 0.5)
 _MOMENTUM = (*_SGD, 0.9)
 _ADAMW = (1e-3, 0.0, 0.5, 1 - 1e-5, 0.1, 0.999, 0.001, 1.0, 1e-8)
-_UPDATES = (
+UPDATES = (
     ("SGD", "sgd", 2, _SGD),
     ("momentum", "sgd_momentum", 3, _MOMENTUM),
     ("Nesterov", "sgd_nesterov", 3, _MOMENTUM),
@@ -148,7 +148,7 @@ def updates(arrays: Arrays, torch: Any) -> Iterator[Kernel]:
     def step(module: Any, rule: str, coefficients: tuple[float, ...], *xs: np.ndarray) -> None:
         getattr(module, rule)(*xs, coefficients)
 
-    for name, rule, number, coefficients in _UPDATES:
+    for name, rule, number, coefficients in UPDATES:
         xs = tuple(arrays.normal() for _ in range(number))
         for state in xs[2:]:
             np.abs(state, out=state)

@@ -34,8 +34,15 @@ _warned = False
 _said: set[str] = set()
 _all_kept = True
 _queues = True
-_ON_CUDA = frozenset({"batch_norm", "cast", "epilogue", "norms", "pool", "quantise", "reduce", "update"})
+_ON_CUDA = frozenset(
+    {
+        "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "norms", "pool", "quantise", "reduce",
+        "update",
+    }
+)  # fmt: skip
 """What CuPy arrays have kernels of their own for."""
+_PLAIN_ON_HOST = frozenset({"cross_entropy"})
+"""Of these what NumPy arrays have none for."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20
@@ -206,14 +213,14 @@ def load(name: str) -> ModuleType:
 
 
 def kernels_for(name: str, x: Array, plain: ModuleType) -> ModuleType:
-    """What has the functions of the specification ``plain`` for arrays like ``x``: `load` of ``name`` for NumPy, CUDA
-    kernels for CuPy where there are any, else ``plain`` itself, which every namespace can do.
+    """What has the functions of the specification ``plain`` for arrays like ``x``: Numba's kernels (`load`) for NumPy,
+    CUDA's for CuPy, where there are any, else ``plain`` itself, which every namespace can do.
 
     Raises:
         ConfigError: as `load`.
     """
     if is_host(x):
-        return load(name)
+        return plain if name in _PLAIN_ON_HOST else load(name)
     return importlib.import_module(f"{__name__}.cuda_{name}") if name in _ON_CUDA and is_cupy(x) else plain
 
 

@@ -2,15 +2,6 @@
 // those of a NaN's payload in float16.
 #include "common.cuh"
 
-// Adding 0x7fff carries into the upper half above a tie, and one more does at a tie whose upper half is odd. A NaN is
-// cut off and made quiet: rounded, it could become infinite.
-__device__ inline Half bfloat16_from(float x) {
-    const Word bits = bits_of_float(x), upper = bits >> 16;
-    return Half(x != x ? upper | 0x40 : (bits + ((upper & 1) + 0x7FFF)) >> 16);
-}
-
-__device__ inline float float_from_bfloat16(Half x) { return float_of_bits(Word(x) << 16); }
-
 template <class From, class To, class Cast>
 __device__ void cast(const From* __restrict__ x, To* __restrict__ out, Index count, Cast cast_one) {
     constexpr int N = 8;  // of 16 bits in 16 bytes; those of float32 are loaded in two halves

@@ -31,7 +31,17 @@ __device__ inline Half half_from(double x) {
 
 __device__ inline float float_of_bits(Word bits) { return __uint_as_float(bits); }
 __device__ inline Word bits_of_float(float x) { return __float_as_uint(x); }
+__device__ inline unsigned long long bits_of_double(double x) { return __double_as_longlong(x); }
 #endif
+
+// Adding 0x7fff carries into the upper half above a tie, and one more does at a tie whose upper half is odd. A NaN is
+// cut off and made quiet: rounded, it could become infinite.
+__device__ inline Half bfloat16_from(float x) {
+    const Word bits = bits_of_float(x), upper = bits >> 16;
+    return Half(x != x ? upper | 0x40 : (bits + ((upper & 1) + 0x7FFF)) >> 16);
+}
+
+__device__ inline float float_from_bfloat16(Half x) { return float_of_bits(Word(x) << 16); }
 
 // An element in the type it is computed in: float16 in float32, anything else as it is.
 __device__ inline float widened(Half x) { return float_from_half(x); }
@@ -43,6 +53,11 @@ template <> __device__ inline Half narrowed<Half, float>(float x) { return half_
 
 template <class T> struct WideOf { typedef T Type; };
 template <> struct WideOf<Half> { typedef float Type; };
+
+// The sum of two elements, rounded as an element, in the type that is computed in.
+template <class T> __device__ inline typename WideOf<T>::Type added(const T& a, const T& b) {
+    return widened(narrowed<T>(widened(a) + widened(b)));
+}
 
 // `x - x` of an infinity or a NaN is a NaN.
 template <class T> __device__ inline bool is_finite(T x) { return x - x == T(0); }
@@ -82,17 +97,50 @@ template <int N, class Body> __device__ inline void for_packs(Index count, bool 
     for (Index i = packs * N + this_thread(); i < count; i += all_threads()) body(i, Width<1>());
 }
 
-// The sum of `value` over the block's threads, in a fixed order, returned to all of them; all must call it. blockDim.x
-// must be a power of two of at most THREADS.
-template <class T> __device__ inline T block_sum(T value) {
+// Calls `body(first element, pack, how many elements are in it)` for the packs of N that are this thread's among
+// `threads`. Which elements that are depends on `count` alone, not on where `x` begins, and so does what is added up.
+template <int N, class T, class Body>
+__device__ inline void for_same_packs(const T* x, Index count, Index thread, Index threads, Body body) {
+    const bool aligned = is_aligned<N>(x);
+    for (Index first = thread * N; first < count; first += threads * N) {
+        const int n = count - first < N ? int(count - first) : N;
+        Pack<T, N> pack;
+        if (aligned && n == N) {
+            pack = load<N>(x + first);
+        } else {
+            for (int k = 0; k < n; ++k) pack.at[k] = x[first + k];
+        }
+        body(first, pack, n);
+    }
+}
+
+// Stores the first `n` elements of a pack, at once if it is whole and `to` allows it.
+template <class T, int N> __device__ inline void store_some(T* to, const Pack<T, N>& pack, int n) {
+    if (n == N && is_aligned<N>(to)) {
+        store(to, pack);
+    } else {
+        for (int k = 0; k < n; ++k) to[k] = pack.at[k];
+    }
+}
+
+// `combined` of the values of `lanes` neighbouring threads, in a fixed order, returned to all of them; all threads of
+// the block must call it. `lanes` must be a power of two that divides blockDim.x, at most THREADS.
+template <class T, class Combined> __device__ inline T among_lanes(T value, unsigned lanes, Combined combined) {
     __shared__ T partial[THREADS];
+    const unsigned first = threadIdx.x / lanes * lanes, lane = threadIdx.x % lanes;
     partial[threadIdx.x] = value;
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+    for (unsigned half = lanes / 2; half > 0; half /= 2) {
         __syncthreads();
-        if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
+        if (lane < half) partial[threadIdx.x] = combined(partial[threadIdx.x], partial[threadIdx.x + half]);
     }
     __syncthreads();
-    const T total = partial[0];
-    __syncthreads();  // before a next sum overwrites it
+    const T total = partial[first];
+    __syncthreads();  // before what comes next overwrites it
     return total;
 }
+
+template <class T> __device__ inline T sum_of_lanes(T value, unsigned lanes) {
+    return among_lanes(value, lanes, [](T a, T b) { return a + b; });
+}
+
+template <class T> __device__ inline T block_sum(T value) { return sum_of_lanes(value, blockDim.x); }

@@ -9,6 +9,7 @@ A launch goes to the current stream and waits for nothing.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ _TYPES = {"float32": "f32", "float64": "f64", "uint16": "f16", "int32": "i32", "
 
 
 def source(file: str) -> str:
-    """``kernels/<file>.cu`` with `common.cuh` in it: CuPy knows by the text alone whether it has compiled a source."""
-    return (_FOLDER / f"{file}.cu").read_text().replace('#include "common.cuh"', (_FOLDER / "common.cuh").read_text())
+    """``kernels/<file>.cu`` with its headers in it: CuPy knows by the text alone whether it has compiled a source."""
+    text = (_FOLDER / f"{file}.cu").read_text()
+    return re.sub(r'#include "(\w+\.cuh)"', lambda header: (_FOLDER / header[1]).read_text(), text)
 
 
 @cache
@@ -53,7 +55,8 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
     """Whether a kernel may be given ``arrays``: it knows neither their strides nor their sizes.
 
     Raises:
-        UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements.
+        UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements, or
+            one begins where no element of its dtype may, as a view of bytes can.
     """
     found = str(arrays[0].dtype)
     if found not in dtypes:
@@ -63,6 +66,10 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
             layout = "contiguous" if x.flags.c_contiguous else f"strides {x.strides}"
             raise UnsupportedError(
                 operation, expected=f"contiguous arrays of {count} {found}", got=f"{x.size} {x.dtype}, {layout}"
+            )
+        if x.data.ptr % x.itemsize:
+            raise UnsupportedError(
+                operation, where="alignment", expected=f"an address that {x.itemsize} divides", got=hex(x.data.ptr)
             )
 
 

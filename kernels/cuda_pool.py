@@ -1,4 +1,4 @@
-"""Average and max pooling of CuPy arrays. Imports: cuda.
+"""Average and max pooling of CuPy arrays. Imports: cuda, cuda_windows.
 
 `reference` is the specification: same names, same arguments, and the same bits where gradients are finite.
 """
@@ -9,10 +9,10 @@ import numpy as np
 
 from ..arrays import Array
 from . import cuda
+from .cuda_windows import windows
 from .reference import Pair
 
 _DTYPES = ("float32", "float64")
-_WINDOWS = np.dtype([("at", np.int64, 11)])
 
 
 def average_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
@@ -40,12 +40,9 @@ def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride:
 
 
 def _windows(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
-    """The structure of that name, of planes like those of ``x`` and positions like those of ``out``."""
     cuda.check("pool", _DTYPES, x.size, x)
     cuda.check("pool", (str(x.dtype),), out.size, out)
-    made = np.zeros(1, _WINDOWS)
-    made["at"][0] = (x.shape[0] * x.shape[1], *x.shape[2:], *out.shape[2:], *kernel, *stride, *padding)
-    return made
+    return windows(x, out.shape[2:], kernel, stride, padding)
 
 
 def _launch(name: str, arrays: tuple[Array, ...], threads: int, *args: np.generic | np.ndarray) -> None:

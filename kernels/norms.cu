@@ -7,21 +7,13 @@ enum { PIECES = 64 };  // of a layer, cuda_norms.py launches as many blocks for 
 
 // The sum of squares of what thread `thread` of `threads` is to read of `count` elements; `x` may begin anywhere.
 template <class T> __device__ double squares(const T* __restrict__ x, Index count, Index thread, Index threads) {
-    constexpr int N = 16 / sizeof(T);
-    const bool aligned = is_aligned<N>(x);
     double total = 0;
-    for (Index first = thread * N; first < count; first += threads * N) {
-        Pack<T, N> pack;
-        if (aligned && first + N <= count) {
-            pack = load<N>(x + first);
-        } else {
-            for (int k = 0; k < N; ++k) pack.at[k] = first + k < count ? x[first + k] : T(0);
-        }
-        for (int k = 0; k < N; ++k) {
+    for_same_packs<16 / sizeof(T)>(x, count, thread, threads, [&](Index, const auto& pack, int n) {
+        for (int k = 0; k < n; ++k) {
             const double each = widened(pack.at[k]);
             total += each * each;
         }
-    }
+    });
     return total;
 }
 

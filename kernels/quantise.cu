@@ -1,64 +1,37 @@
 // Gradients in 2 bits or 1 bit an element, the rest being kept. reference_quantise.py is the specification: same bits.
-// A warp takes 32 neighbouring elements and votes: the votes are the packed words.
 #include "common.cuh"
+#include "codes.cuh"
 
-// The first of the 32 elements of this thread's warp; whole warps go round a loop together, as a vote demands.
-__device__ inline Index first_of_warp() { return this_thread() / WARP * WARP; }
-
-// Adds `grad` to what was kept, rounded as an element.
-template <class T> __device__ inline typename WideOf<T>::Type added(const T& grad, const T& residual) {
-    return widened(narrowed<T>(widened(residual) + widened(grad)));
+// Calls `body(element)` for all elements and some behind them: whole warps go round a loop together, as a vote demands.
+template <class Body> __device__ inline void for_warps(Index count, Body body) {
+    for (Index i = this_thread(); i / WARP * WARP < count; i += all_threads()) body(i);
 }
 
 template <class T, class Wide>
 __device__ void pack_two_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, Wide limit, Wide sent, Word* __restrict__ words
 ) {
-    const int lane = threadIdx.x % WARP;
-    for (Index first = first_of_warp(); first < count; first += all_threads()) {
-        const Index i = first + lane;
-        bool plus = false, minus = false;
-        if (i < count) {
-            const Wide total = added(grad[i], residual[i]);
-            plus = total >= limit;
-            minus = total <= -limit;
-            residual[i] = narrowed<T>(total - (plus ? sent : minus ? -sent : Wide(0)));
-        }
-        const Word up = __ballot_sync(~0u, plus), down = __ballot_sync(~0u, minus);
-        if (lane == 0) words[first / 16] = (up & 0xFFFF) | (down << 16);
-        if (lane == 1 && first + 16 < count) words[first / 16 + 1] = (up >> 16) | (down & 0xFFFF0000);
-    }
+    for_warps(count, [&](Index i) {
+        const Wide total = i < count ? added(grad[i], residual[i]) : Wide(0);
+        vote_in_two_bits(residual, words, i, count, total, limit, sent);
+    });
 }
 
 template <class T, class Wide>
 __device__ void pack_one_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, Wide limit, Wide sent, Word* __restrict__ words
 ) {
-    const int lane = threadIdx.x % WARP;
-    for (Index first = first_of_warp(); first < count; first += all_threads()) {
-        const Index i = first + lane;
-        bool plus = false;
-        if (i < count) {
-            const Wide total = added(grad[i], residual[i]);
-            plus = total > limit;
-            residual[i] = narrowed<T>(total - (plus ? sent : -sent));
-        }
-        const Word up = __ballot_sync(~0u, plus);
-        if (lane == 0) words[first / 32] = up;
-    }
+    for_warps(count, [&](Index i) {
+        const Wide total = i < count ? added(grad[i], residual[i]) : Wide(0);
+        vote_in_one_bit(residual, words, i, count, total, limit, sent);
+    });
 }
 
 template <class T, class Wide>
 __device__ void unpack_two_bit(const Word* __restrict__ words, T* __restrict__ out, Index count, Wide sent) {
     constexpr int N = 16 / sizeof(T);  // which divides 16: a pack lies in one word
     for_packs<N>(count, is_aligned<N>(out), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        const Word word = words[i / 16] >> i % 16;
-        Pack<T, n> pack;
-        for (int k = 0; k < n; ++k) {
-            pack.at[k] = narrowed<T>(word >> k & 1 ? sent : word >> (16 + k) & 1 ? -sent : Wide(0));
-        }
-        store(out + i, pack);
+        store(out + i, read_two_bits<T, decltype(width)::value>(words, i, sent));
     });
 }
 
@@ -66,11 +39,7 @@ template <class T, class Wide>
 __device__ void unpack_one_bit(const Word* __restrict__ words, T* __restrict__ out, Index count, Wide sent) {
     constexpr int N = 16 / sizeof(T);
     for_packs<N>(count, is_aligned<N>(out), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        const Word word = words[i / 32] >> i % 32;
-        Pack<T, n> pack;
-        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>(word >> k & 1 ? sent : -sent);
-        store(out + i, pack);
+        store(out + i, read_one_bit<T, decltype(width)::value>(words, i, sent));
     });
 }
 

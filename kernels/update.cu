@@ -1,7 +1,8 @@
 // Fused optimizer updates, one pass over memory. reference_update.py is the specification: same bits.
 #include "common.cuh"
 
-template <class T> __device__ void sgd(T* __restrict__ param, const T* __restrict__ grad, Index count, T lr, T weight_decay, T scale) {
+template <class T>
+__device__ void sgd(T* __restrict__ param, const T* __restrict__ grad, Index count, T lr, T weight_decay, T scale) {
     constexpr int N = 16 / sizeof(T);
     for_packs<N>(count, is_aligned<N>(param, grad), [&](Index i, auto width) {
         constexpr int n = decltype(width)::value;

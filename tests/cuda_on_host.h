@@ -19,6 +19,8 @@
 #define __shared__ static
 #define __restrict__ __restrict
 
+using std::exp;
+using std::log;
 using std::sqrt;
 
 struct Dim {
@@ -50,6 +52,17 @@ inline unsigned bits_of_float(float x) {
     std::memcpy(&bits, &x, 4);
     return bits;
 }
+
+inline unsigned long long bits_of_double(double x) {
+    unsigned long long bits;
+    std::memcpy(&bits, &x, 8);
+    return bits;
+}
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+// Of integers alone: the result of adding floats would depend on the order.
+inline unsigned atomicAdd(unsigned* to, unsigned value) { return std::exchange(*to, *to + value); }
 
 namespace on_host {
 

@@ -1,23 +1,29 @@
 """CuPy without a GPU: the stand-in namespace under its name, and a RawModule that compiles CUDA for this processor.
 
-``install()`` puts it in `sys.modules`; kernels then run as `cuda_on_host.h` says, with CuPy's rules for arguments.
+``instead()`` puts it in `sys.modules`; kernels then run as `cuda_on_host.h` says, with CuPy's rules for arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+
+from hpcdp.kernels import cuda
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
@@ -101,8 +107,19 @@ def _run(command: list[Any], text: str) -> str:
     return done.stdout
 
 
-def install() -> ModuleType:
-    """A module ``cupy``, new in `sys.modules`: the caller takes it out again."""
+@contextlib.contextmanager
+def instead() -> Iterator[ModuleType]:
+    """Takes the place of CuPy in `sys.modules`, where what was there comes back; tests skip where nothing compiles."""
+    if not shutil.which("g++"):
+        pytest.skip("needs g++, which compiles CUDA kernels for this processor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        yield _install()
+    cuda._kernel.cache_clear()
+    cuda._module.cache_clear()
+
+
+def _install() -> ModuleType:
     spec = importlib.util.spec_from_file_location("cupy", HERE / "standin.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Floor 1: compression, gradients in fewer bits on the wire. Imports: kernels, errors.
+"""Floor 1: compression, gradients in fewer bits on the wire. Imports: kernels, arrays, errors.
 
 - `codecs`: fp16, bf16, 2 bits, 1 bit, and the largest elements alone.
 - `feedback`: what a codec has not sent is added to what it sends next.

@@ -1,7 +1,8 @@
 """Codecs: from an array of gradients to fewer bytes, and back. They keep nothing; see `feedback`.
 
-All take 1-D, contiguous NumPy arrays of float16, float32 or float64, of any number of elements; float32 is encoded and
-decoded by compiled kernels. What has been encoded depends on nothing but its input, so all ranks decode the same.
+All take 1-D, contiguous arrays of float16, float32 or float64, of any number of elements, of NumPy or CuPy; compiled
+kernels encode and decode those of CuPy, and NumPy's of float32. What has been encoded depends on nothing but its input,
+so all ranks decode the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from .. import kernels
+from ..arrays import Array, array_namespace, is_host
 from ..errors import ConfigError
 from ..kernels import reference_cast, reference_compress
 from ..kernels.reference_compress import num_blocks
@@ -39,7 +41,7 @@ class Codec(Protocol):
         """Of what ``count`` elements of ``dtype`` are encoded to."""
         ...
 
-    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, residual: Array, wire: Array) -> None:
         """Encode ``residual + x``; what is not sent of it remains in ``residual``. Changes ``residual`` and ``wire``.
 
         Args:
@@ -48,16 +50,22 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         """What `encode` has sent; changes ``out``, shape ``(count,)``."""
         ...
 
 
-def _kernels(x: np.ndarray) -> ModuleType:
-    return kernels.load("compress") if x.dtype == np.float32 else reference_compress
+def _kernels(x: Array) -> ModuleType:
+    if is_host(x) and x.dtype != np.float32:
+        return reference_compress
+    return kernels.kernels_for("compress", x, reference_compress)
 
 
-def _scaled(wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def _casts(x: Array) -> ModuleType:
+    return kernels.kernels_for("cast", x, reference_cast)
+
+
+def _scaled(wire: Array, count: int) -> tuple[Array, Array]:
     """The scales of blocks, and the words behind them."""
     words = wire.view(np.uint32)
     blocks = num_blocks(count)
@@ -90,10 +98,10 @@ class TwoBit:
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 4 * (num_blocks(count) + -(-count // 16))
 
-    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, residual: Array, wire: Array) -> None:
         _kernels(x).encode_two_bit(x, residual, float(self.threshold or 0), *_scaled(wire, x.size))
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         _kernels(out).decode_two_bit(*_scaled(wire, out.size), out)
 
 
@@ -130,11 +138,11 @@ class OneBit:
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 4 * (num_blocks(count) + -(-count // 32))
 
-    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, residual: Array, wire: Array) -> None:
         magnitude = 0.0 if self.threshold is None else float(self.magnitude)
         _kernels(x).encode_one_bit(x, residual, float(self.threshold or 0), magnitude, *_scaled(wire, x.size))
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         _kernels(out).decode_one_bit(*_scaled(wire, out.size), out)
 
 
@@ -151,12 +159,12 @@ class Float16:
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 2 * count
 
-    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, residual: Array, wire: Array) -> None:
         _kernels(x).encode_float16(x, residual, wire.view(np.uint16))
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         if out.dtype == np.float32:
-            kernels.load("cast").from_float16(wire.view(np.uint16), out)
+            _casts(out).from_float16(wire.view(np.uint16), out)
         else:
             out[...] = wire.view(np.float16)
 
@@ -174,15 +182,14 @@ class BFloat16:
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return 2 * count
 
-    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, residual: Array, wire: Array) -> None:
         _kernels(x).encode_bfloat16(x, residual, wire.view(np.uint16))
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        if out.dtype == np.float32:
-            kernels.load("cast").from_bfloat16(wire.view(np.uint16), out)
-        else:
-            wide = np.empty(out.size, np.float32)
-            reference_cast.from_bfloat16(wire.view(np.uint16), wide)
+    def decode(self, wire: Array, out: Array) -> None:
+        is_wide = out.dtype == np.float32
+        wide = out if is_wide else array_namespace(out).empty(out.size, dtype=np.float32)
+        _casts(out).from_bfloat16(wire.view(np.uint16), wide)
+        if not is_wide:
             out[...] = wide
 
 
@@ -214,14 +221,17 @@ class TopK:
     def nbytes(self, count: int, dtype: np.dtype) -> int:
         return self._sent(count) * (4 + dtype.itemsize)
 
-    def _parts(self, wire: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        values = self._sent(x.size) * x.dtype.itemsize
+    def _parts(self, wire: Array, x: Array) -> tuple[Array, Array]:
+        """Indices and values, first those of more bytes, so that neither lies where its dtype may not."""
+        indices, values = (self._sent(x.size) * nbytes for nbytes in (4, x.dtype.itemsize))
+        if values < indices:
+            return wire[:indices].view(np.uint32), wire[indices:].view(x.dtype)
         return wire[values:].view(np.uint32), wire[:values].view(x.dtype)
 
-    def encode(self, x: np.ndarray, residual: np.ndarray, wire: np.ndarray) -> None:
+    def encode(self, x: Array, residual: Array, wire: Array) -> None:
         _kernels(x).encode_top_k(x, residual, *self._parts(wire, x))
 
-    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+    def decode(self, wire: Array, out: Array) -> None:
         _kernels(out).decode_top_k(*self._parts(wire, out), out)
 
 

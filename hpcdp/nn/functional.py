@@ -16,7 +16,7 @@ from ..arrays import Array, array_namespace, from_host, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import DataError, UnsupportedError
-from ..kernels import reference
+from ..kernels import reference, reference_cross_entropy
 from ..kernels.buffers import empty
 from .half import in_float32
 from .normalisation import batch_norm, batch_norm_by_running
@@ -352,17 +352,18 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
 @operator("softmax_cross_entropy", ("logits", "labels"))
 @in_float32(rounds=False)
 def _cross_entropy(logits: Any, labels: Any) -> Tensor:
-    a, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
+    given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
+    a = contiguous(given)
     xp = array_namespace(a)
-    y = from_host(y, a) if is_host(y) else y
     if a.ndim != 2 or y.shape != a.shape[:1] or y.dtype.kind not in "iu":
         raise UnsupportedError(
             "softmax_cross_entropy",
             expected="logits (batch, ..., classes) and integer labels (batch, ...)",
             got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
         )
-    rows = xp.arange(a.shape[0])
+    numbers = xp.empty(y.shape, dtype=xp.int64)
     chances, losses = xp.empty(a.shape, dtype=a.dtype), xp.empty(a.shape[:1], dtype=a.dtype)
+    functions = kernels_for("cross_entropy", a, reference_cross_entropy)
 
     def compute(losses: Array) -> None:
         if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
@@ -372,21 +373,18 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
                 expected=f"0 to {a.shape[1] - 1}",
                 got=f"{int(y.min())} to {int(y.max())}",
             )
-        shifted = a - a.max(axis=1, keepdims=True)
-        xp.exp(shifted, out=chances)
-        total = chances.sum(axis=1)
-        xp.subtract(xp.log(total), shifted[rows, y], out=losses)
-        xp.divide(chances, total[:, None], out=chances)
+        numbers[...] = from_host(y, a) if is_host(y) else y
+        functions.softmax_cross_entropy(a, numbers, chances, losses)
 
     compute(losses)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            place = xp.multiply(chances, gy[:, None], out=dx.empty())
-            place[rows, y] -= gy
+            place = dx.empty()
+            functions.softmax_cross_entropy_gradient(contiguous(gy), numbers, chances, place)
             dx.add(place)
 
-    return on_tape(losses, (logits,), pullback, lambda out: [(compute, (out,))])
+    return on_tape(losses, (logits,), pullback, lambda out: [*refreshed(a, given), (compute, (out,))])
 
 
 def l2_loss(predictions: Any, targets: Any) -> Tensor:

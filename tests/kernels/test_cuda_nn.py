@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdp import nn
-from hpcdp.kernels import cuda_batch_norm, cuda_epilogue, cuda_pool, reference
+from hpcdp.kernels import cuda_batch_norm, cuda_conv, cuda_epilogue, cuda_pool, reference
 
 DTYPES = [np.float32, np.float64]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
@@ -60,6 +60,55 @@ def test_pooling(
     same("max_pool_gradient", gy, chosen, dx)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+@pytest.mark.parametrize(("batch", "channels", "filters"), [(1, 1, 1), (2, 3, 5), (0, 2, 3)])
+def test_convolution(
+    dtype: type,
+    relu: bool,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    batch: int,
+    channels: int,
+    filters: int,
+    cupy: ModuleType,
+    product_error: float,
+) -> None:
+    def same(ours: Any, theirs: np.ndarray) -> None:
+        largest = np.nan_to_num(abs(theirs)).max(initial=0)
+        np.testing.assert_allclose(ours.to_host(), theirs, rtol=0, atol=product_error * largest)
+
+    rng = np.random.default_rng(6)
+    x, weight, bias = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((batch, channels, 9, 11), (filters, channels, *kernel), (filters,))
+    )
+    if batch > 1:
+        x[1, 0, 3, 4] = np.nan
+    size = [reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
+    gy = rng.standard_normal((batch, filters, *size)).astype(dtype)
+    for added in (bias, None):
+        out = np.full_like(gy, 7)
+        ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, out)]
+        cuda_conv.conv2d(*ours, stride, padding, relu)
+        reference.conv2d(x, weight, added, out, stride, padding, relu)
+        same(ours[3], out)
+    wanted = [np.full_like(each, 7) for each in (x, weight, bias)]
+    x = np.nan_to_num(x)
+    into = [cupy.asarray(each) for each in wanted]
+    arrays = (x, weight, gy, out) if relu else (x, weight, gy)
+    on_device = [cupy.asarray(each) for each in arrays] + [None] * (4 - len(arrays))
+    cuda_conv.conv2d_gradients(*on_device, tuple(into), stride, padding)
+    reference.conv2d_gradients(x, weight, gy, out if relu else None, tuple(wanted), stride, padding)
+    for ours, theirs in zip(into, wanted, strict=True):
+        same(ours, theirs)
+    alone = [None, cupy.asarray(np.zeros_like(weight)), None]
+    cuda_conv.conv2d_gradients(*on_device, tuple(alone), stride, padding)
+    same(alone[1], wanted[1])
+
+
 def flat(arrays: Iterable[Any]) -> list[Any]:
     return [x for each in arrays for x in (each if isinstance(each, tuple) else (each,))]
 
@@ -94,6 +143,7 @@ def test_a_network_computes_with_them(cupy: ModuleType) -> None:
     x = np.random.default_rng(1).standard_normal((2, 3, 8, 8), np.float32)
     results = []
     for of in (x, cupy.asarray(x)):
-        out = nn.functional.max_pool2d(nn.functional.relu(of), 2)
+        weight = x[:1, :, :3, :3] if of is x else cupy.asarray(x[:1, :, :3, :3].copy())
+        out = nn.functional.max_pool2d(nn.functional.conv2d(of, weight, None, 1, 1, "relu"), 2)
         results.append(out.data)
-    np.testing.assert_array_equal(results[1].to_host(), results[0])
+    np.testing.assert_allclose(results[1].to_host(), results[0], rtol=1e-5, atol=1e-6)

@@ -179,6 +179,8 @@ def test_what_does_not_fit_is_said(call, message):
 def test_labels_out_of_range_are_named():
     with pytest.raises(DataError, match=r"\[labels\]: expected 0 to 2, got -1 to 1"):
         F.softmax_cross_entropy(np.ones((2, 3)), np.array([-1, 1]))
+    with pytest.raises(DataError, match="0 to 2, got 0 to 3"):
+        F.softmax_cross_entropy(standin.asarray(np.ones((2, 3))), np.array([0, 3]))
     assert F.softmax_cross_entropy(np.ones((0, 3)), np.ones(0, int)).shape == (0,)
 
 

@@ -1,0 +1,152 @@
+"""A GPU: CUDA kernels against the rate of its own copy, and LeNet and ResNet-18 in samples per second.
+
+``python -m hpcdp.benchmarks.gpu`` needs CuPy and an NVIDIA GPU, says so and ends where they are not, and is over within
+ten minutes. A kernel's rate is that of the bytes which it must move at least, those of every array read and of every
+array written; its share is that over the rate at which the device copies as many. Each is compared with its plain
+reference first, on fewer elements. The table comes last; the figures go to a file, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import comm, nn, optim
+from ..arrays import Array, to_host
+from ..train.trainer import Trainer
+from . import program
+from .files import check_writable, write_json
+from .gpu_kernels import Case, cases
+from .machine import describe
+from .measure import parse_size
+from .options import Parser, at_least
+from .train_lenet import step_of
+
+_CHECKED = 1 << 16
+"""Elements of what is compared with the reference, some of which takes seconds for more."""
+_TURNS, _TURN_S = 5, 0.02
+_MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
+"""By name, and the images they take."""
+
+
+def gpu_or_reason() -> tuple[Any, str]:
+    """CuPy with a GPU, or None and why not."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError:
+        return None, "CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')"
+    return (cupy, "") if cupy.cuda.is_available() else (None, "no NVIDIA GPU, or no driver")
+
+
+def facts(cupy: Any) -> dict[str, Any]:
+    """The device, its driver, and CuPy."""
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return {
+        "gpu": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"]),
+        "driver": runtime.driverGetVersion(), "cuda": runtime.runtimeGetVersion(), "cupy": cupy.__version__,
+    }  # fmt: skip
+
+
+def seconds(call: Callable[[], Any], marker: Array) -> float:
+    """Of one ``call``, the median over turns of as many in a row as take `_TURN_S`, without waits between them.
+
+    Args:
+        marker: an array of one element; its copy to the host waits for all that was launched before.
+    """
+
+    def turn(number: int) -> float:
+        to_host(marker)
+        begin = time.perf_counter()
+        for _ in range(number):
+            call()
+        to_host(marker)
+        return time.perf_counter() - begin
+
+    turn(1)
+    number = 1
+    while turn(number) < _TURN_S:
+        number *= 2
+    return float(np.median([turn(number) / number for _ in range(_TURNS)]))
+
+
+def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: int) -> dict[str, Any]:
+    """One row of the table: ``name``, ``us``, ``gb_s``, ``copy_gb_s``, ``share``, ``wrong``."""
+    marker = asarray(np.zeros(1, np.float32))
+    source, target = (asarray(np.zeros(case.moved // 2, np.uint8)) for _ in range(2))
+    ours = seconds(case.on(asarray)[0], marker)
+    copy = seconds(lambda: target.__setitem__(..., source), marker)
+    return {
+        "name": case.name, "us": 1e6 * ours, "gb_s": 1e-9 * case.moved / ours, "copy_gb_s": 1e-9 * case.moved / copy,
+        "share": copy / ours, "wrong": wrong,
+    }  # fmt: skip
+
+
+def measure_model(name: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World) -> dict[str, Any]:
+    """Forward, backward and update on one batch: ``name``, ``batch``, ``samples_s``, ``loss`` of the last step."""
+    rng = np.random.default_rng(0)
+    shape = _MODELS[name]
+    x = asarray(rng.standard_normal((batch, *shape), np.float32))
+    net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x)
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
+    step = step_of(net, trainer, [(x, asarray(rng.integers(0, 10, batch)))])
+    taken = seconds(lambda: step(0), asarray(np.zeros(1, np.float32)))
+    return {"name": name, "batch": batch, "samples_s": batch / taken, "loss": step(0)}
+
+
+def all_kernels(count: int, asarray: Callable[[np.ndarray], Array], ends: float) -> Iterator[dict[str, Any]]:
+    """The rows of all kernels; none more once ``ends``, in `time.monotonic`, is over."""
+    for small, large in zip(cases(min(count, _CHECKED)), cases(count), strict=True):
+        if time.monotonic() > ends:
+            return
+        yield measure_kernel(large, asarray, small.wrong(asarray))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m hpcdp.benchmarks.gpu", description=__doc__)
+    parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
+    parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")
+    parser.add_argument("--limit-s", type=at_least(1), default=480, help="nothing begins after so many seconds (480)")
+    parser.add_argument("--json", metavar="FILE", default="gpu.json", help="for the figures (gpu.json)")
+    args = parser.parse_args(argv)
+    count = max(1, parse_size(args.size) // 4)
+    world = comm.init()
+    cupy, reason = gpu_or_reason()
+    if cupy is None:
+        print(f"skipped: {reason}")
+        return 0
+    check_writable("gpu", [args.json], world)
+    ends = time.monotonic() + args.limit_s
+    models = []
+    for name in _MODELS:
+        print(f"# {name}", flush=True)
+        models.append(measure_model(name, args.batch, cupy.asarray, world))
+    rows = []
+    for row in all_kernels(count, cupy.asarray, ends):
+        print(f"# {row['name']}", flush=True)
+        rows.append(row)
+    device = facts(cupy)
+    write_json(
+        args.json, world,
+        {"benchmark": "gpu", "machine": describe(world), "device": device, "models": models, "kernels": rows},
+    )  # fmt: skip
+    print(f"\n{device['gpu']}, driver {device['driver']}, CUDA {device['cuda']}, CuPy {device['cupy']}")
+    for model in models:
+        print(
+            f"{model['name']:<22}batch {model['batch']}: {model['samples_s']:.0f} samples/s, loss {model['loss']:.3f}"
+        )
+    print(f"{'kernel':<22}{'us':>10}{'GB/s':>9}{'copy':>9}{'share':>8}")
+    for row in rows:
+        wrong = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
+        print(
+            f"{row['name']:<22}{row['us']:>10.1f}{row['gb_s']:>9.1f}{row['copy_gb_s']:>9.1f}{row['share']:>8.2f}{wrong}"
+        )
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,162 @@
+"""What `gpu` times of CUDA kernels: each on its arrays, and what says whether it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..arrays import Array, to_host
+from ..kernels import (
+    reference,
+    reference_cast,
+    reference_compress,
+    reference_cross_entropy,
+    reference_norms,
+    reference_reduce,
+    reference_update,
+)
+from .kernels import UPDATES
+
+_CHANNELS, _SIDE, _CLASSES = 64, 32, 1000
+_ROUNDED = 1e-5
+"""Of the largest element: sums in another order, and exp and log."""
+
+
+@dataclass
+class Case:
+    """One kernel.
+
+    Args:
+        name: as printed.
+        room: as `kernels.kernels_for` takes it, with the specification ``plain``.
+        call: takes the module and the arrays, of which it changes some; returns None or a number.
+        arrays: NumPy's.
+        moved: bytes that must be read or written.
+        error: how far from the specification's they may be, of the largest element; 0: not at all.
+    """
+
+    name: str
+    room: str
+    plain: ModuleType
+    call: Callable[..., Any]
+    arrays: tuple[np.ndarray, ...]
+    moved: int
+    error: float = 0.0
+
+    def on(self, asarray: Callable[[np.ndarray], Array]) -> tuple[Callable[[], Any], tuple[Array, ...]]:
+        """The call on copies of its arrays that ``asarray`` makes, and those."""
+        found = tuple(map(asarray, self.arrays))
+        return partial(self.call, kernels.kernels_for(self.room, found[0], self.plain), *found), found
+
+    def wrong(self, asarray: Callable[[np.ndarray], Array]) -> int:
+        """How many elements of one call's arrays are not the specification's."""
+        call, ours = self.on(asarray)
+        theirs = tuple(x.copy() for x in self.arrays)
+        answer, expected = call(), self.call(self.plain, *theirs)
+        differ = 0 if expected is None else int(abs(answer - expected) > 1e-12 * abs(expected))
+        for x, y in zip(map(to_host, ours), theirs, strict=True):
+            apart = abs(x.astype(np.float64) - y)  # unsigned integers would wrap around
+            differ += int(np.count_nonzero(~(apart <= self.error * abs(y).max(initial=0))))
+        return differ
+
+
+def _named(name: str, *numbers: Any) -> Callable[..., Any]:
+    """The call of the function ``name`` of a module with arrays, and ``numbers`` behind them."""
+    return lambda module, *arrays: getattr(module, name)(*arrays, *numbers)
+
+
+def cases(count: int) -> Iterator[Case]:
+    """Each kernel on arrays of about ``count`` elements, made when it is asked for."""
+    yield from _flat(count)
+    yield from _codecs(count)
+    yield from _layers(max(1, count // (_CHANNELS * _SIDE * _SIDE)))
+
+
+def _flat(count: int) -> Iterator[Case]:
+    rng = np.random.default_rng(1)
+    nbytes = 4 * count
+    for name, rule, number, coefficients in UPDATES:
+        arrays = tuple(abs(rng.standard_normal(count, np.float32)) for _ in range(number))
+        call = _named(rule, coefficients)
+        yield Case(name, "update", reference_update, call, arrays, (2 * number - 1) * nbytes)
+    x, wide, half = rng.standard_normal(count, np.float32), np.zeros(count, np.float32), np.zeros(count, np.uint16)
+    for word in ("float16", "bfloat16"):
+        for name, both in ((f"to_{word}", (x, half)), (f"from_{word}", (half, wide))):
+            yield Case(name.replace("_", " "), "cast", reference_cast, _named(name), both, nbytes * 3 // 2)
+    scaled = _named("scale", -1.0)
+    yield Case("scale", "cast", reference_cast, scaled, (x,), 2 * nbytes)
+    for name in ("sum_of_squares", "all_finite"):
+        yield Case(name.replace("_", " "), "norms", reference_norms, _named(name), (x,), nbytes)
+    for n in (2, 4, 8):
+        rows = rng.standard_normal((n, count), np.float32)
+        call = partial(_sum_rows, count)
+        yield Case(f"sum of {n} rows", "reduce", reference_reduce, call, (rows, wide), (n + 1) * nbytes)
+
+
+def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
+    module.combine(rows, 0, count, out, reference_reduce.SUM)
+
+
+def _codecs(count: int) -> Iterator[Case]:
+    grad, residual = np.random.default_rng(2).standard_normal((2, count), np.float32)
+    nbytes, scales = 4 * count, np.zeros(reference_compress.num_blocks(count), np.float32)
+    for name, width, numbers in (("two_bit", 16, (0.5,)), ("one_bit", 32, (0.1, 0.5))):
+        words = np.zeros(-(-count // width), np.uint32)
+        codes = scales.nbytes + words.nbytes
+        call = partial(_encode, f"encode_{name}", numbers)
+        arrays = (grad, residual, scales, words)
+        plain = reference_compress
+        yield Case(f"encode {name.replace('_', ' ')}", "compress", plain, call, arrays, 3 * nbytes + codes)
+        decode = _named(f"decode_{name}")
+        full = (abs(scales) + 0.5, words, np.zeros_like(grad))
+        yield Case(f"decode {name.replace('_', ' ')}", "compress", plain, decode, full, nbytes + codes)
+    halves = np.zeros(count, np.uint16)
+    for name in ("encode_float16", "encode_bfloat16"):
+        moved = 3 * nbytes + halves.nbytes
+        into = (grad, residual, halves)
+        yield Case(name.replace("_", " "), "compress", reference_compress, _named(name), into, moved)
+    k = max(1, count // 100)
+    chosen = (grad, residual, np.zeros(k, np.uint32), np.zeros(k, np.float32))
+    moved = 3 * nbytes + 8 * k  # of which the sum alone is most
+    yield Case("top 1%", "compress", reference_compress, _named("encode_top_k"), chosen, moved)
+
+
+def _encode(name: str, numbers: tuple[float, ...], module: ModuleType, *arrays: Array) -> None:
+    grad, residual, scales, words = arrays
+    getattr(module, name)(grad, residual, *numbers, scales, words)
+
+
+def _layers(batch: int) -> Iterator[Case]:
+    rng = np.random.default_rng(3)
+    x, gy = rng.standard_normal((2, batch, _CHANNELS, _SIDE, _SIDE), np.float32)
+    half = (batch, _CHANNELS, _SIDE // 2, _SIDE // 2)
+    small, chosen, twice = np.zeros(half, np.float32), np.zeros(half, np.int32), ((2, 2), (2, 2), (0, 0))
+    for name, pooled in (
+        ("average_pool", (x, small)), ("average_pool_gradient", (gy[:, :, ::2, ::2].copy(), np.zeros_like(x))),
+        ("max_pool", (x, small, chosen)), ("max_pool_gradient", (gy[:, :, ::2, ::2].copy(), chosen, np.zeros_like(x))),
+    ):  # fmt: skip
+        moved = sum(each.nbytes for each in pooled)
+        yield Case(name.replace("_", " "), "pool", reference, _named(name, *twice), pooled, moved)
+    planes = x.reshape(batch, _CHANNELS, -1)
+    scale, shift, *saved = abs(rng.standard_normal((4, _CHANNELS), np.float32))
+    into = (planes, scale, shift, np.zeros_like(planes), *saved)
+    yield Case("batch norm", "batch_norm", reference, _batch_norm, into, 4 * planes.nbytes, _ROUNDED)
+    rows = x.reshape(-1, _CHANNELS * _SIDE)
+    yield Case("bias, ReLU", "epilogue", reference, _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
+    logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
+    labels = rng.integers(0, _CLASSES, len(logits))
+    losses = np.zeros(len(logits), np.float32)
+    call, of_rows = _named("softmax_cross_entropy"), (logits, labels, np.zeros_like(logits), losses)
+    plain = reference_cross_entropy
+    yield Case("softmax, loss", "cross_entropy", plain, call, of_rows, 2 * logits.nbytes, _ROUNDED)
+
+
+def _batch_norm(module: ModuleType, *arrays: Array) -> None:
+    x, scale, shift, out, mean, variance = arrays
+    module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)

@@ -1,0 +1,122 @@
+"""Gradients encoded for the wire, what is not sent being kept, for CuPy arrays. Imports: cuda, reference_compress.
+
+`reference_compress` is the specification: same names, same arguments; the scales of blocks are the same up to rounding,
+and everything else has the same bits for the same scales. Nothing is copied to the host and nothing waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Array, array_namespace, is_half
+from . import cuda
+from .reference_compress import num_blocks
+
+_DTYPES = ("uint16", "float32", "float64")
+_DIGIT_BITS = 8
+_LIMIT = np.dtype([("digits", np.uint64), ("ties", np.int64)])
+"""`top_k.cuh` says so, too."""
+
+
+def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array, words: Array) -> None:
+    """See `reference_compress.encode_two_bit`."""
+    _encode_blocks("encode_two_bit", 16, (grad, residual), (threshold,), scales, words)
+
+
+def decode_two_bit(scales: Array, words: Array, out: Array) -> None:
+    """See `reference_compress.decode_two_bit`."""
+    _decode_blocks("decode_two_bit", 16, scales, words, out)
+
+
+def encode_one_bit(
+    grad: Array, residual: Array, threshold: float, magnitude: float, scales: Array, words: Array
+) -> None:
+    """See `reference_compress.encode_one_bit`."""
+    _encode_blocks("encode_one_bit", 32, (grad, residual), (threshold, magnitude), scales, words)
+
+
+def decode_one_bit(scales: Array, words: Array, out: Array) -> None:
+    """See `reference_compress.decode_one_bit`."""
+    _decode_blocks("decode_one_bit", 32, scales, words, out)
+
+
+def encode_float16(grad: Array, residual: Array, halves: Array) -> None:
+    """See `reference_compress.encode_float16`."""
+    _encode_halves("encode_float16", grad, residual, halves)
+
+
+def encode_bfloat16(grad: Array, residual: Array, halves: Array) -> None:
+    """See `reference_compress.encode_bfloat16`."""
+    _encode_halves("encode_bfloat16", grad, residual, halves)
+
+
+def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) -> None:
+    """See `reference_compress.encode_top_k`."""
+    grad, residual, values = (_bits(x) for x in (grad, residual, values))
+    of_type, xp = cuda.type_name("encode_top_k", _DTYPES, grad.size, grad, residual), array_namespace(grad)
+    cuda.check("encode_top_k", (str(grad.dtype),), indices.size, values)
+    cuda.check("encode_top_k", ("uint32",), indices.size, indices)
+    count, blocks = np.int64(grad.size), cuda.blocks(-(-grad.nbytes // 16))
+    counts, limit = xp.empty((blocks, 1 << _DIGIT_BITS), dtype=xp.uint32), xp.empty(_LIMIT.itemsize, dtype=xp.uint8)
+    highest = 8 * grad.itemsize - _DIGIT_BITS
+    for shift in range(highest, -1, -_DIGIT_BITS):
+        is_first = np.bool_(shift == highest)
+        counting = (grad, residual, count, np.int32(shift), is_first, limit, counts)
+        cuda.launch("compress", f"count_digits_{of_type}", blocks, *counting)
+        choosing = (counts, np.int64(blocks), np.int64(indices.size), is_first, limit)
+        cuda.launch("compress", "choose_digit", min(blocks, 1), *choosing)
+    chunk = max(1, -(-grad.size // (cuda.MAX_BLOCKS * cuda.THREADS))) * cuda.THREADS
+    blocks = -(-grad.size // chunk)
+    numbers = xp.empty((2, blocks), dtype=xp.uint32)
+    chosen = (residual, count, np.int64(chunk), limit, numbers)
+    cuda.launch("compress", f"count_chosen_{of_type}", blocks, *chosen)
+    cuda.launch("compress", f"write_chosen_{of_type}", blocks, *chosen, indices, values)
+
+
+def decode_top_k(indices: Array, values: Array, out: Array) -> None:
+    """See `reference_compress.decode_top_k`."""
+    values, out = _bits(values), _bits(out)
+    of_type = cuda.type_name("decode_top_k", _DTYPES, out.size, out)
+    cuda.check("decode_top_k", (str(out.dtype),), indices.size, values)
+    cuda.check("decode_top_k", ("uint32",), indices.size, indices)
+    out[...] = 0
+    passed = (indices, values, np.int64(indices.size), out, np.int64(out.size))
+    cuda.launch("compress", f"decode_top_k_{of_type}", cuda.blocks(indices.size), *passed)
+
+
+def _bits(x: Array) -> Array:
+    """``x``, float16 as its bits."""
+    return x.view(array_namespace(x).uint16) if is_half(x) else x
+
+
+def _encode_blocks(
+    name: str, width: int, arrays: tuple[Array, Array], numbers: tuple[float, ...], scales: Array, words: Array
+) -> None:
+    grad, residual = map(_bits, arrays)
+    of_type = _checked_blocks(name, width, scales, words, grad, residual)
+    blocks = min(num_blocks(grad.size), cuda.MAX_BLOCKS)
+    passed = (grad, residual, np.int64(grad.size), *(np.float64(each) for each in numbers), scales, words)
+    cuda.launch("compress", f"{name}_{of_type}", blocks, *passed)
+
+
+def _decode_blocks(name: str, width: int, scales: Array, words: Array, out: Array) -> None:
+    out = _bits(out)
+    of_type = _checked_blocks(name, width, scales, words, out)
+    blocks = cuda.blocks(-(-out.nbytes // 16))
+    cuda.launch("compress", f"{name}_{of_type}", blocks, scales, words, out, np.int64(out.size))
+
+
+def _checked_blocks(name: str, width: int, scales: Array, words: Array, *arrays: Array) -> str:
+    """The last part of the kernel's name for ``arrays``, whose scales and words of ``width`` elements are given."""
+    count = arrays[0].size
+    of_type = cuda.type_name(name, _DTYPES, count, *arrays)
+    cuda.check(name, ("float32",), num_blocks(count), scales)
+    cuda.check(name, ("uint32",), -(-count // width), words)
+    return of_type
+
+
+def _encode_halves(name: str, grad: Array, residual: Array, halves: Array) -> None:
+    grad, residual = _bits(grad), _bits(residual)
+    of_type = cuda.type_name(name, _DTYPES, grad.size, grad, residual)
+    cuda.check(name, ("uint16",), grad.size, halves)
+    cuda.launch_elementwise("compress", f"{name}_{of_type}", (grad, residual, halves))

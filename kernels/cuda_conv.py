@@ -1,0 +1,76 @@
+"""Convolution of CuPy arrays: patches (im2col), and one product over all images. Imports: cuda, cuda_windows.
+
+`reference` is the specification: same names, same arguments, the same product; all else has the same bits where
+gradients are finite.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..arrays import Array, array_namespace
+from . import cuda
+from .cuda_windows import windows
+from .reference import Pair
+
+_DTYPES = ("float32", "float64")
+
+
+def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
+    """See `reference.conv2d`."""
+    xp, channels = array_namespace(x, weight), out.shape[1]
+    product = xp.matmul(weight.reshape(channels, -1), _unfolded(x, weight, out, stride, padding))
+    of_type = cuda.type_name("conv2d", _DTYPES, out.size, product, out)
+    if bias is not None:
+        cuda.check("conv2d", (str(out.dtype),), channels, bias)
+    scalars = (*_sizes(out), np.bool_(bias is not None), np.bool_(relu))
+    arrays = (product, product if bias is None else bias, out)
+    cuda.launch("conv", f"to_images_{of_type}", cuda.blocks(-(-out.nbytes // 16)), *arrays, *scalars)
+
+
+def conv2d_gradients(
+    x: Array,
+    weight: Array,
+    gy: Array,
+    out: Array | None,
+    into: tuple[Array | None, Array | None, Array | None],
+    stride: Pair,
+    padding: Pair,
+) -> None:
+    """See `reference.conv2d_gradients`."""
+    xp, channels = array_namespace(x, weight), gy.shape[1]
+    dx, dweight, dbias = into
+    flat = xp.empty((channels, gy.size // channels), dtype=gy.dtype)
+    through = gy if out is None else out
+    of_type = cuda.type_name("conv2d_gradients", _DTYPES, gy.size, gy, through, flat)
+    scalars = (*_sizes(gy), np.bool_(out is not None))
+    cuda.launch("conv", f"from_images_{of_type}", cuda.blocks(-(-gy.nbytes // 16)), gy, through, flat, *scalars)
+    if dbias is not None:
+        dbias[...] = flat.sum(axis=1)
+    if dweight is not None:
+        columns = _unfolded(x, weight, gy, stride, padding)
+        dweight[...] = xp.matmul(flat, columns.T).reshape(weight.shape)
+    if dx is not None:
+        columns = xp.matmul(weight.reshape(channels, -1).T, flat)
+        cuda.check("conv2d_gradients", (str(columns.dtype),), columns.size, columns)
+        cuda.check("conv2d_gradients", (str(columns.dtype),), x.size, dx)
+        of_windows = windows(dx, gy.shape[2:], weight.shape[2:], stride, padding)
+        cuda.launch("conv", f"fold_{of_type}", cuda.blocks(dx.size), columns, dx, of_windows, np.int64(x.shape[1]))
+
+
+def _unfolded(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair) -> Array:
+    """Patches: shape ``(in channels * kernel positions, batch * output positions)``."""
+    of_type = cuda.type_name("conv2d", _DTYPES, x.size, x)
+    rows, width = math.prod(weight.shape[1:]), out.shape[0] * math.prod(out.shape[2:])
+    columns = array_namespace(x).empty((rows, width), dtype=x.dtype)
+    of_windows = windows(x, out.shape[2:], weight.shape[2:], stride, padding)
+    positions = width * x.shape[1]
+    cuda.launch("conv", f"unfold_{of_type}", cuda.blocks(positions), x, columns, of_windows, np.int64(x.shape[1]))
+    return columns
+
+
+def _sizes(images: Array) -> tuple[np.int64, np.int64, np.int64]:
+    """Elements, channels and positions."""
+    return np.int64(images.size), np.int64(images.shape[1]), np.int64(math.prod(images.shape[2:]))

@@ -1,0 +1,119 @@
+"""Gradients encoded by CUDA against the specification, on this processor (`cupy_on_host`)."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
+from hpcdp.errors import UnsupportedError
+from hpcdp.kernels import cuda_compress, reference_compress
+
+CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), OneBit(0.25), TopK(0.1), TopK(1.0)]
+DTYPES = [np.float16, np.float32, np.float64]
+SIZES = (0, 1, 2, 31, 33, 255, 256, 257, 1031)
+pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+
+
+def given(size: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(size)
+    x, residual = rng.standard_normal((2, size)).astype(dtype)
+    x[::5], residual[::5] = x[:1] if size else x[::5], dtype(0)  # equal ones, of which top-k sends the first
+    x[5::7] *= dtype(1e-3)
+    return x, residual
+
+
+def coded(codec: Any, x: Any, residual: Any, wire: Any) -> tuple[Any, Any, Any]:
+    """What arrives, what is kept, and the wire."""
+    out = x.copy()
+    codec.encode(x, residual, wire)
+    codec.decode(wire, out)
+    return out, residual, wire
+
+
+def same(ours: Any, theirs: np.ndarray) -> None:
+    np.testing.assert_array_equal(ours.to_host(), theirs)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codecs_on_a_device_send_what_the_specification_sends(
+    codec: Any, dtype: type, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in SIZES:
+        x, residual = given(size, dtype)
+        wire = np.full(codec.nbytes(size, np.dtype(dtype)), 0xA5, np.uint8)
+        found = coded(codec, *(cupy.asarray(each) for each in (x, residual, wire)))
+        with monkeypatch.context() as plain:
+            plain.setattr("hpcdp.compression.codecs._kernels", lambda x: reference_compress)
+            expected = coded(codec, x, residual, wire)
+        if isinstance(codec, TwoBit | OneBit) and codec.threshold is None:  # scales are sums in another order
+            largest = abs(expected[0]).max(initial=0)
+            for ours, theirs in zip(found[:2], expected[:2], strict=True):
+                np.testing.assert_allclose(ours.to_host(), theirs, rtol=0, atol=4 * np.finfo(dtype).eps * largest)
+        else:
+            for ours, theirs in zip(found, expected, strict=True):
+                same(ours, theirs)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_sent_and_not_kept(codec: Any, dtype: type, bad: float, cupy: ModuleType) -> None:
+    for places in ([300], [0, 7, 299, 300, 512, 599]):
+        x, residual = given(600, dtype)
+        x[places] = bad
+        wire = np.zeros(codec.nbytes(600, np.dtype(dtype)), np.uint8)
+        out, kept, _ = coded(codec, *(cupy.asarray(each) for each in (x, residual, wire)))
+        assert not np.isfinite(out.to_host()[places[0]])
+        assert np.isfinite(kept.to_host()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocks", [2, 1056])
+def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where few blocks have many elements each, and NaNs, infinities, zeros and subnormals among them."""
+    monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", blocks)
+    for size, k in ((1, 1), (2, 1), (257, 1), (257, 2), (257, 256), (257, 257), (2003, 1), (2003, 70), (2003, 1900)):
+        x, residual = given(size, dtype)
+        x[: size // 2] *= dtype(2.0**-14)  # among them subnormals of float16
+        x[3::11], x[4::13] = 0, -0.0
+        x[5:6], x[9:40:3], x[8:60:5] = np.nan, np.nan, -np.inf
+        x[6:7] = -x[5:6]
+        expected = np.empty(k, np.uint32), np.empty(k, dtype)
+        found = tuple(cupy.asarray(each) for each in expected)
+        on_device, kept = cupy.asarray(x), cupy.asarray(residual)
+        cuda_compress.encode_top_k(on_device, kept, *found)
+        reference_compress.encode_top_k(x, residual, *expected)
+        for ours, theirs in zip((*found, kept), (*expected, residual), strict=True):
+            same(ours, theirs)
+        out, whole = cupy.asarray(np.full(size, 7, dtype)), np.full(size, 7, dtype)
+        cuda_compress.decode_top_k(*found, out)
+        reference_compress.decode_top_k(*expected, whole)
+        same(out, whole)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_more_blocks_than_are_launched(bits: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", 2)
+    codec = {1: OneBit(0.25), 2: TwoBit(0.5)}[bits]
+    x, residual = given(1700, np.float32)
+    wire = np.zeros(codec.nbytes(1700, x.dtype), np.uint8)
+    found = coded(codec, *(cupy.asarray(each) for each in (x, residual, wire)))
+    for ours, theirs in zip(found, coded(codec, x, residual, wire), strict=True):
+        same(ours, theirs)
+
+
+def test_an_index_out_of_range_is_dropped(cupy: ModuleType) -> None:
+    out = cupy.asarray(np.ones(3, np.float32))
+    arrays = np.array([1, 3, 2**32 - 1], np.uint32), np.array([5, 6, 7], np.float32)
+    cuda_compress.decode_top_k(*(cupy.asarray(each) for each in arrays), out)
+    same(out, np.array([0, 5, 0], np.float32))
+
+
+def test_a_wire_that_begins_between_words_is_refused(cupy: ModuleType) -> None:
+    x = cupy.asarray(np.ones(16, np.float32))
+    wire = cupy.asarray(np.zeros(9 + TwoBit().nbytes(16, np.dtype("f4")), np.uint8))
+    with pytest.raises(UnsupportedError, match=r"alignment.*4 divides"):
+        TwoBit().decode(wire[1:9], x)

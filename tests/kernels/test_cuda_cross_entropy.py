@@ -1,0 +1,94 @@
+"""Softmax and cross-entropy in CUDA against their specification, on this processor (`cupy_on_host`)."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hpcdp import autograd, nn
+from hpcdp.errors import UnsupportedError
+from hpcdp.kernels import cuda_cross_entropy, reference_cross_entropy
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value")
+DTYPES = [np.float32, np.float64]
+
+
+def given(rows: int, classes: int, dtype: type) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(classes)
+    logits = (rng.standard_normal((rows, classes)) * 20).astype(dtype)
+    logits[: min(rows, 2), 0] = [np.nan, -np.inf][: min(rows, 2)]
+    if rows > 2:
+        logits[2] = 3e4  # of which no sum of exponentials is finite
+    return logits, rng.integers(0, classes, rows), rng.standard_normal(rows).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_same_numbers(dtype: type, offset: int, cupy: ModuleType) -> None:
+    """Of rows that threads share, that a block has to itself, and that begin anywhere."""
+    for rows, classes in ((0, 3), (1, 1), (9, 2), (65, 10), (7, 12), (33, 101), (3, 1500), (4, 1028)):
+        logits, labels, gy = given(rows, classes, dtype)
+        chances, losses = np.empty_like(logits), np.empty_like(gy)
+        reference_cross_entropy.softmax_cross_entropy(logits, labels, chances, losses)
+        begin = cupy.asarray(np.zeros(logits.size + 1, dtype))[offset : offset + logits.size]
+        x, on_device, dx = (
+            view.reshape(rows, classes) for view in (begin, begin.copy(), cupy.asarray(np.ones(logits.size, dtype)))
+        )
+        x[...] = cupy.asarray(logits)
+        numbers, found = cupy.asarray(labels), cupy.asarray(np.empty_like(gy))
+        cuda_cross_entropy.softmax_cross_entropy(x, numbers, on_device, found)
+        few = {"rtol": 1e-5 if dtype == np.float32 else 1e-13, "atol": 1e-30}
+        np.testing.assert_allclose(on_device.to_host(), chances, **few)
+        np.testing.assert_allclose(found.to_host(), losses, **few)
+        expected = np.empty_like(logits)
+        cuda_cross_entropy.softmax_cross_entropy_gradient(cupy.asarray(gy), numbers, on_device, dx)
+        reference_cross_entropy.softmax_cross_entropy_gradient(gy, labels, on_device.to_host(), expected)
+        np.testing.assert_array_equal(dx.to_host(), expected)
+
+
+def test_sums_depend_neither_on_the_place_nor_on_the_grid(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels, _ = given(300, 15, np.float32)
+    results = []
+    for offset, blocks in ((0, 100), (1, 100), (0, 2)):
+        monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", blocks)
+        x = cupy.asarray(np.append(np.zeros(offset, np.float32), logits))[offset:].reshape(300, 15)
+        chances, losses = cupy.asarray(np.empty_like(logits)), cupy.asarray(np.empty(300, np.float32))
+        cuda_cross_entropy.softmax_cross_entropy(x, cupy.asarray(labels), chances, losses)
+        results.append((chances.to_host(), losses.to_host()))
+    for chances, losses in results[1:]:
+        np.testing.assert_array_equal(chances, results[0][0])
+        np.testing.assert_array_equal(losses, results[0][1])
+
+
+def test_a_label_that_is_no_class_makes_its_row_nan(cupy: ModuleType) -> None:
+    logits = np.ones((4, 6), np.float32)
+    chances, losses = cupy.asarray(np.empty_like(logits)), cupy.asarray(np.empty(4, np.float32))
+    labels = cupy.asarray(np.array([5, 6, -1, 0]))
+    cuda_cross_entropy.softmax_cross_entropy(cupy.asarray(logits), labels, chances, losses)
+    np.testing.assert_array_equal(np.isnan(losses.to_host()), [False, True, True, False])
+    np.testing.assert_array_equal(np.isnan(chances.to_host()).all(axis=1), [False, True, True, False])
+
+
+def test_what_the_kernels_cannot_read_is_refused(cupy: ModuleType) -> None:
+    x, losses = (cupy.asarray(np.ones(shape, np.float32)) for shape in ((4, 6), 4))
+    with pytest.raises(UnsupportedError, match="4 int64, got 3 int64"):
+        cuda_cross_entropy.softmax_cross_entropy(x, cupy.asarray(np.ones(3, np.int64)), x, losses)
+    with pytest.raises(UnsupportedError, match="int64, got int32"):
+        cuda_cross_entropy.softmax_cross_entropy_gradient(losses, cupy.asarray(np.ones(4, np.int32)), x, x)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_a_loss_and_its_gradient_by_them(dtype: type, cupy: ModuleType) -> None:
+    logits, labels, _ = given(8, 10, np.float64)
+    logits, labels = logits[3:], labels[3:].astype(dtype)
+    found = []
+    for x, y in ((logits, labels), (cupy.asarray(logits), cupy.asarray(labels)), (cupy.asarray(logits), labels)):
+        tensor = autograd.Tensor(x)
+        tensor.attach_grad()
+        with autograd.record():
+            loss = nn.functional.softmax_cross_entropy(tensor, y)
+        loss.backward()
+        found.append((loss.data, tensor.grad))
+    for loss, gradient in found[1:]:
+        np.testing.assert_allclose(loss.to_host(), found[0][0], rtol=1e-13)
+        np.testing.assert_allclose(gradient.to_host(), found[0][1], rtol=1e-13, atol=1e-16)
