@@ -3,6 +3,7 @@
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 
 - `communicator` says what every communicator can do; `mpi` does it with MPI, `threads` with N ranks in one process.
+- `steps` is work under way, resumed when what it waits for has come.
 - `reductions` are what an allreduce can compute.
 - `shared` is memory that the ranks of a node have in common.
 - `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch, `roles` those
