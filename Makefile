@@ -47,7 +47,7 @@ test: $(VENV)/installed-torch  ## run the tests, then those of 1, 2, 3 and 4 MPI
 test-torch: $(VENV)/installed-torch  ## run the tests of hpcdp.torch alone
 	@$(BIN)/python tests/run.py tests/torch $(ARGS)
 
-test-thorough: $(VENV)/installed-torch  ## run all tests, with 100,000 random inputs of each reader and all kills
+test-thorough: $(VENV)/installed-torch  ## run all tests, with whole grids, 100,000 random inputs of each reader and all kills
 	@HPCDP_TEST_THOROUGH=1 $(BIN)/python tests/run.py --limit-s 3600 $(ARGS)
 
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)

@@ -16,6 +16,9 @@ from .errors import ArrayMixError
 Array = Any
 """An N-dimensional array of NumPy, CuPy or a namespace that follows the array API standard."""
 
+_HALF = ("e", "E")
+"""The characters of float16 and of bfloat16, which ml_dtypes adds to NumPy's types."""
+
 
 def array_namespace(*xs: Array) -> Any:
     """The module whose functions work on all of ``xs``: ``numpy``, ``cupy`` or a stand-in.
@@ -59,6 +62,11 @@ def _namespace_of(x: Any) -> Any:
 def is_host(x: Array) -> bool:
     """Whether ``x`` is a NumPy array, whose memory this process can read."""
     return isinstance(x, np.ndarray)
+
+
+def is_half(x: Any) -> bool:
+    """Whether ``x`` is an array, or a tensor, of floats of 16 bits: float16, or bfloat16 where the namespace has it."""
+    return getattr(getattr(x, "dtype", None), "char", "") in _HALF
 
 
 def is_cupy(x: Array) -> bool:

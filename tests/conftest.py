@@ -7,6 +7,7 @@ that bear others beside them. A run of few tests imports only the files that nam
 
 import faulthandler
 import fcntl
+import gc
 import importlib.util
 import json
 import os
@@ -28,6 +29,8 @@ CLUSTER_LIMIT_S = 5 * TEST_LIMIT_S
 """Of a test on hosts that are made for it: jobs wait in queues, and limits of their own end them before."""
 
 REPORT = os.environ.get("HPCDP_TEST_REPORT")
+WITHOUT_KERNELS = {"launch", "slurm", "checkpoint", "data", "tests"}
+"""Folders of whose tests few need kernels."""
 
 hypothesis.settings.register_profile("hpcdp", deadline=None)
 hypothesis.settings.load_profile("hpcdp")
@@ -70,6 +73,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return f"mark.{only}".encode() not in collection_path.read_bytes() or None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and ten thousand tests stay until the end: it would cost seconds to look through them for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only, with_mpi, alone = _only(config), config.getoption("--with-mpi"), config.getoption("--alone")
@@ -85,7 +99,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             unwanted.append(item)
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)
-        items[:] = [item for item in items if item not in unwanted]
+        out = set(unwanted)
+        items[:] = [item for item in items if item not in out]
+    if hasattr(config, "workerinput"):
+        items[:] = _spread(items, config.workerinput["workercount"])
+
+
+def _spread(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The order in which the first of equal shares, one for each worker, begins with tests that need kernels, and the
+    others with tests that do not: one process compiles at a time, and others wait for it."""
+    without = [item for item in items if item.path.parent.name in WITHOUT_KERNELS]
+    others = [item for item in items if item.path.parent.name not in WITHOUT_KERNELS]
+    size, found = -(-len(items) // workers), others[: len(items) // workers]
+    del others[: len(found)]
+    for left in range(workers - 1, 0, -1):
+        first = without[: len(without) // left]
+        rest = others[: max(0, size - len(first))] if left > 1 else others
+        found += first + rest
+        del without[: len(first)], others[: len(rest)]
+    return found + without
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays import Array, array_namespace
 from . import tensor
-from .operators import Derivative, divide, unary
+from .operators import Derivative, add_up, divide, unary
 from .registry import Call, operator
 from .tape import Gradient
 from .tensor import Tensor, as_tensor, value_of
@@ -32,9 +32,9 @@ def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
     a = x.data
 
     def again(out: Array) -> list[Call]:
-        return [(lambda: xp.sum(a, axis=axis, keepdims=keepdims, out=out), ())]
+        return [(lambda: out.__setitem__(..., add_up(a, axis, keepdims)), ())]
 
-    return unary(x, xp.sum(a, axis=axis, keepdims=keepdims), derivative, again)
+    return unary(x, add_up(a, axis, keepdims), derivative, again)
 
 
 def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:

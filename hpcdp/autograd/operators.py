@@ -10,7 +10,7 @@ import operator as op
 from collections.abc import Callable
 from typing import Any
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, is_half
 from ..kernels.buffers import empty
 from . import tensor
 from .modes import modes
@@ -24,13 +24,20 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False) -> Array:
+    """The sum over ``axis``, over all axes if it is None; of 16-bit floats in float32, rounded once."""
+    if is_half(x):
+        return x.sum(axis=axis, dtype="float32", keepdims=keepdims).astype(x.dtype)
+    return x.sum(axis=axis, keepdims=keepdims)
+
+
 def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
     """``gy`` summed over the axes along which an input of ``shape`` was broadcast."""
     if gy.shape == shape:
         return gy
     lead = gy.ndim - len(shape)
     axes = tuple(range(lead)) + tuple(lead + i for i, n in enumerate(shape) if n == 1 and gy.shape[lead + i] != 1)
-    return gy.sum(axis=axes).reshape(shape)
+    return add_up(gy, axes).reshape(shape)
 
 
 def unary(x: Any, value: Array, derivative: Derivative, again: Again) -> Tensor:

@@ -6,13 +6,15 @@ more, each of which then says how its result is computed again into the same arr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from ..arrays import Array
+from ..arrays import Array, array_namespace
 from .modes import modes
 
 P = ParamSpec("P")
@@ -26,6 +28,31 @@ Again = tuple[Any, ...] | Callable[[Array], Sequence[Call]]
 Either the name of a function of the arrays' namespace and its operands, ``("add", x, y)``, which takes ``out`` behind
 them, or a function that for an array gives the calls that compute into it.
 """
+
+
+def calls_of(again: Again, value: Array) -> Sequence[Call]:
+    """What computes an operator's result again, into ``value``."""
+    if callable(again):
+        return again(value)
+    name, *operands = again
+    return [(partial(getattr(array_namespace(value), name), *operands, out=value), ())]
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[tuple[Any, ...]]]:
+    """Operators of this thread, which records, put nothing on the tape: the list has of each its inputs, its pullback
+    and how it is computed again."""
+    told: list[tuple[Any, ...]] = []
+
+    def capture(_result: object, *what: Any) -> None:
+        told.append(what)
+
+    before = modes.recording, modes.capture
+    modes.recording, modes.capture = True, capture
+    try:
+        yield told
+    finally:
+        modes.recording, modes.capture = before
 
 
 @dataclass(frozen=True)

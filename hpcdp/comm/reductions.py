@@ -64,7 +64,8 @@ class Reduction:
         if self.name == "mean" and self.named:
             np.divide(total, total.dtype.type(n), out=total)
         if out is not total:
-            out[...] = total
+            with np.errstate(over="ignore"):  # of float16: to an infinity, which whoever cares will look for
+                out[...] = total
 
 
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}

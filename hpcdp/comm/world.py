@@ -20,6 +20,7 @@ from .agreement import require_same
 from .communicator import Communicator
 from .failing import abort_when_one_fails, outlives_ranks
 from .leaving import wait_for_all_to_leave
+from .meeting import meet
 from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
@@ -237,6 +238,7 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     MPI = _load_mpi()
     from .mpi import MpiCommunicator
 
+    meet()
     everyone = MPI.COMM_WORLD.Dup()
     refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
     workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))

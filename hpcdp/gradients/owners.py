@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from .. import kernels
 from ..arrays import Array, array_namespace
 from ..optim import Optimizer
-from . import norms
+from . import master_weights, norms
 from .reducer import Bucket, Parameter, Reducer
 
 
@@ -44,6 +44,10 @@ class Owner(Protocol):
 
     def reduce(self) -> None:
         """Sum the gradients that this rank will update over all ranks; every rank must call, outside of backward."""
+        ...
+
+    def take_parameters(self) -> None:
+        """Let the float32 copies of parameters of 16 bits be what those hold now; every rank must call."""
         ...
 
     def update(self, step: int, scale: float) -> None:
@@ -103,7 +107,7 @@ class _Flat:
         reducer.gate.barrier()
         for bucket, flat in zip(reducer.buckets, self.flats, strict=True):
             first, last = self.span(bucket)
-            self._states.append(optimizer.init_state(flat[first:last]))
+            self._states.append(master_weights.init_state(optimizer, flat[first:last]))
         self._divide_all()
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
@@ -120,6 +124,13 @@ class _Flat:
     def states(self) -> list[dict[str, Array]]:
         self.reducer.settle()
         return self._states
+
+    def take_parameters(self) -> None:
+        for bucket, state in zip(self.reducer.buckets, self.states, strict=True):
+            if master_weights.MASTER in state:
+                state[master_weights.MASTER][...] = master_weights.widened(
+                    self.flats[bucket.number][slice(*self.span(bucket))]
+                )
 
     @property
     def nbytes_state(self) -> int:
@@ -173,7 +184,8 @@ class _Flat:
     def _update_own(self, bucket: Bucket, pieces: Sequence[_Piece], step: int, scale: float) -> None:
         for first, last, rule, passed_over, _ in pieces:
             flat, state = self.flats[bucket.number][first:last], self._state_of(bucket, first, last)
-            rule.update(flat, bucket.mine[first:last], state, step=step - passed_over, scale=scale)
+            gradient = bucket.mine[first:last]
+            master_weights.update(rule, flat, gradient, state, step=step - passed_over, scale=scale)
 
     def _update_all(self, step: int, scale: float) -> None:
         if not self.optimizer.by_layer:

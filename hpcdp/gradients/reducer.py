@@ -20,8 +20,10 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
 from .. import kernels
-from ..arrays import Array, array_namespace, is_host
+from ..arrays import Array, array_namespace, is_half, is_host
 from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
 from ..comm.shared import NodeMemory, PrivateMemory
@@ -109,6 +111,8 @@ class Reducer:
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
                               remedy="make bucket_cap_mb larger")  # fmt: skip
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
+        if any(is_half(bucket.mine) and is_host(bucket.mine) for bucket in self.buckets):
+            self._compile_for_halves()
         self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, compression)
         """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
         self.virtual_shards: VirtualShards | None = None
@@ -153,6 +157,13 @@ class Reducer:
         shard = self.layout.shard(number, self.num_shards, self.memory.rank) if owns_some else (0, 0)
         slots = [slot for slot in self.layout.slots if slot.bucket == number]
         return Bucket(number, slots, rows, self.memory.rank, shard)
+
+    def _compile_for_halves(self) -> None:
+        """Once on the machine, and not by every rank in the first step, for which all wait."""
+        nothing, squares = np.zeros((1, 1), np.uint16), kernels.load("norms").sum_of_squares
+        kernels.compile_once(lambda: self._reduce.combine_into(nothing, 0, 0, 0, self._reduce.SUM))
+        kernels.compile_once(lambda: squares(nothing[0]))
+        kernels.load("cast")
 
     def _written(self, param: Parameter) -> None:
         bucket = self._bucket_of[param.name]

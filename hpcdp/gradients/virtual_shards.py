@@ -119,7 +119,8 @@ class VirtualShards:
         }
         held, out = fixed_tree.fold(self._root, held), bucket.mine[first:last]
         if self._root in held:
-            out[...] = held[self._root]
+            with np.errstate(over="ignore"):  # as in fixed_tree
+                out[...] = held[self._root]
         else:
             assert self._rail is not None
             tag = self._rail.tag(bucket)

@@ -21,11 +21,12 @@ from pathlib import Path
 from hpcdp.errors import LaunchError
 
 from . import machine, segments
+from .cause import BEREFT, first_failure
 from .guards import Guards
 from .mpi_library import is_open_mpi_4
 from .orphans import adopt, end_orphans
 from .started import Started, listed
-from .watch import BEREFT, End, Watch, first_failure, name_of
+from .watch import End, Watch, name_of
 from .words import Named, Words
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -15,8 +15,9 @@ import time
 from typing import NamedTuple
 
 from .banners import Banners
+from .cause import BEREFT
 from .quiet import Quiet
-from .watch import BEREFT, Watch, name_of
+from .watch import Watch, name_of
 
 # What is looked for ends behind a name or a number: half of it may come before the other half.
 _LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote daemon: .*? on node (\S+)\s", re.DOTALL)

@@ -18,6 +18,7 @@ from ..autograd.registry import Call, operator
 from ..errors import DataError, UnsupportedError
 from ..kernels import reference
 from ..kernels.buffers import empty
+from .half import in_float32
 from .normalisation import batch_norm, batch_norm_by_running
 from .operands import alike, contiguous, kernels_for, refreshed
 from .products import times_transposed
@@ -67,6 +68,7 @@ def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair
 
 
 @operator("dense", ("x", "weight", "bias"))
+@in_float32(is_product=True)
 def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) -> Tensor:
     """``activation(x @ weight + bias)``.
 
@@ -164,6 +166,7 @@ def is_relu(activation: str | None) -> bool:
 
 
 @operator("conv2d", ("x", "weight", "bias"))
+@in_float32(is_product=True)
 def conv2d(
     x: Any,
     weight: Any,
@@ -216,6 +219,7 @@ def conv2d(
 
 
 @operator("avg_pool2d")
+@in_float32()
 def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
     """The mean of each window, padding counted as zeros; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
@@ -236,6 +240,7 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
 
 
 @operator("max_pool2d")
+@in_float32()
 def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
     """The largest element of each window, never padding; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
@@ -261,6 +266,7 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
 
 
 @operator("relu")
+@in_float32()
 def relu(x: Any) -> Tensor:
     """``max(x, 0)``; the derivative at 0 is 0."""
     a = as_tensor(x).data
@@ -301,6 +307,7 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
 
 
 @operator("softmax")
+@in_float32()
 def softmax(x: Any) -> Tensor:
     """``exp(x)`` normalised to sum 1 over the last axis."""
     a = as_tensor(x).data
@@ -342,6 +349,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
 
 
 @operator("softmax_cross_entropy", ("logits", "labels"))
+@in_float32(rounds=False)
 def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     a, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
     xp = array_namespace(a)

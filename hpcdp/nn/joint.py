@@ -9,9 +9,11 @@ from typing import Any
 from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..kernels.buffers import empty
+from .half import in_float32
 from .operands import alike, contiguous, kernels_for
 
 
+@in_float32()
 def joint_batch_norm(
     x: Any, scale: Any, shift: Any, eps: float, add_up: Callable[[Array], object]
 ) -> tuple[Tensor, Array, Array, int]:

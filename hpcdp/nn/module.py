@@ -79,6 +79,8 @@ class Module:
 
     needs_all_ranks = False
     """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+    keeps_float32 = False
+    """Whether `to` leaves its own parameters and buffers float32 where others become floats of 16 bits."""
     is_traceable = True
     """Whether `hybridize` finds operators alone in its forward; a network with a part of which that is not so is called
     as usual."""
@@ -202,21 +204,25 @@ class Module:
     def to(self, dtype: Any = None, like: Array = None) -> Module:
         """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.
 
-        Gradients start again from zero. Before a `Trainer` has the parameters, not after.
+        Gradients start again from zero. Before a `Trainer` has the parameters, not after. In float16 layers that
+        normalise keep float32 for themselves, as Gluon's do in ``cast``, and operators compute as `nn.half` says.
 
         Args:
             dtype: or a `Device`, where the copies are then.
 
         Raises:
-            ConfigError: ``dtype`` is none.
+            ConfigError: ``dtype`` is none, or bfloat16, which NumPy does not have.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
         tensors = [tensor for _, tensor in self._tensors()]
+        single = {id(each) for part in self.modules() if part.keeps_float32 for each in vars(part).values()}
         if isinstance(dtype, Device):
             copies = [dtype.put(tensor.data) for tensor in tensors]
         else:
             kind = None if dtype is None else _dtype(dtype)
-            copies = [tensor.data if kind is None else tensor.data.astype(kind) for tensor in tensors]
+            copies = [
+                tensor.data if kind is None else _as_dtype(tensor, kind, id(tensor) in single) for tensor in tensors
+            ]
         for tensor, data in zip(tensors, copies, strict=True):
             tensor.data = data if like is None else from_host(to_host(data), like)
             if isinstance(tensor, Parameter):
@@ -263,8 +269,18 @@ def _dtype(dtype: Any) -> np.dtype:
     try:
         return np.dtype(dtype)
     except TypeError as error:
-        expected = "a dtype, or a device such as cpu(0)"
-        raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype)) from error
+        expected, remedy = "a dtype, or a device such as cpu(0)", None
+        if dtype == "bfloat16":
+            expected, remedy = (
+                "a dtype that NumPy has",
+                "float16, which a Trainer scales losses for; or compression='bf16'",
+            )
+        raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype), remedy=remedy) from error
+
+
+def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:
+    """A copy; of what is kept float32 where others get fewer bits, in that."""
+    return tensor.data.astype(np.float32 if is_kept_single and dtype.itemsize < 4 else dtype)
 
 
 class Sequential(Module):

@@ -9,11 +9,13 @@ from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
 from ..kernels.buffers import empty
+from .half import in_float32
 from .operands import alike, contiguous, kernels_for, refreshed
 from .virtual_shard import move
 
 
 @operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
+@in_float32()
 def batch_norm(
     x: Any, scale: Any, shift: Any, eps: float,
     running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0,
@@ -63,6 +65,7 @@ def batch_norm(
 
 
 @operator("batch_norm_by_running", ("x", "scale", "shift", "running_mean", "running_var"))
+@in_float32()
 def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, running_var: Any, eps: float) -> Tensor:
     """``scale * (x - running_mean) / sqrt(running_var + eps) + shift`` for each channel, as one factor and one offset.
 

@@ -6,20 +6,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from .. import kernels
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, is_half
 from ..autograd.registry import Call
 from ..errors import UnsupportedError
 from ..kernels import reference
 
 
 def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
-    return kernels.kernels_for(name, x, plain)
+    """The kernels for arrays like ``x``; those of 16 bits, which only devices compute with, have none of their own."""
+    return plain if is_half(x) else kernels.kernels_for(name, x, plain)
 
 
 def alike(operation: str, x: Array, *others: Array | None) -> Any:
     """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
     given = [x, *(other for other in others if other is not None)]
-    if x.dtype.char not in "fd" or any(each.dtype != x.dtype for each in given):
+    if not (x.dtype.char in "fd" or is_half(x)) or any(each.dtype != x.dtype for each in given):
         raise UnsupportedError(
             operation,
             where="dtype",

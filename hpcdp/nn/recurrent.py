@@ -14,6 +14,7 @@ from ..errors import UnsupportedError, whole_number
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
+from .half import in_float32
 from .init import Initialiser, Xavier
 from .module import Module, Parameter
 from .operands import alike, called, contiguous, kernels_for, refreshed
@@ -25,6 +26,7 @@ _ROWS_TURNED = 8
 
 
 @operator("lstm", ("x", "weight", "recurrent_weight", "bias"))
+@in_float32()
 def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     """A whole sequence through an LSTM that begins with zeros, as one operation.
 

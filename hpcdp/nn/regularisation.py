@@ -26,6 +26,8 @@ class BatchNorm(KeepsStatistics, Module):
         eps: added to the variance.
     """
 
+    keeps_float32 = True
+
     def __init__(self, channels: int | None, momentum: float = 0.9, eps: float = 1e-5) -> None:
         if channels is not None:
             whole_number("BatchNorm", "channels", channels, 1)

@@ -13,6 +13,7 @@ from ..errors import ConfigError, DataError, UnsupportedError, whole_number
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
+from .half import in_float32
 from .init import Initialiser, Normal, Ones, Zeros
 from .layers import Dense
 from .module import Module, Parameter
@@ -20,6 +21,7 @@ from .operands import alike, called, contiguous, kernels_for, refreshed
 
 
 @operator("embedding", ("tokens", "weight"))
+@in_float32()
 def embedding(tokens: Any, weight: Any) -> Tensor:
     """The row of ``weight`` for each token.
 
@@ -67,6 +69,7 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
 
 
 @operator("layer_norm", ("x", "scale", "shift"))
+@in_float32()
 def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
     """``scale * (x - mean) / sqrt(variance + eps) + shift`` with mean and variance over the last axis.
 
@@ -104,6 +107,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
 
 
 @operator("gelu")
+@in_float32()
 def gelu(x: Any) -> Tensor:
     """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` (Hendrycks and Gimpel 2016, section 2)."""
     given = as_tensor(x).data
@@ -123,6 +127,7 @@ def gelu(x: Any) -> Tensor:
 
 
 @operator("causal_attention", ("parts",))
+@in_float32()
 def causal_attention(parts: Any, heads: int) -> Tensor:
     """What each place takes from itself and those before it (Vaswani et al. 2017, sections 3.2.1 to 3.2.3).
 
@@ -208,6 +213,8 @@ class LayerNorm(Module):
     Args:
         features: None: those of the first input.
     """
+
+    keeps_float32 = True
 
     def __init__(self, features: int | None, eps: float = 1e-5) -> None:
         if features is not None:

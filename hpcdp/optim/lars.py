@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from .. import kernels
-from ..arrays import Array
+from ..arrays import Array, array_namespace, is_half
 from ..kernels import reference_norms
 from .rules import SGD
 from .settings import count, number
@@ -59,6 +59,9 @@ class LARS(SGD):
 
 def squares(x: Array) -> float:
     """The squared norm of a flat array, summed in float64."""
+    if is_half(x):  # the kernels know float16 by its bits, and no bfloat16
+        xp = array_namespace(x)
+        x = x.view(xp.uint16) if x.dtype == xp.float16 else x.astype(xp.float32)
     return float(kernels.kernels_for("norms", x, reference_norms).sum_of_squares(x))
 
 

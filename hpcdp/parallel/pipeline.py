@@ -34,6 +34,7 @@ class Trains(Protocol):
     """What a pipeline asks of a `Trainer`."""
 
     virtual_shards: int | None
+    loss_scale: float
 
     @property
     def world(self) -> World | None: ...
@@ -192,7 +193,7 @@ class Pipeline(Module):
                 # This rank's last backward completes the step's gradients; those before add to them.
                 ends = action.micro == len(spans) - 1 and part is self._parts[0]
                 with contextlib.nullcontext() if ends else trainer.no_sync():
-                    self._backward(part, action.micro)
+                    self._backward(part, action.micro, trainer.loss_scale)
                     if part is self._parts[0]:
                         trainer.step(last - first)
             self._finish()
@@ -230,9 +231,9 @@ class Pipeline(Module):
         part.kept[micro] = inputs, (losses,)
         return float(to_host(losses.data).sum(dtype=np.float64))
 
-    def _backward(self, part: _Part, micro: int) -> None:
+    def _backward(self, part: _Part, micro: int, loss_scale: float) -> None:
         inputs, outputs = part.kept.pop(micro)
-        gradients: tuple[Array | None, ...] = (None,) if part.after is None else part.after[1].receive()
+        gradients: tuple[Array | float, ...] = (loss_scale,) if part.after is None else part.after[1].receive()
         pairs = [pair for pair in zip(_floats(outputs), gradients, strict=True) if pair[0].node is not None]
         autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if part.before is not None:

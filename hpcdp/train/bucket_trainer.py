@@ -24,6 +24,7 @@ from ..gradients.critical_path import BucketTimes
 from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
 from . import trainer_states
+from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
@@ -53,6 +54,7 @@ class BucketTrainer(Trainer):
         overlap: bool | None = None,
         reproducible: bool = False,
         virtual_shards: int | None = None,
+        loss_scale: float | str = 1.0,
     ) -> None:
         params = list(params)
         ours = trained(params, world)
@@ -77,11 +79,15 @@ class BucketTrainer(Trainer):
         self.optimizer = optimizer
         self.stats = CommunicationStats()
         self.policy = Policy() if policy is None else policy
+        self.loss_scale = first_scale(loss_scale)
+        self._dynamic: DynamicLossScale | None = None
+        if loss_scale == DYNAMIC:
+            self.policy, self._dynamic = skipping(self.policy), DynamicLossScale()
         self._unwritten = Unwritten(self.policy, self.world.rank)
         self._clip_norm = clip_norm
         self._syncing = True
         self._held_count = 0
-        settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {self.policy}",
+        settings = [f"{owner=} {bucket_cap_mb=} {clip_norm=} {overlap=} {loss_scale=} {self.policy}",
                     f"compression {self.compression}", f"virtual_shards={self.virtual_shards}"]  # fmt: skip
         require_alike(self.world, ours, optimizer, settings)
         room_for = share_over_parts(ours, self.world, self.compression)
@@ -106,6 +112,26 @@ class BucketTrainer(Trainer):
     def _somebody_shares(self) -> bool:
         """Whether the ranks of some node hold the buckets together; every rank must call: nodes may differ."""
         return any(self.world.comm.allgather_json(self.reducer.memory.size > 1))
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the loss scale follows what gradients do."""
+        return self._dynamic is not None
+
+    @property
+    def good_steps(self) -> int:
+        """Steps without an overflow since the loss scale has last changed; 0 where it does not follow them."""
+        return 0 if self._dynamic is None else self._dynamic.good_steps
+
+    def take_loss_scale(self, scale: float, good_steps: int) -> None:
+        """Go on with a loss scale that has held for so many steps."""
+        self.loss_scale = scale
+        if self._dynamic is not None:
+            self._dynamic.good_steps = good_steps
+
+    def take_parameters(self) -> None:
+        """See `Trainer.take_parameters`."""
+        self.owner.take_parameters()
 
     @property
     def own_virtual_shards(self) -> range:
@@ -183,6 +209,8 @@ class BucketTrainer(Trainer):
         scale = 1.0 / (total * self.loss_scale)
         if self._looks_at_sums:
             norm = norms.of_model(self.reducer)
+            if self._dynamic is not None:
+                self.loss_scale = self._dynamic.after_step(self.loss_scale, math.isfinite(norm))
             if not math.isfinite(norm):
                 self.num_nonfinite += 1
                 if self.policy.nonfinite == "raise":

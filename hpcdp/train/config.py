@@ -104,6 +104,16 @@ class TrainConfig:
     compression: str | None = _setting(
         None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
     )
+    dtype: str = _setting(
+        "float32", "of weights, activations and gradients; updates are in float32", choices=("float32", "float16")
+    )
+    loss_scale: float | str | None = _setting(
+        None,
+        "how many times too large gradients are, or: dynamic (default: dynamic with dtype=float16, else 1)",
+        least=0.0,
+        above=True,
+        word="dynamic",
+    )
     reproducible: bool = _setting(False, "the same bits on any number of ranks and nodes; slower")
     virtual_shards: int | None = _setting(
         None,
@@ -193,7 +203,8 @@ class TrainConfig:
             return
         if self.optimizer == "lars":
             raise ConfigError("setting optimizer", expected="sgd, adam or adamw with kv_store", got="lars")
-        for name, alone in (("owner", "auto"), ("clip_norm", None), ("reproducible", False)):
+        for name, alone in (("owner", "auto"), ("clip_norm", None), ("dtype", "float32"), ("loss_scale", None),
+                            ("reproducible", False)):  # fmt: skip
             if getattr(self, name) != alone:
                 expected = f"{'none' if alone is None else alone} with kv_store"
                 raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))

@@ -253,7 +253,7 @@ class _Loop:
             output = self.net(x)
             losses = self.loss(output, y)
         with phase[BACKWARD]:
-            losses.backward()
+            losses.backward(self.trainer.loss_scale)
         with phase[STEP]:
             self.trainer.step(len(y))
         self.meter.add(shard, float(losses.data.sum()), number_correct(output.data, y), len(y))

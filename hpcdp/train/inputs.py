@@ -38,9 +38,10 @@ def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentatio
 
 def network(config: TrainConfig, dataset: data.Dataset) -> nn.Module:
     """The network for samples like those of ``dataset``, the same on every rank. Raises ConfigError."""
-    return models.create(
+    net = models.create(
         config.model, input_shape=dataset.sample_shape, num_classes=dataset.num_classes, seed=config.seed
     )
+    return net if config.dtype == "float32" else net.to(config.dtype)
 
 
 def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimizer:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from ..arrays import is_half
 from ..comm import World
 from ..errors import ConfigError
+from ..gradients.bucket import Parameter
 from ..kvstore import KINDS, KVStore
+from .loss_scale import DYNAMIC
 from .policy import Policy
 
 _FOR_BUCKETS = {
@@ -48,6 +52,18 @@ def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy,
                 "Trainer", where=name, expected=f"{_FOR_BUCKETS[name]!r} with a kvstore", got=repr(value),
                 remedy="leave it out, or train without a kvstore",
             )  # fmt: skip
+
+
+def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
+    """Raises `ConfigError` for what needs float32 copies of parameters or a look at sums, which stores have not."""
+    remedy = "train without a kvstore"
+    half = next((param for param in params if is_half(param.data)), None)
+    if half is not None:
+        raise ConfigError("Trainer", where=half.name, expected="float32 or float64 with a kvstore",
+                          got=half.data.dtype, remedy=remedy)  # fmt: skip
+    if loss_scale == DYNAMIC:
+        raise ConfigError("Trainer", where="loss_scale", expected="a number with a kvstore", got=repr(loss_scale),
+                          remedy=remedy)  # fmt: skip
 
 
 def check_unused(store: KVStore, world: World | None) -> None:

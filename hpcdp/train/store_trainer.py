@@ -30,9 +30,10 @@ from ..kvstore import KINDS, KVStore, create
 from ..kvstore.asynchronous import AsyncStore
 from ..optim import Optimizer, require_by_elements
 from . import store_states
+from .loss_scale import first_scale
 from .parts import require_whole
 from .policy import Policy, Unwritten, stale, stale_anywhere
-from .store_checks import check_settings, check_unused
+from .store_checks import check_precision, check_settings, check_unused
 from .trainer import CommunicationStats, Trainer, checked_count, require_alike, trained
 
 
@@ -55,6 +56,7 @@ class StoreTrainer(Trainer):
         update_on_kvstore: bool | None = None,
         compression: Settings = None,
         policy: Policy | None = None,
+        loss_scale: float | str = 1.0,
         **for_buckets: Any,
     ) -> None:
         self._params = trained(params, world)
@@ -66,6 +68,8 @@ class StoreTrainer(Trainer):
         """Whether the store updates; else every rank does."""
         kind = kvstore.kind if isinstance(kvstore, KVStore) else kvstore
         check_settings(kind, update_on_kvstore, self.policy, for_buckets)
+        check_precision(self._params, loss_scale)
+        self.loss_scale = first_scale(loss_scale)
         require_by_elements("Trainer", optimizer)
         require_whole("Trainer", self._params, "train without a kvstore")
         self.world: World | None = world

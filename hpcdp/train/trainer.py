@@ -88,7 +88,8 @@ class Trainer:
 
     What ``Trainer(...)`` makes is a `BucketTrainer`, with ``kvstore`` a `StoreTrainer`; both are Trainers. All ranks
     start with rank 0's values. From construction on, ``param.data`` and ``param.grad`` are arrays of the trainer's:
-    views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own.
+    views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own. Parameters of
+    float16 have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
 
     Args:
         params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
@@ -118,6 +119,10 @@ class Trainer:
             BLAS to one thread. See docs/reproducibility.md for what it refuses, and what it costs.
         virtual_shards: into how many pieces every global batch is then cut, at least one a rank; it decides the bits.
             None: 8.
+        loss_scale: how many times too large gradients are, since backward begins with ``loss.backward(
+            trainer.loss_scale)``, against underflow in 16 bits. ``"dynamic"``: 2^16 at first, halved by each step whose
+            summed gradient overflows, but not below 1, and doubled after 2000 steps that do not; such a step updates
+            nothing on all ranks, as with ``Policy(nonfinite="skip")``. Stores take a number.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
@@ -159,6 +164,7 @@ class Trainer:
         overlap: bool | None = None,
         reproducible: bool = False,
         virtual_shards: int | None = None,
+        loss_scale: float | str = 1.0,
     ) -> Trainer:
         if cls is not Trainer:
             return super().__new__(cls)
@@ -247,7 +253,8 @@ class Trainer:
         """Go on from what the parameters hold now; every rank must call when it has written to them by itself.
 
         A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
-        so do all ranks. In buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
+        so do all ranks. Of parameters of float16 the float32 copies that are updated become what they hold. In other
+        buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
         """
 
     def synchronize(self) -> None:
@@ -293,8 +300,8 @@ class Trainer:
         Returns:
             ``states``: the optimizer's, by parameter and name, of which this rank holds its parts, or ``store``: that
             of the store that updates; ``residuals``: what compression has not sent yet; ``optimizer``: its settings, as
-            JSON; ``step_count``, ``loss_scale``, ``num_nonfinite``; and what decides the bits: ``virtual_shards``,
-            ``arithmetic``, ``layout``. Arrays are the trainer's own, which the next `step` changes.
+            JSON; ``step_count``, ``loss_scale``, ``good_steps``, ``num_nonfinite``; and what decides the bits:
+            ``virtual_shards``, ``arithmetic``, ``layout``. Arrays are the trainer's own, which the next `step` changes.
 
         Raises:
             StaleGradientError: a step is under way: some, but not all virtual shards of it are computed, or gradients

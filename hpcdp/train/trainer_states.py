@@ -21,6 +21,7 @@ from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0
 from ..comm.communicator import join_parts
 from ..errors import ConfigError, DataError
+from ..gradients.master_weights import MASTER
 from ..gradients.residuals import gather_residuals, give_residuals
 from ..gradients.sharded_state import optimizer_states, residuals
 from ..state import require_state, take
@@ -40,6 +41,7 @@ def state_of(trainer: BucketTrainer) -> dict[str, Any]:
     state = {
         "step_count": trainer.step_count,
         "loss_scale": trainer.loss_scale,
+        "good_steps": trainer.good_steps,
         "num_nonfinite": trainer.num_nonfinite,
         "optimizer": json.dumps(trainer.optimizer.config()),
         "states": optimizer_states(trainer.owner, trainer.reducer),
@@ -74,13 +76,20 @@ def take_over(trainer: BucketTrainer, state: dict[str, Any]) -> None:
         odd = min(set(state["states"]) ^ set(own))
         held, lacks = ("the trainer", "the state") if odd in own else ("the state", "the trainer")
         raise ConfigError("load_state_dict", where=odd, expected=f"it in {lacks}", got=f"it in {held} only")
+    for param, states in own.items():
+        if (MASTER in states) != (MASTER in state["states"][param]):
+            had, has = ("16 bits", "another dtype")[:: 1 if MASTER not in states else -1]
+            raise ConfigError(
+                "load_state_dict", where=param, expected=f"parameters of {has}", got=f"the state of those of {had}",
+                remedy="make the network in the dtype that it had then",
+            )  # fmt: skip
     trainer.optimizer.take_config(json.loads(state["optimizer"]))
     for param, states in own.items():
         for name, mine in states.items():
             take(f"{param}/{name}", mine, state["states"][param][name])
     _take_residuals(trainer, state.get("residuals", {}))
     trainer.step_count = state["step_count"]
-    trainer.loss_scale = state["loss_scale"]
+    trainer.take_loss_scale(state["loss_scale"], state.get("good_steps", 0))
     trainer.num_nonfinite = state["num_nonfinite"]
     if trainer.world.rank or (trainer.world.part_comm is not None and trainer.world.part_comm.rank):
         return
@@ -121,7 +130,7 @@ def save(trainer: BucketTrainer, path: Path) -> None:
     """See `Trainer.save_states`."""
     arrays: dict[str, np.ndarray] = {}
     for number, bucket in enumerate(trainer.reducer.buckets):
-        flat = {name: _gather(trainer, number, name) for name in trainer.optimizer.state_names()}
+        flat = {name: _gather(trainer, number, name) for name in trainer.owner.states[number]}
         if trainer.compression is not None:
             flat[_RESIDUAL] = gather_residuals(trainer.reducer, number)
         for name, whole in flat.items():
@@ -131,6 +140,8 @@ def save(trainer: BucketTrainer, path: Path) -> None:
     header = {"version": 1, "step_count": trainer.step_count, "optimizer": trainer.optimizer.config()["name"]}
     if trainer.virtual_shards is not None:
         header |= {"virtual_shards": trainer.virtual_shards, "arithmetic": arithmetic()}
+    if trainer.is_scaling:
+        header |= {"loss_scale": trainer.loss_scale, "good_steps": trainer.good_steps}
 
     on_rank_0(trainer.world.comm, lambda: archive.write("save_states", path, _HEADER, header, arrays))
 
@@ -157,6 +168,8 @@ def load(trainer: BucketTrainer, path: Path) -> None:
             take(f"{param}/{name}", own, arrays[f"{param}/{name}"])
     give_residuals(trainer.reducer, {name: arrays.get(f"{name}/{_RESIDUAL}") for name in trainer.reducer.params})
     trainer.step_count = header["step_count"]
+    if trainer.is_scaling and "loss_scale" in header:
+        trainer.take_loss_scale(header["loss_scale"], header["good_steps"])
     if trainer.world.rank == 0:
         _warn_of_arithmetic(trainer, path, header.get("arithmetic", ""))
 
@@ -176,7 +189,7 @@ def _read(trainer: BucketTrainer, path: Path) -> tuple[dict[str, Any], dict[str,
     expected = {
         f"{slot.name}/{name}": slot.shape
         for slot in trainer.reducer.layout.slots
-        for name in trainer.optimizer.state_names()
+        for name in trainer.owner.states[slot.bucket]
     }
     shapes = {slot.name: slot.shape for slot in trainer.reducer.layout.slots}
     for name, array in arrays.items():

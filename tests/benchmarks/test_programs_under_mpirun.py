@@ -32,6 +32,8 @@ for name, (module, *given) in json.loads(sys.argv[1]).items():
 """
 Found = tuple[dict[str, Any], str]
 
+pytestmark = pytest.mark.alone  # bare exchanges leave nobody the core: beside other tests the job took minutes
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

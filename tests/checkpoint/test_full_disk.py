@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 from full_disk import files_of_at_most
+from pairs import pairs
 from samples import write_shard
 
 from hpcdp.checkpoint import Manager, Part, Sharded, compressed
@@ -38,9 +39,7 @@ def check(found, step, world):
     assert np.array_equal(found["long"][part.first : part.first + part.values.size], part.values)
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
+@pytest.mark.parametrize(("compression", "n", "wait"), pairs([None, "gzip", "lzf"], [1, 2], [True, False]))
 def test_a_disk_that_is_full_at_any_place(compression, n, wait, tmp_path):
     limits = [100, 4000, 1_100_000]  # in HDF5's first block, while it lays data sets out, in the elements
 

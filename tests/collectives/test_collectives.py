@@ -27,6 +27,10 @@ from hpcdp.comm import threads
 
 REDUCING = [(c, a) for c in ("allreduce", "reduce_scatter", "reduce") for a in [*ALGORITHMS[c], "auto"]]
 MOVING = [(c, a) for c in ("allgather", "broadcast") for a in [*ALGORITHMS[c], "auto"]]
+RANKS = pytest.mark.parametrize(
+    "n", [pytest.param(n, marks=pytest.mark.thorough if n in (4, 7) else ()) for n in range(1, 9)]
+)
+"""Of powers of two, and of odd numbers, the ordinary tests leave out one each."""
 FEW = [("float16", "sum"), ("float16", "mean"), ("float32", "max"), ("float64", "prod"), ("int64", "sum")]
 
 
@@ -77,21 +81,21 @@ def check_moving(collective, algorithm, world, dtype, count, root):
         np.testing.assert_array_equal(every[rank], data(rank, count, dtype))
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@RANKS
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS["allreduce"], "auto"])
 def test_allreduce_of_every_dtype_op_and_count(algorithm, n, short_segments):
     def rank(world):
         return [
             check_reducing("allreduce", algorithm, world, *case, count)
             for number, case in enumerate(CASES)
-            for count in (counts(n) if case in FEW else counts(n)[number % 2 :: 2])  # all, over two cases
+            for count in (counts(n) if case in FEW else counts(n)[number % 3 :: 3])  # all, over three cases
         ]
 
     for results in zip(*threads.run(n, rank), strict=True):
         assert_same_bits(results)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@RANKS
 @pytest.mark.parametrize(("collective", "algorithm"), [pair for pair in REDUCING if pair[0] != "allreduce"])
 def test_other_reductions(collective, algorithm, n, short_segments):
     def rank(world):
@@ -102,7 +106,7 @@ def test_other_reductions(collective, algorithm, n, short_segments):
     threads.run(n, rank)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
+@RANKS
 @pytest.mark.parametrize(("collective", "algorithm"), MOVING)
 def test_moving_data(collective, algorithm, n, short_segments):
     def rank(world):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 from hpcdp.collectives import compressed
 from hpcdp.collectives.progress import drive
@@ -35,9 +36,7 @@ def steps(n, codec, count, number, dtype="f4"):
     return threads.run(n, rank)
 
 
-@each_codec
-@pytest.mark.parametrize("n", range(1, 9))
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 997])
+@pytest.mark.parametrize(("n", "codec", "count"), pairs(range(1, 9), CODECS, [0, 1, 7, 8, 9, 997]))
 def test_the_same_bits_on_all_ranks_and_nothing_lost(n, codec, count):
     found = steps(n, codec, count, 4)
     for sums, _, _ in found:

@@ -172,7 +172,7 @@ SERVER = """
     program.main()
 """
 WORKER = """
-    import json, time
+    import json, sys, time
     import numpy as np
     import hpcdp
 
@@ -183,7 +183,7 @@ WORKER = """
     hpcdp.allreduce(x, world=world)
     mine = [world.rank, world.size, world.node, world.num_nodes, world.node_memory.size, x.tolist()]
     found = world.comm.allgather_json(mine)
-    time.sleep(4.5)  # longer than the limit of a call: servers that idle are in none
+    time.sleep(float(sys.argv[1]))
     world.barrier()
     if world.rank == 0:
         print(json.dumps([found, all_of_them]))
@@ -191,7 +191,7 @@ WORKER = """
 
 
 def job(*programs, **environ):
-    """Run programs, each a number of processes and its code, as one job."""
+    """Run programs, each a number of processes, its code and its arguments, as one job."""
     start = (
         "import os, subprocess, sys; from hpcdp.launch import environment, mpi_library\n"
         "library = mpi_library.find_library(); mpirun = mpi_library.find_mpirun(library)\n"
@@ -199,18 +199,24 @@ def job(*programs, **environ):
         "sys.exit(subprocess.run([mpirun, *sys.argv[1:]], env=environ).returncode)"
     )
     command = []
-    for number, code in programs:
-        command += [":", "-n", str(number), sys.executable, "-c", textwrap.dedent(code)]
+    for number, code, *arguments in programs:
+        command += [":", "-n", str(number), sys.executable, "-c", textwrap.dedent(code), *arguments]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE"))}
     return subprocess.run(
         [sys.executable, "-c", start, *command[1:]], env=env | environ, capture_output=True, text=True, timeout=100
     )
 
 
-@pytest.mark.parametrize(("workers", "servers", "per_node"), [(2, 1, None), (3, 2, 2), (1, 1, 1)])
-def test_processes_form_both_worlds(workers, servers, per_node):
+@pytest.mark.parametrize(
+    ("workers", "servers", "per_node", "idle_s"),
+    [
+        (3, 2, 2, 4.5),  # longer than the limit of a call: servers that idle are in none
+        *(pytest.param(*each, 0, marks=pytest.mark.thorough) for each in ((2, 1, None), (1, 1, 1))),
+    ],
+)
+def test_processes_form_both_worlds(workers, servers, per_node, idle_s):
     settings = {} if per_node is None else {"HPCDP_RANKS_PER_NODE": str(per_node)}
-    done = job((workers, WORKER), (servers, SERVER), HPCDP_STALL_S="4", **settings)
+    done = job((workers, WORKER, str(idle_s)), (servers, SERVER), HPCDP_STALL_S="4", **settings)
     assert (done.returncode, done.stderr) == (0, "")
     found, all_of_them = json.loads(done.stdout)
     total = float(sum(10**rank for rank in range(workers)))

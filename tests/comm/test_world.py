@@ -117,8 +117,9 @@ SHARED_SUM = """
 """
 
 
-@pytest.mark.parametrize("sharing", ["memfd", "window", "none"])
+@pytest.mark.parametrize("sharing", [pytest.param("memfd", marks=pytest.mark.thorough), "window", "none"])
 def test_every_way_of_sharing(sharing):
+    """The usual one, memfd, is that of the next test, too."""
     result = launched(3, SHARED_SUM, HPCDP_SHARED_MEMORY=sharing)
     assert result.returncode == 0, result.stderr
     expected = [[111, 0, 0, 3], [111, 0, 1, 3], [111, 0, 2, 3]]
@@ -160,14 +161,14 @@ LEAVES = """
 
 
 @pytest.mark.parametrize(
-    ("leaves", "status", "says"),
+    ("n", "leaves", "status", "says"),
     [
-        ("sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
-        ("sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 2 .* has left the program"),
+        (3, "sys.exit(3)", 3, r"^rank 2 of 3 has left with status 3, and others go on$"),
+        (2, "sys.exit()", 1, "^hpcdp launch: the watchdog has ended the job: rank 1 .* has left the program"),
     ],
 )
-def test_a_rank_that_leaves_alone_ends_the_job(leaves, status, says):
-    result = launched(3, LEAVES.format(leaves))
+def test_a_rank_that_leaves_alone_ends_the_job(n, leaves, status, says):
+    result = launched(n, LEAVES.format(leaves))
     assert result.returncode == status, result.stderr
     assert re.search(says, result.stderr, re.MULTILINE), result.stderr
 
@@ -206,7 +207,14 @@ def test_a_rank_that_leaves_early_waits_also_where_the_library_does_not(status, 
     assert (result.returncode, result.stdout, result.stderr) == (status, "[True, True, True]\n", "")
 
 
-@pytest.mark.parametrize(("leaves", "status"), [("sys.exit(75)", 75), ("sys.exit(0)", 0), ("raise SystemExit(4)", 4)])
+@pytest.mark.parametrize(
+    ("leaves", "status"),
+    [
+        ("sys.exit(75)", 75),
+        pytest.param("sys.exit(0)", 0, marks=pytest.mark.thorough),  # as of the test above
+        ("raise SystemExit(4)", 4),
+    ],
+)
 def test_ranks_that_all_leave_end_as_they_would(leaves, status):
     code = f"import sys, time, hpcdp; world = hpcdp.init(); time.sleep(world.rank / 5); {leaves}"
     result = launched(3, f"import atexit; atexit.register(lambda: print('at its end'))\n{code}")

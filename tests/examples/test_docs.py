@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = re.compile(
     "python examples/|--predict|hpcdp tune|--reproducible|--compression|--staleness|lenet .* --epochs|--resume auto"
-    "|bench allreduce .* -f|bench bandwidth"
+    "|bench allreduce .* -f|bench bandwidth|launch -n 2 -- hpcdp bench|hpcdp train mlp .* --epochs 5"
 )
 """Commands of several seconds, whose parts other tests run."""
 PLAN = {"Cluster", "Breadth", "GPU"}

@@ -11,8 +11,9 @@ from hpcdp.kernels import reference_cast
 SIZES = [0, 1, 7, 31, 2048, 2049, 5003]
 
 
-def modules():
-    return [reference_cast, kernels.load("cast")]
+@pytest.fixture(params=["reference", "numba"])
+def module(request):
+    return reference_cast if request.param == "reference" else kernels.load("cast")
 
 
 def every_float16():
@@ -43,7 +44,6 @@ def _with_overflow(word):
     return bfloat16_value(word)
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_every_float16_comes_back(module):
     words, wide, back = every_float16(), np.empty(1 << 16, np.float32), np.empty(1 << 16, np.uint16)
     module.from_float16(words, wide)
@@ -54,7 +54,6 @@ def test_every_float16_comes_back(module):
     assert np.isnan(back[nan].view(np.float16)).all()
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_float16_rounds_to_nearest_even(module):
     """The middle of each pair of neighbours goes to the even one, a hair beside it to the nearer one."""
     low = np.arange(0x7BFF, dtype=np.uint16)
@@ -71,7 +70,6 @@ def test_float16_rounds_to_nearest_even(module):
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_float16_overflow_and_underflow(module):
     x = np.array([65519.996, 65520.0, -1e30, np.inf, -np.inf, 2.0**-25, 2.0**-25 * 1.01, -1e-40], np.float32)
     out = np.empty(x.size, np.uint16)
@@ -79,7 +77,6 @@ def test_float16_overflow_and_underflow(module):
     assert out.tolist() == [0x7BFF, 0x7C00, 0xFC00, 0x7C00, 0xFC00, 0, 1, 0x8000]
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_every_bfloat16_comes_back(module):
     words, wide, back = every_float16(), np.empty(1 << 16, np.float32), np.empty(1 << 16, np.uint16)
     module.from_bfloat16(words, wide)
@@ -93,7 +90,6 @@ def test_every_bfloat16_comes_back(module):
     np.testing.assert_array_equal(back[nan], words[nan] | 0x40)
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 def test_bfloat16_rounds_to_nearest_even(module):
     """Ties, their neighbours, subnormals, overflow and random numbers, against exact fractions."""
     rng = np.random.default_rng(3)
@@ -106,7 +102,6 @@ def test_bfloat16_rounds_to_nearest_even(module):
     assert out.tolist() == [nearest_bfloat16(each) for each in x]
 
 
-@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFF8000, 0x7FC00000])
 @pytest.mark.parametrize("at", [0, 2047, 2048, 4999])
 def test_a_nan_stays_one_and_its_neighbours_are_rounded(module, bits, at):
@@ -145,7 +140,7 @@ def test_scale(size, dtype):
     factor = 1 / 3
     wide = x.astype(np.float32) if dtype == np.float16 else x
     expected = (wide * wide.dtype.type(factor)).astype(dtype)
-    for module in modules():
+    for module in (reference_cast, kernels.load("cast")):
         out, inside = np.full_like(x, np.nan), x.copy()
         module.scale_into(reduce.words(x), factor, reduce.words(out))
         module.scale(reduce.words(inside), factor)

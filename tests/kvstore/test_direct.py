@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 import hpcdp
 from hpcdp import kvstore, optim
@@ -17,7 +18,10 @@ WORLDS = [(1, None), (2, None), (3, None), (4, None), (5, None), (2, 1), (3, 1),
 """Ranks, and ranks per node."""
 
 
-@pytest.fixture(params=[direct.CHUNK_NBYTES, 1920])
+CHUNKS = [direct.CHUNK_NBYTES, 1920]
+
+
+@pytest.fixture(params=CHUNKS)
 def chunks(request, monkeypatch):
     """All in one piece, and in many."""
     monkeypatch.setattr(direct, "CHUNK_NBYTES", request.param)
@@ -41,10 +45,11 @@ def same(got, wanted, ranks, per_node):
         np.testing.assert_allclose(got, wanted, rtol=2e-2 if got.dtype == np.float16 else 1e-4, atol=0.5)
 
 
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "i8"])
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
-def test_pushpull_is_the_sum_of_all_ranks_and_the_value_is_stored(ranks, per_node, dtype):
+@pytest.mark.parametrize(
+    ("layout", "dtype", "chunks"), pairs(WORLDS, ["f2", "f4", "f8", "i4", "i8"], CHUNKS), indirect=["chunks"]
+)
+def test_pushpull_is_the_sum_of_all_ranks_and_the_value_is_stored(layout, dtype, chunks):
+    ranks, per_node = layout
     sizes = [0, 1, 15, 17, 331, 2003]
 
     def one(world):
@@ -78,11 +83,14 @@ def test_pushpull_is_the_sum_of_all_ranks_and_the_value_is_stored(ranks, per_nod
             same(got, summed(ranks, turn, size, dtype), ranks, per_node)
 
 
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
-@pytest.mark.parametrize("rule", [None, optim.SGD(lr=0.1), optim.Adam(lr=0.1), "function"])
-def test_every_rank_may_push_in_its_own_way(ranks, per_node, rule):
+@pytest.mark.parametrize(
+    ("layout", "rule", "chunks"),
+    pairs(WORLDS, [None, optim.SGD(lr=0.1), optim.Adam(lr=0.1), "function"], CHUNKS),
+    indirect=["chunks"],
+)
+def test_every_rank_may_push_in_its_own_way(layout, rule, chunks):
     """Some push and pull in one, some push, do something else, and pull; all get the bits of those that only push."""
+    ranks, per_node = layout
 
     def run(world, direct_share):
         store, chosen = kvstore.create("dist_sync", world), np.random.default_rng(world.rank)

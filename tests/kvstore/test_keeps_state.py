@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from whole_state import held, joined, restore
 
 from hpcdp import kvstore, optim
@@ -82,10 +83,13 @@ def run(kind, n, per_node, rule, steps, first=0, state=None, servers=0, compress
     return whole, joined(list(before))
 
 
-@pytest.mark.parametrize("rule", [schedule, lambda: optim.Adam(lr=0.25)])
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize(("n", "per_node"), WORLDS)
-def test_the_same_workers_go_on_with_the_same_bits(kind, n, per_node, rule, split):
+@pytest.mark.parametrize(
+    ("layout", "kind", "rule", "split"),
+    pairs(WORLDS, ["dist_sync", "dist_async"], [schedule, lambda: optim.Adam(lr=0.25)], [False, True]),
+    indirect=["split"],
+)
+def test_the_same_workers_go_on_with_the_same_bits(layout, kind, rule, split):
+    n, per_node = layout
     state, _ = run(kind, n, per_node, rule, 3)
     assert state["updates"] == {3: 3, 11: 3, 12: 3} and state["states"][12]
     after, again = run(kind, n, per_node, rule, 2, 3, state)

@@ -155,7 +155,11 @@ def wait_for(condition, limit_s=30.0):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sign",
+    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.thorough) for each in (signal.SIGTERM, signal.SIGHUP)),
+     signal.SIGKILL],
+)  # fmt: skip
 def test_signals_leave_nothing_behind(sign, tmp_path):
     job = Job(tmp_path)
     job.launcher.send_signal(sign)

@@ -333,3 +333,21 @@ def test_a_reproducible_trainer_is_refused(micro_batches):
 def test_pieces():
     assert pieces(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert pieces(2, 4) == [(0, 1), (1, 2)] and pieces(0, 4) == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_backward_begins_with_the_loss_scale_in_float16_too(n):
+    def rank(world, dtype, scale):
+        net = Pipeline(stages(2), LOSS, world).to(dtype)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas, loss_scale=scale)
+        for step in range(8):
+            net.step(trainer, *batch(step, net.replicas.rank))
+        world.comm.barrier()
+        return {name: np.array(part, "f4") for name, part in net.state_dict().items()}, trainer.loss_scale
+
+    plain, scaled, halves = (
+        joined(threads.run(n, lambda world, to=to: rank(world, *to)), 2)
+        for to in (("float32", 1.0), ("float32", 1024.0), ("float16", 64.0))
+    )
+    np.testing.assert_array_equal(plain, scaled)
+    np.testing.assert_allclose(plain, halves, rtol=0.02, atol=0.02)

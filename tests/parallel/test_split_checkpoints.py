@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from split_networks import convolutions, mlp
 
 from hpcdp import autograd, nn, optim
@@ -49,9 +50,9 @@ def rank(world, num_parts, make, path, saves, owner):
 
 
 @pytest.mark.filterwarnings("ignore:.*buckets were laid out in another way")
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize("make", [mlp, convolutions])
-@pytest.mark.parametrize("saved_by", [(4, 4), (4, 2), (3, 3), (1, 1)])
+@pytest.mark.parametrize(
+    ("saved_by", "make", "owner"), pairs([(4, 4), (4, 2), (3, 3), (1, 1)], [mlp, convolutions], ["rank", "shard"])
+)
 def test_another_number_of_parts_goes_on(tmp_path, saved_by, make, owner):
     n, num_parts = saved_by
     went_on = threads.run(n, lambda world: rank(world, num_parts, make, tmp_path, True, owner))[0]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from split_networks import convolutions, mlp, normal, own
 
 import hpcdp
@@ -59,14 +60,15 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("make", [mlp, convolutions])
 @pytest.mark.parametrize(
-    ("n", "num_parts", "per_node"), [(1, 1, None), (2, 2, None), (3, 3, 2), (4, 2, 2), (4, 4, None)]
-)
-def test_losses_and_parameters_are_those_of_the_unsplit_model(n, num_parts, per_node, make, kind, owner):
-    optimizer, settings = OPTIMIZERS[kind]
+    ("layout", "make", "kind", "owner"),
+    pairs(
+        [(1, 1, None), (2, 2, None), (3, 3, 2), (4, 2, 2), (4, 4, None)], [mlp, convolutions], OPTIMIZERS,
+        ["rank", "shard"],
+    ),
+)  # fmt: skip
+def test_losses_and_parameters_are_those_of_the_unsplit_model(layout, make, kind, owner):
+    (n, num_parts, per_node), (optimizer, settings) = layout, OPTIMIZERS[kind]
     whole, losses = train(make, None, optimizer, **settings)
     assert losses[-1] != losses[0]
 

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from pairs import pairs
 from torch import nn
 
 import hpcdp.torch
@@ -34,11 +35,13 @@ def alike(ours, theirs, atol=1e-5):
     return all(torch.allclose(a, b, atol=atol) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize("spoilt_step", [2, 3])  # the latter is clipped
-@pytest.mark.parametrize(("n", "ranks_per_node"), [(1, None), (2, None), (3, None), (4, 2)])
-def test_a_step_with_an_infinity_on_one_rank_is_left_out_on_all(n, ranks_per_node, spoilt_step, owner, overlap):
+@pytest.mark.parametrize(
+    ("layout", "spoilt_step", "owner", "overlap"),
+    pairs([(1, None), (2, None), (3, None), (4, 2)], [2, 3], ["rank", "shard"], [False, True]),
+)
+def test_a_step_with_an_infinity_on_one_rank_is_left_out_on_all(layout, spoilt_step, owner, overlap):
+    """Also of the third step, which is clipped."""
+    n, ranks_per_node = layout
     spoilt = n - 1, spoilt_step  # rank, step
 
     def rank(world):

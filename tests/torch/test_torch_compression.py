@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from pairs import pairs
 from torch import nn
 from toy import SEEDING, add_average, loss_of
 
@@ -51,15 +52,17 @@ def reference(ranks):
     return start, flat(model)
 
 
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize(("codec", "share"), [("fp16", 0.02), ("2bit", 0.5), ("1bit", 0.9), ("topk:ratio=0.2", 0.5)])
-@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2)])
-def test_parameters_are_the_same_on_all_ranks_and_go_the_same_way(n, per_node, codec, share, owner):
+SHARES = {"fp16": 0.02, "2bit": 0.5, "1bit": 0.9, "topk:ratio=0.2": 0.5}
+
+
+@pytest.mark.parametrize(("layout", "codec", "owner"), pairs([(2, 1), (3, 1), (4, 2)], SHARES, ["rank", "shard"]))
+def test_parameters_are_the_same_on_all_ranks_and_go_the_same_way(layout, codec, owner):
+    n, per_node = layout
     start, exact = reference(n)
     found = threads.run(n, lambda world: trained(world, codec, owner), per_node)
     for each in found[1:]:
         assert torch.equal(each, found[0])
-    assert 0 < torch.dist(found[0], exact) < share * torch.dist(start, exact)
+    assert 0 < torch.dist(found[0], exact) < SHARES[codec] * torch.dist(start, exact)
 
 
 def test_owners_and_overlap_change_no_more_than_rounding():

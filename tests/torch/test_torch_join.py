@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from pairs import pairs
 from torch import nn
 from toy import SEEDING, alike, loss_of
 
@@ -36,11 +37,12 @@ def reference(n, by_all, make):
     return model, optimizer
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("by_all", [True, False])
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize(("n", "ranks_per_node"), [(1, None), (2, None), (3, 1), (4, 2), (5, None)])
-def test_ranks_without_data_take_part_with_nothing(n, ranks_per_node, owner, by_all, overlap):
+@pytest.mark.parametrize(
+    ("layout", "owner", "by_all", "overlap"),
+    pairs([(1, None), (2, None), (3, 1), (4, 2), (5, None)], ["rank", "shard"], [True, False], [False, True]),
+)
+def test_ranks_without_data_take_part_with_nothing(layout, owner, by_all, overlap):
+    n, ranks_per_node = layout
     settings = {"lr": 0.1, "momentum": 0.9}
 
     def rank(world):

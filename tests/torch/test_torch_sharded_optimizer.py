@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from pairs import pairs
 from torch import nn
 from toy import SEEDING, alike, loss_of
 
@@ -31,10 +32,10 @@ def groups(model):
     return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim == 1], "lr": 0.03}]
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize(("rule", "settings"), RULES)
-@pytest.mark.parametrize(("n", "ranks_per_node"), NODES)
-def test_the_numbers_are_those_of_torch(n, ranks_per_node, rule, settings, clip):
+@pytest.mark.parametrize(("layout", "rule_and_settings", "clip"), pairs(NODES, RULES, [None, 0.3]))
+def test_the_numbers_are_those_of_torch(layout, rule_and_settings, clip):
+    (n, ranks_per_node), (rule, settings) = layout, rule_and_settings
+
     def rank(world):
         model = hpcdp.torch.DistributedDataParallel(network(world.rank), world, owner="shard", bucket_cap_mb=0.004)
         reference = network(0)

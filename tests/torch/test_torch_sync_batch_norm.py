@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from pairs import pairs
 from torch import nn
 
 import hpcdp.torch
@@ -20,9 +21,10 @@ def samples(rank, shape, step):
     return torch.from_numpy(x), torch.from_numpy(rng.standard_normal(x.shape, "f4"))
 
 
-@pytest.mark.parametrize("shape", list(KINDS))
-@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}])
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("n", "settings", "shape"),
+    pairs([1, 2, 3, 4], [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], KINDS),
+)
 def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, settings, shape):
     def rank(world):
         torch.set_num_threads(1)

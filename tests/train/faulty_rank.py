@@ -156,7 +156,7 @@ def comes_late(world, options):
     """Rank 1 lets the others wait, twice, which is no fault."""
 
     def dawdles():
-        time.sleep(2)
+        time.sleep(1.4)
 
     allreduced(world)
     for _ in range(2):

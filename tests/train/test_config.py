@@ -40,6 +40,11 @@ from hpcdp.train.config import TrainConfig
         ({"update_on_kvstore": False}, "setting update_on_kvstore: expected true with kv_store=None, got false"),
         ({"update_on_kvstore": False, "kv_store": "dist_async"}, "expected true with kv_store=dist_async, got false"),
         ({"kv_store": "dist_sync", "owner": "rank"}, "setting owner: expected auto with kv_store, got rank"),
+        ({"kv_store": "dist_sync", "dtype": "float16"}, "setting dtype: expected float32 with kv_store, got float16"),
+        ({"kv_store": "dist_sync", "loss_scale": 8.0}, "setting loss_scale: expected none with kv_store, got 8.0"),
+        ({"dtype": "bfloat16"}, "unknown dtype 'bfloat16'"),
+        ({"loss_scale": 0}, "setting loss_scale: expected more than 0, got 0.0"),
+        ({"loss_scale": "much"}, "setting loss_scale: expected a number or 'dynamic', got 'much'"),
         ({"kv_store": "dist_sync", "clip_norm": 1.0}, "setting clip_norm: expected none with kv_store, got 1.0"),
         ({"kv_store": "dist_sync", "reproducible": True}, "setting reproducible: expected False with kv_store, got"),
         (

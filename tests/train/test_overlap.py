@@ -1,6 +1,5 @@
 """Training with reductions under backward and updates under the next forward: the same bits, and nothing forgotten."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 import hpcdp
 from hpcdp import Policy, nn, optim
@@ -100,10 +100,9 @@ def samples_of_all(split, n, steps=5):
     return threads.run(1, rank)[0]
 
 
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("n", "nodes"), NODES)
-def test_the_parameters_do_not_depend_on_overlap(n, nodes, split, owner):
+@pytest.mark.parametrize(("layout", "split", "owner"), pairs(NODES, SPLITS, ["rank", "shard"]))
+def test_the_parameters_do_not_depend_on_overlap(layout, split, owner):
+    n, nodes = layout
     at_the_end, meanwhile = (
         threads.run(n, lambda world, o=o: train(world, split, owner=owner, overlap=o).tobytes(), nodes)
         for o in (False, True)
@@ -124,14 +123,17 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("n", "nodes"), [(3, 1), (4, 2), (3, None)])
-def test_nor_with_options(n, nodes, options):
+@pytest.mark.parametrize(
+    ("layout", "options", "way"),
+    pairs([(3, 1), (4, 2), (3, None)], OPTIONS, [(True, "shard"), (False, "rank"), (True, "rank")]),
+)
+def test_nor_with_options(layout, options, way):
+    n, nodes = layout
     runs = [
-        threads.run(n, lambda world, v=v: train(world, "uneven", **OPTIONS[options], **v).tobytes(), nodes)
-        for v in ({"overlap": o, "owner": w} for o, w in itertools.product((False, True), ("rank", "shard")))
+        threads.run(n, lambda world, o=o, w=w: train(world, "uneven", owner=w, overlap=o, **OPTIONS[options]), nodes)
+        for o, w in ((False, "shard"), way)
     ]
-    assert len({result for run in runs for result in run}) == 1
+    assert len({result.tobytes() for run in runs for result in run}) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -166,11 +168,13 @@ def test_unused_parameters_are_named_once_where_asked():
     assert threads.run(1, rank)[0] == ["rank 0: no gradient for sometimes.weight, sometimes.bias: counted as zero"]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("n", "nodes"), [(1, None), (3, None), (3, 1), (4, 2)])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_gradients_that_are_not_finite(n, nodes, bad, overlap):
+@pytest.mark.parametrize(
+    ("layout", "bad", "overlap"),
+    pairs([(1, None), (3, None), (3, 1), (4, 2)], [np.nan, np.inf, -np.inf], [False, True]),
+)
+def test_gradients_that_are_not_finite(layout, bad, overlap):
     """On one rank only, in the second of three steps; each rank counts, skips or raises alike."""
+    n, nodes = layout
 
     def rank(world, nonfinite):
         net = Net()

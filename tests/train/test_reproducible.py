@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import standin
+from pairs import pairs
 
 from hpcdp import Policy, Trainer, nn, optim
 from hpcdp.autograd import record
@@ -80,13 +81,15 @@ def alone():
             for num in (8, 13) for clip in (None, 0.5)}  # fmt: skip
 
 
-@pytest.mark.parametrize("num", [8, 13])
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
-def test_the_number_of_ranks_and_nodes_changes_no_bit(ranks, per_node, num, alone):
-    for overlap, owner, clip in ((False, "shard", None), (True, "rank", 0.5), (True, "shard", None)):
-        options = {"overlap": overlap, "owner": owner, "clip_norm": clip}
-        found = threads.run(ranks, lambda world, options=options: epoch(world, num, **options), ranks_per_node=per_node)
-        assert set(found) == {alone[num, clip]}, options
+@pytest.mark.parametrize(
+    ("layout", "num", "ways"),
+    pairs(WORLDS, [8, 13], [(False, "shard", None), (True, "rank", 0.5), (True, "shard", None)]),
+)
+def test_the_number_of_ranks_and_nodes_changes_no_bit(layout, num, ways, alone):
+    (ranks, per_node), (overlap, owner, clip) = layout, ways
+    options = {"overlap": overlap, "owner": owner, "clip_norm": clip}
+    found = threads.run(ranks, lambda world: epoch(world, num, **options), ranks_per_node=per_node)
+    assert set(found) == {alone[num, clip]}
 
 
 @pytest.mark.parametrize("owner", ["rank", "shard"])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 import hpcdp
 from hpcdp import kvstore, nn, optim
@@ -81,20 +82,21 @@ def train(world, optimizer="sgd", split=in_turn, steps=5, by_hand=False, **optio
     return values_of(net)
 
 
-@pytest.mark.parametrize("split", [in_turn, uneven, all_to_the_last])
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
-def test_a_store_gives_what_buckets_give(ranks, per_node, split):
-    for optimizer in ("sgd", "adam", "schedule"):
-        expected = threads.run(ranks, lambda world, o=optimizer: train(world, o, split), per_node)[0]
-        for there in (True, False):
-            found = threads.run(
-                ranks,
-                lambda world, o=optimizer, t=there: train(world, o, split, kvstore="dist_sync", update_on_kvstore=t),
-                per_node,
-            )
-            for each in found:
-                np.testing.assert_array_equal(each, found[0])
-                np.testing.assert_allclose(each, expected, rtol=2e-5, atol=2e-6)
+@pytest.mark.parametrize(
+    ("layout", "split", "optimizer"), pairs(WORLDS, [in_turn, uneven, all_to_the_last], ["sgd", "adam", "schedule"])
+)
+def test_a_store_gives_what_buckets_give(layout, split, optimizer):
+    ranks, per_node = layout
+    expected = threads.run(ranks, lambda world: train(world, optimizer, split), per_node)[0]
+    for there in (True, False):
+        found = threads.run(
+            ranks,
+            lambda world, t=there: train(world, optimizer, split, kvstore="dist_sync", update_on_kvstore=t),
+            per_node,
+        )
+        for each in found:
+            np.testing.assert_array_equal(each, found[0])
+            np.testing.assert_allclose(each, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["local", "device", "dist", *SYNC])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from whole_state import held, joined, restore
 
 import hpcdp
@@ -60,10 +61,11 @@ def run(n, per_node, options, steps, state=None, restored_first="net"):
     return joined(list(states)), values[0]
 
 
-@pytest.mark.parametrize("first", ["net", "trainer"])
-@pytest.mark.parametrize("options", KINDS)
-@pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, 1), (4, 2)])
-def test_the_same_ranks_go_on_with_the_same_bits(n, per_node, options, first):
+@pytest.mark.parametrize(
+    ("layout", "options", "first"), pairs([(1, None), (2, None), (3, 1), (4, 2)], KINDS, ["net", "trainer"])
+)
+def test_the_same_ranks_go_on_with_the_same_bits(layout, options, first):
+    n, per_node = layout
     state, _ = run(n, per_node, options, 3)
     after, values = run(n, per_node, options, 3, state, first)
     straight, wanted = run(n, per_node, options, 6)

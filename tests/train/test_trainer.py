@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import standin
+from pairs import pairs
 
 import hpcdp
 from hpcdp import optim
@@ -75,10 +76,12 @@ def uneven(world, step):
     return np.flatnonzero(owners == world.rank)
 
 
-@pytest.mark.parametrize("split", [None, all_to_the_last, uneven])
-@pytest.mark.parametrize("clip_norm", [None, 0.7])
-@pytest.mark.parametrize(("n", "per_node"), [(2, None), (3, None), (4, 2), (5, 2), (3, 1)])
-def test_any_split_of_the_batch_gives_what_one_rank_gives(n, per_node, split, clip_norm):
+@pytest.mark.parametrize(
+    ("layout", "split", "clip_norm"),
+    pairs([(2, None), (3, None), (4, 2), (5, 2), (3, 1)], [None, all_to_the_last, uneven], [None, 0.7]),
+)
+def test_any_split_of_the_batch_gives_what_one_rank_gives(layout, split, clip_norm):
+    n, per_node = layout
     alone = threads.run(1, lambda world: train(world, owner="rank", clip_norm=clip_norm))[0]
     every_rank, by_shards = (
         threads.run(n, lambda world, o=owner: train(world, split=split, owner=o, clip_norm=clip_norm), per_node)

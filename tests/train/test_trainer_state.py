@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import standin
+from pairs import pairs
 from whole_state import held, joined, restore
 
 from hpcdp import nn, optim
@@ -100,10 +101,11 @@ def same(state, other, without=()):
             np.testing.assert_array_equal(state[key], other[key], strict=isinstance(state[key], np.ndarray))
 
 
-@pytest.mark.parametrize("optimizer", [None, sgd, lambda: optim.SGD(lr=0.1)])
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-@pytest.mark.parametrize(("n", "per_node"), WORLDS)
-def test_the_same_ranks_go_on_with_the_same_bits(n, per_node, owner, optimizer):
+@pytest.mark.parametrize(
+    ("layout", "owner", "optimizer"), pairs(WORLDS, ["rank", "shard"], [None, sgd, lambda: optim.SGD(lr=0.1)])
+)
+def test_the_same_ranks_go_on_with_the_same_bits(layout, owner, optimizer):
+    n, per_node = layout
     state, params_then = saved(n, per_node, owner, optimizer)
     again, after, params_after = gone_on(n, per_node, state, params_then, owner, optimizer)
     straight, params_straight = saved(n, per_node, owner, optimizer, steps=6)

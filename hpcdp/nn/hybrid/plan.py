@@ -9,15 +9,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...arrays import Array, array_namespace
+from ...arrays import Array
 from ...autograd import Tensor
 from ...autograd.modes import modes
-from ...autograd.registry import OPERATORS, Again, Call, Operator
+from ...autograd.registry import OPERATORS, Again, Call, Operator, calls_of, captured
 from ...autograd.tape import Node, Pullback
 from ...autograd.tensor import value_of
 from ...errors import HpcdpError, UnsupportedError
@@ -335,20 +334,11 @@ class Plan:
 
 def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -> tuple[list[Tensor], Any]:
     """What an operator gives, as tensors, and what it told `on_tape`: its inputs, pullback and how to compute again."""
-    told: list[tuple[Any, ...]] = []
-
-    def capture(result: Tensor, inputs: tuple[Any, ...], pullback: Any, again: Again | None) -> None:
-        told.append((inputs, pullback, again))
-
-    before = modes.recording, modes.capture
-    modes.recording, modes.capture = True, capture
-    try:
+    with captured() as told:
         if called.takes_many:
             found = called.function(*operands, **attributes)
         else:
             found = called.function(**dict(zip(called.inputs, operands, strict=True)), **attributes)
-    finally:
-        modes.recording, modes.capture = before
     listed = list(found) if isinstance(found, tuple) else [found]
     return [each if isinstance(each, Tensor) else Tensor(each) for each in listed], told[0] if told else None
 
@@ -356,10 +346,7 @@ def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -
 def _calls(again: Again | None, value: Array, name: str) -> Sequence[Call]:
     if again is None:
         raise UnsupportedError("plan", where=name, expected="an operator that says how it is computed again")
-    if callable(again):
-        return again(value)
-    name, *operands = again
-    return [(partial(getattr(array_namespace(value), name), *operands, out=value), ())]
+    return calls_of(again, value)
 
 
 def _is_elementwise(again: Again | None) -> bool:

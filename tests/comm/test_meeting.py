@@ -1,0 +1,31 @@
+"""Ranks that come out of MPI_Init wait for the others without a message; run under mpirun by tests/run.py."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import hpcdp
+from hpcdp.comm import meeting
+
+
+@pytest.mark.mpi(min_size=2)
+def test_no_rank_goes_on_before_the_last_one_has_come():
+    world = hpcdp.init()
+    if not world.library.startswith("Open MPI v5"):
+        pytest.skip("MPI_Init of Open MPI 5 alone lets ranks out too early")
+    for late in range(world.size):
+        world.barrier()
+        if world.rank == late:
+            time.sleep(0.3)
+        before_s = time.monotonic()
+        meeting.meet()
+        assert (time.monotonic() - before_s > 0.2) == (world.rank != late)
+
+
+def test_without_pmix_nothing_is_waited_for(monkeypatch):
+    code = "from hpcdp.comm.meeting import meet; meet(); meet()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 0
+    monkeypatch.setattr(meeting, "_LIBRARY", "libc.so.6")  # loaded, and without such a function
+    meeting.meet()

@@ -1,0 +1,204 @@
+"""Operators of networks on float16: those in float32 of the same numbers, rounded once, forward and backward."""
+
+import warnings
+
+import numpy as np
+import pytest
+import standin
+
+from hpcdp import autograd, nn
+from hpcdp.autograd import Tensor, record
+from hpcdp.errors import ConfigError, DataError
+from hpcdp.nn.joint import joint_batch_norm
+from hpcdp.nn.recurrent import lstm
+from hpcdp.nn.tokens import causal_attention, embedding, gelu, layer_norm
+
+F = nn.functional
+TOKENS, LABELS = np.array([[3, 0, 1], [2, 2, 4]]), np.array([1, 0, 3])
+
+
+def halves(*shape, seed=0, dtype="float16"):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype("float16").astype(dtype)
+
+
+OPERATORS = {
+    "dense": (lambda x, w, b: F.dense(x, w, b, "relu"), [(5, 7), (7, 4), (4,)]),
+    "conv2d": (lambda x, w, b: F.conv2d(x, w, b, 2, 1, "relu"), [(2, 3, 7, 6), (5, 3, 3, 3), (5,)]),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 3, 2, 1), [(2, 3, 7, 7)]),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), [(2, 3, 6, 6)]),
+    "relu": (F.relu, [(3, 11)]),
+    "softmax": (F.softmax, [(4, 9)]),
+    "batch_norm": (lambda x, g, b: F.batch_norm(x, g, b, 1e-5)[0], [(6, 3, 4, 4), (3,), (3,)]),
+    "batch_norm_by_running": (
+        lambda x, g, b: F.batch_norm_by_running(x, g, b, *np.ones((2, 3), g.dtype), 1e-5), [(6, 3, 4, 4), (3,), (3,)]
+    ),
+    "joint_batch_norm": (
+        lambda x, g, b: joint_batch_norm(x, g, b, 1e-5, lambda sums: None)[0], [(6, 3, 4, 4), (3,), (3,)]
+    ),
+    "layer_norm": (lambda x, g, b: layer_norm(x, g, b, 1e-5), [(4, 6), (6,), (6,)]),
+    "gelu": (gelu, [(4, 6)]),
+    "causal_attention": (lambda x: causal_attention(x, 2), [(2, 5, 12)]),
+    "lstm": (lstm, [(2, 4, 3), (3, 8), (2, 8), (8,)]),
+    "embedding": (lambda w: embedding(TOKENS, w), [(5, 4)]),
+}  # fmt: skip
+
+
+def computed(function, shapes, dtype):
+    """The result, and the gradients of all operands."""
+    given = [Tensor(halves(*shape, seed=i, dtype=dtype)) for i, shape in enumerate(shapes)]
+    for each in given:
+        each.attach_grad()
+    with record():
+        y = function(*given)
+    y.backward(halves(*y.shape, seed=99, dtype=dtype))
+    return [y.data, *(each.grad for each in given)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_computed_in_float32_and_rounded_once(name):
+    for ours, wide in zip(*(computed(*OPERATORS[name], dtype) for dtype in ("float16", "float32")), strict=True):
+        assert ours.dtype == np.float16
+        np.testing.assert_array_equal(ours, wide.astype(np.float16))
+
+
+def test_a_loss_stays_float32_and_gives_gradients_of_float16():
+    logits, same = Tensor(halves(3, 5)), Tensor(halves(3, 5, dtype="float32"))
+    for each in (logits, same):
+        each.attach_grad()
+        with record():
+            loss = F.softmax_cross_entropy(each, LABELS)
+        loss.backward(1024.0)
+    assert loss.data.dtype == np.float32 and logits.grad.dtype == np.float16
+    np.testing.assert_array_equal(logits.grad, same.grad.astype(np.float16))
+
+
+def test_a_network_of_float16_keeps_what_normalises_in_float32_and_takes_images_of_float32():
+    net = nn.Sequential(nn.Conv2D(1, 4, 3), nn.BatchNorm(4), nn.Flatten(), nn.Dense(4 * 36, 3)).to("float16")
+    kinds = {name: str(array.dtype) for name, array in net.state_dict().items()}
+    assert {name for name, kind in kinds.items() if kind == "float16"} == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert kinds["1.gamma"] == kinds["1.running_var"] == "float32"
+    x = np.random.default_rng(1).standard_normal((2, 1, 8, 8)).astype("f4")
+    with record():
+        y = net(x)
+    y.backward()
+    assert y.dtype == np.float16
+    with record():
+        np.testing.assert_array_equal(net(x.astype("f2")).data, y.data)
+    assert {str(p.grad.dtype) for p in net.parameters()} == {"float16", "float32"}
+    assert abs(net.state_dict()["1.running_mean"]).max() > 0
+    back = net.to("float64").state_dict()
+    assert {str(array.dtype) for array in back.values()} == {"float64"}
+
+
+@pytest.mark.parametrize("model", ["lenet", "gpt", "char_lstm", "resnet18_cifar"])
+def test_models_learn_from_gradients_near_those_of_float32(model):
+    sequences = model in ("gpt", "char_lstm")
+    shape = (8,) if sequences else (1, 28, 28) if model == "lenet" else (3, 16, 16)
+    rng = np.random.default_rng(4)
+    x = rng.integers(0, 10, (4, *shape)) if sequences else rng.standard_normal((12, *shape)).astype("f4")
+    y = rng.integers(0, 10, (4, 8) if sequences else 12)
+    found = []
+    for dtype in ("float32", "float16"):
+        net = nn.models.create(model, input_shape=shape, num_classes=10, seed=0).to(dtype)
+        with record():
+            loss = F.softmax_cross_entropy(net(x), y)
+        loss.backward(64.0)
+        found.append((loss.data, {p.name: p.grad.astype("f8") / 64 for p in net.parameters()}))
+    (losses, wide), (ours, narrow) = found
+    np.testing.assert_allclose(ours, losses, rtol=0.02, atol=0.01)
+    lengths = {name: np.linalg.norm(each) for name, each in wide.items()}
+    longest = max(lengths.values())
+    for name, each in wide.items():
+        near = 0.2 if model == "resnet18_cifar" else 0.05  # statistics of few numbers shake it
+        assert np.linalg.norm(narrow[name] - each) < near * lengths[name] + 0.002 * longest, name
+
+
+@pytest.mark.parametrize("model", ["lenet", "normalised", "gpt"])
+def test_a_hybridized_network_does_the_same_to_the_bit_and_sees_updates(model):
+    def made():
+        if model == "normalised":
+            return nn.Sequential(nn.Conv2D(1, 3, 3), nn.BatchNorm(3), nn.ReLU())
+        shape = (6,) if model == "gpt" else (1, 12, 12)
+        return nn.models.create(model, input_shape=shape, num_classes=10, seed=0)
+
+    plain, planned = made(), made()
+    planned.load_state_dict(plain.state_dict())
+    for net in (plain, planned):
+        net.to("float16")
+    planned.hybridize()
+    rng = np.random.default_rng(2)
+    for step in range(3):
+        x = rng.integers(0, 10, (2, 6)) if model == "gpt" else rng.standard_normal((2, 1, 12, 12)).astype("f4")
+        results = []
+        for net in (plain, planned):
+            with record():
+                y = net(x)
+            y.backward(halves(*y.shape, seed=step))
+            results.append([y.data, *(p.grad.copy() for p in net.parameters()), *net.state_dict().values()])
+            for p in net.parameters():
+                p.data[...] -= (0.01 * p.grad.astype("f4")).astype(p.dtype)
+        for ours, theirs in zip(*results, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_asynchronous_calls_give_the_same():
+    net, x = nn.models.lenet((1, 12, 12)).to("float16"), halves(2, 1, 12, 12)
+    with autograd.asynchronous():
+        ours = net(x).asnumpy()
+    np.testing.assert_array_equal(ours, net(x).data)
+
+
+def test_devices_multiply_halves_themselves():
+    shapes, wide = OPERATORS["dense"][1], computed(*OPERATORS["dense"], "float32")
+    given = [Tensor(standin.asarray(halves(*shape, seed=i))) for i, shape in enumerate(shapes)]
+    for each in given:
+        each.attach_grad()
+    with record():
+        y = OPERATORS["dense"][0](*given)
+    y.backward(standin.asarray(halves(*y.shape, seed=99)))
+    for ours, theirs in zip([y.data, *(each.grad for each in given)], wide, strict=True):
+        assert ours.dtype == np.float16
+        np.testing.assert_allclose(ours.to_host(), theirs, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "max_pool2d", "softmax", "batch_norm", "layer_norm", "relu"])
+def test_on_a_device(name):
+    function, shapes = OPERATORS[name]
+    ours = function(*(standin.asarray(halves(*shape, seed=i)) for i, shape in enumerate(shapes))).data
+    theirs = function(*(halves(*shape, seed=i) for i, shape in enumerate(shapes))).data
+    assert ours.dtype == np.float16
+    np.testing.assert_allclose(ours.to_host(), theirs, rtol=0.01, atol=0.01)
+
+
+def test_sums_of_float16_are_added_up_in_float32():
+    x = Tensor(np.ones((5000, 2), np.float16))
+    x.attach_grad()
+    bias = Tensor(np.zeros(2, np.float16))
+    bias.attach_grad()
+    with record():
+        y = (x + bias).sum(axis=0)
+    y.backward()
+    np.testing.assert_array_equal(y.data, [5000, 5000])  # in float16 they would end at 2048
+    np.testing.assert_array_equal(bias.grad, [5000, 5000])
+    assert y.dtype == bias.grad.dtype == np.float16
+
+
+def test_what_is_too_large_becomes_infinite_without_a_word():
+    x, w = Tensor(np.full((2, 3), 300, np.float16)), Tensor(np.full((3, 2), 300, np.float16))
+    w.attach_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with record():
+            y = F.dense(x, w)
+        y.backward(np.full((2, 2), 200, np.float16))
+    assert np.isinf(y.data).all() and np.isinf(w.grad).all()
+
+
+def test_bfloat16_is_refused_where_numpy_computes():
+    with pytest.raises(ConfigError, match="expected a dtype that NumPy has, got 'bfloat16'; float16"):
+        nn.Dense(2, 3).to("bfloat16")
+
+
+def test_labels_are_checked_as_ever():
+    with pytest.raises(DataError, match="expected 0 to 4"):
+        F.softmax_cross_entropy(halves(3, 5), np.array([0, 5, 1]))

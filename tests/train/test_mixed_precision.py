@@ -1,0 +1,425 @@
+"""Training in float16: float32 copies that are updated, losses scaled up, overflows skipped alike, on any ranks."""
+
+import numpy as np
+import pytest
+import standin
+from whole_state import held, joined, restore
+
+import hpcdp
+from hpcdp import data, nn, optim
+from hpcdp.arrays import to_host
+from hpcdp.autograd import record
+from hpcdp.checkpoint import Manager
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, MismatchError
+from hpcdp.train import loss_scale
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.loss_scale import DynamicLossScale
+from hpcdp.train.trainer import Trainer
+
+SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
+SINGLE = "norm.gamma"
+WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (5, 2)]
+LARGEST = 65504.0
+
+
+class Parameter:
+    """What the trainer asks of a parameter, without a tape."""
+
+    def __init__(self, name, data):
+        self.name, self.data, self.grad, self.grad_req, self.grad_hook = name, data, None, "write", None
+
+
+def model(asarray=np.asarray):
+    rng = np.random.default_rng(7)
+    values = {name: rng.standard_normal(shape) for name, shape in SHAPES.items()}
+    return [Parameter(name, asarray(x.astype("f4" if name == SINGLE else "f2"))) for name, x in values.items()]
+
+
+def gradients(step, rank):
+    """Of which sums are exact in any order."""
+    rng = np.random.default_rng([step, rank])
+    return {name: rng.integers(-200, 200, shape) * 4.0 for name, shape in SHAPES.items()}
+
+
+def write(params, step, rank, asarray=np.asarray, spoiled=None):
+    """Gradients of one sample, with ``spoiled`` in place of one element."""
+    for param in params[::-1]:
+        gradient = gradients(step, rank)[param.name].astype(param.data.dtype)
+        if spoiled is not None and param.name == "dense.weight":
+            gradient.flat[5000] = spoiled
+        param.grad[...] = asarray(gradient)
+        param.grad_hook(param)
+
+
+def values(params, world):
+    world.comm.barrier()
+    found = {param.name: np.array(to_host(param.data)) for param in params}
+    world.comm.barrier()
+    return found
+
+
+def sgd():
+    return optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def expected(ranks, steps, scale):
+    """The same in NumPy: one momentum SGD in float32 on the exact sums, rounded at the end of each step."""
+    masters = {param.name: param.data.astype("f4") for param in model()}
+    rule, states = sgd(), {}
+    for step in range(steps):
+        for name, master in masters.items():
+            total = sum(gradients(step, rank)[name] for rank in range(ranks)).astype("f4").reshape(-1)
+            state = states.setdefault(name, rule.init_state(master.reshape(-1)))
+            rule.update(master.reshape(-1), total, state, step=step + 1, scale=1.0 / (ranks * scale))
+    return {name: x if name == SINGLE else x.astype("f2") for name, x in masters.items()}
+
+
+@pytest.mark.parametrize("settings", [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}, {"clip_norm": 1e9}])
+@pytest.mark.parametrize(("n", "per_node"), WORLDS)
+def test_float32_copies_are_updated_and_rounded_whoever_updates(n, per_node, settings):
+    def rank(world):
+        params = model()
+        trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale=256.0, **settings)
+        for step in range(4):
+            write(params, step, world.rank)
+            assert trainer.step(1) == n
+        assert {str(param.grad.dtype) for param in params} == {"float16", "float32"}
+        return values(params, world)
+
+    wanted = expected(n, 4, 256.0)
+    for found in threads.run(n, rank, per_node):
+        for name, value in wanted.items():
+            assert found[name].dtype == value.dtype
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_reproducible_training_has_the_same_bits_on_any_ranks(n):
+    def rank(world):
+        params = model()
+        trainer = Trainer(params, sgd(), world, reproducible=True, virtual_shards=4, loss_scale="dynamic")
+        trainer.loss_scale = 256.0
+        for step in range(3):
+            for shard in trainer.own_virtual_shards:
+                write(params, step, shard)
+                trainer.step(1)
+        assert trainer.step_count == 3
+        return values(params, world)
+
+    for per_node in (None, 1):
+        for found in threads.run(n, rank, per_node):
+            for name, value in expected(4, 3, 256.0).items():
+                np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_on_a_device():
+    def rank(world):
+        params = model(standin.asarray)
+        trainer = Trainer(params, sgd(), world, loss_scale="dynamic")
+        trainer.loss_scale = 256.0
+        for step in range(2):
+            write(params, step, world.rank, standin.asarray)
+            trainer.step(1)
+        write(params, 2, world.rank, standin.asarray, spoiled=np.inf if world.rank else None)
+        trainer.step(1)
+        return values(params, world), trainer.step_count, trainer.loss_scale
+
+    for found, steps, scale in threads.run(2, rank):
+        assert (steps, scale) == (2, 128.0)
+        for name, value in expected(2, 2, 256.0).items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_updates_too_small_for_float16_add_up():
+    def rank(world, copies):
+        weight = Parameter("weight", np.full(100, 8.0, "f2" if copies else "f4"))
+        trainer = Trainer([weight], optim.SGD(lr=1.0), world)
+        for _ in range(64):
+            weight.grad[...] = 2.0**-9  # half a unit in the last place of 8 is 2**-8
+            weight.grad_hook(weight)
+            trainer.step(1)
+        return weight.data
+
+    for copies in (False, True):
+        for found in threads.run(2, lambda world, c=copies: rank(world, c)):
+            np.testing.assert_array_equal(found, np.full(100, 8.0 - 64 * 2.0**-9))
+
+
+SPOILERS = {
+    "a NaN on the last rank": lambda world: np.nan if world.rank == world.size - 1 else None,
+    "an infinity on the first": lambda world: None if world.rank else -np.inf,
+    "no overflow but in the sum": lambda world: LARGEST,
+}
+
+
+@pytest.mark.parametrize("settings", [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}])
+@pytest.mark.parametrize(("n", "per_node"), [(2, None), (3, None), (4, 2), (3, 1)])
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_an_overflow_anywhere_is_skipped_by_all(spoiler, n, per_node, settings):
+    def rank(world):
+        params = model()
+        trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale="dynamic", **settings)
+        seen = []
+        for step in range(6):
+            is_bad = step in (1, 2)
+            before = values(params, world), held(trainer.state_dict()["states"])
+            write(params, step, world.rank, spoiled=SPOILERS[spoiler](world) if is_bad else None)
+            trainer.step(1)
+            after = values(params, world), held(trainer.state_dict()["states"])
+            np.testing.assert_equal([x.tobytes() for x in before[0].values()] == [
+                x.tobytes() for x in after[0].values()], is_bad)  # fmt: skip
+            same = all(
+                np.array_equal(a.values, b.values)
+                for name, states in before[1].items()
+                for kind, each in states.items()
+                for a, b in zip(each.parts, after[1][name][kind].parts, strict=True)
+            )
+            assert same or not is_bad
+            seen.append((trainer.loss_scale, trainer.step_count, trainer.num_nonfinite))
+        return seen, values(params, world)
+
+    found = threads.run(n, rank, per_node)
+    assert found[0][0] == [(2.0**16, 1, 0), (2.0**15, 1, 1), *((2.0**14, steps, 2) for steps in (1, 2, 3, 4))]
+    for seen, params in found:
+        assert seen == found[0][0]
+        for name, value in params.items():
+            np.testing.assert_array_equal(value, found[0][1][name])
+
+
+def test_the_scale_is_doubled_after_2000_good_steps_in_a_row_and_never_below_1():
+    rule, scale = DynamicLossScale(), 8.0
+    scales = []
+    for step in range(1, 6001):
+        scale = rule.after_step(scale, step != 1500)
+        scales.append(scale)
+    assert scales[1498] == 8.0 and scales[1499] == 4.0
+    assert scales[3498] == 4.0 and scales[3499] == 8.0  # 2000 after the overflow, not 2000 in all
+    assert scales[5498] == 8.0 and scales[5499] == 16.0
+    for _ in range(10):
+        scale = rule.after_step(scale, False)
+    assert scale == 1.0
+
+
+@pytest.mark.parametrize("by", ["step", "update"])
+def test_a_trainer_follows_its_scale(by, monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+
+    def rank(world):
+        params = model()
+        trainer = Trainer(params, sgd(), world, loss_scale="dynamic")
+        seen = [trainer.loss_scale]
+        for step in range(9):
+            write(params, step, world.rank, spoiled=np.inf if step == 4 and world.rank == 1 else None)
+            if by == "step":
+                trainer.step(1)
+            else:
+                trainer.allreduce_grads()
+                trainer.update(1)
+            seen.append(trainer.loss_scale / 2.0**16)
+        trainer.step(0)  # nobody has samples: no step
+        return seen, trainer.good_steps
+
+    wanted = [2.0**16, 1, 1, 2, 2, 1, 1, 1, 2, 2], 1
+    assert threads.run(2, rank) == [wanted] * 2
+
+
+def training(world, folder=None, steps=8, save_at=None, resume=False, settings=None):
+    params = model()
+    trainer = Trainer(params, optim.AdamW(lr=0.01), world, bucket_cap_mb=0.01, loss_scale="dynamic", **settings or {})
+    with Manager(folder, world) as manager:
+        if resume:
+            state = {"params": {param.name: param.data for param in params}, "trainer": trainer}
+            manager.restore(into=state)
+        while trainer.step_count + trainer.num_nonfinite < steps:
+            step = trainer.step_count + trainer.num_nonfinite
+            write(params, step, world.rank, spoiled=np.nan if step in (2, 5) and world.rank == 0 else None)
+            trainer.step(1)
+            if step == save_at:
+                manager.save(step, {"params": {param.name: param.data for param in params}, "trainer": trainer})
+    return values(params, world), trainer.loss_scale, trainer.good_steps, trainer.num_nonfinite
+
+
+@pytest.mark.parametrize("settings", [{"owner": "rank"}, {"owner": "shard"}])
+@pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, None), (4, 2)])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(n, per_node, settings, tmp_path):
+    whole = threads.run(n, lambda world: training(world, tmp_path / "whole", settings=settings), per_node)
+    threads.run(n, lambda world: training(world, tmp_path / "a", 5, 3, settings=settings), per_node)
+    resumed = threads.run(n, lambda world: training(world, tmp_path / "a", resume=True, settings=settings), per_node)
+    assert whole[0][1:] == (2.0**14, 2, 2)
+    for ours, theirs in zip(resumed, whole, strict=True):
+        assert ours[1:] == theirs[1:]
+        for name, value in theirs[0].items():
+            np.testing.assert_array_equal(ours[0][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("into", [(1, None), (3, None), (4, 2)])
+def test_float32_copies_come_back_whole_on_other_ranks(into):
+    def rank(world, state=None, held_params=None):
+        params = model()
+        trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale="dynamic")
+        if state is None:
+            for step in range(3):
+                write(params, step, world.rank, spoiled=np.inf if step == 1 else None)
+                trainer.step(1)
+        else:
+            for param in params:
+                param.data[...] = held_params[param.name]
+            restore(trainer, state, world)
+        return held(trainer.state_dict()), values(params, world)
+
+    states, params = zip(*threads.run(2, rank), strict=True)
+    before = joined(list(states))
+    assert set(before["states"]["dense.weight"]) == {"master", "momentum"}
+    assert set(before["states"][SINGLE]) == {"momentum"}
+    assert before["states"]["dense.weight"]["master"].dtype == np.float32
+    assert (before["loss_scale"], before["good_steps"], before["num_nonfinite"]) == (2.0**15, 1, 1)
+    for name in ("conv.weight", "dense.weight"):
+        master = before["states"][name]["master"]
+        np.testing.assert_array_equal(master.astype("f2"), params[0][name])
+        assert (master != params[0][name]).any(), "the copies have bits that the parameters have not"
+    n, per_node = into
+    after, _ = zip(*threads.run(n, lambda world: rank(world, before, params[0]), per_node), strict=True)
+    np.testing.assert_equal({**joined(list(after)), "layout": None}, {**before, "layout": None})
+
+
+def test_save_states_has_the_copies_and_the_scale(tmp_path):
+    def rank(world, loads=False, owner="shard"):
+        params = model()
+        trainer = Trainer(params, sgd(), world, owner=owner, loss_scale="dynamic")
+        if loads:
+            trainer.load_states(tmp_path / "states")
+        else:
+            for step in range(3):
+                write(params, step, world.rank, spoiled=np.inf if step == 0 else None)
+                trainer.step(1)
+            trainer.save_states(tmp_path / "states")
+        return held({name: trainer.state_dict()[name] for name in ("states", "loss_scale", "good_steps")})
+
+    saved = joined(threads.run(3, rank))
+    assert (saved["loss_scale"], saved["good_steps"]) == (2.0**15, 2)
+    for n, owner in ((2, "rank"), (4, "shard")):
+        np.testing.assert_equal(joined(threads.run(n, lambda world, o=owner: rank(world, True, o))), saved)
+
+
+def test_a_state_of_another_precision_is_refused():
+    def rank(world):
+        states = []
+        for dtype in ("f4", "f2"):
+            param = Parameter("weight", np.ones(100, dtype))
+            trainer = Trainer([param], optim.SGD(lr=0.1, momentum=0.9), world)
+            if states:
+                with pytest.raises(ConfigError, match=r"weight.*expected parameters of 16 bits, got .* another dtype"):
+                    trainer.load_state_dict(states[0])
+            states.append(held(trainer.state_dict()))
+
+    threads.run(2, rank)
+
+
+def test_parameters_that_are_written_by_hand_are_taken():
+    def rank(world):
+        params = model()
+        trainer = Trainer(params, optim.SGD(lr=1.0), world)
+        world.comm.barrier()
+        if world.rank == 0 or trainer.nbytes["parameters"] * world.size > 2 * 300 * 41 * world.size:
+            params[3].data[...] = 3.0
+        world.comm.barrier()
+        trainer.take_parameters()
+        write(params, 0, world.rank)
+        for param in params:
+            param.grad[...] = 0
+        trainer.step(1)
+        return values(params, world)["dense.bias"]
+
+    for found in threads.run(2, rank):
+        np.testing.assert_array_equal(found, np.full(7, 3.0))
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, float("inf"), float("nan"), "auto", True, None])
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ConfigError, match=r"\[loss_scale\]: expected a positive number, or 'dynamic'"):
+        threads.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale=scale))
+
+
+@pytest.mark.parametrize("nonfinite", ["count", "raise"])
+def test_a_policy_that_does_not_skip_is_refused_with_a_dynamic_scale(nonfinite):
+    policy = hpcdp.Policy(nonfinite=nonfinite)
+    with pytest.raises(ConfigError, match=r"\[policy\]: expected nonfinite='skip' with loss_scale='dynamic'"):
+        threads.run(1, lambda world: Trainer(model(), sgd(), world, loss_scale="dynamic", policy=policy))
+
+
+def test_scales_must_be_alike_on_all_ranks():
+    with pytest.raises(MismatchError, match="loss_scale=2"):
+        threads.run(2, lambda world: Trainer(model(), sgd(), world, loss_scale=2.0 + world.rank))
+
+
+def test_what_stores_do_not_do():
+    def rank(world):
+        with pytest.raises(ConfigError, match=r"\[weight\]: expected float32 or float64 with a kvstore, got float16"):
+            Trainer([Parameter("weight", np.ones(3, "f2"))], sgd(), world, kvstore="dist_sync")
+        with pytest.raises(ConfigError, match=r"\[loss_scale\]: expected a number with a kvstore, got 'dynamic'"):
+            Trainer([Parameter("weight", np.ones(3, "f4"))], sgd(), world, kvstore="dist_sync", loss_scale="dynamic")
+        assert Trainer(
+            [Parameter("weight", np.ones(3, "f4"))], sgd(), world, kvstore="dist_sync", loss_scale=8
+        ).loss_scale == 8.0  # fmt: skip
+
+    threads.run(2, rank)
+
+
+def learn(world, dtype, epochs=4):
+    """A network on the digits; its accuracy on the test images, and how many steps were skipped."""
+    train_set, test_set = (data.load("digits", split, image_size=28) for split in ("train", "test"))
+    net = nn.models.mlp(train_set.sample_shape, 10, (64,), seed=1)
+    net.to(dtype)
+    scale = "dynamic" if dtype == "float16" else 1.0
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.05, momentum=0.9), world, loss_scale=scale)
+    sampler = data.ShardedSampler(len(train_set), 64, world.size, world.rank, seed=3)
+    fit(net, trainer, data.DataLoader(train_set, sampler), epochs=epochs, world=world)
+    found = evaluate(net, test_set, world)
+    return found.accuracy, trainer.num_nonfinite, trainer.step_count + trainer.num_nonfinite, trainer.loss_scale
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_digits_are_learnt_as_well_as_in_float32(n):
+    wide, narrow = (threads.run(n, lambda world, d=dtype: learn(world, d))[0] for dtype in ("float32", "float16"))
+    assert wide[0] > 0.93 and abs(narrow[0] - wide[0]) < 0.015
+    assert wide[1] == 0 and 1 <= narrow[1] < 12  # the first scales are too large, and that is all
+    assert narrow[2] == wide[2] and narrow[3] >= 16
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_real_ranks_update_and_skip_alike(owner):
+    world = hpcdp.init()
+    params = model()
+    trainer = Trainer(params, sgd(), world, owner=owner, loss_scale="dynamic")
+    trainer.loss_scale = 256.0
+    for step in range(3):
+        write(params, step, world.rank)
+        trainer.step(1)
+    before = values(params, world)
+    for name, value in expected(world.size, 3, 256.0).items():
+        np.testing.assert_array_equal(before[name], value, err_msg=name)
+    write(params, 3, world.rank, spoiled=np.inf if world.rank == world.size - 1 else None)
+    trainer.step(1)
+    assert (trainer.loss_scale, trainer.step_count, trainer.num_nonfinite) == (128.0, 3, 1)
+    for name, value in values(params, world).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+def test_a_loss_that_begins_backward_with_the_scale_gives_the_same_step():
+    def rank(world, scale):
+        net = nn.models.mlp(6, 3, (5,), seed=2)
+        trainer = Trainer(net.parameters(), sgd(), world, loss_scale=scale)
+        for step in range(3):
+            rng = np.random.default_rng([step, world.rank])
+            x, y = rng.standard_normal((4, 6)).astype("f4"), rng.integers(0, 3, 4)
+            with record():
+                loss = nn.functional.softmax_cross_entropy(net(x), y)
+            loss.backward(trainer.loss_scale)
+            trainer.step(4)
+        return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
+
+    plain, scaled = (threads.run(2, lambda world, s=s: rank(world, s))[0] for s in (1.0, 1024.0))
+    np.testing.assert_array_equal(plain, scaled)
