@@ -1,4 +1,4 @@
-"""Floor 2: comm. Imports: engine, kernels, errors, exits.
+"""Floor 2: comm. Imports: engine, kernels, arrays, devices, errors, exits.
 
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 
@@ -6,6 +6,7 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
 - `steps` is work under way, resumed when what it waits for has come.
 - `reductions` are what an allreduce can compute.
 - `shared` is memory that the ranks of a node have in common.
+- `gpus` finds GPUs, and the one that a rank computes on.
 - `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch, `roles` those
   whose servers do not come behind the workers.
 - `agreement` compares what ranks hold and raises the same error on all of them.
