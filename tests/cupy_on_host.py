@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +23,11 @@ import numpy as np
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
 _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}
+
+
+def give(run: Callable[[], None]) -> None:
+    """Give a kernel to the current stream."""
+    run()
 
 
 class RawModule:
@@ -46,9 +52,13 @@ class RawKernel:
         assert len(args) == len(self._parameters), f"{self._name}: {len(args)} arguments for {self._parameters}"
         kept = [_as_passed(arg, parameter) for arg, parameter in zip(args, self._parameters, strict=True)]
         addresses = (ctypes.c_void_p * len(kept))(*(each.ctypes.data for each in kept))
-        wrong = self._launch(addresses, len(kept), grid[0], block[0])
-        if wrong:
-            raise RuntimeError(f"{self._name}: {wrong.decode()}")
+
+        def run() -> None:
+            wrong = self._launch(addresses, len(kept), grid[0], block[0])
+            if wrong:
+                raise RuntimeError(f"{self._name}: {wrong.decode()}")
+
+        give(run)
 
 
 def _as_passed(arg: Any, parameter: str) -> np.ndarray:
