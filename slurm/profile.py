@@ -75,7 +75,7 @@ class Profile:
             found = _OPTION.fullmatch(option)
             if found is None:
                 raise _wrong("sbatch", "long options with the value behind =, e.g. --constraint=ib", option)
-            if found[1] in _TAKEN:
+            if any(taken.startswith(found[1]) for taken in _TAKEN):  # sbatch takes --node for --nodes
                 raise _wrong("sbatch", "no option that a key, a flag or the template sets", option)
             pattern, expected = SLURM.get(found[1], (".*", ""))
             if not re.fullmatch(pattern, (found[2] or "")[1:]):

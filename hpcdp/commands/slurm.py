@@ -63,7 +63,7 @@ def _add_request(made: Parser) -> None:
     made.add_argument("--time", metavar="TIME", help="of the job, e.g. 04:00:00 (default: the site's)")
     made.add_argument("--partition", metavar="NAME", help="(default: the site's)")
     made.add_argument("--account", metavar="NAME", help="(default: the site's)")
-    made.add_argument("--gres", metavar="GRES", help="GPUs of a node, e.g. gpu:4 (default: the site's)")
+    made.add_argument("--gres", metavar="GRES", help="of train-gpu and interactive: a node's GPUs, e.g. gpu:4")
     made.add_argument("--name", metavar="NAME", help="of the job (default: the template's)")
     made.add_argument("--settings", metavar="FILE", help="of a sweep: arguments of the program, one line a task")
     made.add_argument("--at-once", metavar="N", type=positive, help="of a sweep: so many tasks run at a time")
@@ -107,6 +107,8 @@ def _script(given: argparse.Namespace) -> Script:
             remedy="e.g. a file with the lines --lr 0.1 and --lr 0.2: "
             "hpcdp slurm submit sweep --settings lines.txt -- hpcdp train",
         )  # fmt: skip
+    if given.gres is not None and given.template not in ("train-gpu", "interactive"):
+        raise ConfigError("--gres", expected="the template train-gpu or interactive", got=given.template)
     said = {name: getattr(given, name) for name in ("time", "partition", "account", "gres")}
     site = profile.load(given.site).with_flags({name: text for name, text in said.items() if text is not None})
     request = script.Request(

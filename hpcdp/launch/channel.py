@@ -19,8 +19,8 @@ from .quiet import Quiet
 
 SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "LogLevel=ERROR")
 """It never asks: for a password, or whether a host is known."""
-# It ends by itself where neither side ends it: the guard's limit is another thing.
-_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4", "-o", "ControlPath=none")
+ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4", "-o", "ControlPath=none")
+"""It ends by itself where neither side ends it: the guard's limit is another thing."""
 _ROOT = Path(__file__).resolve().parents[2]
 _GUARD = "import sys; sys.path.insert(0, {!r}); from hpcdp.launch import guard; guard.main()"
 _MOST_WORDS = 10_000
@@ -40,7 +40,7 @@ class Channel:
         """What daemons of mpirun say there at length of ranks that have failed."""
         guard = shlex.join([sys.executable, "-c", _GUARD.format(str(_ROOT))])
         self._ssh = subprocess.Popen(
-            [*SSH, *_ALIVE, "--", host, f"exec {guard}"],
+            [*SSH, *ALIVE, "--", host, f"exec {guard}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

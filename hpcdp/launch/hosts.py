@@ -46,7 +46,7 @@ def read_file(path: Path) -> tuple[Host, ...]:
     except OSError as error:
         raise ConfigError("read hosts", where=path, got=error.strerror) from error
     found = []
-    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+    for number, line in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
         said = line.partition("#")[0].strip()
         if said:
             found.append(_host(said, f"{path}, line {number}"))
@@ -57,7 +57,7 @@ def read_file(path: Path) -> tuple[Host, ...]:
 
 def _host(text: str, where: str) -> Host:
     """One host with what is said of it."""
-    name, *said = text.split() or [""]
+    name, *said = re.sub(r"\s*=\s*", "=", text).split() or [""]
     slots = None
     if bracketed := re.fullmatch(r"\[(.*)\](?::(.*))?", name):
         name, slots = bracketed.groups()

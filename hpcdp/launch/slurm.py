@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hpcdp.errors import LaunchError
 
@@ -43,13 +43,14 @@ knows no quotes in quotes and no line breaks."""
 def run(job: Job) -> int:
     """Runs ``job`` under srun and returns its exit status; MPI is not started here.
 
-    Raises as `plan` does, and `LaunchError` where there is no srun.
+    Raises as `plan` does, and `LaunchError` where there is no srun, or one without the --mpi that the library needs.
     """
     if shutil.which("srun") is None:
         raise LaunchError(
             "launch --launcher slurm", expected="srun on PATH", got="none", remedy="--launcher mpi or ssh"
         )
     (command,) = plan(job).commands
+    _check_mpi_type(command.argv)
     processes = job.ranks + job.servers
     return supervise(
         command.argv, {**os.environ, **command.env}, processes, "srun", job.servers, elsewhere=processes,
@@ -61,8 +62,7 @@ def plan(job: Job) -> Plan:
     """The srun of ``job``.
 
     Raises:
-        LaunchError: the srun that is here lacks the --mpi that the MPI library needs; something was asked for that srun
-            cannot do; and as `hpcdp.launch.checks.check` does.
+        LaunchError: something was asked for that srun cannot do; and as `hpcdp.launch.checks.check` does.
         ConfigError: as that does; an option of srun has a value that cannot be.
     """
     given = allocation()
@@ -80,7 +80,7 @@ def plan(job: Job) -> Plan:
     warn_of_other_library(job, family)
     argv = ["srun"]
     if not any(argument.startswith("--mpi=") for argument in further):
-        argv.append(f"--mpi={_mpi_type(family)}")
+        argv.append(f"--mpi={MPI_TYPES[family]}")
     # Everything travels, also from a job that was submitted without; one Ctrl-C ends, as it does elsewhere.
     argv += ["--export=ALL", "--quit-on-interrupt"]
     if {**os.environ, **job.env}.get(_GOES_ON, "0") in ("", "0"):
@@ -115,17 +115,20 @@ def mpi_types() -> tuple[str, ...]:
     return types
 
 
-def _mpi_type(family: str) -> str:
-    needed = MPI_TYPES[family]
-    there = mpi_types() if shutil.which("srun") else (needed,)
-    if needed in there:
-        return needed
-    raise LaunchError(
-        "launch --launcher slurm",
-        expected=f"srun --mpi={needed}, which {mpi_library.FAMILIES[family]} speaks",
-        got=f"only {', '.join(there)}",
-        remedy="--launcher mpi starts the ranks inside the job; the site can add the plugin",
-    )
+def _check_mpi_type(argv: Sequence[str]) -> None:
+    """Raises `LaunchError` where the srun that is here lacks the --mpi that `plan` has put first."""
+    families = {f"--mpi={mpi_type}": family for family, mpi_type in MPI_TYPES.items()}
+    asked = argv[1]
+    if asked not in families:  # the user has chosen
+        return
+    there = mpi_types()
+    if asked.removeprefix("--mpi=") not in there:
+        raise LaunchError(
+            "launch --launcher slurm",
+            expected=f"srun {asked}, which {mpi_library.FAMILIES[families[asked]]} speaks",
+            got=f"only {', '.join(there)}",
+            remedy="--launcher mpi starts the ranks inside the job; the site can add the plugin",
+        )
 
 
 def _layout(job: Job, given: Allocation | None) -> list[str]:

@@ -170,7 +170,8 @@ def _explained(
     Open MPI says of a rank that left with status 0 only what may have happened, of a server not that it is one, not
     always on which host a rank was, and nothing where others have ended well before; and now and then it names another
     one, which has aborted since its connection to the first had closed. So where it ``is_blind``, and knows nothing of
-    ranks of other hosts, a rank of this one that left with the job's status is believed, and no other.
+    ranks of other hosts, only a rank that has called MPI_Abort, or one of this host that left with the job's status, is
+    believed.
     """
     first, named = first_failure(ends, code, _bereft(family)), words.named
     if first is None and words.have_closed:  # mpirun had heard of the abort, and killed that rank before it ended
@@ -178,6 +179,9 @@ def _explained(
         first = first_failure(ends, code, BEREFT)
     if words.missing is not None and (first is None or first.exit_status == code):
         return code, _by_watchdog(words.missing)
+    if is_blind and words.invoked is not None and (code == words.invoked.status or code == BEREFT):
+        rank, status = words.invoked
+        return status or code, f"rank {rank} has aborted the job with status {status or code}"
     if is_blind and named is None and (first is None or code in (0, BEREFT) or first.exit_status != code):
         return code, None
     if named is not None and (first is None or first.status is None):

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from hpcdp.errors import LaunchError, listed
 
-from .channel import SSH
+from .channel import ALIVE, SSH
 from .hosts import is_this_machine
 from .job import Command
 
 EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
 """What is not copied: histories, environments, caches."""
+_SILENT_S = 60
 
 
 def commands(hosts: Sequence[str], folder: str) -> list[Command]:
@@ -38,8 +39,10 @@ def commands(hosts: Sequence[str], folder: str) -> list[Command]:
     found = []
     for host in hosts:
         if host not in here:
-            # -s: the remote shell does not see the folder's name
-            argv = ["rsync", "-azs", *excluded, f"--rsync-path={made}", f"--rsh={shlex.join(SSH)}"]
+            # -s: the remote shell does not see the folder's name. ALIVE ends a copy to a host that has gone, and
+            # --timeout one that waits for a disk or a process there.
+            argv = ["rsync", "-azs", f"--timeout={_SILENT_S}", *excluded, f"--rsync-path={made}"]
+            argv.append(f"--rsh={shlex.join([*SSH, *ALIVE])}")
             found.append(Command((*argv, "./", f"[{host}]:{folder}/" if ":" in host else f"{host}:{folder}/")))
         elif target.resolve() != source:
             found.append(Command(("mkdir", "-p", folder)))
@@ -51,7 +54,7 @@ def copy(hosts: Sequence[str], folder: str) -> None:
     """Runs the rsyncs of `commands` all at once.
 
     Raises:
-        LaunchError: some have failed; it names the hosts, and what rsync said of each.
+        LaunchError: some have failed, or not answered for a minute; it names the hosts, and what rsync said of each.
     """
     if shutil.which("rsync") is None:
         raise LaunchError("launch --sync-dst-dir", expected="rsync", got="none here", remedy="install it")

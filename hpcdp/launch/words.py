@@ -37,6 +37,13 @@ _ABORTED = re.compile(
     rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort",
     re.MULTILINE,
 )
+_INVOKED = re.compile(
+    rb"MPI_ABORT was invoked on rank ([0-9]+) in communicator MPI_COMM_WORLD\s(?:\s+Proc: .*\n)?\s*"
+    rb"(?:Errorcode: |with errorcode )([0-9]+)\D|"
+    rb"^Abort\([0-9]+\) on node [0-9]+ \(rank ([0-9]+) in comm 0\): application called MPI_Abort\(MPI_COMM_WORLD, "
+    rb"([0-9]+)\)",
+    re.MULTILINE,
+)
 _CLOSED = b"*** An error occurred in Socket closed"
 # hpcdp.comm.watchdog, of the ranks that another one has waited for in vain
 _MISSING = re.compile(
@@ -57,6 +64,13 @@ class Named(NamedTuple):
     rank: int | None
     pid: int | None
     status: int | None
+
+
+class Invoked(NamedTuple):
+    """A call of MPI_Abort by a rank's program: the rank, and the status that it asked for."""
+
+    rank: int
+    status: int
 
 
 class Tasks(NamedTuple):
@@ -102,6 +116,8 @@ class Words:
         """The first rank that mpirun has said to have failed."""
         self.aborted: int | None = None
         """The rank that has aborted the job, says mpirun: its program did, or Open MPI when a connection had closed."""
+        self.invoked: Invoked | None = None
+        """The first call of MPI_Abort that a rank's library has told of; a lost connection makes none."""
         self.have_closed = False
         """Whether a rank of Open MPI has said that its connection to another has closed."""
         self.missing: str | None = None
@@ -193,6 +209,9 @@ class Words:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         if self.aborted is None and (found := _ABORTED.search(self._kept)):
             self.aborted = int(found[1] or found[2])
+        if self.invoked is None and (found := _INVOKED.search(self._kept)):
+            rank, asked = (int(each) for each in found.groups() if each is not None)
+            self.invoked = Invoked(rank, asked % 256)
         self.have_closed |= _CLOSED in self._kept
         if self.missing is None and (found := _MISSING.search(self._kept)):
             self.missing = (found[1] or found[2]).decode(errors="replace")

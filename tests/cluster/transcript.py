@@ -29,7 +29,7 @@ JOB = """\
 #SBATCH --output=job-%j.txt
 module load openmpi
 . ~/hpcdp-env/bin/activate
-srun --mpi=pmix hpcdp train lenet --data digits --epochs 5 --run-dir runs/first
+srun --mpi=pmix --wait=30 hpcdp train lenet --data digits --epochs 5 --run-dir runs/first
 """
 
 # What a site's administrators set; the hosts share the cores of one machine, and root is the user.

@@ -61,6 +61,8 @@ def test_a_list_on_the_command_line() -> None:
         ("-oProxyCommand=x", "got '-oProxyCommand=x'"),
         ("node1;reboot", "got 'node1;reboot'"),
         ("[node1]:2", None),
+        ("node1 slots = 2", None),
+        (b"\xef\xbb\xbfnode1:2\r\n", None),
         ("1:2:3", "got '2:3' in '1:2:3'"),
         ("# none\n\n", "expected lines of HOST, HOST:SLOTS or HOST slots=SLOTS, with a HOST that ssh knows, got none"),
         (b"\xff\xfe\0n\0", "line 1]"),

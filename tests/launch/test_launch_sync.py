@@ -13,6 +13,7 @@ SSH = """#!/bin/sh
 while :; do case $1 in -o) shift 2 ;; -*) shift ;; *) break ;; esac; done
 case $1 in
   refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+  silent) exec sleep 60 ;;
   bare) echo "bash: line 1: rsync: command not found" >&2; exit 127 ;;
 esac
 shift
@@ -59,6 +60,15 @@ def test_hosts_that_cannot_be_copied_to_are_named_with_their_reasons(project: Pa
     assert "\n" not in said and f"copy the working folder [{tmp_path / 'copy'}]" in said
     assert "refused: ssh: connect to host refused port 22: Connection refused" in said
     assert "bare: rsync is not installed there" in said and "node2" not in said
+
+
+def test_a_host_that_falls_silent_is_not_waited_for_for_ever(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "_SILENT_S", 1)
+    with pytest.raises(LaunchError, match=r"silent: .*timeout") as caught:
+        sync.copy(["node2", "silent"], str(tmp_path / "copy"))
+    assert "node2" not in str(caught.value)
 
 
 def test_without_rsync_here(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,13 @@ def test_a_plugin_that_is_missing_is_told_before_anything_starts(
 ) -> None:
     says(srun, text, status=status)
     with pytest.raises(LaunchError) as raised:
-        slurm.plan(Job(("p",), 2))
+        slurm.run(Job(("p",), 2))
     assert expected in str(raised.value)
+
+
+def test_a_dry_run_asks_no_cluster(srun: Path) -> None:
+    says(srun, "srun: fatal: Could not establish a configuration source", status=1)
+    assert argv(Job(("p",), 2)) == ["srun", "--mpi=pmix", *COMMON, "--ntasks=2", "p"]
 
 
 @pytest.mark.parametrize(

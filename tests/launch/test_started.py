@@ -106,6 +106,24 @@ def test_no_rank_is_named_where_those_of_other_hosts_may_have_failed_first(mpiru
     assert (code, said) == (status, says.lstrip("\n") + ours + "hosts are not watched inside a batch job\n")
 
 
+INVOKED = """
+--------------------------------------------------------------------------
+MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD
+  Proc: [[32017,1],2]
+  Errorcode: 7
+
+NOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.
+--------------------------------------------------------------------------
+"""
+
+
+@pytest.mark.parametrize(("status", "known"), [(7, True), (14, True), (137, False)])
+def test_a_rank_of_another_host_that_has_called_mpi_abort_is_named(mpirun, status: int, known: bool) -> None:
+    code, said = run(mpirun("rtos", 3, INVOKED + ABORTED, status), 3, elsewhere=1)
+    ours = "rank 2 has aborted the job with status 7" if known else "mpirun has ended with status 137; which rank fail"
+    assert code == (7 if known else status) and f"hpcdp launch: {ours}" in said
+
+
 def test_it_is_the_one_that_mpirun_speaks_of(mpirun) -> None:
     code, said = run(mpirun("rtos", 2, KILLED, 137), 2, elsewhere=1)
     ours = f"hpcdp launch: rank 1 (pid {NO_PROCESS + 1} on away) was killed by SIGKILL\n"

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from hpcdp.launch.watch import Watch
-from hpcdp.launch.words import Named, Words
+from hpcdp.launch.words import Invoked, Named, Words
 
 SAID = """\
 --------------------------------------------------------------------------
@@ -57,6 +57,27 @@ def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: lis
         os.close(writing)
         assert list(words.lost()) == lost
     assert words.named == named
+
+
+@pytest.mark.parametrize(
+    ("text", "invoked"),
+    [
+        ("MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD\n  Proc: [[32017,1],3]\n  Errorcode: 7\n",
+         Invoked(3, 7)),
+        ("MPI_ABORT was invoked on rank 12 in communicator MPI_COMM_WORLD\nwith errorcode 259.\n", Invoked(12, 3)),
+        ("Abort(7) on node 1 (rank 5 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 7) - process 5\n",
+         Invoked(5, 7)),
+        ("MPI_ABORT was invoked on rank 3 in communicator MPI COMMUNICATOR 4 SPLIT FROM 0\n  Errorcode: 7\n", None),
+        ("*** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n", None),
+    ],
+)  # fmt: skip
+def test_who_has_called_mpi_abort_is_heard(text: str, invoked: Invoked | None) -> None:
+    words = Words()
+    os.write(words.end, text.encode())
+    with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
+        words.attach(watch)
+        words.lost()
+    assert words.invoked == invoked
 
 
 @pytest.mark.parametrize(

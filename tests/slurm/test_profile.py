@@ -94,6 +94,8 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
         ('sbatch = ["--signal=INT"]', "expected no option that a key, a flag or the template sets, got '--signal=INT'"),
         ('partition = "a b"', "partition [site.toml]: expected a name of letters, digits and _.+@:*-, got"),
         ('gres = "gpu:four:2:1"', "gres [site.toml]: expected a name, its type and its number, e.g. gpu:4"),
+        ('sbatch = ["--node=5"]', "expected no option that a key, a flag or the template sets, got '--node=5'"),
+        ('sbatch = ["--requeu"]', "expected no option that a key, a flag or the template sets, got '--requeu'"),
         ('sbatch = ["--mem=16X"]', "for --mem a number of MiB, or with K, M, G or T behind it, e.g. 16G, got '--mem=1"),
         ('sbatch = ["--mem"]', "for --mem a number of MiB"),
         ('env = "A=1"', "env [site.toml]: expected a table [env] of variables"),

@@ -35,7 +35,8 @@ def test_two_of_one_second_have_two_files(standin) -> None:
 def test_every_template_is_taken(standin, template: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lines").write_text("--lr 0.1\n--lr 0.2\n")
     settings = ["--settings", "lines", "--at-once", "1"] if template == "sweep" else []
-    assert cli.main(["slurm", "submit", template, "--gres", "gpu:2", *settings]) == 0
+    gpus = ["--gres", "gpu:2"] if template == "train-gpu" else []
+    assert cli.main(["slurm", "submit", template, *gpus, *settings]) == 0
     assert standin()["4711"]["name"] == template
     assert standin()["4711"]["said"].get("array") == ("1-2%1" if settings else None)
 
@@ -134,6 +135,7 @@ def test_without_slurm_it_is_one_line(
         (["render", "train", "--partition", "a b"], "hpcdp: --partition: expected a name of letters, digits and"),
         (["render", "train", "--account", ""], "hpcdp: --account: expected text on one line, got ''"),
         (["render", "train-gpu", "--gres", "gpu=x y"], "hpcdp: --gres: expected a name, its type and its number"),
+        (["submit", "train", "--gres", "gpu:1"], "hpcdp: --gres: expected the template train-gpu or interactive, got"),
         (["render", "train", "--nodes", "99999999999"], "hpcdp: --nodes: expected at most 1,000,000, got 99999999999"),
         (
             ["submit", "sweep"],
