@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,6 +23,8 @@ import numpy as np
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+_ONE_AT_A_TIME = threading.Lock()
+"""Ranks may be threads, and a kernel's fibers are those of the process."""
 _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}
 
 
@@ -35,7 +38,8 @@ class RawModule:
 
     def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
         assert "--fmad=false" in options, "a host compiler must not contract either"
-        self._library, self._parameters = _compiled(code)
+        with _ONE_AT_A_TIME:
+            self._library, self._parameters = _compiled(code)
 
     def get_function(self, name: str) -> RawKernel:
         return RawKernel(name, getattr(self._library, f"launch_{name}"), self._parameters[name])
@@ -54,7 +58,8 @@ class RawKernel:
         addresses = (ctypes.c_void_p * len(kept))(*(each.ctypes.data for each in kept))
 
         def run() -> None:
-            wrong = self._launch(addresses, len(kept), grid[0], block[0])
+            with _ONE_AT_A_TIME:
+                wrong = self._launch(addresses, len(kept), grid[0], block[0])
             if wrong:
                 raise RuntimeError(f"{self._name}: {wrong.decode()}")
 

@@ -246,7 +246,7 @@ class NcclCommunicator:
         if len(set(self._clique.devices.values())) < ndev:
             raise NcclError(5)
         self._rank, self._number = rank, 0
-        self.failed = self.aborted = self.destroyed = False
+        self.failed = self.aborted = False
 
     def _call(self, stream: int, name: str, *call: Any) -> None:
         if self.failed:
@@ -295,10 +295,6 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         self.aborted = True
-
-    def destroy(self) -> None:
-        assert not self.aborted
-        self.destroyed = True
 
 
 def _at(ptr: int, count: int, datatype: int) -> np.ndarray:
@@ -385,6 +381,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
     )  # fmt: skip
     cupy.cuda, cupy.ndarray = cuda, array_at
+    cupy.Array.device = property(lambda x: SimpleNamespace(id=getattr(gpus.of_thread, "device", 0)))
     for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
         monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
     monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))

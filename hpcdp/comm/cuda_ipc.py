@@ -117,10 +117,8 @@ class CudaIpc:
         memory = cuda.UnownedMemory(at, size.nbytes, self)
         return self._cupy.ndarray((size.count,), size.dtype, cuda.MemoryPointer(memory, 0))
 
-    def abort(self) -> None:
-        """Nothing on the GPU waits for a process that is gone."""
-
     def close(self) -> None:
+        """Give all back, when all that was given to the streams is done; every rank of the node must call."""
         runtime = self._cupy.cuda.runtime
         with self.streams.on_device():
             self.stream.synchronize()

@@ -1,7 +1,7 @@
 """Sums over the GPUs of a node by NCCL, for ranks each of which has one of its own.
 
 NCCL's kernels wait for each other on the GPUs. So they are launched only when all ranks are ready, and in one order on
-all of them (`agreed_order`); and if a rank fails, the others end theirs (`Nccl.abort`).
+all of them (`agreed_order`); and if a rank fails, the others end theirs (`Nccl.check`).
 
 Source: NVIDIA, "NCCL User Guide", sections "Creating a Communicator", "Group Calls" and "Fault Tolerance".
 """
@@ -114,19 +114,14 @@ class Nccl:
             with self._told():
                 self._comm.check_async_error()
         except Exception as error:
-            self.abort(str(error))
+            self._abort(str(error))
             raise
 
-    def abort(self, why: str = "after an error") -> None:
+    def _abort(self, why: str) -> None:
         """End NCCL's kernels that wait for other ranks; nothing can be summed any more."""
         if not self._gone:
             self._gone = why
             self._comm.abort()
-
-    def close(self) -> None:
-        if not self._gone:
-            self._gone = "closed"
-            self._comm.destroy()
 
 
 class NcclRows:

@@ -71,14 +71,9 @@ class NodeRows(Protocol):
 class NodeGroup(Protocol):
     """Rows of a node's ranks, one of each for every array; all ranks of the node make it together."""
 
-    rows: Sequence[NodeRows]
-
-    def abort(self) -> None:
-        """Give up what is under way, after an error: nothing can be summed any more."""
-        ...
-
-    def close(self) -> None:
-        """Free what this rank holds, when all that it was given is done. Every rank of the node must call."""
+    @property
+    def rows(self) -> Sequence[NodeRows]:
+        """By the number of the array."""
         ...
 
 
@@ -113,9 +108,3 @@ class Lone:
     def __init__(self, streams: Streams, sizes: Sequence[RowSize]) -> None:
         stream = streams.stream()
         self.rows = [LoneRow(streams.zeros(each.count, each.dtype), each, stream) for each in sizes]
-
-    def abort(self) -> None:
-        """Nothing is under way."""
-
-    def close(self) -> None:
-        """Nothing to give back."""

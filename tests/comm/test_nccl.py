@@ -53,7 +53,6 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, ow
         own = row.mine[slice(*parts[world.rank])].to_host()
         drive(row.allgather(parts))
         row.stream.synchronize()
-        group.close()
         return own, row.mine.to_host()
 
     wanted = sum(values(rank, COUNT, dtype) for rank in range(n))
@@ -152,10 +151,8 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
         assert group._comm.aborted
         with pytest.raises(DeviceError, match=r"given up: .*NCCL_ERROR_6"):
             drive(row.allgather(parts_of(8, 2, 2)))
-        group.close()
-        return group._comm.destroyed
 
-    assert threads.run(2, rank) == [False, False]
+    threads.run(2, rank)
 
 
 def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
