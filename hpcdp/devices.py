@@ -39,6 +39,11 @@ class Device:
         with cupy.cuda.Device(self.index):
             return cupy.array(x)
 
+    def check(self) -> None:
+        """Raise `DeviceError`, a RuntimeError, where the machine does not have it."""
+        if self.kind == "gpu":
+            _cupy(self)
+
     def use(self) -> None:
         """Let it be this thread's current device, on which CuPy computes; nothing is done for a virtual one.
 

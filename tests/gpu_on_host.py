@@ -364,7 +364,8 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         with gpus.lock:
             ptr = next(gpus.numbers)
             gpus.events[ptr] = _Event(interprocess)
-        return SimpleNamespace(ptr=ptr)
+        made = gpus.events[ptr]
+        return SimpleNamespace(ptr=ptr, synchronize=lambda: gpus.wait_until(lambda: made.passed >= made.recorded))
 
     def current() -> Stream:
         return (getattr(gpus.of_thread, "streams", None) or [null])[-1]

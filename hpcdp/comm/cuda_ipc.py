@@ -26,12 +26,12 @@ from ..arrays import Array
 from ..errors import DeviceError, UnsupportedError
 from ..kernels import cuda_reduce
 from ..kernels.reference_reduce import EVERY_ROW, SUM
+from ..streams import Event, OpenedEvent, Stream, Streams
 from .agreement import on_every_rank
 from .communicator import Communicator
 from .node_rows import Part, RowSize
 from .shared import Milestones, NodeMemory
 from .steps import Steps, Until
-from .streams import Event, OpenedEvent, Stream, Streams
 
 _LEADER = 0
 _BLOCK_NBYTES = 2 << 20

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import DeviceError, UnsupportedError
+from ..streams import Streams
 from .agreed_order import THINGS, AgreedOrder
 from .agreement import on_rank_0
 from .communicator import Communicator
 from .node_rows import Part, RowSize
 from .shared import NodeMemory
 from .steps import Steps, Until
-from .streams import Streams
 from .ways import Offer, refuse_shared
 
 _KINDS = {

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Sequence
 
 from ..devices import Device
+from ..streams import Streams
 from .cuda_ipc import CudaIpc
 from .nccl import Nccl
 from .node_rows import Lone, NodeGroup, RowSize
-from .streams import Streams
 from .ways import Way, choose, offers, own_offer
 from .world import World
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from ..arrays import Array
+from ..streams import Stream, Streams
 from .communicator import bounds
 from .steps import Steps
-from .streams import Stream, Streams
 
 Part = tuple[int, int]
 """The first column and one after the last."""

@@ -18,10 +18,10 @@ from ..collectives.progress import Steps
 from ..comm import Communicator, Request, World, node_groups
 from ..comm.communicator import make_tag
 from ..comm.node_rows import RowSize, parts_of
-from ..comm.streams import Streams
 from ..comm.ways import Way
 from ..devices import Device, gpu
 from ..errors import UnsupportedError
+from ..streams import Streams
 from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .rail import summed

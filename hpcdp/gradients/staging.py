@@ -21,7 +21,7 @@ from ..collectives.progress import LANES, Steps, segments, together
 from ..comm import Request
 from ..comm.node_rows import NodeRows
 from ..comm.steps import Until
-from ..comm.streams import Streams
+from ..streams import Streams
 
 SLOTS = 2
 SEGMENT_NBYTES = 2 << 20

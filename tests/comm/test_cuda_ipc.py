@@ -10,9 +10,9 @@ from hpcdp.collectives.progress import Together, drive
 from hpcdp.comm import threads
 from hpcdp.comm.cuda_ipc import CudaIpc
 from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.streams import Streams
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, UnsupportedError
+from hpcdp.streams import Streams
 
 COUNT = 1001
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")

@@ -10,10 +10,10 @@ from hpcdp.collectives.progress import Together, drive
 from hpcdp.comm import threads
 from hpcdp.comm.nccl import Nccl
 from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.streams import Streams
 from hpcdp.comm.ways import Offer
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, UnsupportedError, WorldAborted
+from hpcdp.streams import Streams
 
 COUNT = 1001
 DTYPES = ("float32", "float16", "float64", "int32", "int64", "bfloat16")

@@ -9,11 +9,11 @@ import hpcdp
 from hpcdp import optim
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
-from hpcdp.comm.streams import Streams
 from hpcdp.comm.ways import Way
 from hpcdp.devices import gpu
 from hpcdp.errors import UnsupportedError
 from hpcdp.gradients import Reducer, buckets, staging
+from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]

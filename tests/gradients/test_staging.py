@@ -8,11 +8,11 @@ import pytest
 from hpcdp.collectives.progress import drive
 from hpcdp.comm.node_rows import Lone, RowSize
 from hpcdp.comm.steps import Until
-from hpcdp.comm.streams import Streams
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError
 from hpcdp.gradients import staging
 from hpcdp.gradients.staging import SLOTS, Staging
+from hpcdp.streams import Streams
 
 COUNT = 1000
 

@@ -5,9 +5,9 @@ import importlib
 import numpy as np
 import pytest
 
-from hpcdp.comm.streams import OpenedEvent, Streams
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, UnsupportedError
+from hpcdp.streams import OpenedEvent, Streams
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Streams, events and copies of a GPU, none of which blocks the host: what moves data needs no more of a device.
+"""Floor 1: streams. Imports: arrays, devices, errors.
+
+Streams, events and copies of a GPU, none of which blocks the host: what moves data needs no more of a device.
 
 Work on one stream is done in the order in which it was given; between streams there is no order but that of events. A
 host that reads what a copy has written waits until the event behind it has passed, by asking again and again, as for a
@@ -14,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, is_host
-from ..devices import Device
-from ..errors import DeviceError, UnsupportedError
+from .arrays import Array, is_host
+from .devices import Device
+from .errors import DeviceError, UnsupportedError
 
 Stream = Any
 """One of CuPy's."""
@@ -72,6 +74,11 @@ class Streams:
         """A new array on the GPU, shape ``(count,)``; it is zero for what `current` is given from now on."""
         with self.on_device():
             return self._cupy.zeros((count,), dtype=dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> Array:
+        """A new array on the GPU, in memory that ``stream`` alone may still use for what it was given before."""
+        with self.on_device(), stream:
+            return self._cupy.empty(shape, dtype=dtype)
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Host memory that a GPU copies from and to beside all else, shape ``(nbytes,)``, dtype uint8."""
