@@ -19,7 +19,7 @@ LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"
 """The name of a profile in the working folder."""
 
-_VALID = {"mpi_type": ("[A-Za-z0-9_.]+", "a name such as pmix"), **SLURM}
+_VALID = {"mpi_type": ("(?!none$)[A-Za-z0-9_.]+", "a name such as pmix, with which ranks find each other"), **SLURM}
 """What a value of a key must be, and how that is said, where sbatch would refuse any other."""
 
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
@@ -44,8 +44,8 @@ class Profile:
         gres: the GPUs of a node, for the template ``train-gpu``: ``"gpu:4"``.
         gpu_bind: ``--gpu-bind`` of srun.
         modules: environment modules that are loaded.
-        venv: the virtual environment, in a folder that all nodes see.
-        image: an Apptainer image in which the ranks run.
+        venv: the virtual environment, in a folder that all nodes see; ``~`` is the home of who renders.
+        image: an Apptainer image in which the ranks run; likewise.
         env: variables of the job.
         sbatch: further options of sbatch, such as ``"--constraint=ib"``.
     """

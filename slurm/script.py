@@ -235,7 +235,7 @@ def _environment(request: Request, profile: Profile) -> Iterator[str]:
         yield f"module load {shlex.join(profile.modules)} || exit 1"
     if profile.venv is not None:
         yield "# shellcheck source=/dev/null"
-        yield f"source {shlex.quote(str(Path(profile.venv) / 'bin' / 'activate'))} || exit 1"
+        yield f"source {shlex.quote(str(Path(profile.venv).expanduser() / 'bin' / 'activate'))} || exit 1"
     cores = str(request.cpus_per_task)
     if request.template != "interactive":
         cores = f'"${{SLURM_CPUS_PER_TASK:-{cores}}}"'
@@ -263,7 +263,7 @@ def _launch(request: Request, profile: Profile) -> Iterator[str]:
 def _container(request: Request, profile: Profile) -> Iterator[str]:
     if profile.image is not None and request.template != "interactive":
         yield "apptainer exec --nv" if request.template == "train-gpu" else "apptainer exec"
-        yield shlex.quote(profile.image)
+        yield shlex.quote(str(Path(profile.image).expanduser()))
 
 
 def _directive(option: str) -> str:

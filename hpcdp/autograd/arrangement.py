@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays import Array, array_namespace
+from ..errors import UnsupportedError
 from . import tensor
 from .operators import Derivative, add_up, divide, unary
 from .registry import Call, operator
@@ -164,8 +165,12 @@ def concatenate(xs: Sequence[Any], axis: int = 0) -> Tensor:
 def _joined(*xs: Tensor, axis: int) -> Tensor:
     arrays = [x.data for x in xs]
     xp = array_namespace(*arrays)
+    if not arrays or len({each.ndim for each in arrays}) > 1 or not -arrays[0].ndim <= axis < arrays[0].ndim:
+        raise _not_joined(arrays, axis)
+    along = axis % arrays[0].ndim
+    if len({(*each.shape[:along], *each.shape[along + 1 :]) for each in arrays}) > 1:
+        raise _not_joined(arrays, axis)
     value = xp.concatenate(arrays, axis=axis)
-    along = axis % value.ndim
 
     def pullback(gy: Array, *gradients: Gradient | None) -> None:
         first = 0
@@ -177,6 +182,14 @@ def _joined(*xs: Tensor, axis: int) -> Tensor:
 
     shapes = [x.shape for x in arrays]
     return tensor.on_tape(value, xs, pullback, lambda out: [(lambda: xp.concatenate(arrays, axis=axis, out=out), ())])
+
+
+def _not_joined(arrays: Sequence[Array], axis: int) -> UnsupportedError:
+    return UnsupportedError(
+        "concatenate",
+        expected=f"tensors that are alike but along axis {axis}",
+        got=", ".join(str(tuple(each.shape)) for each in arrays) or "none",
+    )
 
 
 def stack(xs: Sequence[Any], axis: int = 0) -> Tensor:

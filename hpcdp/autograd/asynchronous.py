@@ -168,6 +168,9 @@ class _Dispatcher:
         """Read by all calls, and written by those that do more than to give a result, which so come in their order."""
         self._shapes: dict[tuple[Any, ...], tuple[bool, list[Meta]]] = {}
 
+    def read(self) -> None:
+        """See `registry.Tracer`; they are there."""
+
     def settle(self) -> None:
         """See `registry.Tracer`."""
         self._engine.waitall()

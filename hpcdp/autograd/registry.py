@@ -78,6 +78,10 @@ class Tracer(Protocol):
         """What a call returns."""
         ...
 
+    def read(self) -> None:
+        """The values of a tensor that is no result of a call are about to be read."""
+        ...
+
     def settle(self) -> None:
         """Wait until all that was taken is computed: tensors are about to change in place."""
         ...

@@ -92,34 +92,44 @@ class Tensor:
 
     def asnumpy(self) -> np.ndarray:
         """A copy in host memory."""
+        _about_to_read()
         return np.array(to_host(self.data))
 
     def item(self) -> Any:
         """The only element, as a Python number."""
+        _about_to_read()
         return self.data.item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        _about_to_read()
         host = to_host(self.data)
         if dtype is not None and host.dtype != dtype:
             return host.astype(dtype)
         return np.array(host) if copy else host
 
     def __float__(self) -> float:
+        _about_to_read()
         return float(self.data)
 
     def __int__(self) -> int:
+        _about_to_read()
         return int(self.data)
 
     def __bool__(self) -> bool:
+        _about_to_read()
         return bool(self.data)
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __repr__(self) -> str:
+        _about_to_read()
         body = np.array2string(to_host(self.data), separator=", ", prefix="Tensor(", threshold=100)
         tape = ", recorded" if self.node is not None else f", grad_req={self.grad_req!r}" * (self.grad_req != "null")
         return f"{type(self).__name__}({body}, shape={tuple(self.shape)}, dtype={self.dtype}{tape})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
@@ -276,6 +286,11 @@ class Tensor:
 
     def sigmoid(self) -> Tensor:
         return operators.sigmoid(self)
+
+
+def _about_to_read() -> None:
+    if modes.tracer is not None:
+        modes.tracer.read()
 
 
 def as_tensor(x: Any) -> Tensor:

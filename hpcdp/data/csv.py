@@ -44,12 +44,18 @@ def read_csv(
 
     Raises:
         ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
-            is no number; another ``label_dtype``.
+            is no number; a delimiter of several characters; another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (the row is
             named, and names of columns are told from those), lacks the label's column, has labels that are not of
             ``label_dtype``, or does not fit ``sample_shape``.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
+    whole_number("read csv", "num_parts", num_parts, 1)
+    whole_number("read csv", "part_index", part_index, 0)
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise ConfigError("read csv", where="delimiter", expected="one character", got=repr(delimiter))
+    if not isinstance(sample_shape, tuple | list | None):
+        raise ConfigError("read csv", where="sample_shape", expected="a tuple of lengths", got=repr(sample_shape))
     labels_as = _label_dtype(label_dtype)
     if not Path(path).is_file():
         raise DataError("read csv", where=path, expected="a file", got="none")
@@ -59,10 +65,7 @@ def read_csv(
     if not isinstance(label_column, int):
         raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
-        if num_parts > 1:
-            table = _fields(_rows_of_part(Path(path), skip_rows, num_parts, part_index), np.float64, delimiter, 0)
-        else:
-            table = _fields(Path(path), np.float64, delimiter, skip_rows)
+        table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
     except (OSError, EOFError, ValueError) as error:
         if part_index == 0:
             _refuse_names(Path(path), delimiter, skip_rows)
@@ -70,10 +73,6 @@ def read_csv(
             "read csv", where=path, expected="rows of as many numbers each", got=_without_hint(error)
         ) from error
     rows, columns = table.shape
-    if rows == 0 and num_parts > 1:
-        return ArrayDataset(np.empty((0, *(sample_shape or (0,))), np.float32), np.empty(0, labels_as))
-    if rows == 0:
-        raise DataError("read csv", where=path, expected="at least one row", got="none")
     if columns < 2:
         raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
     if not -columns <= label_column < columns:
@@ -113,6 +112,20 @@ def _label_dtype(given: npt.DTypeLike) -> np.dtype:
 def _without_hint(error: Exception) -> str:
     """What NumPy says, without the argument of its own that it proposes."""
     return str(error).partition("; use `usecols`")[0]
+
+
+def _table(path: Path, delimiter: str, skip_rows: int, num_parts: int, part_index: int) -> np.ndarray:
+    """The numbers of a part, with the columns of the whole file also where it has no rows; `ValueError` as NumPy."""
+    first = _fields(path, str, delimiter, skip_rows, 1)
+    if len(first) == 0:
+        raise DataError("read csv", where=path, expected="at least one row", got="none")
+    if num_parts == 1:
+        return _fields(path, np.float64, delimiter, skip_rows)
+    columns = first.shape[1]
+    table = _fields(_rows_of_part(path, skip_rows, num_parts, part_index), np.float64, delimiter, 0)
+    if len(table) and table.shape[1] != columns:
+        raise ValueError(f"{table.shape[1]} in part {part_index}, and {columns} in the first row")
+    return table if len(table) else np.empty((0, columns))
 
 
 def _fields(

@@ -113,7 +113,11 @@ class HDF5Dataset(Dataset):
             return dataset[int(index) % n]
         wanted = np.asarray(index)
         if wanted.dtype == bool:
+            if wanted.shape != (n,):
+                raise IndexError(f"a mask of shape {wanted.shape} for {n} samples")
             wanted = np.flatnonzero(wanted)
+        if wanted.size and wanted.dtype.kind not in "iu":
+            raise IndexError(f"an index of {wanted.dtype} is none of samples")
         if wanted.size == 0:
             return np.empty((0, *dataset.shape[1:]), dataset.dtype)
         if wanted.min() < -n or wanted.max() >= n:

@@ -308,7 +308,7 @@ def _forward_signals(
             if received != (signal.SIGINT, _SI_KERNEL):
                 mpirun.send_signal(received.number)
     if mpirun.returncode < 0 and not is_killed and ended_by is None and watch.failed is None:
-        say(f"mpirun was killed by {signal.Signals(-mpirun.returncode).name}")
+        say(f"{'srun' if family == 'srun' else 'mpirun'} was killed by {signal.Signals(-mpirun.returncode).name}")
     return ended_by
 
 

@@ -341,11 +341,11 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
         UnsupportedError: other shapes, or labels that are no integers.
         DataError: a label is out of range.
     """
-    x, y = as_tensor(logits), labels
+    x, y = as_tensor(logits), np.asarray(labels) if isinstance(labels, (list, tuple)) else labels
     if x.ndim > 2 and tuple(y.shape) == x.shape[:-1]:
         each = _cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1))
         return each.reshape(y.shape[0], math.prod(y.shape[1:])).mean(axis=1)
-    return _cross_entropy(logits, labels)
+    return _cross_entropy(logits, y)
 
 
 @operator("softmax_cross_entropy", ("logits", "labels"))
@@ -389,7 +389,22 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
 
 
 def l2_loss(predictions: Any, targets: Any) -> Tensor:
-    """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``."""
-    error = operators.subtract(predictions, targets)
+    """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``.
+
+    Args:
+        predictions: shape ``(batch, ...)``.
+        targets: as many elements of one sample; those of another shape are taken in the order of ``predictions``.
+
+    Raises:
+        UnsupportedError: another number of elements, or of samples.
+    """
+    x, y = as_tensor(predictions), as_tensor(targets)
+    if x.shape != y.shape:
+        if x.size != y.size or x.shape[:1] != y.shape[:1]:
+            raise UnsupportedError(
+                "l2_loss", expected=f"targets of {tuple(x.shape)}, as predictions", got=tuple(y.shape)
+            )
+        y = y.reshape(x.shape)
+    error = operators.subtract(x, y)
     halves = error * error * 0.5
     return halves if halves.ndim < 2 else halves.mean(axis=tuple(range(1, halves.ndim)))

@@ -55,6 +55,7 @@ class Dense(Module):
         self.weight = deferred.parameter((in_features, out_features), weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_features,))) if bias else None
         self.activation = activation
+        functional.is_relu(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)
@@ -100,6 +101,7 @@ class Conv2D(Module):
         self.weight = deferred.parameter((out_channels, in_channels, *kernel), weight_init or Xavier())
         self.bias = Parameter(Zeros()((out_channels,))) if bias else None
         self.activation = activation
+        functional.is_relu(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         self.check(x)

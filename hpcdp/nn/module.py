@@ -135,7 +135,9 @@ class Module:
     def export(self, path: str | Path) -> tuple[Path, Path]:
         """Write the graph of predictions (``path.json``) and what they read (``path.h5``), for `SymbolBlock.load`.
 
-        Files that were there are replaced whole. One rank should write, as parameters are alike on all.
+        The forward is traced again with other batches: where it calls other operators then, what is loaded takes
+        batches of this size alone. Files that were there are replaced whole. One rank should write, as parameters are
+        alike on all.
 
         Returns:
             The paths of both files.
@@ -146,7 +148,9 @@ class Module:
         """
         from .symbol_block import export
 
-        return export(self.graph(), path)
+        self.graph()
+        assert self._hybrid is not None
+        return export(self._hybrid.graph_to_export(), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""

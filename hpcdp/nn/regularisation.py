@@ -24,6 +24,9 @@ class BatchNorm(KeepsStatistics, Module):
         channels: the input is ``(batch, channels, ...)``; None: those of the first one.
         momentum: how much of the running statistics stays.
         eps: added to the variance.
+
+    Raises:
+        ConfigError: ``channels`` below 1, ``momentum`` outside of [0, 1], ``eps`` not above 0.
     """
 
     keeps_float32 = True
@@ -31,6 +34,10 @@ class BatchNorm(KeepsStatistics, Module):
     def __init__(self, channels: int | None, momentum: float = 0.9, eps: float = 1e-5) -> None:
         if channels is not None:
             whole_number("BatchNorm", "channels", channels, 1)
+        if not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
+            raise ConfigError("BatchNorm", where="momentum", expected="a share in [0, 1]", got=repr(momentum))
+        if not isinstance(eps, int | float) or not eps > 0:
+            raise ConfigError("BatchNorm", where="eps", expected="a number above 0", got=repr(eps))
         self.gamma, self.beta = deferred.parameter((channels,), Ones()), deferred.parameter((channels,), Zeros())
         self.running_mean, self.running_var = Tensor(Zeros()((channels or 0,))), Tensor(Ones()((channels or 0,)))
         self.momentum, self.eps = momentum, eps

@@ -58,8 +58,8 @@ class SymbolBlock(Module):
 
     It computes what the exported network predicted, to the bit; its parameters have the same names, get gradients, and
     can be trained further (layers go on as in prediction: batch normalisation by running statistics, no dropout). It
-    takes batches of any size, and all else as it was when exported: what follows may count on it, as the divisor of a
-    mean or the number of learnt places does.
+    takes batches of any size, unless its forward made numbers of the batch's, as the divisor of a mean over it is one;
+    all else is as it was when exported.
 
     Source: the model is that of Gluon's ``SymbolBlock.imports``.
     """
@@ -115,10 +115,12 @@ class SymbolBlock(Module):
             raise DataError("load", where=where, expected="a graph that can be computed", got=error) from error
 
     def forward(self, *inputs: Any) -> Any:
-        given = [(each.ndim, tuple(each.shape[1:]), str(each.dtype)) for each in inputs]
-        expected = [(len(each.shape), each.shape[1:], each.dtype) for each in self._graph.inputs]
+        any_batch = self._graph.any_batch
+        given = [(each.ndim, tuple(each.shape[any_batch:]), str(each.dtype)) for each in inputs]
+        expected = [(len(each.shape), each.shape[any_batch:], each.dtype) for each in self._graph.inputs]
         if given != expected:
-            shapes = ", ".join(f"{each.dtype} of shape {_any_batch(each.shape)}" for each in self._graph.inputs)
+            shape_of = _any_batch if any_batch else tuple
+            shapes = ", ".join(f"{each.dtype} of shape {shape_of(each.shape)}" for each in self._graph.inputs)
             got = ", ".join(f"{each.dtype} of shape {tuple(each.shape)}" for each in inputs)
             raise ConfigError("SymbolBlock", where="inputs", expected=shapes, got=got or "none")
         return self._run(inputs)

@@ -21,7 +21,7 @@ from ..autograd import Tensor, as_tensor
 from ..comm import World, init
 from ..comm.agreement import require_same
 from ..comm.watchdog import Watchdog
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, whole_number
 from ..nn import Module
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
 from .schedules import SCHEDULES, Action
@@ -96,6 +96,8 @@ class Pipeline(Module):
         schedule: str = "1f1b",
     ) -> None:
         world = init() if world is None else world
+        if isinstance(stages, Module) or not isinstance(stages, Sequence):
+            raise ConfigError("Pipeline", where="stages", expected="a list of modules", got=type(stages).__name__)
         _check(len(stages), world.size, micro_batches, schedule)
         said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
         require_same(world.comm, "Pipeline", said, "make it alike on all ranks")
@@ -273,8 +275,7 @@ def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> Non
         raise ConfigError("Pipeline", where="schedule", expected=f"one of {', '.join(SCHEDULES)}", got=repr(schedule))
     if num_stages < 1:
         raise ConfigError("Pipeline", where="stages", expected="at least one", got="none")
-    if micro_batches < 1:
-        raise ConfigError("Pipeline", where="micro_batches", expected="at least 1", got=micro_batches)
+    whole_number("Pipeline", "micro_batches", micro_batches, 1)
     if size > 1 and size % num_stages:
         raise ConfigError(
             "Pipeline", where="world", expected=f"1 rank, or a multiple of the {num_stages} stages", got=f"{size} ranks"

@@ -12,7 +12,7 @@ from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.data import Dataset
 from hpcdp.data.split import piece_bounds
-from hpcdp.errors import ConfigError
+from hpcdp.errors import whole_number
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
 
@@ -52,9 +52,8 @@ def evaluate(
             ``virtual_shards``, for a result alike to the bit on any number of ranks. None: one a rank.
     """
     world = world or init()
-    num_parts = world.size if num_parts is None else num_parts
-    if not isinstance(num_parts, int | np.integer) or isinstance(num_parts, bool) or num_parts < 1:
-        raise ConfigError("evaluate", where="num_parts", expected="an integer >= 1", got=repr(num_parts))
+    whole_number("evaluate", "batch_size", batch_size, 1)
+    num_parts = world.size if num_parts is None else whole_number("evaluate", "num_parts", num_parts, 1)
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
     sums = np.zeros((num_parts, 3))
     with predict_mode():

@@ -13,6 +13,7 @@ from hpcdp.autograd import Tensor, record
 from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank, require_same
 from hpcdp.data import DataLoader, SharedSampler
+from hpcdp.errors import ConfigError
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.trace import Trace
@@ -70,7 +71,7 @@ def fit(
 
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
-            another number of them; or there are checkpoints, and the run does not go on from them.
+            another number of them; or there are checkpoints, and the run does not go on from them; no rank has a batch.
         MismatchError: ranks have another number of epochs, other kinds of layers, another order of the data set, other
             shares or callbacks that decide, or the same part of the data; on every rank, before the first step.
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
@@ -90,6 +91,11 @@ def fit(
     loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints)
     position = loop.begin()
     steps = loop.steps()
+    if epochs and steps == 0:
+        raise ConfigError(
+            "fit", where="loader", expected="an epoch of at least one batch", got="none on any rank",
+            remedy="a smaller batch_size, or last_batch='keep'",
+        )  # fmt: skip
     for callback in callbacks:
         if position.total:
             callback.on_resume(position.epoch - 1, position.total)

@@ -39,6 +39,11 @@ class Run:
         """Its records of one ``kind``."""
         return [each for each in self.records if each["kind"] == kind]
 
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether it had others to communicate with: one rank may measure some microseconds of that, too."""
+        return self.settings.get("ranks", 1) != 1 or any("by_rank" in each for each in self.records)
+
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs of ``folders``, by the shortest names that tell them apart.
@@ -115,10 +120,13 @@ def _result(run: Run) -> dict[str, str]:
         found["test loss"] = f"{epochs[-1]['test_loss']:.4f}"
     seconds = sum(each.get("seconds") or 0 for each in steps)
     if seconds:
-        exposed = sum(each.get("comm_exposed_s") or 0 for each in steps)
         found["training time"] = f"{seconds:.1f} s"
-        found["samples/s"] = f"{statistics.median(each['samples_per_s'] for each in steps):,.0f}, median"
-        found["communication exposed"] = f"{exposed:.2f} s, {exposed / seconds:.1%}"
+        rates = [each["samples_per_s"] for each in steps if each.get("samples_per_s") is not None]
+        if rates:
+            found["samples/s"] = f"{statistics.median(rates):,.0f}, median"
+        if run.has_several_ranks:
+            exposed = sum(each.get("comm_exposed_s") or 0 for each in steps)
+            found["communication exposed"] = f"{exposed:.2f} s, {exposed / seconds:.1%}"
     if epochs and epochs[-1].get("critical_path"):
         found["critical path"] = str(epochs[-1]["critical_path"])
     slow = [each for each in epochs if "slowest_rank" in each]

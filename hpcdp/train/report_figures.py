@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a84a6b", "#6b6b6b")
 _PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
 _MOST_BARS = 64
+_MOST_INSIDE = 4
+"""So many names of curves find a place between them."""
 
 
 def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
@@ -42,7 +44,7 @@ def _points(run: Run, kind: str, name: str) -> tuple[str, list[float], list[floa
 
 def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
     epochs, values, before = [], [], 0
-    for each in run.of_kind("step"):
+    for each in run.of_kind("step") if run.has_several_ranks else ():
         steps, before = each["step"] - before, each["step"]
         if steps > 0 and each.get("comm_exposed_s") is not None:
             epochs.append(each["epoch"])
@@ -65,7 +67,10 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
         by_powers(axes)
     elif heading != "Accuracy":
         axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="best", fontsize=9)
+    if len(axes.lines) <= _MOST_INSIDE:
+        axes.legend(frameon=False, loc="best", fontsize=9)
+    else:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     return _png(figure)
 
 

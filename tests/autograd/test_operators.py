@@ -6,6 +6,7 @@ from finite_differences import assert_gradients
 
 from hpcdp import autograd
 from hpcdp.autograd import Tensor, concatenate, maximum, minimum, operators, stack, where
+from hpcdp.errors import UnsupportedError
 
 RNG = np.random.default_rng(0)
 A = RNG.uniform(0.5, 2.0, (3, 4))
@@ -103,6 +104,20 @@ def test_matrix_products(left, right):
     a, b = RNG.standard_normal(left), RNG.standard_normal(right)
     np.testing.assert_allclose((Tensor(a) @ Tensor(b)).data, a @ b)
     assert_gradients(lambda x, y: x @ y, a, b)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axis", "got"),
+    [
+        ([(2, 3), (2, 4)], 0, r"\(2, 3\), \(2, 4\)"),
+        ([(2,), (2, 1)], 0, r"\(2,\), \(2, 1\)"),
+        ([(2, 3)], 2, ""),
+        ([], 0, "none"),
+    ],
+)
+def test_what_cannot_be_joined(shapes, axis, got):
+    with pytest.raises(UnsupportedError, match=rf"concatenate: expected tensors .* along axis {axis}, got {got}"):
+        concatenate([Tensor(np.zeros(shape)) for shape in shapes], axis)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

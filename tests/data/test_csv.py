@@ -1,5 +1,6 @@
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,14 +108,14 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
         read_csv(tmp_path / "x.csv.gz")
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 23])
+@pytest.mark.parametrize("rows", [1, 2, 5, 23])
 @pytest.mark.parametrize("num_parts", [2, 3, 7])
 @pytest.mark.parametrize("end", ["\n", "\r\n", ""])
 def test_parts_together_are_the_table(tmp_path: Path, rows: int, num_parts: int, end: str) -> None:
     path = tmp_path / "table.csv"
     table = np.random.default_rng(rows).integers(0, 10**6, (rows, 3))
     lines = [",".join(map(str, row)) for row in table]
-    path.write_text("name,of,columns\n" + (end or "\n").join(lines) + (end if rows else ""), newline="")
+    path.write_text("name,of,columns\n" + (end or "\n").join(lines) + end, newline="")
     parts = [
         read_csv(path, skip_rows=1, num_parts=num_parts, part_index=i, sample_shape=(2,)) for i in range(num_parts)
     ]
@@ -135,3 +136,32 @@ def test_parts_that_there_are_not(tmp_path: Path) -> None:
     assert read_csv(path, num_parts=2, part_index=0).y.tolist() == [2]
     with pytest.raises(DataError, match="rows of as many numbers each, got could not convert"):
         read_csv(path, num_parts=2, part_index=1)
+
+
+def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("1,2,0\n")
+    empty = read_csv(path, num_parts=3, part_index=2)
+    assert empty.x.shape == (0, 2) and empty.y.shape == (0,)
+    path.write_text("1,2,0\n" * 10 + "1,2,3,0\n" * 10)
+    with pytest.raises(DataError, match="rows of as many numbers each, got 4 in part 1, and 3 in the first row"):
+        read_csv(path, num_parts=2, part_index=1)
+    path.write_text("")
+    with pytest.raises(DataError, match="at least one row, got none"):
+        read_csv(path, num_parts=2, part_index=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"num_parts": "2"}, r"num_parts\]: expected an integer >= 1, got '2'"),
+        ({"part_index": -1}, r"part_index\]: expected an integer >= 0, got -1"),
+        ({"delimiter": ";;"}, r"delimiter\]: expected one character, got ';;'"),
+        ({"sample_shape": 5}, r"sample_shape\]: expected a tuple of lengths, got 5"),
+    ],
+)
+def test_arguments_that_cannot_be(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("1,2,0\n")
+    with pytest.raises(ConfigError, match=says):
+        read_csv(path, **wrong)

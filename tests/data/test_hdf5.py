@@ -66,6 +66,12 @@ def test_out_of_bounds(values, index) -> None:
         HDF5Dataset(values[0])[index]
 
 
+@pytest.mark.parametrize("index", [np.array([0.0, 1.5]), np.ones(299, bool), np.ones((300, 1), bool)])
+def test_what_is_no_index_of_samples(values, index) -> None:
+    with pytest.raises(IndexError, match=r"for 300 samples|is none of samples"):
+        HDF5Dataset(values[0])[index]
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -82,6 +82,11 @@ def test_losses_are_per_sample():
     found = F.l2_loss(target + 2, target).data
     np.testing.assert_allclose(found, np.full(5, 2.0))
     assert_gradients(lambda x, y: F.l2_loss(x, y), RNG.standard_normal((5, 2, 3)), target)
+    for column in (target[:, 0, 0], target[:, :1, 0]):  # as many elements are never (5, 5)
+        assert F.l2_loss(np.zeros((5, 1)), column).data == pytest.approx(target[:, 0, 0] ** 2 / 2)
+    for wrong in (target[:4], target[:, 0], 0.0, target[:, 0, :1].T):
+        with pytest.raises(UnsupportedError, match=r"l2_loss: expected targets of \(5, 2, 3\), as predictions, got"):
+            F.l2_loss(target, wrong)
     assert_gradients(lambda x: F.l2_loss(x, target[:, 0, 0]), RNG.standard_normal(5))
 
 

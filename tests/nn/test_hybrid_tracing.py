@@ -49,6 +49,7 @@ REFUSED = {
     "if": (branch, r"got bool\(tensor\), as if, while and assert do.*autograd\.where for a condition"),
     "print": (lambda self, y: print(y) or y, r"got the text of a tensor, as print\(\) does"),
     "format": (lambda self, y: f"{y}" and y, "got the text of a tensor"),
+    "format with digits": (lambda self, y: f"{y.sum():.3f}" and y, r"got the text of a tensor, as an f-string does"),
     "asnumpy": (lambda self, y: y * y.asnumpy().mean(), r"got tensor\.asnumpy\(\)"),
     "numpy": (lambda self, y: y * np.asarray(y), "got a tensor as a NumPy array"),
     "data": (lambda self, y: y * y.data, r"got tensor\.data"),
@@ -60,6 +61,10 @@ REFUSED = {
     "array": (lambda self, y: y + np.random.default_rng(0).random(3), r"an array of shape \(3,\) from elsewhere"),
     "tensor": (lambda self, y: y + OUTSIDE, r"an array of shape \(3,\) from elsewhere.*keep it as an attribute"),
     "assignment": (assigned, r"got one that assigns Uses\.last; return what is to be kept"),
+    "item of a parameter": (lambda self, y: y * self.scale.asnumpy().max().item(), r"got tensor\.asnumpy\(\)"),
+    "if of a parameter": (lambda self, y: y if self.scale[0] > 0 else -y, r"got bool\(tensor\), as if, while"),
+    "print of a parameter": (lambda self, y: print(self.scale) or y, r"got the text of a tensor, as print\(\) does"),
+    "a parameter as an array": (lambda self, y: y * np.asarray(self.scale).max(), "got a tensor as a NumPy array"),
     "own operation": (lambda self, y: autograd.on_tape(y.data * 2, (y,), None), r"got tensor\.data"),
 }
 

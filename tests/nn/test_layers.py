@@ -113,10 +113,22 @@ def test_an_empty_batch_goes_forward_and_back(layer):
         (lambda: nn.LSTM(4, None), r"LSTM \[size\]: expected an integer >= 1, got None"),
         (lambda: nn.Embedding(None, 4), r"Embedding \[num_tokens\]: expected an integer >= 1, got None"),
         (lambda: nn.BatchNorm("a"), r"BatchNorm \[channels\]: expected an integer >= 1, got 'a'"),
+        (lambda: nn.BatchNorm(3, momentum=2), r"BatchNorm \[momentum\]: expected a share in \[0, 1\], got 2"),
+        (lambda: nn.BatchNorm(3, momentum="0.9"), r"BatchNorm \[momentum\]: .* got '0\.9'"),
+        (lambda: nn.BatchNorm(3, eps=0), r"BatchNorm \[eps\]: expected a number above 0, got 0"),
+        (lambda: nn.BatchNorm(3, eps=float("nan")), r"BatchNorm \[eps\]: .* got nan"),
         (lambda: nn.LayerNorm(0), r"LayerNorm \[features\]: expected an integer >= 1, got 0"),
         (lambda: nn.Dropout("a"), r"Dropout \[p\]: expected a probability in \[0, 1\), got 'a'"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_name(make, message):
     with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Dense(3, 4, activation="gelu"), lambda: nn.Conv2D(3, 4, 3, activation="gelu")]
+)
+def test_an_activation_that_is_none_is_refused_when_the_layer_is_made(make):
+    with pytest.raises(UnsupportedError, match="activation: expected 'relu' or None, got 'gelu'"):
         make()

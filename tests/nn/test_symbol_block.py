@@ -176,3 +176,59 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"net\.(json|h5)"):
         nn.SymbolBlock.load(tmp_path / "net")
     assert inputs
+
+
+class ByBatch(nn.Module):
+    def __init__(self, what):
+        self.__dict__["what"] = what
+        self.scale = nn.Parameter(arrays(3))
+
+    def forward(self, x):
+        return self.what(x * self.scale)
+
+
+OF_ONE_SIZE = {
+    "mean": lambda y: y - y.mean(axis=0),
+    "mean of all": lambda y: y.mean(),
+    "len": lambda y: y / len(y),
+    "half": lambda y: y[: len(y) // 2],
+    "rows": lambda y: autograd.stack([y[i] for i in range(len(y))]),
+    "shape": lambda y: y.reshape(len(y) * 3, 1),
+    "condition": lambda y: y if len(y) > 1 else -y,
+}
+OF_ANY_SIZE = {
+    "sum": lambda y: y - y.sum(axis=0),
+    "columns": lambda y: y.mean(axis=1),
+    "shape": lambda y: y.reshape(len(y), 3, 1),
+    "first row": lambda y: y - y[0],
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("what", OF_ONE_SIZE)
+def test_a_forward_that_makes_numbers_of_the_batch_is_loaded_for_batches_of_that_size(tmp_path, what, rows):
+    net = ByBatch(OF_ONE_SIZE[what])
+    net.hybridize()
+    expected = net(arrays(rows, 3))
+    net.export(tmp_path / "net")
+    loaded = nn.SymbolBlock.load(tmp_path / "net")
+    np.testing.assert_array_equal(loaded(arrays(rows, 3)).data, expected.data)
+    with pytest.raises(ConfigError, match=rf"expected float32 of shape \({rows}, 3\), got float32 of shape \(4, 3\)"):
+        loaded(arrays(4, 3))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("what", OF_ANY_SIZE)
+def test_a_forward_that_takes_batches_as_they_come_is_loaded_for_all(tmp_path, what, rows):
+    net = ByBatch(OF_ANY_SIZE[what])
+    net.hybridize()
+    net(arrays(rows, 3))
+    net.export(tmp_path / "net")
+    loaded = nn.SymbolBlock.load(tmp_path / "net")
+    for other in (1, 4, 7):
+        np.testing.assert_array_equal(loaded(arrays(other, 3)).data, net(arrays(other, 3)).data)
+    loaded.hybridize()
+    loaded(arrays(3, 3))
+    loaded.export(tmp_path / "again")
+    again = nn.SymbolBlock.load(tmp_path / "again")
+    np.testing.assert_array_equal(again(arrays(6, 3)).data, net(arrays(6, 3)).data)

@@ -289,7 +289,8 @@ def test_each_stage_has_checkpoints_that_another_number_of_copies_restores(tmp_p
     [
         (3, {}, "1 rank, or a multiple of the 2 stages, got 3 ranks"),
         (2, {"schedule": "2f2b"}, "one of gpipe, 1f1b, got '2f2b'"),
-        (2, {"micro_batches": 0}, "at least 1, got 0"),
+        (2, {"micro_batches": 0}, "an integer >= 1, got 0"),
+        (2, {"micro_batches": 1.5}, "an integer >= 1, got 1.5"),
     ],
 )
 def test_what_cannot_be(n, settings, says):
@@ -317,6 +318,8 @@ def test_a_trainer_of_another_world_and_labels_that_are_missing():
     threads.run(2, rank)
     with pytest.raises(ConfigError, match=r"stages\[1\]"):
         threads.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
+    with pytest.raises(ConfigError, match=r"stages\]: expected a list of modules, got Sequential"):
+        threads.run(1, lambda world: Pipeline(nn.Sequential(), LOSS, world))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -87,6 +87,7 @@ def test_a_profile_that_the_variable_names_and_is_missing_is_named_with_it(
         ('time = "99:99:99"', "minutes and seconds below 60, or 0 for no limit, got '99:99:99'"),
         ('time = "2-12:60"', "got '2-12:60'"),
         ('time = "00:00:00"', "or 0 for no limit, got '00:00:00'"),
+        ('mpi_type = "none"', "expected a name such as pmix, with which ranks find each other, got 'none'"),
         ('mpi_type = "pmix;x"', "mpi_type [site.toml]: expected a name such as pmix"),
         ('modules = "gcc"', 'modules [site.toml]: expected a list, e.g. ["a", "b"], got \'gcc\''),
         ("modules = [1]", "modules [site.toml]: expected text on one line, in quotes, got 1"),

@@ -82,6 +82,13 @@ def test_what_a_job_that_comes_back_needs(name: str) -> None:
     assert text.index("trap 'ends_soon=1' USR1") < text.index("program=(")
 
 
+def test_folders_below_ones_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a b")
+    site = Profile(mpi_type="pmix", time="1", venv="~/env", image="~/x.sif")
+    text = render(Request(template="train", program=TRAIN), site).text
+    assert "source '/home/a b/env/bin/activate' || exit 1" in text and "apptainer exec '/home/a b/x.sif'" in text
+
+
 def test_a_folder_of_its_own_to_go_on_in() -> None:
     made = render(Request(template="train", program=TRAIN), SRUN)
     assert "run=${1:-runs/train-$job}\n" in made.text

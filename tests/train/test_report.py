@@ -95,6 +95,7 @@ def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
     assert rows(page)["lr"] == ["0.1", "0.2"] and "x/run, y/run" in page
     marked = re.findall(r'<tr class="differs"><th>(.*?)</th>', page)
     assert "lr" in marked and "ranks" in marked and "model" not in marked
+    assert rows(page)["communication exposed"] == ["0.60 s, 20.0%", ""]
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         "accuracy.png", "exposed-communication-ms-a-step.png", "loss.png", "ranks-ms-a-step.png",
         "samples-a-second.png",

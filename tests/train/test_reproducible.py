@@ -563,7 +563,8 @@ def test_a_loader_for_another_trainer_is_refused():
         threads.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
 
 
-def test_an_empty_data_set_trains_nothing():
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_an_empty_data_set_is_refused(reproducible):
     def one(world, **options):
         net = network()
         trainer = trainer_of(net, world, **options)
@@ -571,9 +572,12 @@ def test_an_empty_data_set_trains_nothing():
         sampler = (
             VirtualShardSampler(0, 32, 8, world.size, world.rank) if trainer.virtual_shards else ShardedSampler(0, 32)
         )
-        return fit(net, trainer, DataLoader(empty, sampler), epochs=1, world=world)[0]["samples"]
+        with pytest.raises(
+            ConfigError, match=r"fit \[loader\]: expected an epoch of at least one batch, got none on any"
+        ):
+            fit(net, trainer, DataLoader(empty, sampler), epochs=1, world=world)
 
-    assert threads.run(2, one) == threads.run(2, lambda world: one(world, reproducible=False)) == [0, 0]
+    threads.run(2, lambda world: one(world, reproducible=reproducible))
 
 
 @pytest.mark.slow

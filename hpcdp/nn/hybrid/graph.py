@@ -96,6 +96,8 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     outputs: tuple[Source, ...] = ()
     form: str = "one"
+    any_batch: bool = False
+    """Whether it is known to be the network's for any number of rows, and not only for that of ``inputs``."""
 
     def summary(self) -> str:
         """A table: a line for every operation, with what it reads, the shape and bytes of its result, parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
 from ...errors import ConfigError
 from ..virtual_shard import entered_shard
+from .batches import takes_any_batch
 from .changed import state
 from .graph import Graph
 from .plan import Plan, Shortcut
@@ -121,6 +123,12 @@ class Hybrid:
             got="none since the module was made or changed", remedy="call net(x) once",
         )  # fmt: skip
 
+    def graph_to_export(self) -> Graph:
+        """As `graph`, with ``any_batch`` found out, for which the forward is traced again. Raises as that does."""
+
+        graph = self.graph()
+        return replace(graph, any_batch=takes_any_batch(graph, lambda given: self._traced(given)[0]))
+
     def _needs_forward(self) -> bool:
         """Virtual shards change what layers draw and note, and layers of all ranks talk to the others."""
         return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
@@ -146,12 +154,16 @@ class Hybrid:
         here.modules = now
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
-        run = TracingRun(_attributes_of(self._module), given)
-        result = run.run(self._module.forward, given)
-        here.known[key] = _Known(run.graph, modes.recording)
+        graph, result = self._traced(given)
+        here.known[key] = _Known(graph, modes.recording)
         while len(here.known) > _KEYS_KEPT:
             here.known.popitem(last=False)
         return result
+
+    def _traced(self, given: Sequence[Tensor]) -> tuple[Graph, Any]:
+        run = TracingRun(_attributes_of(self._module), given)
+        result = run.run(self._module.forward, given)
+        return run.graph, result
 
 
 def _parts(module: Module) -> Iterator[Module]:

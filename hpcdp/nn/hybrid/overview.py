@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ _COLORS = {
 }
 _MOST_INCHES = 200.0
 _ENDINGS = (".png", ".svg", ".pdf")
+_COLUMNS = 80
+_READS, _LEAST_READS = 2, 16
+"""The column of a table that is wrapped where a line is too long, and how narrow it may become."""
 
 
 def summary(graph: Graph) -> str:
@@ -38,20 +42,42 @@ def summary(graph: Graph) -> str:
         rows.append(
             (str(number), title(node), reads, _shape(out.shape), f"{count:,}" if count else "", f"{out.nbytes:,}")
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = [line for row in rows for line in _wrapped(row, _reads_width(rows))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(rows[0]))]
     left = (False, True, True, True, False, False)
     lines = [
         "  ".join(
             cell.ljust(width) if to_left else cell.rjust(width)
             for cell, width, to_left in zip(row, widths, left, strict=True)
         ).rstrip()
-        for row in rows
+        for row in table
     ]
     total = sum(math.prod(shape) for held, (shape, _) in zip(graph.held, graph.kinds, strict=True) if _learnt(held))
     nbytes = sum(each.outputs[0].nbytes for each in graph.nodes)
     outputs = ", ".join(_name(graph, each) for each in graph.outputs)
-    return "\n".join([*lines, f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; "
-                      f"returns {outputs}"])  # fmt: skip
+    whole = f"{len(graph.nodes)} operations, {total:,} parameters, {nbytes:,} bytes of results; returns {outputs}"
+    return "\n".join([*lines, *textwrap.wrap(whole, _COLUMNS)])
+
+
+def _reads_width(rows: Sequence[tuple[str, ...]]) -> int:
+    """What the other columns leave of a line for what operations read."""
+    others = [max(len(row[i]) for row in rows) + 2 for i in range(len(rows[0])) if i != _READS]
+    return max(_COLUMNS - sum(others), _LEAST_READS)
+
+
+def _wrapped(row: tuple[str, ...], width: int) -> Iterator[tuple[str, ...]]:
+    words = " ".join(_cut(word, width) for word in row[_READS].split())
+    first, *rest = textwrap.wrap(words, width, break_on_hyphens=False) or [""]
+    yield (*row[:_READS], first, *row[_READS + 1 :])
+    for more in rest:
+        yield tuple(more if i == _READS else "" for i in range(len(row)))
+
+
+def _cut(path: str, width: int) -> str:
+    """A path that is too long for a line, with blanks behind some of its dots."""
+    if len(path) <= width:
+        return path
+    return " ".join(line.replace(". ", ".") for line in textwrap.wrap(path.replace(".", ". "), width))
 
 
 def title(node: Node) -> str:

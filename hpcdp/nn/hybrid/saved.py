@@ -32,9 +32,12 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     Raises:
         ConfigError: an operator has something that cannot be written down.
     """
+    calls = calls_as_json(graph)
+    nodes = zip(calls["nodes"], graph.nodes, strict=True)
     return {
         "format": FORMAT,
         "version": VERSION,
+        "any_batch": graph.any_batch,
         "inputs": [_meta(each) for each in graph.inputs],
         "tensors": [
             {
@@ -45,12 +48,22 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
             }
             for name, held in zip(graph.names, graph.held, strict=True)
         ],
+        **calls,
+        "nodes": [{**call, "outputs": [_meta(each) for each in node.outputs]} for call, node in nodes],
+    }
+
+
+def calls_as_json(graph: Graph) -> dict[str, Any]:
+    """What `as_json` has of the graph beside shapes and dtypes: which operators are called with what.
+
+    Raises as that does.
+    """
+    return {
         "nodes": [
             {
                 "operator": node.operator,
                 "inputs": [_source(each) for each in node.inputs],
                 "attributes": {name: _value(node, each) for name, each in _attributes(graph, node).items()},
-                "outputs": [_meta(each) for each in node.outputs],
             }
             for node in graph.nodes
         ],
@@ -120,7 +133,8 @@ class Reader:
         self._require(isinstance(read, dict) and read.get("format") == FORMAT, f"a file of {FORMAT}")
         self._require(read.get("version") == VERSION, f"version {VERSION}", read.get("version"))
         try:
-            graph = Graph(tuple(map(self._meta, read["inputs"])), form=read["form"])
+            graph = Graph(tuple(map(self._meta, read["inputs"])), form=read["form"], any_batch=read["any_batch"])
+            self._require(type(graph.any_batch) is bool, "any_batch true or false", graph.any_batch)
             tensors = [self._tensor(each) for each in read["tensors"]]
             graph.names = [each["name"] for each in tensors]
             self._require(len(set(graph.names)) == len(tensors), "a name for each tensor", graph.names)

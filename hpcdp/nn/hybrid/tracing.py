@@ -13,6 +13,7 @@ from ...arrays import Array
 from ...autograd import Tensor
 from ...autograd.modes import TRACING, modes
 from ...autograd.registry import Operator
+from ...autograd.tensor import value_of
 from ...errors import HpcdpError
 from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
 
@@ -20,7 +21,8 @@ _HERE = Path(__file__).resolve().parent
 _OURS = (str(_HERE), str(_HERE.parents[1] / "autograd"), str(Path(np.__file__).parent), str(_HERE.parent / "module.py"))
 _WORDS = {
     "__bool__": "bool(tensor), as if, while and assert do", "__float__": "float(tensor)", "__int__": "int(tensor)",
-    "__repr__": "the text of a tensor, as print() does", "__array__": "a tensor as a NumPy array",
+    "__repr__": "the text of a tensor, as print() does",
+    "__format__": "the text of a tensor, as an f-string does", "__array__": "a tensor as a NumPy array",
     **dict.fromkeys(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"), "a change in place"),
     "__index__": "a tensor as an index",
     "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()", "waitall": "autograd.waitall()",
@@ -154,7 +156,7 @@ class TracingRun:
             is_many = called.signature.parameters[name].kind is called.signature.parameters[name].VAR_POSITIONAL
             inputs += value if is_many else [value]
         sources = tuple(self._source(each) for each in inputs)
-        if called.name == "getitem" and any(np.asarray(_inner(each)).dtype == bool for each in inputs[1:]):
+        if called.name == "getitem" and any(np.asarray(value_of(_inner(each))).dtype == bool for each in inputs[1:]):
             _refuse("take autograd.where: how many elements a mask chooses depends on values")
         modes.tracer = None
         try:
@@ -168,6 +170,10 @@ class TracingRun:
         self.graph.nodes.append(Node(called.name, sources, attributes, metas, modes.recording))
         traced = [Traced(self, Result(node, i), each) for i, each in enumerate(found)]
         return tuple(traced) if isinstance(result, tuple) else traced[0]
+
+    def read(self) -> None:
+        """Refused: replays would go on with the values of now."""
+        _refuse()
 
     def settle(self) -> None:
         """Refused: no replay would change a tensor of the network, or wait."""

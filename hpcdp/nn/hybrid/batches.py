@@ -1,0 +1,36 @@
+"""Whether a graph that was traced with one batch computes what the network does with any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ...autograd import Tensor, pause
+from .graph import Graph, Meta
+from .saved import calls_as_json
+
+
+def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> bool:
+    """Whether traces with other numbers of rows, the first axis of all inputs, call the same operators alike.
+
+    They do not where the forward has made a number of the batch's, as the divisor of a mean over it, or a loop's end.
+
+    Args:
+        trace: traces the network's forward once more, and returns its graph.
+    """
+    if not all(each.shape for each in graph.inputs):
+        return False
+    own = graph.names, calls_as_json(graph)
+    try:
+        with pause(), np.errstate(all="ignore"):
+            traced = map(trace, _others(graph.inputs))
+            return all((each.names, calls_as_json(each)) == own for each in traced)
+    except Exception:  # whatever a forward raises that does not take so many rows
+        return False
+
+
+def _others(inputs: tuple[Meta, ...]) -> Iterator[list[Tensor]]:
+    """Zeros for each input, with about twice its rows, and with one."""
+    for rows in (lambda had: 2 * had + 1, lambda had: 1):
+        yield [Tensor(np.zeros((rows(each.shape[0]), *each.shape[1:]), each.dtype)) for each in inputs]
