@@ -50,13 +50,16 @@ class CudaIpc:
 
     Raises:
         DeviceError: the GPU has no room, or a process cannot map what another has; on all ranks.
-        UnsupportedError: there is no kernel for such numbers.
+        UnsupportedError: there is no kernel for such numbers, or for so many ranks.
     """
 
     def __init__(self, comm: Communicator, memory: NodeMemory, streams: Streams, sizes: Sequence[RowSize]) -> None:
         strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
         if strange is not None:
             raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(_KINDS), got=strange)
+        if comm.size > cuda_reduce.MAX_ROWS:
+            expected = f"at most {cuda_reduce.MAX_ROWS} ranks that share a GPU"
+            raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")
         self.comm, self.memory, self.streams = comm, memory, streams
         self.is_leader = comm.rank == _LEADER
         self.stream: Stream = streams.stream()

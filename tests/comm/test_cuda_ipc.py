@@ -116,3 +116,9 @@ def test_each_row_begins_an_allocation_of_its_own_in_whole_blocks(gpus_on_host):
 
     threads.run(2, rank)
     assert sorted(block.size >> 20 for block in gpus_on_host.allocated.values()) == [2, 2, 2, 2, 4, 4]
+
+
+def test_more_ranks_than_one_kernel_takes_are_refused_before_anything_is_made(gpus_on_host):
+    with pytest.raises(UnsupportedError, match="CUDA IPC: expected at most 32 ranks that share a GPU, got 33"):
+        threads.run(33, make)
+    assert not gpus_on_host.allocated

@@ -128,7 +128,7 @@ def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}," in cuda.source("update")
     assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
     assert f"PIECES = {cuda_batch_norm._PIECES} " in cuda.source("batch_norm")
-    assert f"MAX_ROWS = {cuda_reduce._MAX_ROWS} " in cuda.source("reduce")
+    assert f"MAX_ROWS = {cuda_reduce.MAX_ROWS} " in cuda.source("reduce")
     names = [name for name in vars(reference_reduce) if name in ("SUM", "PROD", "MIN", "MAX", "MEAN")]
     assert f"enum {{ {', '.join(names)} }};" in cuda.source("reduce")
 
