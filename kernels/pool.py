@@ -85,11 +85,11 @@ def max_pool(x, out, chosen, kernel, stride, padding):  # type: ignore[no-untype
                 for z in range(out.shape[3]):
                     top, left = y * stride[0] - padding[0], z * stride[1] - padding[1]
                     largest = x.dtype.type(-np.inf)
-                    number = 0
+                    number = max(0, -top) * kernel[1] + max(0, -left)
                     for i in range(max(0, -top), min(kernel[0], x.shape[2] - top)):
                         for j in range(max(0, -left), min(kernel[1], x.shape[3] - left)):
                             value = x[n, c, top + i, left + j]
-                            if value > largest:
+                            if value > largest or value != value:
                                 largest = value
                                 number = i * kernel[1] + j
                     out[n, c, y, z] = largest

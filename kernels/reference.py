@@ -121,15 +121,17 @@ def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, pa
     """``out`` becomes the largest element of each window, padding never being it; changes ``out`` and ``chosen``.
 
     Args:
-        chosen: int32, like ``out``: which element of the window it is, counted along its rows; the first of equal ones.
+        chosen: int32, like ``out``: which element of the window it is, counted along its rows; the first of equal ones,
+            but the last NaN, which counts as larger than all.
     """
     xp = array_namespace(x)
     wide = _padded(x, padding, -xp.inf)
+    is_inside = _padded(xp.ones((1, 1, *x.shape[2:]), dtype=bool), padding, False)
     out[...] = -xp.inf
-    chosen[...] = 0
+    chosen[...] = -1
     for number, at in enumerate(_offsets(kernel)):
         part = _window(wide, at, out.shape[2:], stride)
-        larger = part > out
+        larger = (part > out) | (part != part) | ((chosen < 0) & _window(is_inside, at, out.shape[2:], stride))
         chosen[...] = xp.where(larger, xp.asarray(number, dtype=chosen.dtype), chosen)
         out[...] = xp.where(larger, part, out)
 

@@ -59,6 +59,11 @@ def first_failure(ends: Sequence[End], code: int, bereft: int | None = None) -> 
         # A rank in MPI_Finalize may crash when another aborts the job, and be gone before it.
         aborted = (end for end in ends if end.status and end.exit_status == code != 128 + sign)
         return next((end for end in aborted if end.at_s - first.at_s < _BEFORE_S), first)
+    if bereft is None and sign == signal.SIGKILL:  # MPICH's mpirun ends ranks by no other signal
+        told = (end for end in ends if end.status == signal.SIGTERM and end.host != first.host)
+        other = next((end for end in told if end.at_s - first.at_s < _BEFORE_S), None)
+        if other is not None:
+            return other
     of_themselves = [
         end
         for end in ends

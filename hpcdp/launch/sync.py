@@ -16,6 +16,8 @@ from .job import Command
 
 EXCLUDED = (".git", ".hg", ".svn", ".venv*", "__pycache__", ".*_cache", ".ipynb_checkpoints", "*.egg-info")
 """What is not copied: histories, environments, caches."""
+_KEPT = "-rltOE"
+"""What a copy keeps: links, times and who may run a file; not the mode or the owner of folders that are there."""
 _SILENT_S = 60
 
 
@@ -41,12 +43,12 @@ def commands(hosts: Sequence[str], folder: str) -> list[Command]:
         if host not in here:
             # -s: the remote shell does not see the folder's name. ALIVE ends a copy to a host that has gone, and
             # --timeout one that waits for a disk or a process there.
-            argv = ["rsync", "-azs", f"--timeout={_SILENT_S}", *excluded, f"--rsync-path={made}"]
+            argv = ["rsync", f"{_KEPT}zs", f"--timeout={_SILENT_S}", *excluded, f"--rsync-path={made}"]
             argv.append(f"--rsh={shlex.join([*SSH, *ALIVE])}")
             found.append(Command((*argv, "./", f"[{host}]:{folder}/" if ":" in host else f"{host}:{folder}/")))
         elif target.resolve() != source:
             found.append(Command(("mkdir", "-p", folder)))
-            found.append(Command(("rsync", "-a", *excluded, "./", f"{folder}/")))
+            found.append(Command(("rsync", _KEPT, *excluded, "./", f"{folder}/")))
     return found
 
 

@@ -24,6 +24,7 @@ _LOST = re.compile(rb"lost communication with a remote daemon\..{0,400}?Remote d
 _TASK = re.compile(
     rb"srun: error: (\S+): tasks? ([0-9,\[\]-]+): (?:Exited with exit code ([0-9]+)|(.+?))(?: \(.*\))?\n"
 )
+_NODE_FAILED = re.compile(rb"srun: error: Node failure on (\S+)\n")
 _NAMED = (
     re.compile(
         rb"process rank (?P<rank>[0-9]+) with PID (?P<pid>[0-9]+) on node \S+\s+exited\s+on\s+"
@@ -143,7 +144,7 @@ class Words:
         _write(held or b"")
 
     def lost(self) -> dict[str, str]:
-        """What mpirun said of each host that it has lost; called once it has ended."""
+        """What mpirun or srun said of each host that it has lost; called once it has ended."""
         while self._copy():
             pass
         os.close(self._read)
@@ -201,10 +202,11 @@ class Words:
             return False
         self._show(self._quiet.pass_on(received))
         self._kept += received
-        while found := _LOST.search(self._kept):
-            host = found[1].decode(errors="replace")
-            self._lost[host] = f"mpirun has lost {host}"
-            self._kept = self._kept[found.end() :]
+        for what, pattern in (("mpirun", _LOST), ("Slurm", _NODE_FAILED)):
+            while found := pattern.search(self._kept):
+                host = found[1].decode(errors="replace")
+                self._lost[host] = f"{what} has lost {host}"
+                self._kept = self._kept[found.end() :]
         if self.named is None:
             self.named = next(map(_named, filter(None, (each.search(self._kept) for each in _NAMED))), None)
         if self.aborted is None and (found := _ABORTED.search(self._kept)):

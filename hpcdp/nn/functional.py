@@ -57,8 +57,9 @@ def _images(operation: str, x: Any) -> Array:
 
 def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """The output's height and width."""
-    size = tuple(reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True))
-    if min(size) < 1 or min(stride) < 1 or min(padding) < 0:
+    geometry = zip(x.shape[2:], kernel, stride, padding, strict=True)
+    size = tuple(reference.output_size(*each) for each in geometry) if min(stride) > 0 else (0, 0)
+    if min(size) < 1 or min(padding) < 0:
         raise UnsupportedError(
             operation,
             expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}",

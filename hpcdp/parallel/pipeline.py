@@ -223,7 +223,7 @@ class Pipeline(Module):
             inputs = (as_tensor(x),) if part.before is None else _tensors(part.before[0].receive())
             for each in _floats(inputs) if part.before is not None else ():
                 each.attach_grad()
-            outputs = _several(part.module(*inputs))
+            outputs = tuple(map(_recorded, _several(part.module(*inputs))))
             losses = None if part.after is not None else self._loss(_alone(outputs), y)
         if losses is None:
             assert part.after is not None
@@ -258,6 +258,11 @@ class Pipeline(Module):
         for each in host:
             comm.native_broadcast(each, root)
         return tuple(host)
+
+
+def _recorded(output: Tensor) -> Tensor:
+    """A leaf that a stage hands on, its input or a parameter, as a result, from which its gradient comes back."""
+    return output * 1 if output.node is None and output.grad_req != "null" else output
 
 
 def pieces(count: int, number: int) -> list[tuple[int, int]]:

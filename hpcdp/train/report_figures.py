@@ -15,7 +15,8 @@ _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a
 _PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
 _MOST_BARS = 64
 _MOST_INSIDE = 4
-"""So many names of curves find a place between them."""
+"""So many names of curves find a place between them; those of more stand below, the ends of long ones."""
+_LONGEST_NAME = 40
 
 
 def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
@@ -53,10 +54,13 @@ def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
 
 
 def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[float], list[float]]]]]) -> bytes:
-    figure, (axes,) = styled(1, (9.0, 3.4))
+    count = sum(bool(x) for _, curves in lines for _, x, _ in curves)
+    below = 0 if count <= _MOST_INSIDE else -(-count // 2)
+    figure, (axes,) = styled(1, (9.0, 3.4 + 0.2 * below))
     for (name, curves), color in zip(lines, _colors(len(lines)), strict=True):
         for kind, x, y in curves:
             if x:
+                name = name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}"
                 both = f"{name}, {'test' if kind == 'epoch' else 'training'}" if len(curves) > 1 else name
                 style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linestyle": "--"} if kind == "epoch" else {}
                 axes.plot(x, y, color=color, linewidth=1.4, label=both, **style)
@@ -67,10 +71,10 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
         by_powers(axes)
     elif heading != "Accuracy":
         axes.set_ylim(bottom=0)
-    if len(axes.lines) <= _MOST_INSIDE:
-        axes.legend(frameon=False, loc="best", fontsize=9)
+    if below:
+        figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=9)
     else:
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+        axes.legend(frameon=False, loc="best", fontsize=9)
     return _png(figure)
 
 
@@ -110,8 +114,12 @@ def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
     return _png(figure)
 
 
-def _colors(count: int) -> list[str]:
-    return [_COLORS[i % len(_COLORS)] for i in range(count)]
+def _colors(count: int) -> Sequence[Any]:
+    if count <= len(_COLORS):
+        return _COLORS[:count]
+    from matplotlib import colormaps
+
+    return [colormaps["turbo"](i / (count - 1)) for i in range(count)]
 
 
 def _png(figure: Any) -> bytes:

@@ -83,3 +83,23 @@ def test_the_compiled_pools_equal_the_plain_ones(case, dtype):
     rtol = 1e-5 if dtype == np.float32 else 1e-12
     for ours, plain in zip(results[pool], results[reference], strict=True):
         np.testing.assert_allclose(ours, plain, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("module", ["reference", "pool"])
+def test_no_nan_is_lost_and_windows_of_nothing_but_minus_infinity_have_a_largest_element(module, padding, dtype):
+    module = reference if module == "reference" else kernels.load("pool")
+    x = np.random.default_rng(6).standard_normal((2, 3, 6, 6)).astype(dtype)
+    x[0, 0, :3, :3] = -np.inf
+    x[1, :, 2, 3] = np.nan
+    x[1, 0, 4, 4], x[0, 1] = np.inf, np.nan
+    size = (6 + 2 * padding[0] - 3) // 2 + 1
+    out, chosen = np.empty((2, 3, size, size), dtype), np.empty((2, 3, size, size), np.int32)
+    module.max_pool(x, out, chosen, (3, 3), (2, 2), padding)
+    wide = np.pad(x, [(0, 0), (0, 0), *[(each, each) for each in padding]], constant_values=-np.inf)
+    windows = np.lib.stride_tricks.sliding_window_view(wide, (3, 3), (2, 3))[:, :, ::2, ::2]
+    np.testing.assert_array_equal(out, windows.max(axis=(4, 5)))
+    gy, dx = np.ones_like(out), np.empty_like(x)
+    module.max_pool_gradient(gy, chosen, dx, (3, 3), (2, 2), padding)
+    assert dx.sum() == gy.size

@@ -39,6 +39,13 @@ def test_who_failed_first(ends: list[tuple[int, int | None, float]], code: int, 
     assert (first and first.rank) == rank
 
 
+@pytest.mark.parametrize(("host", "rank"), [("b", 3), ("a", 1)])
+def test_a_rank_that_ends_by_sigterm_is_not_one_that_mpich_has_killed(host: str, rank: int) -> None:
+    first, other = ends_of((1, 9, 1.0), (3, 15, 1.1))  # what other hosts tell comes later
+    found = first_failure([first._replace(host="a"), other._replace(host=host)], 137)
+    assert found is not None and found.rank == rank
+
+
 @pytest.mark.parametrize(
     ("ends", "rank"),
     [

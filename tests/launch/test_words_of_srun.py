@@ -57,6 +57,15 @@ def test_tasks_that_have_failed_alike_speak_for_themselves(tasks: list[str]) -> 
     assert (done.returncode, done.stderr) == (5, said)
 
 
+def test_a_host_that_slurm_has_lost_is_named_and_no_rank_that_it_has_ended_for_it() -> None:
+    said = (
+        "srun: error: Node failure on node2\nsrun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+        "srun: error: node1: tasks 0-1: Terminated\n"
+    )
+    done = subprocess.run([sys.executable, "-c", RUN, said], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, f"{said}hpcdp launch: Slurm has lost node2\n")
+
+
 def test_a_job_without_failures_has_the_status_of_srun() -> None:
     done = subprocess.run([sys.executable, "-c", RUN, "nothing"], env=os.environ, capture_output=True, timeout=60)
     assert done.returncode == 14

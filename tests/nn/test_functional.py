@@ -160,6 +160,8 @@ def test_retained_tapes_survive_other_steps():
         (lambda: F.conv2d(np.ones((2, 3)), np.ones((1, 1, 1, 1))), r"images \(batch, .*got \(2, 3\)"),
         (lambda: F.conv2d(IMAGES, np.ones((1, 2, 3, 3))), r"got \(2, 3, 7, 6\), \(1, 2, 3, 3\)"),
         (lambda: F.conv2d(IMAGES, np.ones((1, 3, 8, 3))), r"window of \(8, 3\) fits.*got height and width \(7, 6\)"),
+        (lambda: F.conv2d(IMAGES, np.ones((1, 3, 3, 3)), stride=0), r"with stride \(0, 0\)"),
+        (lambda: F.max_pool2d(IMAGES, 2, stride=0), r"with stride \(0, 0\)"),
         (lambda: F.avg_pool2d(IMAGES, 9), r"window of \(9, 9\)"),
         (lambda: F.max_pool2d(IMAGES, 2, padding=2), r"padding\]: expected at most half of \(2, 2\), got \(2, 2\)"),
         (

@@ -69,6 +69,23 @@ REFUSED = {
 }
 
 
+class InAList(nn.Module):
+    def __init__(self):
+        self.layers = [nn.Dense(3, 3), nn.Dense(3, 3)]
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))  # here
+
+
+def test_layers_in_a_list_are_refused_where_they_are_called():
+    net = InAList()
+    net.hybridize()
+    with pytest.raises(HpcdpError, match=r"attribute of the module \(a part in a list is none\)") as error:
+        net(np.ones((2, 3), np.float32))
+    lines, first = inspect.getsourcelines(InAList.forward)
+    assert f"trace [{__file__}:{first + len(lines) - 1}]" in str(error.value)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("recording", [False, True])
 def test_what_a_replay_would_not_see_is_refused_where_it_stands(name, recording):

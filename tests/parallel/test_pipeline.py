@@ -111,6 +111,54 @@ def test_one_copy_gives_the_bits_of_the_unsplit_model(n, num_stages, micro_batch
         np.testing.assert_allclose(found, losses, rtol=1e-6)
 
 
+class Around(nn.Module):
+    """Hands its input on beside its result, and a parameter, as a connection around it does."""
+
+    def __init__(self):
+        self.body, self.shift = nn.Dense(12, 12, weight_init=normal(1)), nn.Parameter(np.ones(12, "f4"))
+
+    def forward(self, h):
+        return self.body(h), h, self.shift
+
+
+class Joins(nn.Module):
+    def __init__(self):
+        self.body = nn.Dense(12, 4, weight_init=normal(2))
+
+    def forward(self, g, h, shift):
+        return self.body(g * h + shift)
+
+
+class Unsplit(nn.Module):
+    def __init__(self):
+        self.first, self.around, self.joins = nn.Dense(6, 12, weight_init=normal(0)), Around(), Joins()
+
+    def forward(self, x):
+        return self.joins(*self.around(self.first(x)))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("n", "micro_batches"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_gradients_go_around_stages_and_to_parameters_that_are_handed_on(n, micro_batches, hybrid):
+    x, y = batch(0, 0)
+    whole = Unsplit()
+    with autograd.record():
+        total = LOSS(whole(x), y).sum()
+    total.backward()
+
+    def rank(world):
+        made = [lambda: nn.Dense(6, 12, weight_init=normal(0)), Around, Joins]
+        net = Pipeline(made, LOSS, world, micro_batches=micro_batches)
+        net.hybridize(hybrid)
+        before = [each.data.copy() for each in net.parameters()]
+        net.step(Trainer(net.parameters(), optim.SGD(lr=1.0), net.replicas), x, y)
+        return [(old - each.data) * len(x) for old, each in zip(before, net.parameters(), strict=True)]
+
+    found = [each for gradients in threads.run(n, rank) for each in gradients]
+    for gradient, parameter in zip(found, whole.parameters(), strict=True):
+        np.testing.assert_allclose(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_hybridized_it_gives_the_same_bits(n):
     def job(world):

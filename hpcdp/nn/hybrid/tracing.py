@@ -18,7 +18,7 @@ from ...errors import HpcdpError
 from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
 
 _HERE = Path(__file__).resolve().parent
-_OURS = (str(_HERE), str(_HERE.parents[1] / "autograd"), str(Path(np.__file__).parent), str(_HERE.parent / "module.py"))
+_OURS = (str(_HERE.parent), str(_HERE.parents[1] / "autograd"), str(Path(np.__file__).parent))
 _WORDS = {
     "__bool__": "bool(tensor), as if, while and assert do", "__float__": "float(tensor)", "__int__": "int(tensor)",
     "__repr__": "the text of a tensor, as print() does",
@@ -195,7 +195,8 @@ class TracingRun:
             raise refusal(
                 users_line()[0], "tensors that are computed from the inputs, and attributes",
                 f"an array of shape {tuple(getattr(x, 'shape', ()))} from elsewhere, fixed in replays",
-                "keep it as an attribute of the module, pass it as an input, or call hybridize(False)",
+                "keep it as an attribute of the module (a part in a list is none), pass it as an input, or call "
+                "hybridize(False)",
             )  # fmt: skip
         if name not in self._numbers:
             self._numbers[name] = len(self.graph.held)
