@@ -39,6 +39,20 @@ class Device:
         with cupy.cuda.Device(self.index):
             return cupy.array(x)
 
+    def check(self) -> None:
+        """Raise `DeviceError`, a RuntimeError, where the machine does not have it."""
+        if self.kind == "gpu":
+            _cupy(self)
+
+    def use(self) -> None:
+        """Let it be this thread's current device, on which CuPy computes; nothing is done for a virtual one.
+
+        Raises:
+            DeviceError: the machine does not have it; a RuntimeError.
+        """
+        if self.kind == "gpu":
+            _cupy(self).cuda.Device(self.index).use()
+
 
 def cpu(index: int = 0) -> Device:
     """The virtual device of this number, from 0 on."""

@@ -1,4 +1,4 @@
-"""Floor 1: trace. Imports: errors.
+"""Floor 1: trace. Imports: devices, errors.
 
 What this rank did when, kept in memory while it runs; `hpcdp.train.tracing` makes one file of all ranks.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from .devices import Device
 from .errors import ConfigError
 
 MAIN = "main"
@@ -146,9 +147,9 @@ class Span:
         self._trace._add(Slice(self._name, self._lane, self._start_ns, end_ns, self._args or None, True))
 
 
-def device_ranges(device: str) -> Ranges | None:
+def device_ranges(device: Device) -> Ranges | None:
     """The module that marks ranges for profilers of ``device`` (NVTX), None for a CPU and where it is missing."""
-    if device == "cpu":
+    if device.kind == "cpu":
         return None
     try:
         module: Any = importlib.import_module("cupy.cuda.nvtx")

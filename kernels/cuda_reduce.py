@@ -13,10 +13,10 @@ from . import cuda
 from .reference_reduce import EVERY_ROW, Rows
 
 _DTYPES = ("uint16", "float32", "float64", "int32", "int64")
-_MAX_ROWS = 32
+MAX_ROWS = 32
 """`reduce.cu` says so, too."""
 
-_POINTERS = np.dtype([("at", np.uint64, _MAX_ROWS)])
+_POINTERS = np.dtype([("at", np.uint64, MAX_ROWS)])
 
 
 def combine(rows: Rows, lo: int, hi: int, out: Array, op: int) -> None:
@@ -32,8 +32,8 @@ def combine_into(rows: Rows, lo: int, hi: int, row: int, op: int) -> None:
 
 def _launch(rows: list[Array], targets: list[Array], op: int) -> None:
     of_type = cuda.type_name("combine", _DTYPES, rows[0].size, *rows, *targets)
-    if len(rows) > _MAX_ROWS:
-        raise UnsupportedError("combine", expected=f"at most {_MAX_ROWS} rows", got=len(rows))
+    if len(rows) > MAX_ROWS:
+        raise UnsupportedError("combine", expected=f"at most {MAX_ROWS} rows", got=len(rows))
     given = (_pointers(rows), np.int32(len(rows)), _pointers(targets), np.int32(len(targets)))
     blocks = cuda.blocks(-(-rows[0].nbytes // 16))
     cuda.launch("reduce", f"combine_{of_type}", blocks, *given, np.int64(rows[0].size), np.int32(op))

@@ -189,3 +189,12 @@ def _end_all_ranks(what: str, traceback: str) -> None:
     sys.stdout.flush()
     os.write(_terminal, f"\n=== rank {RANK} of {SIZE} failed: {what}\n{traceback}\n".encode())
     MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.fixture(params=[0, 1])
+def gpus_on_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """CuPy's place taken by `gpu_on_host`, whose streams take turns in some order."""
+    import gpu_on_host
+
+    with gpu_on_host.installed(monkeypatch, request.param) as gpus:
+        yield gpus

@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,7 +28,14 @@ from hpcdp.kernels import cuda
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+_ONE_AT_A_TIME = threading.Lock()
+"""Ranks may be threads, and a kernel's fibers are those of the process."""
 _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}
+
+
+def give(run: Callable[[], None]) -> None:
+    """Give a kernel to the current stream."""
+    run()
 
 
 class RawModule:
@@ -35,7 +43,8 @@ class RawModule:
 
     def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
         assert "--fmad=false" in options, "a host compiler must not contract either"
-        self._library, self._parameters = _compiled(code)
+        with _ONE_AT_A_TIME:
+            self._library, self._parameters = _compiled(code)
 
     def get_function(self, name: str) -> RawKernel:
         return RawKernel(name, getattr(self._library, f"launch_{name}"), self._parameters[name])
@@ -52,9 +61,14 @@ class RawKernel:
         assert len(args) == len(self._parameters), f"{self._name}: {len(args)} arguments for {self._parameters}"
         kept = [_as_passed(arg, parameter) for arg, parameter in zip(args, self._parameters, strict=True)]
         addresses = (ctypes.c_void_p * len(kept))(*(each.ctypes.data for each in kept))
-        wrong = self._launch(addresses, len(kept), grid[0], block[0])
-        if wrong:
-            raise RuntimeError(f"{self._name}: {wrong.decode()}")
+
+        def run() -> None:
+            with _ONE_AT_A_TIME:
+                wrong = self._launch(addresses, len(kept), grid[0], block[0])
+            if wrong:
+                raise RuntimeError(f"{self._name}: {wrong.decode()}")
+
+        give(run)
 
 
 def _as_passed(arg: Any, parameter: str) -> np.ndarray:

@@ -28,9 +28,10 @@ import numpy as np
 from ..comm import Reduction, Request, World
 from ..comm.communicator import bounds
 from ..comm.shared import Milestones, NodeMemory
+from ..comm.steps import Until
 from ..errors import MismatchError
 from . import ring
-from .progress import LANES, MESSAGE_NBYTES, Steps, Until, segments, together
+from .progress import LANES, MESSAGE_NBYTES, Steps, segments, together
 
 SEGMENT_NBYTES = 4 << 20
 """The longest segment; where there are few nodes, one that makes messages of `MESSAGE_NBYTES` is shorter."""

@@ -10,31 +10,25 @@ request that is complete when all its machines have ended, and so one stage of a
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from ..comm import Communicator, Request, World
 from ..comm.communicator import LANE_BITS, OPERATION_BITS, make_tag, split
+from ..comm.steps import Steps, wait_for
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 
 T = TypeVar("T")
 
-Steps = Generator[Sequence[Request], None, None]
-"""A collective under way; each item is a stage: the requests that must be complete before it goes on."""
-
 TAGS = 1 << LANE_BITS
 """Tags of one operation: as many lanes of segments may it have."""
 
 PATIENCE_S = 1.0
-
-_YIELDS, _NAP_S = 10, 50e-6
-
 
 _abandoned: list[object] = []
 """Requests that nobody waits for any more after an error: MPI may still write into their arrays."""
@@ -49,17 +43,6 @@ def drive(steps: Steps) -> None:
         except BaseException:
             _abandoned.append((stage, steps))
             raise
-
-
-class Until:
-    """That ``test()`` has become true: a request for what is no message."""
-
-    def __init__(self, test: Callable[[], bool]) -> None:
-        self.test = test
-
-    def wait(self) -> None:
-        """Block until it has."""
-        wait_for(self.test)
 
 
 class Watched:
@@ -195,17 +178,6 @@ def in_lanes(
             yield from steps(item, tag + lane)
 
     return [one_after_another(lane) for lane in range(most)]
-
-
-def wait_for(test: Callable[[], bool]) -> None:
-    """Call ``test()`` until it is true: at once for a while, then after naps, which leave the core to others."""
-    idle = 0
-    while not test():
-        idle += 1
-        if idle < _YIELDS:
-            os.sched_yield()
-        else:
-            time.sleep(_NAP_S)
 
 
 class Progress:

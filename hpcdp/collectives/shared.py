@@ -18,8 +18,9 @@ from ..comm import Reduction, Request, World
 from ..comm.communicator import split
 from ..comm.reductions import OPS
 from ..comm.shared import NodeMemory
+from ..comm.steps import Until
 from ..errors import MismatchError, UnsupportedError
-from .progress import Steps, Until, drive
+from .progress import Steps, drive
 
 CHUNK_NBYTES = 256 * 1024
 """Longer arrays go piece by piece: one rank's part of a half of the staging buffer stays in its second-level cache."""

@@ -1,10 +1,14 @@
-"""Floor 2: comm. Imports: engine, kernels, errors, exits.
+"""Floor 2: comm. Imports: engine, kernels, streams, arrays, devices, errors, exits.
 
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 
 - `communicator` says what every communicator can do; `mpi` does it with MPI, `threads` with N ranks in one process.
+- `steps` is work under way, resumed when what it waits for has come.
 - `reductions` are what an allreduce can compute.
 - `shared` is memory that the ranks of a node have in common.
+- `gpus` finds GPUs, and the one that a rank computes on.
+- `node_rows` says what sums over the GPUs of a node can do; `nccl` (in an `agreed_order`) and `cuda_ipc` do it,
+  `ways` chooses and `node_groups` makes.
 - `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch, `roles` those
   whose servers do not come behind the workers.
 - `agreement` compares what ranks hold and raises the same error on all of them.

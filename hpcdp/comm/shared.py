@@ -120,10 +120,11 @@ class Milestones:
         """Say that this rank has got as far as ``number``."""
         self._sync.post(self._counters[thing], self._memory.rank, _wrapped(number))
 
-    def reached(self, number: int, thing: int = 0) -> bool:
-        """Whether all ranks have got so far; never blocks."""
+    def reached(self, number: int, thing: int = 0, ranks: int | None = None) -> bool:
+        """Whether the first ``ranks`` ranks, default all, have got so far; never blocks."""
         self._memory.check()
-        return bool(self._sync.wait_all(self._counters[thing], self._memory.size, _wrapped(number), 0, 0))
+        ranks = self._memory.size if ranks is None else ranks
+        return bool(self._sync.wait_all(self._counters[thing], ranks, _wrapped(number), 0, 0))
 
     def wait(self, number: int, thing: int = 0) -> None:
         """Block until all ranks have got so far."""

@@ -320,8 +320,10 @@ def _node_sizes(n: int, ranks_per_node: int | Sequence[int] | None) -> list[int]
     return sizes
 
 
-def _worlds(job: _Job, sizes: list[int]) -> list[World]:
+def _worlds(job: _Job, sizes: list[int], places_on_machine: Sequence[int] | None = None) -> list[World]:
     n = sum(sizes)
+    if places_on_machine is None:
+        places_on_machine = range(n)
     everyone = _Group(job, n)
     nodes = [_Group(job, size) for size in sizes]
     num_rails = min(sizes)
@@ -346,17 +348,20 @@ def _worlds(job: _Job, sizes: list[int]) -> list[World]:
                 node_memory=ThreadMemory(node_comm, job, patience_for(n, cores)),
                 library="threads",
                 cores=cores,
-                divide=partial(_part_of, job, comm, node),
+                place=places_on_machine[rank],
+                divide=partial(_part_of, job, comm, node, places_on_machine[rank]),
             )
         )
     return worlds
 
 
-def _part_of(job: _Job, comm: ThreadCommunicator, node: int, color: int) -> World:
+def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: int) -> World:
     """This rank's world among those that pass the same color; the first of these makes it for all."""
-    members = {rank: met[1] for rank, met in enumerate(comm.meet((color, node))) if met[0] == color}
-    sizes = [*Counter(members.values()).values()]
+    members = {rank: met[1:] for rank, met in enumerate(comm.meet((color, node, place))) if met[0] == color}
+    sizes = [*Counter(node for node, _ in members.values()).values()]
     first = min(members)
-    made = comm.meet(_worlds(job, sizes) if comm.rank == first else None)[first]
+    made = comm.meet(_worlds(job, sizes, [place for _, place in members.values()]) if comm.rank == first else None)[
+        first
+    ]
     assert made is not None
     return made[list(members).index(comm.rank)]

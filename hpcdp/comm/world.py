@@ -14,11 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import exits
+from ..devices import Device
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
 from .failing import abort_when_one_fails, outlives_ranks
+from .gpus import device_of
 from .leaving import wait_for_all_to_leave
 from .meeting import meet
 from .roles import count_workers, tell_servers
@@ -67,8 +69,8 @@ class World:
     """The MPI library and its version."""
     cores: int = 1
     """How many cores the ranks of this node may use together."""
-    device: str = "cpu"
-    """Where this rank computes."""
+    place: int = 0
+    """The number of this rank among those of its machine, which may be several virtual nodes."""
     concurrent: bool = True
     """Whether several threads of a rank may communicate at a time (MPI's THREAD_MULTIPLE)."""
     debug: bool = False
@@ -94,6 +96,14 @@ class World:
     part_comm: Communicator | None = None
     """The ranks that compute the same layers together, each with its part of them; None where there is one such rank.
     Parameters are cut into parts among these (`state.Cut`), or whole and alike on all of them."""
+
+    @property
+    def device(self) -> Device:
+        """Where this rank is to keep its arrays: one of the GPUs that it sees, by its `place`; ``cpu(0)`` without CuPy.
+
+        Several ranks have the same one where they outnumber the GPUs. It becomes CuPy's current device by `Device.use`.
+        """
+        return self.keep("device", lambda: device_of(self.place))
 
     def split(self, color: int, model_comm: Communicator | None = None, part_comm: Communicator | None = None) -> World:
         """The ranks that pass the same ``color``, in their order here, as a world of their own; every rank must call.
@@ -252,10 +262,12 @@ def _start(ranks_per_node: int | None, *, serves: bool) -> World:
     return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
 
 
-def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: int | None = None, **roles: Any) -> World:
+def _world_of(
+    everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[int, int] | None = None, **roles: Any
+) -> World:
     """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`.
 
-    ``within`` is the number of this rank's node in the world that these ranks are split from.
+    ``within`` is this rank's node in the world that these ranks are split from, and its `World.place`.
     """
     from mpi4py import MPI
 
@@ -267,9 +279,11 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: int |
     ranks_per_node, sharing, limits, debug = comm.allgather_json(mine)[0]
     if within is None:
         machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        place = machine.rank
         node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
     else:
-        node = everyone.Split(within, comm.rank)
+        number, place = within
+        node = everyone.Split(number, comm.rank)
     node_comm = MpiCommunicator(node)
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
     nodes = sorted(set(leaders))
@@ -279,7 +293,7 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: int |
     color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
     rail = everyone.Split(color, comm.rank)
     number = nodes.index(leaders[comm.rank])
-    divide = None if roles.get("num_servers") else partial(_part_of, everyone, ranks_per_node, number)
+    divide = None if roles.get("num_servers") else partial(_part_of, everyone, ranks_per_node, (number, place))
     world = World(
         rank=comm.rank,
         size=comm.size,
@@ -296,6 +310,7 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: int |
         cores=cores,
         concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
         debug=debug,
+        place=place,
         divide=divide,
         **roles,
         kept={"ranks_per_node": ranks_per_node},
@@ -304,9 +319,9 @@ def _world_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: int |
     return world
 
 
-def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, node: int, color: int) -> World:
+def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[int, int], color: int) -> World:
     members: Any = everyone.Split(color, everyone.rank)
-    return _world_of(members, ranks_per_node, node)
+    return _world_of(members, ranks_per_node, within)
 
 
 def _load_mpi() -> Any:

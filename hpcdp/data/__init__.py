@@ -1,4 +1,5 @@
-"""Floor 3: data, data sets, samplers and the loader. Imports: engine, state, devices, arrays, errors.
+"""Floor 3: data, data sets, samplers and the loader. Imports: engine, streams, state, devices, arrays,
+errors.
 
 Knows nothing of ranks: samplers take ``num_parts`` and ``part_index`` as numbers. The only importer of h5py beside
 checkpoint, when a file is opened.

@@ -1,4 +1,4 @@
-"""Floor 3: data, batches read ahead of their use. Imports: engine, state, errors."""
+"""Floor 3: data, batches read ahead of their use. Imports: engine, state, devices, errors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from ..devices import Device
 from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, whole_number
 from ..state import require_state
 from .augment import Augmentation
 from .datasets import Batch, Dataset
+from .delivery import Delivery
 from .resumable import Position, Resumable
 from .samplers import BatchIndices
 
@@ -28,9 +31,9 @@ class _Read:
     The error is kept here and not in the engine: that of a batch that nobody takes any more must not surface elsewhere.
     """
 
-    def __init__(self, fill: Callable[[], Batch], variable: Variable) -> None:
+    def __init__(self, fill: Callable[[], Any], variable: Variable) -> None:
         self.fill, self.variable = fill, variable
-        self.batch: Batch | None = None
+        self.batch: Any = None
         self.error: BaseException | None = None
         self.abandoned = False
         self.thread: int | None = None
@@ -79,9 +82,12 @@ class DataLoader:
         transform: ``transform(x, y) -> (x, y)`` of a batch, in the same thread as the reading; not for what is random.
         augment: random changes of each ``x``, before the ``transform``.
         engine: the engine on whose "io" lane is read; None for the process's own.
+        device: a GPU: batches are CuPy arrays there, brought by the thread that reads, on a stream of their own, while
+            the loop computes on the stream that was current when it began. None or ``cpu(i)``: they are NumPy's.
 
     Raises:
-        ConfigError: ``prefetch`` is no integer >= 0, or ``augment`` no `Augmentation`.
+        ConfigError: ``prefetch`` is no integer >= 0, ``augment`` no `Augmentation`, or ``device`` no `Device`.
+        DeviceError: in a loop, the machine does not have the device.
     """
 
     def __init__(
@@ -92,10 +98,14 @@ class DataLoader:
         transform: Transform | None = None,
         augment: Augmentation | None = None,
         engine: Engine | None = None,
+        device: Device | None = None,
     ) -> None:
         whole_number("DataLoader", "prefetch", prefetch, 0)
         if not isinstance(augment, Augmentation | None):
             raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
+        if not isinstance(device, Device | None):
+            raise ConfigError("DataLoader", where="device", expected="gpu(i) or cpu(i)", got=repr(device))
+        self.device = device
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.transform, self.augment, self._engine = transform, augment, engine
         self._position = Position()
@@ -165,36 +175,46 @@ class DataLoader:
     def __iter__(self) -> Iterator[Batch]:
         batches = self._indices(self._position.begin())
         loop, epoch = self._position.loop, self.epoch
-        reads = self._read_now(batches, epoch) if self.prefetch == 0 else self._read_ahead(batches, epoch)
-        with contextlib.closing(reads):
-            for batch in reads:
-                loop.used += 1
-                yield batch
+        with self._delivery() as delivery:
+
+            def read(numbers: np.ndarray) -> Any:
+                batch = self._read(numbers, epoch)
+                return batch if delivery is None else delivery.bring(batch)
+
+            reads = self._read_now(batches, read) if self.prefetch == 0 else self._read_ahead(batches, read)
+            with contextlib.closing(reads):
+                for batch in reads:
+                    loop.used += 1
+                    yield batch if delivery is None else delivery.take(batch)
         loop.ended = True
+
+    def _delivery(self) -> AbstractContextManager[Delivery | None]:
+        if self.device is None or self.device.kind == "cpu":
+            return contextlib.nullcontext()
+        return contextlib.closing(Delivery(self.device, self.prefetch + 1))
 
     def _indices(self, done: int | None) -> Iterator[Any]:
         if isinstance(self.sampler, Resumable):
             return self.sampler.batches(done)
         return islice(self.sampler, done, None)
 
-    def _read_now(self, batches: Iterator[Any], epoch: int) -> Generator[Batch]:
+    def _read_now(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any]) -> Generator[Any]:
         for numbers in batches:
-            yield self._read(numbers, epoch)
+            yield read(numbers)
 
-    def _read_ahead(self, batches: Iterator[Any], epoch: int) -> Generator[Batch]:
+    def _read_ahead(self, batches: Iterator[Any], how: Callable[[np.ndarray], Any]) -> Generator[Any]:
         engine = default_engine() if self._engine is None else self._engine
         ahead: deque[_Read] = deque()
         try:
             while True:
                 more = islice(batches, self.prefetch + 1 - len(ahead))
-                ahead.extend(self._push(engine, numbers, epoch) for numbers in more)
+                ahead.extend(self._push(engine, numbers, how) for numbers in more)
                 if not ahead:
                     return
                 engine.wait_to_read(ahead[0].variable)
                 read = ahead.popleft()
                 if read.error is not None:
                     raise read.error
-                assert read.batch is not None
                 yield read.batch
         finally:
             for read in ahead:
@@ -202,7 +222,7 @@ class DataLoader:
             for read in ahead:
                 read.wait_if_begun()
 
-    def _push(self, engine: Engine, numbers: np.ndarray, epoch: int) -> _Read:
-        read = _Read(lambda: self._read(numbers, epoch), engine.variable("batch"))
+    def _push(self, engine: Engine, numbers: np.ndarray, how: Callable[[np.ndarray], Any]) -> _Read:
+        read = _Read(lambda: how(numbers), engine.variable("batch"))
         engine.push(read.run, writes=(read.variable,), lane="io", name="batch")
         return read

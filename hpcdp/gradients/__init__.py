@@ -1,5 +1,5 @@
-"""Floor 4: gradients. Imports: collectives, comm, compression, optim, autograd, engine, trace, kernels, state, arrays,
-errors.
+"""Floor 4: gradients. Imports: collectives, comm, compression, optim, autograd, engine, trace, kernels, streams, state,
+devices, arrays, errors.
 
 From a model's gradients to its update:
 
@@ -7,6 +7,7 @@ From a model's gradients to its update:
 - `bucket` is one of them: its memory and its state.
 - `reducer` keeps the state of every bucket and sums it over the ranks.
 - `rail` sums what nodes have summed, by messages.
+- `device_sums` sums buckets on GPUs, in the node there, across nodes through host memory (`staging`).
 - `residuals` makes what compression has not sent yet a part of a state.
 - `sharded_state` is what a rank holds of the state of each parameter.
 - `virtual_shards` sums in an order that does not depend on the number of ranks.

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ..collectives.progress import Steps, Until
+from ..collectives.progress import Steps
 from ..comm import World
 from ..comm.shared import Milestones, NodeMemory
+from ..comm.steps import Until
 from ..comm.watchdog import Watchdog
 from ..trace import Trace
 from .bucket import Bucket, Parameter, State

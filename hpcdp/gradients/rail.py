@@ -63,10 +63,8 @@ class Rail:
             yield from compressed.allreduce(host, feedback, self.comm, tag, turn)
             for part in self._padding[bucket.number]:  # some codecs send something for nothing
                 host[part] = feedback.residual[part] = 0
-        elif self.comm.size > 2 and host.nbytes <= SHORT_NBYTES:
-            yield from halving_doubling.allreduce(host, resolve("reduction", "sum", host.dtype), self.comm, tag)
         else:
-            yield from ring.allreduce(host, resolve("reduction", "sum", host.dtype), self.comm, tag, turn)
+            yield from summed(host, self.comm, tag, turn)
         if host is not shard:
             shard[...] = from_host(host, shard)
 
@@ -78,6 +76,15 @@ class Rail:
             plain += 2 * (n - 1) * each.residual.nbytes
             sent += compressed.sent_nbytes(each.residual.size, each.residual.dtype, each.codec, n)
         return sent, plain
+
+
+def summed(x: np.ndarray, comm: Communicator, tag: int, turn: Request | None) -> Steps:
+    """Sum ``x``, shape ``(count,)``, in place over all ranks of ``comm``, uncompressed; long ones wait for ``turn``."""
+    total = resolve("reduction", "sum", x.dtype)
+    if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
+        yield from halving_doubling.allreduce(x, total, comm, tag)
+    else:
+        yield from ring.allreduce(x, total, comm, tag, turn)
 
 
 def node_nbytes(rail: Rail | None, world: World) -> tuple[float, float]:

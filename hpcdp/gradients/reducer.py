@@ -3,7 +3,7 @@
 On CPU a bucket is a row for every rank of the node, in memory that they share; a parameter's gradient is a view of its
 own rank's row. Each rank of a node owns a shard of the columns and sums them over the rows; the ranks of a rail then
 add up the sums of their nodes. Elsewhere (a device's memory, or a node whose ranks cannot share) a bucket has one row
-and every rank is a node of its own.
+and every rank is a node of its own; but those on GPUs are summed as `device_sums` says.
 
 Where sums must not depend on the number of ranks, a step has several backward passes; see `virtual_shards`.
 
@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_half, is_host
+from ..arrays import Array, array_namespace, is_cupy, is_half, is_host
 from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
 from ..comm.shared import NodeMemory, PrivateMemory
@@ -35,6 +35,7 @@ from .bucket import Bucket, Parameter, State
 from .buckets import Layout
 from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
+from .device_sums import DeviceSums
 from .lane import Lane
 from .rail import Rail
 from .virtual_shards import VirtualShards
@@ -89,13 +90,17 @@ class Reducer:
                 "inside_nodes=on they do",
                 stacklevel=4,
             )
+        on_gpus = compression is None and not self.on_one_node and all(is_cupy(param.data) for param in params)
         rail = self._duplicate(world.rail_comm if together else world.comm)
+        between_nodes = self._duplicate(world.rail_comm) if on_gpus else None
         self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
         """Whether this rank's shards count in sums over all shards: each node holds the same, and the first counts."""
         everyone = self._duplicate(world.comm)
         self.overlap = world.concurrent and (overlap or (overlap is None and not self.on_one_node))
         """Whether reductions are launched while backward runs."""
-        self.updates_later = self.overlap and all(hasattr(param, "data_hook") for param in params)
+        self.updates_later = (
+            self.overlap and not on_gpus and all(hasattr(param, "data_hook") for param in params)
+        )  # on GPUs they are given to the stream of the next forward, and nobody waits
         """Whether updates may go on when a step has ended, because who reads a parameter will wait for its own."""
         self._watchdog = Progress.of(world).watchdog
         self.gate = WatchedGate(self.memory, self._watchdog)
@@ -104,12 +109,16 @@ class Reducer:
         self._reduce = kernels.load("reduce")
         serial = world.kept["number of reducers"] = world.kept.get("number of reducers", 0) + 1
         self._signature = zlib.crc32(f"{serial} {layout.digest}".encode())
-        self._share_communicators(rail, everyone)
+        self._share_communicators(rail, everyone, between_nodes)
         self.closing = ClosingExchange(world, everyone, self.gate, lane, self._signature)
         if len(layout.counts) > CLOSING_OPERATION:
             expected = f"at most {CLOSING_OPERATION} buckets"
             raise ConfigError("Reducer", where="layout", expected=expected, got=len(layout.counts),
                               remedy="make bucket_cap_mb larger")  # fmt: skip
+        self.gpus: DeviceSums | None = None
+        """How buckets on GPUs are summed."""
+        if on_gpus and everyone is not None:
+            self.gpus = DeviceSums(params, layout, world, everyone, between_nodes, self._signature)
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
         if any(is_half(bucket.mine) and is_host(bucket.mine) for bucket in self.buckets):
             self._compile_for_halves()
@@ -149,7 +158,9 @@ class Reducer:
 
     def _make_bucket(self, number: int) -> Bucket:
         count, dtype = self.layout.counts[number], self.layout.dtypes[number]
-        if self.memory.size == 1:
+        if self.gpus is not None:
+            rows = self.gpus.rows(number)
+        elif self.memory.size == 1:
             rows = self._namespace.zeros((1, count), dtype=dtype)
         else:
             rows = self.memory.alloc((self.memory.size, count), dtype)
@@ -290,6 +301,8 @@ class Reducer:
         assert self.beside is not None
         if self.virtual_shards is not None:
             self.virtual_shards.take(bucket)
+        if self.gpus is not None:
+            self.gpus.filled(bucket)
         self.beside.launch(bucket, partial(self._reduction, bucket))
 
     def launch_rest(self) -> None:
@@ -312,6 +325,8 @@ class Reducer:
         """Sum this rank's shard over all ranks of the world, in place in its own row; the node's have filled theirs."""
         if self.virtual_shards is not None:
             yield from self.virtual_shards.sum(bucket, turn)
+        elif self.gpus is not None:
+            yield from self.gpus.sum(bucket, turn)
         else:
             self.sum_shard(bucket)
             if self.rail is not None:
@@ -339,8 +354,14 @@ class Reducer:
                 self.sum_shard(bucket)
                 bucket.state = State.REDUCED
         else:
+            if self.gpus is not None:
+                for bucket in self.buckets:
+                    self.gpus.filled(bucket)
             with self._watchdog.watching("reduction", self._unreduced):
                 Together([self._reduction(bucket, None) for bucket in self.buckets]).wait()
+        if self.gpus is not None:
+            for bucket in self.buckets:
+                self.gpus.summed(bucket)
         if self.virtual_shards is not None:
             self.gate.barrier()  # owners add up in the memory of other ranks, which those will write in the next step
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..collectives.progress import Steps, Until
+from ..collectives.progress import Steps
 from ..comm import Request
+from ..comm.steps import Until
 from ..compression import Compression, ErrorFeedback
 from ..errors import HpcdpError, MismatchError
 from ..gradients.lane import Turn

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import enum
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -24,14 +23,12 @@ from pathlib import Path
 from hpcdp import kernels
 from hpcdp.errors import HpcdpError, LaunchError
 
-from . import inside, machine, mpi_library
+from . import gpus, inside, machine, mpi_library
+from .children import child
 
-_LIMIT_S = 60.0
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
 _YOUNG_S = 60.0
 """So old a segment must be before it is called stale: between its making and its mapping nobody seems to use it."""
-_WRAPPED_FROM = 55
-"""So many characters a line has at least that an MPI library has wrapped."""
 HELLO = """
 import hpcdp
 world = hpcdp.init()
@@ -287,6 +284,25 @@ def check_kernel_cache() -> Finding:
     return ok(str(folder))
 
 
+def check_gpus() -> Finding:
+    """GPUs that nothing computes on; without them there is nothing to check."""
+    found, told = gpus.visible()
+    if not found:
+        models = machine.gpus()
+        if not models:
+            return ok("none")
+        return warning(
+            f"{', '.join(models)} cannot be used: {told}",
+            "look with nvidia-smi; in a container: apptainer --nv, docker --gpus all; in a job: ask for them (--gres)",
+        )
+    saw = f"{len(found)} ({found[0].name}), driver for CUDA up to {told}"
+    works, versions = gpus.cupy()
+    if not works:
+        extra = "cuda13" if int(told.partition(".")[0]) >= 13 else "cuda12"
+        return warning(f"{saw}; CuPy {versions}", f"pip install 'hpcdp[{extra}]'; without CuPy all runs on the CPU")
+    return ok(f"{saw}; CuPy {versions}; MPI on memory of a GPU: {gpus.cuda_aware()}")
+
+
 CHECKS: dict[str, Callable[[], Finding]] = {
     "packages": check_imports,
     "MPI wheels": check_wheels,
@@ -301,43 +317,5 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "threads": check_threads,
     "limits": check_limits,
     "kernel cache": check_kernel_cache,
+    "GPUs": check_gpus,
 }
-
-
-def child(command: list[str], answer: str = "") -> tuple[int, str]:
-    """Exit status of ``command``, ended with all its children at the limit, and its last line or what it failed of.
-
-    Of a command that has succeeded it is the last line that begins with ``answer``, if there is one: MPI libraries may
-    have the last word.
-    """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
-    )
-    try:
-        said, _ = process.communicate(timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.communicate(timeout=15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-        return 124, f"nothing for {_LIMIT_S:.0f} s: it hangs"
-    lines = [line.rstrip() for line in said.splitlines() if set(line.strip()) - {"-"}]
-    if not lines:
-        return process.returncode, ""
-    if process.returncode != 0:
-        return process.returncode, _last_reason(said)
-    return 0, next((line for line in reversed(lines) if line.startswith(answer)), lines[-1]).strip()
-
-
-def _last_reason(said: str) -> str:
-    """The first sentence of the last message in ``said``: MPI libraries wrap theirs, a traceback ends in one line."""
-    lines = [line.rstrip() for line in said.splitlines()]
-    while not set(lines[-1].strip()) - {"-"}:
-        lines.pop()
-    first = len(lines) - 1
-    while first > 0 and len(lines[first - 1]) >= _WRAPPED_FROM and not lines[first - 1].startswith((" ", "-")):
-        first -= 1
-    message = " ".join(line.strip() for line in lines[first:])
-    return re.split(r"(?<=[a-z])\. (?=[A-Z])", message)[0]

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from hpcdp.errors import LaunchError
 
 from . import mpi_library, slurm
-from .doctor import HELLO, Finding, child, failed, ok, warning
+from .children import child
+from .doctor import HELLO, Finding, failed, ok, warning
 from .slurm_allocation import Allocation, allocation
 
 _COMMANDS = ("srun", "sbatch", "squeue", "scancel", "scontrol")

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcdp.errors import LaunchError
 
-from . import inside, machine, mpi_library
+from . import gpus, inside, machine, mpi_library
 from .environment import environment
 from .slurm_allocation import allocation
 
@@ -31,7 +31,12 @@ def show(as_json: bool = False) -> int:
 
         world = init()
         facts["MPI library"] = world.library
-        place = {"rank": world.rank, "node": world.node, "local rank": world.local_rank} | _place()
+        place = {
+            "rank": world.rank,
+            "node": world.node,
+            "local rank": world.local_rank,
+            "device": str(world.device),
+        } | _place()
         ranks = world.comm.allgather_json(place)
         if world.rank != 0:
             return 0
@@ -69,8 +74,7 @@ def _machine() -> dict[str, Any]:
         facts["Slurm"] = str(error)
     total, available = machine.memory_mib()
     facts["memory"] = f"{total:,} MiB, {available:,} available"
-    facts["GPU"] = ", ".join(machine.gpus()) or "none"
-    return facts
+    return facts | gpus.shown()
 
 
 def _place() -> dict[str, Any]:

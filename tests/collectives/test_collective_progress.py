@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdp.collectives import ALGORITHMS, allreduce, broadcast, double_tree, halving_doubling, iallreduce, ring, tree
-from hpcdp.collectives.progress import TAGS, Progress, Together, Until, drive, in_lanes, segments, together
+from hpcdp.collectives.progress import TAGS, Progress, Together, drive, in_lanes, segments, together
 from hpcdp.comm import threads
 from hpcdp.comm.communicator import OPERATION_BITS, disagree
+from hpcdp.comm.steps import Until
 from hpcdp.errors import MismatchError, UnsupportedError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import doctor, machine
+from hpcdp.launch import children, doctor, machine
 from hpcdp.launch.doctor import Verdict
 
 
@@ -77,7 +77,7 @@ def test_two_worlds_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hang_of_two_ranks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_LIMIT_S", 1.5)
+    monkeypatch.setattr(children, "LIMIT_S", 1.5)
     monkeypatch.setattr(doctor, "HELLO", "import time; time.sleep(50)  # doctor's hang")
     finding = doctor.check_two_ranks()
     assert finding.verdict is Verdict.FAILED and "it hangs" in finding.saw
@@ -197,15 +197,18 @@ def test_a_wrapped_message_is_told_from_its_start() -> None:
     ]
     code = f"print({chr(10).join(wrapped)!r}); exit(3)"
     said = "It looks like opal_init failed for some reason; your parallel process is likely to abort"
-    assert doctor.child([sys.executable, "-c", code]) == (3, said)
+    assert children.child([sys.executable, "-c", code]) == (3, said)
     code = f"{'x' * 80} = 1; 1 / 0"
-    assert doctor.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
+    assert children.child([sys.executable, "-c", code]) == (1, "ZeroDivisionError: division by zero")
 
 
 def test_a_child_says_its_answer_before_what_a_library_adds() -> None:
     noisy = "print('hello 2'); print('[7] UCX WARN object was not returned')"
-    assert doctor.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
+    assert children.child([sys.executable, "-c", noisy], "hello") == (0, "hello 2")
 
 
 def test_a_child_says_its_last_line() -> None:
-    assert doctor.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (3, "last")
+    assert children.child([sys.executable, "-c", "print('first'); print('last'); print('----'); exit(3)"]) == (
+        3,
+        "last",
+    )

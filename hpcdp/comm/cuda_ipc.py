@@ -1,0 +1,201 @@
+"""Sums over ranks that share one GPU, which NCCL refuses: the first of them has mapped what the others have (CUDA IPC).
+
+Processes that share a GPU take turns on it, unless a server (MPS) runs them together. So a kernel that waited for that
+of another process would wait for its own turn to end; here one rank sums for all, and nobody waits on the GPU but
+for events::
+
+    each rank            writes its row; records its event; posts a number in host memory
+    the first rank       sees all numbers; its stream waits for all events, sums; records its event; posts
+    each rank            sees that; its stream waits for the event of the first rank
+
+A wait for an event that has not been recorded yet waits for nothing, hence the numbers. Rows come from cudaMalloc
+itself, in whole multiples of 2 MiB: a handle shares the block that an allocation lies in, with all else that is in it.
+
+Source: NVIDIA, "CUDA C++ Programming Guide", section "Interprocess Communication".
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import DeviceError, UnsupportedError
+from ..kernels import cuda_reduce
+from ..kernels.reference_reduce import EVERY_ROW, SUM
+from ..streams import Event, OpenedEvent, Stream, Streams
+from .agreement import on_every_rank
+from .communicator import Communicator
+from .node_rows import Part, RowSize
+from .shared import Milestones, NodeMemory
+from .steps import Steps, Until
+
+_LEADER = 0
+_BLOCK_NBYTES = 2 << 20
+_KINDS = ("float16", "float32", "float64", "int32", "int64")
+"""What `kernels/reduce.cu` adds up."""
+
+
+class CudaIpc:
+    """The rows of ranks that share a GPU. All ranks of the node must make it together.
+
+    Args:
+        comm: the ranks of the node.
+        memory: what they share.
+        streams: of their GPU.
+        sizes: of the rows, alike on all ranks.
+
+    Raises:
+        DeviceError: the GPU has no room, or a process cannot map what another has; on all ranks.
+        UnsupportedError: there is no kernel for such numbers, or for so many ranks.
+    """
+
+    def __init__(self, comm: Communicator, memory: NodeMemory, streams: Streams, sizes: Sequence[RowSize]) -> None:
+        strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
+        if strange is not None:
+            raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(_KINDS), got=strange)
+        if comm.size > cuda_reduce.MAX_ROWS:
+            expected = f"at most {cuda_reduce.MAX_ROWS} ranks that share a GPU"
+            raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")
+        self.comm, self.memory, self.streams = comm, memory, streams
+        self.is_leader = comm.rank == _LEADER
+        self.stream: Stream = streams.stream()
+        self.written = Milestones(memory, max(len(sizes), 1))
+        self.summed = Milestones(memory, max(len(sizes), 1))
+        self._cupy: Any = importlib.import_module("cupy")
+        self._allocated: list[int] = []
+        self._mapped: list[int] = []
+        self._opened: list[int] = []
+        made = on_every_rank(comm, lambda: self._told(lambda: [self._make(each) for each in sizes]))
+        handles = comm.allgather_json([[each.hex() for each in handles] for _, _, handles in made])
+        self.rows = on_every_rank(
+            comm, lambda: self._told(lambda: [self._open(number, made, handles, sizes) for number in range(len(sizes))])
+        )
+
+    def _told(self, act: Callable[[], Any]) -> Any:
+        """What ``act()`` returns; CUDA's errors as ours."""
+        try:
+            with self.streams.on_device():
+                return act()
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(
+                "CUDA IPC", got=str(error),
+                remedy="processes that share a GPU must see each other (containers: --ipc=host --pid=host); with one "
+                "rank a GPU it is not needed",
+            ) from error  # fmt: skip
+
+    def _make(self, size: RowSize) -> tuple[int, Event, tuple[bytes, bytes]]:
+        """A row, the event behind what is written there, and the handles of both."""
+        runtime = self._cupy.cuda.runtime
+        nbytes = max(-(-size.nbytes // _BLOCK_NBYTES), 1) * _BLOCK_NBYTES
+        at = runtime.malloc(nbytes)
+        self._allocated.append(at)
+        runtime.memsetAsync(at, 0, nbytes, self.streams.current().ptr)
+        event = self.streams.event(interprocess=True)
+        return at, event, (runtime.ipcGetMemHandle(at), runtime.ipcGetEventHandle(event.ptr))
+
+    def _open(self, number: int, made: Any, handles: Any, sizes: Sequence[RowSize]) -> IpcRows:
+        """The leader maps all rows and events of one number, the others the leader's event."""
+        runtime = self._cupy.cuda.runtime
+        at, event, _ = made[number]
+        rows: list[Array] = []
+        events: list[Event] = []
+        for rank in range(self.comm.size) if self.is_leader else (_LEADER, self.comm.rank):
+            row_handle, event_handle = (bytes.fromhex(each) for each in handles[rank][number])
+            mine = rank == self.comm.rank
+            if not mine:
+                self._opened.append(runtime.ipcOpenEventHandle(event_handle))
+            events.append(event if mine else OpenedEvent(self._opened[-1]))
+            if mine or self.is_leader:
+                there = at if mine else runtime.ipcOpenMemHandle(row_handle)
+                self._mapped += [] if mine else [there]
+                rows.append(self._array(there, sizes[number]))
+        return IpcRows(self, number, sizes[number], rows, events)
+
+    def _array(self, at: int, size: RowSize) -> Array:
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(at, size.nbytes, self)
+        return self._cupy.ndarray((size.count,), size.dtype, cuda.MemoryPointer(memory, 0))
+
+    def close(self) -> None:
+        """Give all back, when all that was given to the streams is done; every rank of the node must call."""
+        runtime = self._cupy.cuda.runtime
+        with self.streams.on_device():
+            self.stream.synchronize()
+            self.comm.barrier()
+            for each in self._mapped:
+                runtime.ipcCloseMemHandle(each)
+            for each in self._opened:
+                runtime.eventDestroy(each)
+            self._mapped.clear()
+            self._opened.clear()
+            self.comm.barrier()  # memory must not be freed while others have it mapped
+            for each in self._allocated:
+                runtime.free(each)
+            self._allocated.clear()
+
+
+class IpcRows:
+    """See `node_rows.NodeRows`; those of the leader reach the rows of all."""
+
+    def __init__(self, node: CudaIpc, number: int, size: RowSize, rows: list[Array], events: list[Event]) -> None:
+        self._node, self._number = node, number
+        self._rows, self._events = rows, events
+        self.mine = rows[node.comm.rank if node.is_leader else 0]
+        self.size, self.stream = size, node.stream
+        self._own_event = events[node.comm.rank if node.is_leader else 1]
+        self._round = 0
+
+    def check(self) -> None:
+        self._node.memory.check()
+
+    def _led(self, work: Callable[[], None]) -> Steps:
+        """Let the leader do ``work`` behind what all ranks have given their streams; all go on behind that."""
+        node, streams, number = self._node, self._node.streams, self._number
+        self._round += 1
+        if not node.is_leader:
+            streams.record(self._own_event, self.stream)
+        node.written.post(self._round, number)
+        if node.is_leader:
+            yield [Until(lambda: node.written.reached(self._round, number))]
+            for rank, event in enumerate(self._events):
+                if rank != node.comm.rank:
+                    streams.wait_event(self.stream, event)
+            with streams.on_device(), self.stream:
+                work()
+            streams.record(self._own_event, self.stream)
+            node.summed.post(self._round, number)
+        else:
+            yield [Until(lambda: node.summed.reached(self._round, number, ranks=_LEADER + 1))]
+            streams.wait_event(self.stream, self._events[0])
+
+    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
+        def work() -> None:
+            for owner, (first, last) in enumerate(parts):
+                if last > first:
+                    cuda_reduce.combine_into(self._words(), first, last, owner, SUM)
+
+        yield from self._led(work)
+
+    def allgather(self, parts: Sequence[Part]) -> Steps:
+        def work() -> None:
+            for owner, (first, last) in enumerate(parts):
+                for rank, row in enumerate(self._rows):
+                    if last > first and rank != owner:
+                        self._node.streams.copy_async(row[first:last], self._rows[owner][first:last], self.stream)
+
+        yield from self._led(work)
+
+    def allreduce(self) -> Steps:
+        def work() -> None:
+            if self.size.count:
+                cuda_reduce.combine_into(self._words(), 0, self.size.count, EVERY_ROW, SUM)
+
+        yield from self._led(work)
+
+    def _words(self) -> list[Array]:
+        """The rows as the kernels take them."""
+        return [each.view(np.uint16) for each in self._rows] if self.size.dtype.name == "float16" else self._rows

@@ -1,0 +1,110 @@
+"""Arrays of a node's ranks on its GPUs, summed where they lie: what NCCL and CUDA IPC both do, each in its way.
+
+It is what the CPU's ranks do in shared memory (`hpcdp.gradients.reducer`): each rank has a row, which it fills; parts
+of the columns have owners, in whose rows they are summed, in the order of the ranks where one GPU does it; owners
+exchange their sums with other nodes; each part goes from its owner's row to all others. Nothing of it blocks the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..arrays import Array
+from ..streams import Stream, Streams
+from .communicator import bounds
+from .steps import Steps
+
+Part = tuple[int, int]
+"""The first column and one after the last."""
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """How long a row is, and of what."""
+
+    count: int
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the row."""
+        return self.count * self.dtype.itemsize
+
+
+class NodeRows(Protocol):
+    """One row for each rank of a node.
+
+    A machine has ended when its work is given to `stream`, not when that is done: what `stream` is given next finds the
+    sums. The ranks of a node may run the machines of different rows in different orders.
+    """
+
+    mine: Array
+    """This rank's row, shape ``(count,)``; zeros at first."""
+    size: RowSize
+    stream: Stream
+    """Where the work goes; whoever fills ``mine`` on another stream lets this one wait for it."""
+
+    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
+        """Sum the columns ``parts[r]`` over all ranks into rank r's row, for each r; what else is there is undefined.
+
+        Every rank of the node must run it, with the same parts: one for each rank, some may be empty.
+        """
+        ...
+
+    def allgather(self, parts: Sequence[Part]) -> Steps:
+        """Bring the columns ``parts[r]`` of rank r's row to all others, for each r."""
+        ...
+
+    def allreduce(self) -> Steps:
+        """Sum all columns over all ranks, into each row."""
+        ...
+
+    def check(self) -> None:
+        """Called now and then by who waits for what `stream` does: raises when waiting has become pointless."""
+        ...
+
+
+class NodeGroup(Protocol):
+    """Rows of a node's ranks, one of each for every array; all ranks of the node make it together."""
+
+    @property
+    def rows(self) -> Sequence[NodeRows]:
+        """By the number of the array."""
+        ...
+
+
+def parts_of(count: int, owners: int, ranks: int) -> list[Part]:
+    """Nearly equal parts of ``count`` columns for the first ``owners`` of ``ranks`` ranks; the others' are empty."""
+    ends = bounds(count, owners)
+    return [(ends[rank], ends[rank + 1]) if rank < owners else (count, count) for rank in range(ranks)]
+
+
+class LoneRow:
+    """`NodeRows` of a rank that sums with none of its node: what it has is the sum."""
+
+    def __init__(self, mine: Array, size: RowSize, stream: Stream) -> None:
+        self.mine, self.size, self.stream = mine, size, stream
+
+    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
+        yield []
+
+    def allgather(self, parts: Sequence[Part]) -> Steps:
+        yield []
+
+    def allreduce(self) -> Steps:
+        yield []
+
+    def check(self) -> None:
+        """Nobody to wait for."""
+
+
+class Lone:
+    """`NodeGroup` of a rank that sums with none of its node."""
+
+    def __init__(self, streams: Streams, sizes: Sequence[RowSize]) -> None:
+        stream = streams.stream()
+        self.rows = [LoneRow(streams.zeros(each.count, each.dtype), each, stream) for each in sizes]

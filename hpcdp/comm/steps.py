@@ -1,0 +1,40 @@
+"""Work under way: machines that are resumed when what they wait for has come.
+
+A machine is a generator. It starts what a stage needs, yields the requests for it, and is resumed when all of them are
+complete. `hpcdp.collectives.progress` runs them, many at a time in one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+
+from .communicator import Request
+
+Steps = Generator[Sequence[Request], None, None]
+"""A machine; each item is a stage: the requests that must be complete before it goes on."""
+
+_YIELDS, _NAP_S = 10, 50e-6
+
+
+class Until:
+    """That ``test()`` has become true: a request for what is no message."""
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self.test = test
+
+    def wait(self) -> None:
+        """Block until it has."""
+        wait_for(self.test)
+
+
+def wait_for(test: Callable[[], bool]) -> None:
+    """Call ``test()`` until it is true: at once for a while, then after naps, which leave the core to others."""
+    idle = 0
+    while not test():
+        idle += 1
+        if idle < _YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(_NAP_S)

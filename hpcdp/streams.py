@@ -1,0 +1,125 @@
+"""Floor 1: streams. Imports: arrays, devices, errors.
+
+Streams, events and copies of a GPU, none of which blocks the host: what moves data needs no more of a device.
+
+Work on one stream is done in the order in which it was given; between streams there is no order but that of events. A
+host that reads what a copy has written waits until the event behind it has passed, by asking again and again, as for a
+message. Memory must live, and stay as it is, until the event behind its last use has passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, is_host
+from .devices import Device
+from .errors import DeviceError, UnsupportedError
+
+Stream = Any
+"""One of CuPy's."""
+
+Event = Any
+"""One of CuPy's, or `OpenedEvent`."""
+
+_PASSED, _NOT_READY = 0, 600
+
+
+class OpenedEvent:
+    """An event of another process, opened by its handle (CUDA IPC)."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class Streams:
+    """Streams of one GPU; for any thread, whatever its current device is.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._cupy: Any = importlib.import_module("cupy")
+        self._cuda: Any = self._cupy.cuda
+        self._runtime: Any = self._cuda.runtime
+        self._device = device
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The GPU is this thread's current device: each begins with number 0, and each GPU has a default stream."""
+        with self._cuda.Device(self._device.index):
+            yield
+
+    def stream(self) -> Stream:
+        """A new stream, which does not wait for the default one."""
+        with self.on_device():
+            return self._cuda.Stream(non_blocking=True)
+
+    def current(self) -> Stream:
+        """The stream to which this thread's operations on arrays go."""
+        with self.on_device():
+            return self._cuda.get_current_stream()
+
+    def event(self, *, interprocess: bool = False) -> Event:
+        """A new event; until it is recorded, nobody waits for it."""
+        with self.on_device():
+            return self._cuda.Event(disable_timing=True, interprocess=interprocess)
+
+    def zeros(self, count: int, dtype: np.dtype) -> Array:
+        """A new array on the GPU, shape ``(count,)``; it is zero for what `current` is given from now on."""
+        with self.on_device():
+            return self._cupy.zeros((count,), dtype=dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> Array:
+        """A new array on the GPU, in memory that ``stream`` alone may still use for what it was given before."""
+        with self.on_device(), stream:
+            return self._cupy.empty(shape, dtype=dtype)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Host memory that a GPU copies from and to beside all else, shape ``(nbytes,)``, dtype uint8."""
+        return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def copy_async(self, target: Array, source: Array, stream: Stream) -> None:
+        """Copy ``source`` to ``target``, contiguous arrays of one size on the GPU or in pinned memory, on ``stream``.
+
+        Raises:
+            UnsupportedError: other arrays.
+        """
+        for x in (target, source):
+            if not x.flags.c_contiguous or x.nbytes != target.nbytes:
+                expected = f"contiguous arrays of {target.nbytes} bytes"
+                raise UnsupportedError("copy", expected=expected, got=f"{x.nbytes} bytes with strides {x.strides}")
+        if target.nbytes:
+            at = _address(target), _address(source)
+            with self.on_device():
+                self._runtime.memcpyAsync(*at, target.nbytes, self._runtime.memcpyDefault, stream.ptr)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let ``event`` pass when all that ``stream`` was given until now is done."""
+        with self.on_device():
+            self._runtime.eventRecord(event.ptr, stream.ptr)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Let what ``stream`` is given from now on wait for the last `record` of ``event`` before this call."""
+        with self.on_device():
+            self._runtime.streamWaitEvent(stream.ptr, event.ptr)
+
+    def query(self, event: Event) -> bool:
+        """Whether ``event`` has passed; never blocks.
+
+        Raises:
+            DeviceError: something that was done on the GPU before has failed.
+        """
+        status = self._runtime.eventQuery(event.ptr)
+        if status in (_PASSED, _NOT_READY):
+            return bool(status == _PASSED)
+        raise DeviceError("wait for a GPU", where=self._device, got=str(self._runtime.CUDARuntimeError(status)))
+
+
+def _address(x: Array) -> int:
+    return int(x.ctypes.data if is_host(x) else x.data.ptr)

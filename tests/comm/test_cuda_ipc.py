@@ -1,0 +1,124 @@
+"""Rows of ranks that share a GPU, summed by the first of them; here on streams that do things as late as they may."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from hpcdp.collectives.progress import Together, drive
+from hpcdp.comm import threads
+from hpcdp.comm.cuda_ipc import CudaIpc
+from hpcdp.comm.node_rows import RowSize, parts_of
+from hpcdp.devices import gpu
+from hpcdp.errors import DeviceError, UnsupportedError
+from hpcdp.streams import Streams
+
+COUNT = 1001
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
+
+
+def values(rank, count, dtype):
+    return np.random.default_rng([rank, count]).standard_normal(count).astype(dtype)
+
+
+def summed(n, count, dtype):
+    """In the order of the ranks, as the kernel does."""
+    wide = "f4" if np.dtype(dtype) == np.float16 else dtype
+    return sum((values(rank, count, dtype).astype(wide) for rank in range(n)), np.zeros(count, wide)).astype(dtype)
+
+
+def make(world, *sizes):
+    return CudaIpc(world.node_comm, world.node_memory, Streams(gpu(0)), sizes)
+
+
+def to_gpu(x):
+    import cupy
+
+    return cupy.asarray(x)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i4", "i8"])
+@pytest.mark.parametrize(("n", "owners"), [(1, 1), (2, 2), (3, 2), (4, 4)])
+def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, owners, dtype):
+    def rank(world):
+        parts = parts_of(COUNT, owners, n)
+        group = make(world, RowSize(COUNT, np.dtype(dtype)))
+        (row,) = group.rows
+        assert not row.mine.to_host().any()
+        row.mine[...] = to_gpu(values(world.rank, COUNT, dtype))
+        drive(row.reduce_scatter(parts))
+        row.stream.synchronize()
+        own = row.mine[slice(*parts[world.rank])].to_host()
+        drive(row.allgather(parts))
+        row.stream.synchronize()
+        everything = row.mine.to_host()
+        group.close()
+        return own, everything
+
+    wanted = summed(n, COUNT, dtype)
+    for number, (own, everything) in enumerate(threads.run(n, rank)):
+        np.testing.assert_array_equal(own, wanted[slice(*parts_of(COUNT, owners, n)[number])])
+        np.testing.assert_array_equal(everything, wanted)
+    assert not gpus_on_host.allocated and not gpus_on_host.mapped
+
+
+def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host):
+    sizes = [RowSize(count, np.dtype("f4")) for count in (40, 0, 300, 1000)]
+
+    def rank(world):
+        chance = random.Random(world.rank)
+        streams = Streams(gpu(0))
+        group = CudaIpc(world.node_comm, world.node_memory, streams, sizes)
+        done = streams.event()
+        for step in range(4):
+            written = [to_gpu(step + values(world.rank, row.size.count, "f4")) for row in group.rows]
+            for row, x in zip(group.rows, written, strict=True):
+                streams.copy_async(row.mine, x, row.stream)
+            Together([group.rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
+            streams.record(done, group.stream)
+            streams.wait_event(streams.current(), done)  # else the next step's gradients come too early
+            for row in group.rows:
+                wanted = sum(step + values(each, row.size.count, "f4") for each in range(3))
+                np.testing.assert_array_equal(row.mine.to_host(), wanted.astype("f4"))
+
+    threads.run(3, rank)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_what_no_kernel_sums_is_refused_by_name(gpus_on_host, name):
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+    with pytest.raises(UnsupportedError, match=rf"CUDA IPC \[dtype\]: expected float16 or .*, got {name}"):
+        threads.run(1, lambda world: make(world, RowSize(3, dtype)))
+
+
+def test_processes_that_do_not_see_each_other_are_told_so_on_all_ranks(gpus_on_host, monkeypatch):
+    import cupy
+
+    def refused(handle, flags=1):
+        raise cupy.cuda.runtime.CUDARuntimeError(201)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "ipcOpenMemHandle", refused)
+    raised = []
+
+    def rank(world):
+        with pytest.raises(DeviceError, match=r"CUDA IPC: got cudaError201: stand-in; processes that share a GPU must"):
+            make(world, RowSize(3, np.dtype("f4")))
+        raised.append(world.rank)
+
+    threads.run(3, rank)
+    assert sorted(raised) == [0, 1, 2]
+
+
+def test_each_row_begins_an_allocation_of_its_own_in_whole_blocks(gpus_on_host):
+    def rank(world):
+        return make(world, *(RowSize(count, np.dtype("f4")) for count in (0, 5, (2 << 20) // 4 + 1)))
+
+    threads.run(2, rank)
+    assert sorted(block.size >> 20 for block in gpus_on_host.allocated.values()) == [2, 2, 2, 2, 4, 4]
+
+
+def test_more_ranks_than_one_kernel_takes_are_refused_before_anything_is_made(gpus_on_host):
+    with pytest.raises(UnsupportedError, match="CUDA IPC: expected at most 32 ranks that share a GPU, got 33"):
+        threads.run(33, make)
+    assert not gpus_on_host.allocated

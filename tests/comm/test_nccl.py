@@ -1,0 +1,187 @@
+"""Rows summed by NCCL, here one that computes in host memory as late as it may; and how its errors end."""
+
+import random
+
+import numpy as np
+import pytest
+from gpu_on_host import NcclError
+
+from hpcdp.collectives.progress import Together, drive
+from hpcdp.comm import threads
+from hpcdp.comm.nccl import Nccl
+from hpcdp.comm.node_rows import RowSize, parts_of
+from hpcdp.comm.ways import Offer
+from hpcdp.devices import gpu
+from hpcdp.errors import DeviceError, UnsupportedError, WorldAborted
+from hpcdp.streams import Streams
+
+COUNT = 1001
+DTYPES = ("float32", "float16", "float64", "int32", "int64", "bfloat16")
+
+
+def dtype_of(name):
+    return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name) if name == "bfloat16" else name)
+
+
+def values(rank, count, dtype):
+    return np.random.default_rng([rank, count]).integers(-8, 8, count).astype(dtype)
+
+
+def make(world, *sizes):
+    offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(world.local_size)]
+    return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, sizes)
+
+
+def to_gpu(x):
+    import cupy
+
+    return cupy.asarray(x)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize(("n", "owners"), [(1, 1), (2, 2), (3, 3), (3, 2), (4, 1)])
+def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, owners, name):
+    dtype = dtype_of(name)
+
+    def rank(world):
+        parts = parts_of(COUNT, owners, n)
+        group = make(world, RowSize(COUNT, dtype))
+        (row,) = group.rows
+        row.mine[...] = to_gpu(values(world.rank, COUNT, dtype))
+        drive(row.reduce_scatter(parts))
+        row.stream.synchronize()
+        own = row.mine[slice(*parts[world.rank])].to_host()
+        drive(row.allgather(parts))
+        row.stream.synchronize()
+        return own, row.mine.to_host()
+
+    wanted = sum(values(rank, COUNT, dtype) for rank in range(n))
+    for number, (own, everything) in enumerate(threads.run(n, rank)):
+        np.testing.assert_array_equal(own, wanted[slice(*parts_of(COUNT, owners, n)[number])])
+        np.testing.assert_array_equal(everything, wanted)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_all_columns_are_summed_into_all_rows(gpus_on_host, name):
+    dtype = dtype_of(name)
+
+    def rank(world):
+        (row,) = make(world, RowSize(COUNT, dtype)).rows
+        row.mine[...] = to_gpu(values(world.rank, COUNT, dtype))
+        drive(row.allreduce())
+        row.stream.synchronize()
+        return row.mine.to_host()
+
+    for found in threads.run(3, rank):
+        np.testing.assert_array_equal(found, sum(values(each, COUNT, dtype) for each in range(3)))
+
+
+def test_equal_parts_are_one_call_and_unequal_ones_one_launch(gpus_on_host):
+    def rank(world):
+        group = make(world, RowSize(12, np.dtype("f4")), RowSize(13, np.dtype("f4")))
+        for row in group.rows:
+            parts = parts_of(row.size.count, 3, 3)
+            drive(row.reduce_scatter(parts))
+            drive(row.allgather(parts))
+        group.rows[0].stream.synchronize()
+
+    threads.run(3, rank)
+    launches = [name for name in gpus_on_host.log if name.startswith("nccl")]
+    assert sorted(launches) == sorted(
+        3 * ["nccl reduceScatter", "nccl allGather", "nccl reduce reduce reduce", "nccl broadcast broadcast broadcast"]
+    )
+
+
+def test_ranks_that_are_ready_in_different_orders_launch_in_one(gpus_on_host):
+    sizes = [RowSize(count, np.dtype("f4")) for count in (40, 300, 7, 1000, 64)]
+
+    def rank(world):
+        chance = random.Random(world.rank)
+        group = make(world, *sizes)
+        for step in range(3):
+            for row in group.rows:
+                row.mine[...] = to_gpu(step + values(world.rank, row.size.count, "f4"))
+            parts = [parts_of(each.count, 3, 3) for each in sizes]
+
+            def machine(number, parts=parts):
+                yield from group.rows[number].reduce_scatter(parts[number])
+                yield from group.rows[number].allgather(parts[number])
+
+            Together([machine(number) for number in chance.sample(range(5), 5)]).wait()
+            group.rows[0].stream.synchronize()
+            for row in group.rows:
+                wanted = sum(step + values(each, row.size.count, "f4") for each in range(3))
+                np.testing.assert_array_equal(row.mine.to_host(), wanted)
+
+    threads.run(3, rank)
+
+
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
+    def rank(world):
+        same = [Offer("0000:3b:00.0", "a", 22501)] * 2
+        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, [])
+
+    with pytest.raises(DeviceError, match=r"expected one rank on each GPU, got local ranks 0, 1; start as many ranks"):
+        threads.run(2, rank)
+
+
+def test_an_error_at_the_start_says_where_more_is_told(gpus_on_host):
+    def rank(world):
+        offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(2)]
+        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, [])  # in truth they share one
+
+    with pytest.raises(DeviceError, match=r"NCCL: got NCCL_ERROR_5: stand-in; NCCL_DEBUG=INFO in the environment"):
+        threads.run(2, rank)
+
+
+def test_what_nccl_has_no_number_for_is_refused_by_name(gpus_on_host):
+    for dtype, said in (("c8", "got complex64"), ("i2", r"NCCL \[dtype\]: expected int8 or uint8 or .*, got int16")):
+        with pytest.raises(UnsupportedError, match=said):
+            threads.run(1, lambda world, dtype=dtype: make(world, RowSize(3, np.dtype(dtype))))
+
+
+def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
+    def rank(world):
+        group = make(world, RowSize(8, np.dtype("f4")))
+        (row,) = group.rows
+        drive(row.reduce_scatter(parts_of(8, 2, 2)))
+        group._comm.failed = True
+        with pytest.raises(DeviceError, match="got NCCL_ERROR_6"):
+            row.check()
+        assert group._comm.aborted
+        with pytest.raises(DeviceError, match=r"given up: .*NCCL_ERROR_6"):
+            drive(row.allgather(parts_of(8, 2, 2)))
+
+    threads.run(2, rank)
+
+
+def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
+    def rank(world):
+        group = make(world, RowSize(8, np.dtype("f4")))
+        monkey = group._comm
+        monkey.check_async_error = lambda: None
+        monkey.failed = True
+        with pytest.raises(DeviceError, match="rank 0: NCCL: got NCCL_ERROR_1") as caught:
+            drive(group.rows[0].reduce_scatter([(0, 8)]))
+        assert isinstance(caught.value.__cause__, NcclError)
+
+    threads.run(1, rank)
+
+
+def test_who_waits_for_a_rank_that_is_gone_ends_its_kernels(gpus_on_host):
+    aborted = []
+
+    def rank(world):
+        group = make(world, RowSize(8, np.dtype("f4")))
+        if world.rank == 1:
+            raise ValueError("lost")
+        try:
+            while True:
+                group.rows[0].check()
+        except WorldAborted:
+            aborted.append(group._comm.aborted)
+            raise
+
+    with pytest.raises(ValueError, match="lost"):
+        threads.run(2, rank)
+    assert aborted == [True]

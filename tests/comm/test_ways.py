@@ -1,0 +1,57 @@
+"""Which way a node's ranks sum on their GPUs follows from what all of them offer, and is alike on all."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpcdp.comm import gpus, threads, ways
+from hpcdp.comm.gpus import Gpu
+from hpcdp.comm.ways import Offer, Way, choose
+from hpcdp.devices import cpu, gpu
+from hpcdp.errors import DeviceError
+
+A, B = Offer("0000:3b:00.0", "a", 22501), Offer("0000:af:00.0", "b", 22501)
+
+
+@pytest.mark.parametrize(
+    ("found", "way", "why"),
+    [
+        ([A], Way.ALONE, "one rank"),
+        ([A, B], Way.NCCL, "a GPU of its own"),
+        ([A, Offer()], Way.HOST, "local rank 1 has no GPU"),
+        ([A, replace(B, nccl=0)], Way.HOST, "local rank 1 has no NCCL; pip install"),
+        ([A, replace(B, nccl=22304)], Way.HOST, "different versions of NCCL, 22304 and 22501"),
+        ([A, replace(B, shares_memory=False)], Way.HOST, "share no host memory"),
+        ([A, B, A], Way.HOST, "local ranks 0 and 2 share a GPU while others have their own; start one rank a GPU"),
+        ([A, replace(A, uuid="c")], Way.HOST, "local ranks 0 and 1 have instances of one GPU (MIG)"),
+    ],
+)
+def test_what_is_chosen_and_why(found, way, why):
+    chosen, said = choose(found)
+    assert chosen is way and why in said
+
+
+def test_ranks_on_one_gpu_are_refused_to_nccl_by_its_place_on_the_bus():
+    ways.refuse_shared([A, B])
+    with pytest.raises(
+        DeviceError, match=r"NCCL \[GPU 0000:3b:00.0\]: expected one rank on each GPU, got local ranks 0, 2"
+    ):
+        ways.refuse_shared([A, B, A])
+
+
+def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_host, monkeypatch):
+    def visible():
+        rank = gpus_on_host.process()[-1]
+        return (Gpu(0, "NVIDIA A", f"0000:0{rank}:00.0", rank),)
+
+    monkeypatch.setattr(gpus, "visible", visible)
+
+    def rank(world):
+        found = ways.offers(world.node_comm, ways.own_offer(gpu(0), shares_memory=True))
+        return [each.bus_id for each in found], choose(found)[0]
+
+    assert threads.run(2, rank) == [(["0000:00:00.0", "0000:01:00.0"], Way.NCCL)] * 2
+
+
+def test_who_computes_on_the_cpu_offers_nothing(monkeypatch):
+    assert ways.own_offer(cpu(0), shares_memory=True) == Offer()

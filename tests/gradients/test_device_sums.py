@@ -1,0 +1,171 @@
+"""Gradients on GPUs: summed in the node by NCCL or CUDA IPC, across nodes through the host, on late streams."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import optim
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+from hpcdp.comm.ways import Way
+from hpcdp.devices import gpu
+from hpcdp.errors import UnsupportedError
+from hpcdp.gradients import Reducer, buckets, staging
+from hpcdp.streams import Streams
+from hpcdp.train.trainer import Trainer
+
+SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
+NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
+STEPS = 3
+
+
+class Parameter:
+    """What a reducer asks of a parameter, on this rank's GPU."""
+
+    def __init__(self, name, shape, dtype="f4"):
+        import cupy
+
+        self.name, self.data = name, cupy.zeros(shape, dtype)
+        self.grad, self.grad_req, self.grad_hook, self.data_hook = None, "write", None, None
+
+    def write(self, values):
+        import cupy
+
+        self.grad[...] = cupy.asarray(values)
+        self.grad_hook(self)
+
+
+@pytest.fixture(params=[Way.NCCL, Way.CUDA_IPC, Way.HOST])
+def way(request, monkeypatch):
+    """GPUs for the ranks of a machine to go that way."""
+    if request.param is Way.CUDA_IPC and not shutil.which("g++"):
+        pytest.skip("needs g++, which compiles kernels for this processor")
+    count = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[request.param]
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    return request.param
+
+
+def use_gpu(world, way):
+    gpu(world.place if way is Way.NCCL else 0).use()
+
+
+def gradient(rank, step, shape):
+    return np.random.default_rng([rank, step, *shape]).integers(-99, 99, shape).astype("f4") / 8
+
+
+def wanted(n, step, shape):
+    return sum(gradient(rank, step, shape) for rank in range(n))
+
+
+def make(world, overlap, dtype="f4"):
+    params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
+    layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+    return Reducer(params, layout, world, overlap), params
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("n", "nodes"), NODES)
+def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, overlap):
+    def rank(world):
+        import cupy
+
+        kept = []
+        use_gpu(world, way)
+        streams = Streams(gpu(world.place if way is Way.NCCL else 0))
+        reducer, params = make(world, overlap)
+        assert reducer.gpus.way is (Way.ALONE if nodes == 1 else way)
+        with streams.stream() as compute:  # which is late as well
+            for step in range(STEPS):
+                written = [cupy.asarray(gradient(world.rank, step, param.data.shape)) for param in params]
+                for param, x in zip(reversed(params), reversed(written), strict=True):
+                    streams.copy_async(param.grad, x, compute)
+                    param.grad_hook(param)
+                reducer.launch_rest()
+                reducer.closing.tally(0)
+                reducer.reduce_everywhere()
+                found = [cupy.zeros(param.data.shape, "f4") for param in params]
+                for x, param in zip(found, params, strict=True):
+                    streams.copy_async(x, param.grad, compute)
+                reducer.reset()
+                kept.append((step, found, written))
+            compute.synchronize()
+        for step, found, _ in kept:
+            for x in found:
+                np.testing.assert_array_equal(x.to_host(), wanted(n, step, x.shape))
+
+    threads.run(n, rank, nodes)
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
+    def rank(world, on_gpu):
+        if on_gpu:
+            use_gpu(world, way)
+        params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+        if not on_gpu:
+            for param in params:
+                param.data = param.data.to_host()
+                param.write = lambda values, param=param: (param.grad.__setitem__(..., values), param.grad_hook(param))
+        trainer = Trainer(params, optim.SGD(lr=0.5, momentum=0.5), world, clip_norm=100.0)
+        for step in range(STEPS):
+            for param in reversed(params):
+                param.write(gradient(world.rank, step, param.data.shape))
+            trainer.step(1)
+        return [param.data.to_host() if on_gpu else param.data.copy() for param in params]
+
+    for n, nodes in ((3, None), (4, 2)):
+        host = threads.run(n, lambda world: rank(world, False), nodes)[0]
+        for found in threads.run(n, lambda world: rank(world, True), nodes):
+            for mine, theirs in zip(found, host, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_who_cannot_sum_in_the_node_is_told_why(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr("hpcdp.comm.ways._nccl_version", lambda: 0)
+    with pytest.warns(UserWarning, match="summed in host memory, each rank for itself: local rank 0 has no GPU"):
+        monkeypatch.setattr(gpus, "visible", lambda: ())
+        threads.run(2, lambda world: make(world, False)[0].gpus.way)
+
+
+@pytest.mark.parametrize("name", ["int8", "bfloat16"])
+def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host, name):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name
+    with pytest.raises(UnsupportedError, match=rf"reduction over nodes \[dtype\]: expected float16 or .*, got {name}"):
+        threads.run(2, lambda world: make(world, False, dtype), 1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+def test_real_ranks_sum_through_pinned_memory(gpus_on_host, monkeypatch, overlap):
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    world = hpcdp.init()
+    reducer, params = make(world, overlap)
+    for step in range(STEPS):
+        for param in reversed(params):
+            param.write(gradient(world.rank, step, param.data.shape))
+        reducer.launch_rest()
+        reducer.closing.tally(0)
+        reducer.reduce_everywhere()
+        for param in params:
+            np.testing.assert_array_equal(param.grad.to_host(), wanted(world.size, step, param.data.shape))
+        reducer.reset()
+
+
+def test_parameters_on_several_gpus_are_refused(gpus_on_host):
+    def rank(world):
+        params = [Parameter(f"p{i}", (3,)) for i in range(2)]
+        for number, param in enumerate(params):
+            param.data = type("Array", (), {"__module__": "cupy", "device": type("Device", (), {"id": number})})()
+        layout = buckets.plan([(p.name, (3,), np.dtype("f4")) for p in params])
+        Reducer(params, layout, world)
+
+    with pytest.raises(UnsupportedError, match=r"all parameters on one GPU, got gpu\(0\) and gpu\(1\); net.to"):
+        threads.run(2, rank)

@@ -1,0 +1,84 @@
+"""Segments go through pinned memory one beside the other, and their slots are used again only when they are free."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from hpcdp.collectives.progress import drive
+from hpcdp.comm.node_rows import Lone, RowSize
+from hpcdp.comm.steps import Until
+from hpcdp.devices import gpu
+from hpcdp.errors import DeviceError
+from hpcdp.gradients import staging
+from hpcdp.gradients.staging import SLOTS, Staging
+from hpcdp.streams import Streams
+
+COUNT = 1000
+
+
+@pytest.fixture
+def row(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 400)
+    made = Lone(Streams(gpu(0)), [RowSize(COUNT, np.dtype("f4"))]).rows[0]
+    made.mine[...] = importlib.import_module("cupy").arange(COUNT, dtype="f4")
+    return made
+
+
+def doubled(seen, polls=3):
+    """What takes the place of a sum over nodes; it says which segments are on the network at a time."""
+
+    def total(x, tag, turn):
+        seen.append(("begins", tag))
+        for _ in range(polls):
+            asked = iter([False, True])
+            yield [Until(lambda asked=asked: next(asked))]
+        x *= 2
+        seen.append(("ends", tag))
+
+    return total
+
+
+@pytest.mark.parametrize("count", [0, 1, 99, 100, 101, 200, COUNT])
+def test_any_part_of_a_row_goes_through_two_slots(row, count):
+    staged, seen = Staging(Streams(gpu(0)), [count * 4]), []
+    for times in (2, 4):  # what was copied back in the first step stays there until it has come
+        drive(staged.sum(0, row.mine[:count], row, doubled(seen), 0, None))
+        if times == 4:
+            row.stream.synchronize()
+            found = row.mine.to_host()
+            np.testing.assert_array_equal(found[:count], times * np.arange(count, dtype="f4"))
+            np.testing.assert_array_equal(found[count:], np.arange(count, COUNT, dtype="f4"))
+    assert len(seen) == 2 * 2 * -(-count * 4 // 400)
+
+
+def test_while_one_segment_is_on_the_network_the_next_one_comes(row):
+    seen = []
+    drive(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled(seen, 20), 0, None))
+    under_way = np.cumsum([1 if what == "begins" else -1 for what, _ in seen])
+    assert under_way.max() == SLOTS
+    assert len({tag for _, tag in seen}) == SLOTS
+
+
+def test_pinned_memory_is_two_segments_a_bucket(row, monkeypatch):
+    asked = []
+    cuda = importlib.import_module("cupy").cuda
+    monkeypatch.setattr(cuda, "alloc_pinned_memory", lambda nbytes: asked.append(nbytes) or np.zeros(nbytes, np.uint8))
+    Staging(Streams(gpu(0)), [4000, 0, 40])
+    assert len(asked) == 2 * SLOTS and max(asked) <= 408 and min(asked) <= 48
+
+
+def test_what_fails_on_the_gpu_ends_the_wait(row, monkeypatch):
+    staged = Staging(Streams(gpu(0)), [row.mine.nbytes])
+    monkeypatch.setattr(importlib.import_module("cupy.cuda.runtime"), "eventQuery", lambda event: 700)
+    with pytest.raises(DeviceError, match="cudaError700"):
+        drive(staged.sum(0, row.mine, row, doubled([]), 0, None))
+
+
+def test_who_waits_for_a_copy_looks_after_the_node(row, monkeypatch):
+    def check():
+        raise DeviceError("NCCL", got="a rank that is gone")
+
+    monkeypatch.setattr(row, "check", check)
+    with pytest.raises(DeviceError, match="a rank that is gone"):
+        drive(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled([]), 0, None))

@@ -1,0 +1,112 @@
+"""What `hpcdp info` and `hpcdp doctor` say of GPUs, with libraries and a CuPy that take the places of real ones."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import cuda_driver
+import pytest
+
+from hpcdp.launch import doctor, gpus, machine
+from hpcdp.launch.doctor import Verdict
+from hpcdp.launch.mpi_library import MpiLibrary
+
+ONE = "0000:3B:00.0 NVIDIA H200"
+CUPY = """
+from types import SimpleNamespace
+from numpy import arange
+__version__ = "14.2.0"
+cuda = SimpleNamespace(Device=lambda: SimpleNamespace(synchronize=lambda: None))
+"""
+NCCL = "available, get_version = True, lambda: 22501"
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not shutil.which("gcc"):
+        pytest.skip("needs gcc, which makes the library that takes the driver's place")
+    monkeypatch.setattr(gpus, "LIBRARY", str(cuda_driver.build(tmp_path)))
+    monkeypatch.setenv(cuda_driver.GPUS, ONE)
+
+
+@pytest.fixture
+def cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a CuPy on the host."""
+    folder = tmp_path / "packages" / "cupy"
+    (folder / "cuda").mkdir(parents=True)
+    (folder / "__init__.py").write_text(CUPY)
+    (folder / "cuda" / "__init__.py").touch()
+    (folder / "cuda" / "nccl.py").write_text(NCCL)
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(folder.parent)
+    return folder
+
+
+@pytest.fixture
+def says_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MPI library that says of itself that it takes arrays in a GPU's memory."""
+    path = tmp_path / "libmpi.so.40"
+    code = "int MPIX_Query_cuda_support(void) { return 1; }"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=code, text=True, check=True)
+    monkeypatch.setattr(gpus.mpi_library, "find_library", lambda: MpiLibrary("openmpi", path))
+
+
+def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
+    assert gpus.shown() == {"GPU": "none"}
+    assert doctor.check_gpus() == doctor.ok("none")
+
+
+def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"])
+    assert gpus.shown()["GPU"].startswith("none: NVIDIA H200 cannot be used, libnone.so.1: cannot open")
+    finding = doctor.check_gpus()
+    assert finding.verdict is Verdict.WARNING and "--nv" in finding.remedy
+
+
+def test_a_gpu_without_cupy(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    finding = doctor.check_gpus()
+    assert finding.saw == "1 (NVIDIA H200), driver for CUDA up to 12.8; CuPy not installed"
+    assert finding.remedy.startswith("pip install 'hpcdp[cuda12]'")
+
+
+def test_versions_and_places(driver: None, cupy: Path) -> None:
+    assert gpus.shown() == {
+        "GPU": "0: NVIDIA H200 at 0000:3b:00.0",
+        "GPU driver": "for CUDA up to 12.8",
+        "CuPy": "14.2.0 NCCL 2.25.1",
+        "CUDA-aware MPI": gpus.cuda_aware(),
+    }
+
+
+def test_a_cupy_without_nccl_and_one_that_breaks(cupy: Path) -> None:
+    (cupy / "cuda" / "nccl.py").write_text("available = False")
+    assert gpus.cupy() == (True, "14.2.0 without NCCL")
+    (cupy / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    works, said = gpus.cupy()
+    assert not works and said.startswith("does not work: ImportError: libcudart.so.12")
+
+
+@pytest.mark.slow
+def test_a_library_is_asked(cupy: Path) -> None:
+    assert gpus.cuda_aware() == "no, it says"
+
+
+@pytest.mark.slow
+def test_a_library_that_says_yes_is_tried(driver: None, cupy: Path, says_yes: None) -> None:
+    assert gpus.cuda_aware() == "yes, it says and does"
+    (cupy / "__init__.py").write_text(
+        CUPY.replace("from numpy import arange", "from numpy.random import rand as arange")
+    )
+    assert gpus.cuda_aware() == "no: it says so, but sends something else"
+    (cupy / "__init__.py").write_text("import os\nos.kill(os.getpid(), 11)")
+    assert gpus.cuda_aware().startswith("no: it says so, but ranks that try it end with ")
+
+
+def test_within_a_job_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert gpus.cuda_aware() == "not tried: this is itself a rank of a job"

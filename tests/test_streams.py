@@ -1,0 +1,88 @@
+"""Streams are ordered by events and by nothing else."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from hpcdp.devices import gpu
+from hpcdp.errors import DeviceError, UnsupportedError
+from hpcdp.streams import OpenedEvent, Streams
+
+
+@pytest.fixture
+def streams(gpus_on_host):
+    return Streams(gpu(1))
+
+
+def of(values):
+    return importlib.import_module("cupy").asarray(np.array(values, "f4"))
+
+
+def wait_for(streams, event):
+    while not streams.query(event):
+        pass
+
+
+def test_a_copy_is_done_later_and_its_event_tells(streams):
+    stream, event = streams.stream(), streams.event()
+    x, there = of([1, 2, 3]), streams.pinned(12).view("f4")
+    there[:] = 0
+    streams.copy_async(there, x, stream)
+    streams.record(event, stream)
+    assert not there.any()
+    wait_for(streams, event)
+    assert there.tolist() == [1, 2, 3]
+    streams.copy_async(x[1:], there[:2], stream)
+    stream.synchronize()
+    assert x.tolist() == [1, 1, 2]
+
+
+def test_one_stream_waits_for_another_by_an_event(streams, gpus_on_host):
+    first, second = streams.stream(), streams.stream()
+    event, last = streams.event(), streams.event()
+    x, y, z = of([1, 2]), of([0, 0]), of([0, 0])
+    streams.copy_async(y, x, first)
+    streams.record(event, first)
+    streams.wait_event(second, event)
+    streams.copy_async(z, y, second)
+    streams.record(last, second)
+    wait_for(streams, last)
+    assert z.tolist() == [1, 2]
+    assert gpus_on_host.log == ["copy", "event", "wait", "copy", "event"]
+
+
+def test_a_wait_for_an_event_that_is_not_recorded_waits_for_nothing(streams):
+    stream, event = streams.stream(), streams.event()
+    assert streams.query(event)
+    streams.wait_event(stream, OpenedEvent(event.ptr))
+    stream.synchronize()
+
+
+def test_the_current_stream_is_that_of_operations(streams):
+    assert streams.current().ptr == 0
+    with streams.stream() as stream:
+        assert streams.current().ptr == stream.ptr
+
+
+def test_arrays_that_one_copy_cannot_bring_are_refused(streams):
+    stream, x = streams.stream(), of([1, 2, 3, 4])
+    with pytest.raises(UnsupportedError, match="expected contiguous arrays of 8 bytes, got 8 bytes with strides"):
+        streams.copy_async(x[:2], x[::2], stream)
+    with pytest.raises(UnsupportedError, match="got 12 bytes"):
+        streams.copy_async(x[:2], x[1:], stream)
+    streams.copy_async(x[:0], x[4:], stream)
+
+
+def test_what_has_failed_on_the_gpu_is_raised_where_somebody_asks(streams, monkeypatch):
+    runtime = importlib.import_module("cupy.cuda.runtime")
+    monkeypatch.setattr(runtime, "eventQuery", lambda event: 700)
+    with pytest.raises(DeviceError, match=r"wait for a GPU \[gpu\(1\)\]: got cudaError700"):
+        streams.query(streams.event())
+
+
+def test_a_device_becomes_the_current_one_of_its_thread(gpus_on_host):
+    gpu(3).use()
+    assert gpus_on_host.of_thread.device == 3
+    with pytest.raises(DeviceError, match="a number below 8"):
+        gpu(8).use()

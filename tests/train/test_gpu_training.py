@@ -1,0 +1,57 @@
+"""A network, its data and its gradients on GPUs, on ranks: the same program as on the host, here on a stand-in."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from hpcdp import autograd, data, nn, optim
+from hpcdp.arrays import to_host
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+from hpcdp.comm.ways import Way
+from hpcdp.train.trainer import Trainer
+
+N, STEPS = 48, 4
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
+
+
+def network():
+    rng = np.random.default_rng(7)
+    net = nn.Sequential(nn.Dense(8, 16), nn.ReLU(), nn.Dense(16, 4))
+    for param in net.parameters():
+        param.data[...] = rng.standard_normal(param.data.shape).astype("f4") / 4
+    return net
+
+
+def train(world):
+    """The program; where it runs is `World.device` alone."""
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((N, 8)).astype("f4"), rng.integers(0, 4, N)
+    world.device.use()
+    net = network().to(world.device)
+    trainer = Trainer(net.parameters(), optim.AdamW(lr=0.01), world, clip_norm=1.0, bucket_cap_mb=0.0003)
+    sampler = data.ShardedSampler(N, N // STEPS, num_parts=world.size, part_index=world.rank, seed=0)
+    losses = []
+    for x_batch, y_batch in data.DataLoader(data.ArrayDataset(x, y), sampler, prefetch=0, device=world.device):
+        with autograd.record():
+            loss = nn.functional.softmax_cross_entropy(net(x_batch), y_batch)
+        loss.backward()
+        trainer.step(len(y_batch))
+        losses.append(float(to_host(loss.data).sum()))
+    return type(net.parameters()[0].data).__module__, losses, [to_host(each.data).copy() for each in net.parameters()]
+
+
+@pytest.mark.parametrize(("way", "n", "nodes"), [(Way.NCCL, 2, None), (Way.CUDA_IPC, 2, None), (Way.NCCL, 4, 2)])
+def test_a_program_on_gpus_is_the_program_on_the_host(gpus_on_host, monkeypatch, way, n, nodes):
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+    host = threads.run(n, train, nodes)
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8 if way is Way.NCCL else 1))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    there = threads.run(n, train, nodes)
+    for (kind, losses, params), (host_kind, host_losses, host_params) in zip(there, host, strict=True):
+        assert (kind, host_kind) == ("cupy", "numpy")
+        np.testing.assert_allclose(losses, host_losses, rtol=1e-5)
+        for mine, theirs in zip(params, host_params, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert any("nccl" in name for name in gpus_on_host.log) == (way is Way.NCCL)
