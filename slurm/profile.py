@@ -19,7 +19,11 @@ LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"
 """The name of a profile in the working folder."""
 
-_VALID = {"mpi_type": ("(?!none$)[A-Za-z0-9_.]+", "a name such as pmix, with which ranks find each other"), **SLURM}
+_VALID = {
+    "mpi_type": ("(?!none$)[A-Za-z0-9_.]+", "a name such as pmix, with which ranks find each other"),
+    "gpu_bind": ("[\\w.:,=*-]+", "a word of --gpu-bind, e.g. none or closest"),
+    **SLURM,
+}
 """What a value of a key must be, and how that is said, where sbatch would refuse any other."""
 
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
@@ -28,6 +32,7 @@ _LISTS = ("modules", "sbatch")
 _TAKEN = (
     "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "time", "partition", "account", "qos", "gres",
     "output", "signal", "requeue", "no-requeue", "open-mode", "array", "parsable", "wait", "wrap", "export",
+    "test-only",
 )  # fmt: skip
 """Options of sbatch that other keys, flags or templates set, or that would undo what templates do."""
 

@@ -14,7 +14,7 @@ Valid = Mapping[str, tuple[str, str]]
 """Of options by name: what a value must be, and how that is said."""
 
 COUNT = "[1-9][0-9]{0,8}", "a whole number from 1"
-NAME = r"[\w.+@:*-]+(,[\w.+@:*-]+)*", "a name of letters, digits and _.+@:*-"
+NAME = r"(?!-)[\w.+@:*-]+(,[\w.+@:*-]+)*", "a name of letters, digits and _.+@:*-"
 
 _SLURM_TIME = (
     "(?=.*[1-9])[0-9]+(-[0-9]+(:[0-5]?[0-9]){0,2}|(:[0-5]?[0-9]){1,2})?|0|UNLIMITED|INFINITE",

@@ -9,7 +9,8 @@ _NOISE = [
     rb"\[[^\]\s]+:[0-9]+\] plm:ssh: Warning: setpgid\([0-9]+,[0-9]+\) failed in parent with errno=Permission denied"
     rb"\(13\)",
     # The server of PMIx, of a rank that has ended while it was to be told something.
-    rb"\[[^\]\s]+:[0-9]+\] PMIX ERROR: PMIX_ERR_(UNREACH|NOT_FOUND) in file \S*/pmix_server\.c at line [0-9]+",
+    rb"\[[^\]\s]+:[0-9]+\] PMIX ERROR: PMIX_ERR_(UNREACH|NOT_FOUND) in file \S*/"
+    rb"(pmix_server|ptl_base_connection_hdlr)\.c at line [0-9]+",
     # libevent, of a connection to a rank or a daemon that has ended meanwhile.
     rb"\[warn\] Epoll (ADD|MOD|DEL)\([0-9]+\) on fd [0-9]+ failed\. *Old events were .*: (Bad file descriptor|"
     rb"No such file or directory|Operation not permitted)",

@@ -178,11 +178,18 @@ class Words:
         """The tasks that have failed of themselves; called after `lost`.
 
         srun tells of tasks in no certain order, so these are the first ones that were not ended because another one had
-        failed, if there are some; None where srun has told of none.
+        failed, if there are some; None where srun has told of none. For one that has failed it ends others by SIGKILL.
         """
-        killed = [tasks for tasks in self._tasks if tasks.is_killed]
         of_themselves = [tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != BEREFT]
-        return next(iter(of_themselves + killed + self._tasks), None)
+        told = [tasks for tasks in self._tasks if tasks.status == 128 + signal.SIGTERM]
+        killed = [tasks for tasks in self._tasks if tasks.is_killed]
+        return next(iter(of_themselves + told + killed + self._tasks), None)
+
+    def num_killed(self) -> int:
+        """How many tasks SIGKILL has ended, says srun: one that had failed so, and those that it has ended for it."""
+        killed = (tasks for tasks in self._tasks if tasks.status == 128 + signal.SIGKILL)
+        runs = (run for tasks in killed for run in re.findall(r"([0-9]+)(?:-([0-9]+))?", tasks.numbers))
+        return sum(int(last or first) - int(first) + 1 for first, last in runs)
 
     def have_ended_alike(self) -> bool:
         """Whether all tasks that srun has told of, of several hosts or one, ended by themselves with one status."""

@@ -98,3 +98,20 @@ def test_a_wrong_setting_is_a_line_of_the_output(slurm: Cluster) -> None:
     assert state(slurm, job) == ("FAILED", "2:0")
     assert "Traceback" not in shown
     assert "hpcdp: setting lr: expected a number, got 'fast'" in shown.splitlines()
+
+
+UP = "import time, hpcdp; print('up', hpcdp.init().rank, flush=True); time.sleep(100)"
+
+
+def test_a_job_that_outlives_a_lost_host_is_no_success(slurm: Cluster) -> None:
+    """The last one here: node4 does not come back. With --no-kill Slurm ends the step on it and leaves the job alone."""
+    script, output = slurm.folder / "lost.sh", slurm.folder / "lost.txt"
+    launch = [*hpcdp("launch", "-n", "2", "--"), sys.executable, "-c", f'"{UP}"']
+    options = "--nodes=2 --ntasks-per-node=1 --nodelist=node[1,4] --no-kill --no-requeue"
+    body = f"{' '.join(launch)}\necho status $?\n"
+    script.write_text(f"#!/bin/bash\n#SBATCH {options} --output={output}\n{SETTINGS}\n{body}")
+    assert slurm.on(1, ["sbatch", str(script)]).returncode == 0
+    wait_for(lambda: output.exists() and output.read_text().count("up") == 2, "both ranks", 60)
+    slurm.crash(4)
+    wait_for(lambda: "status" in output.read_text(), "the end of the job", 120)
+    assert "hpcdp launch: mpirun has lost node4\nstatus 1\n" in output.read_text(), output.read_text()

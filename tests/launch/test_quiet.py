@@ -11,6 +11,7 @@ NOISE = [
     b"NBC_Progress: an error 75 was found during schedule 0x7f10ec003f30 at row-offset 69 - aborting the schedule\n",
     b"[warn] Epoll DEL(1) on fd 9 failed. Old events were 6; read change was 0 (none): No such file or directory\n",
     b"[vm:16331] PMIX ERROR: PMIX_ERR_UNREACH in file /a/3rd-party/openpmix/src/server/pmix_server.c at line 3146\n",
+    b"[node1:01652] PMIX ERROR: PMIX_ERR_UNREACH in file /a/src/mca/ptl/base/ptl_base_connection_hdlr.c at line 121\n",
     b"Abort is in progress...hit ctrl-c again to forcibly terminate\n",
 ]
 RULE = b"-" * 74 + b"\n"

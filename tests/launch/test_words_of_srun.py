@@ -15,6 +15,7 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 srun: error: node2: task 2: Killed
 srun: error: node2: task 3: Exited with exit code 14
 """
+UNKNOWN = "a rank was killed by SIGKILL, by which srun has ended others, too: which one failed first is not known"
 RUN = """
 import os, sys
 from hpcdp.launch.supervise import supervise
@@ -26,21 +27,29 @@ sys.exit(supervise(["sh", "-c", 'printf "%s" "$0" >&2; exit 14', sys.argv[1]], o
     ("first", "status", "named"),
     [
         ("task 1: Exited with exit code 3", 3, "rank 1 (on node1) ended with status 3 before the others"),
-        ("tasks 0-1: Killed", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
+        ("tasks 0-1: Killed", 128 + signal.SIGKILL, UNKNOWN),
         (
             "tasks 0,[2-3]: Segmentation fault (core dumped)",
             128 + signal.SIGSEGV,
             "ranks 0,[2-3] (on node1) were killed by SIGSEGV",
         ),
-        ("task 0: Out Of Memory", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
-        ("task 0: a word of a later version", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
-        ("no task", 128 + signal.SIGKILL, "rank 7 (on node1) was killed by SIGKILL"),
+        ("task 0: Out Of Memory", 128 + signal.SIGKILL, UNKNOWN),
+        ("task 0: a word of a later version", 128 + signal.SIGKILL, UNKNOWN),
+        ("no task", 128 + signal.SIGKILL, UNKNOWN),
+        ("task 3: Terminated", 128 + signal.SIGTERM, "rank 3 (on node1) was killed by SIGTERM"),
     ],
 )
 def test_the_status_is_that_of_the_task_that_failed_first_and_it_is_named(first: str, status: int, named: str) -> None:
     said = SRUN.format(first)
     done = subprocess.run([sys.executable, "-c", RUN, said], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (status, f"{said}hpcdp launch: {named}\n")
+
+
+def test_the_only_task_that_was_killed_is_named() -> None:
+    said = "srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Exited with exit code 14\n"
+    run = RUN.replace("exit 14", "exit 137")
+    done = subprocess.run([sys.executable, "-c", run, said], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (137, f"{said}hpcdp launch: rank 2 (on node2) was killed by SIGKILL\n")
 
 
 def test_a_rank_that_has_aborted_and_was_killed_leaves_its_status_with_srun() -> None:
