@@ -28,9 +28,9 @@ __device__ void max_pool(const T* __restrict__ x, T* __restrict__ out, int* __re
     for_elements(w.planes, w.out_height, w.out_width, [&](Index i, Index plane, Index at_y, Index at_x) {
         const T* from = x + plane * w.height * w.width;
         T largest = -1 / T(0);
-        int place = 0;
+        int place = -1;
         for_window(w, at_y, at_x, [&](Index at, int number) {
-            if (from[at] > largest) {
+            if (place < 0 || from[at] > largest || from[at] != from[at]) {  // no NaN is lost
                 largest = from[at];
                 place = number;
             }

@@ -41,7 +41,9 @@ def test_pooling(
 ) -> None:
     rng = np.random.default_rng(8)
     x = rng.integers(-9, 9, (2, 3, 9, 11)).astype(dtype) / 8  # some are equal
-    x[0, 0, 0, 0] = -np.inf
+    x[0, 0, :3, :4], x[0, 2, 4] = -np.inf, np.inf
+    nans = x.copy()
+    nans[1, :, 3, 4:6], nans[0, 1] = np.nan, np.nan
     size = [reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
     gy = rng.standard_normal((2, 3, *size)).astype(dtype)
     out, dx, chosen = np.empty_like(gy), np.empty_like(x), np.empty(gy.shape, np.int32)
@@ -56,8 +58,9 @@ def test_pooling(
 
     same("average_pool", x, out)
     same("average_pool_gradient", gy, dx)
-    same("max_pool", x, out, chosen)
-    same("max_pool_gradient", gy, chosen, dx)
+    for values in (x, nans):
+        same("max_pool", values, out, chosen)
+        same("max_pool_gradient", gy, chosen, dx)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
