@@ -27,8 +27,6 @@ from typing import Any
 import cupy_on_host
 import numpy as np
 
-from hpcdp.kernels import cuda as kernels
-
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
 DEFAULT = 0
@@ -347,45 +345,46 @@ def _nccl(gpus: Gpus) -> ModuleType:
 @contextlib.contextmanager
 def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
     """Let ``cupy`` be this one."""
-    monkeypatch.setitem(sys.modules, "cupy", None)  # what is there now comes back afterwards
-    cupy, gpus = cupy_on_host.install(), Gpus(seed)
-    cuda: Any = ModuleType("cupy.cuda")
-    null = Stream(gpus, DEFAULT)
+    with cupy_on_host.instead() as cupy:
+        gpus = Gpus(seed)
+        cuda: Any = ModuleType("cupy.cuda")
+        null = Stream(gpus, DEFAULT)
 
-    def make_stream(non_blocking: bool = False) -> Stream:
-        assert non_blocking, "it would wait for the default stream"
-        with gpus.lock:
-            made = Stream(gpus, next(gpus.numbers))
-            gpus.queues[made.ptr] = deque()
-        return made
+        def make_stream(non_blocking: bool = False) -> Stream:
+            assert non_blocking, "it would wait for the default stream"
+            with gpus.lock:
+                made = Stream(gpus, next(gpus.numbers))
+                gpus.queues[made.ptr] = deque()
+            return made
 
-    def make_event(block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> SimpleNamespace:
-        assert disable_timing
-        with gpus.lock:
-            ptr = next(gpus.numbers)
-            gpus.events[ptr] = _Event(interprocess)
-        made = gpus.events[ptr]
-        return SimpleNamespace(ptr=ptr, synchronize=lambda: gpus.wait_until(lambda: made.passed >= made.recorded))
+        def make_event(
+            block: bool = False, disable_timing: bool = False, interprocess: bool = False
+        ) -> SimpleNamespace:
+            assert disable_timing
+            with gpus.lock:
+                ptr = next(gpus.numbers)
+                gpus.events[ptr] = _Event(interprocess)
+            made = gpus.events[ptr]
+            return SimpleNamespace(ptr=ptr, synchronize=lambda: gpus.wait_until(lambda: made.passed >= made.recorded))
 
-    def current() -> Stream:
-        return (getattr(gpus.of_thread, "streams", None) or [null])[-1]
+        def current() -> Stream:
+            return (getattr(gpus.of_thread, "streams", None) or [null])[-1]
 
-    def array_at(shape: tuple[int, ...], dtype: Any, memptr: Any) -> Any:
-        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        held = np.frombuffer((ctypes.c_char * nbytes).from_address(memptr.ptr), dtype)
-        return cupy.Array(held.reshape(shape))
+        def array_at(shape: tuple[int, ...], dtype: Any, memptr: Any) -> Any:
+            nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            held = np.frombuffer((ctypes.c_char * nbytes).from_address(memptr.ptr), dtype)
+            return cupy.Array(held.reshape(shape))
 
-    vars(cuda).update(
-        runtime=_runtime(gpus), nccl=_nccl(gpus), Device=lambda index=0: _Device(gpus, index), Stream=make_stream,
-        Event=make_event, get_current_stream=current, alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
-        UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, owner=owner),
-        MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
-    )  # fmt: skip
-    cupy.cuda, cupy.ndarray = cuda, array_at
-    cupy.Array.device = property(lambda x: SimpleNamespace(id=getattr(gpus.of_thread, "device", 0)))
-    for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
-        monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
-    monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
-    yield gpus
-    kernels._kernel.cache_clear()
-    kernels._module.cache_clear()
+        vars(cuda).update(
+            runtime=_runtime(gpus), nccl=_nccl(gpus), Device=lambda index=0: _Device(gpus, index), Stream=make_stream,
+            Event=make_event, get_current_stream=current,
+            alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
+            UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, owner=owner),
+            MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
+        )  # fmt: skip
+        cupy.cuda, cupy.ndarray = cuda, array_at
+        cupy.Array.device = property(lambda x: SimpleNamespace(id=getattr(gpus.of_thread, "device", 0)))
+        for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
+            monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
+        monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
+        yield gpus

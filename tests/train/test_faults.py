@@ -166,7 +166,8 @@ def test_a_rank_that_is_stopped_is_reported_and_the_job_goes_on_when_it_does(ove
         assert len(re.findall(first, job.said)) == 1, job.said
         assert re.search("the job goes on, until 40 s have passed.*stacks:\n.*[Tt]hread", job.said)
         assert "in train_for_ever" in job.said
-        assert re.search(rf"rank 0 of 2: {waits_in} has ended after \d.* s, and the job goes on", job.said)
+        ended = rf"rank 0 of 2: {waits_in} has ended after \d.* s, and the job goes on"
+        job.wait_for(lambda: re.search(ended, job.said), 6)  # what a rank says may come after its results
 
 
 @pytest.mark.parametrize(("per_node", "overlap"), [(1, True), pytest.param(None, False, marks=pytest.mark.thorough)])
