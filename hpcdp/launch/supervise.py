@@ -214,8 +214,8 @@ def _told_by_srun(words: Words, ranks: int, code: int) -> int | None:
     if failed is not None and failed.is_killed and code < 128 and code != BEREFT:
         say(f"a rank has aborted the job with status {code}")
         return code
-    if failed is not None and failed.status == 128 + signal.SIGKILL and words.num_killed() > 1:
-        say("a rank was killed by SIGKILL, by which srun has ended others, too: which one failed first is not known")
+    if failed is not None and words.may_have_ended(failed):
+        say("a rank was killed, and srun has ended others so, too: which one failed first is not known")
     elif failed is not None and failed.status != _STOPPED and ranks > 1 and not words.have_ended_alike():
         say(failed)
     return failed and failed.status

@@ -87,6 +87,12 @@ class Tasks(NamedTuple):
         """Whether srun may have ended them itself."""
         return self.status in _KILLED
 
+    @property
+    def how_many(self) -> int:
+        """How many they are."""
+        runs = re.findall(r"([0-9]+)(?:-([0-9]+))?", self.numbers)
+        return sum(int(last or first) - int(first) + 1 for first, last in runs)
+
     def __str__(self) -> str:
         sign = self.status - 128
         how = f"killed by {name_of(sign)}" if sign > 0 else f"ended with status {self.status} before the others"
@@ -178,18 +184,22 @@ class Words:
         """The tasks that have failed of themselves; called after `lost`.
 
         srun tells of tasks in no certain order, so these are the first ones that were not ended because another one had
-        failed, if there are some; None where srun has told of none. For one that has failed it ends others by SIGKILL.
+        failed, if there are some; None where srun has told of none. See also `may_have_ended`.
         """
         of_themselves = [tasks for tasks in self._tasks if not tasks.is_killed and tasks.status != BEREFT]
-        told = [tasks for tasks in self._tasks if tasks.status == 128 + signal.SIGTERM]
+        alone = [tasks for tasks in self._tasks if tasks.is_killed and self._is_alone(tasks)]
         killed = [tasks for tasks in self._tasks if tasks.is_killed]
-        return next(iter(of_themselves + told + killed + self._tasks), None)
+        return next(iter(of_themselves + alone + killed + self._tasks), None)
 
-    def num_killed(self) -> int:
-        """How many tasks SIGKILL has ended, says srun: one that had failed so, and those that it has ended for it."""
-        killed = (tasks for tasks in self._tasks if tasks.status == 128 + signal.SIGKILL)
-        runs = (run for tasks in killed for run in re.findall(r"([0-9]+)(?:-([0-9]+))?", tasks.numbers))
-        return sum(int(last or first) - int(first) + 1 for first, last in runs)
+    def may_have_ended(self, tasks: Tasks) -> bool:
+        """Whether srun may have ended ``tasks`` for another one: it does so by SIGTERM, then by SIGKILL."""
+        return tasks.is_killed and not self._is_alone(tasks)
+
+    def _is_alone(self, tasks: Tasks) -> bool:
+        """Whether one task alone was ended so, and no other by a signal, or several others by the other one."""
+        counts = {status: sum(each.how_many for each in self._tasks if each.status == status) for status in _KILLED}
+        others = sum(counts.values()) - counts[tasks.status]
+        return counts[tasks.status] == 1 and others != 1
 
     def have_ended_alike(self) -> bool:
         """Whether all tasks that srun has told of, of several hosts or one, ended by themselves with one status."""

@@ -15,7 +15,7 @@ srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 srun: error: node2: task 2: Killed
 srun: error: node2: task 3: Exited with exit code 14
 """
-UNKNOWN = "a rank was killed by SIGKILL, by which srun has ended others, too: which one failed first is not known"
+UNKNOWN = "a rank was killed, and srun has ended others so, too: which one failed first is not known"
 RUN = """
 import os, sys
 from hpcdp.launch.supervise import supervise
@@ -45,11 +45,21 @@ def test_the_status_is_that_of_the_task_that_failed_first_and_it_is_named(first:
     assert (done.returncode, done.stderr) == (status, f"{said}hpcdp launch: {named}\n")
 
 
-def test_the_only_task_that_was_killed_is_named() -> None:
-    said = "srun: error: node2: task 2: Killed\nsrun: error: node1: tasks 0-1: Exited with exit code 14\n"
-    run = RUN.replace("exit 14", "exit 137")
+@pytest.mark.parametrize(
+    ("first", "others", "status", "named"),
+    [
+        ("task 2: Killed", "tasks 0-1: Exited with exit code 14", 137, "rank 2 (on node2) was killed by SIGKILL"),
+        ("task 2: Killed", "tasks 0-1: Terminated", 137, "rank 2 (on node2) was killed by SIGKILL"),
+        ("task 2: Terminated", "tasks 0-1: Killed", 143, "rank 2 (on node2) was killed by SIGTERM"),
+        ("task 2: Terminated", "task 1: Killed", 143, UNKNOWN),
+        ("tasks 2-3: Terminated", "tasks 0-1: Killed", 143, UNKNOWN),
+    ],
+)
+def test_a_task_that_alone_was_ended_so_is_named(first: str, others: str, status: int, named: str) -> None:
+    said = f"srun: error: node2: {first}\nsrun: error: node1: {others}\n"
+    run = RUN.replace("exit 14", f"exit {status}")
     done = subprocess.run([sys.executable, "-c", run, said], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (137, f"{said}hpcdp launch: rank 2 (on node2) was killed by SIGKILL\n")
+    assert (done.returncode, done.stderr) == (status, f"{said}hpcdp launch: {named}\n")
 
 
 def test_a_rank_that_has_aborted_and_was_killed_leaves_its_status_with_srun() -> None:
