@@ -80,6 +80,11 @@ class Dialect:
             return []
         return ["-ppn", str(ranks)] if self._is_hydra else ["--map-by", f"ppr:{ranks}:node"]
 
+    def under_slurm(self) -> list[str]:
+        """The words that show what the srun of mpirun's daemons says. When it has lost a host it ends them, sooner than
+        they notice: then Open MPI's mpirun says nothing, and has status 0."""
+        return [] if self._is_hydra else ["--leave-session-attached"]
+
     def exports(self, names: Iterable[str]) -> list[str]:
         """The words that take these variables to all hosts; hydra takes all there are."""
         return [] if self._is_hydra else [word for name in names for word in ("-x", name)]

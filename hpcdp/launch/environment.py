@@ -65,9 +65,6 @@ def environment_of_hosts(
     wanted = _everywhere(library, environ, any(place.processes > cores for place in here)) | dialect.keep_alive()
     if library.family == "openmpi" and batch_system(environ) == "Slurm":
         wanted["PMIX_MCA_psec"] = "native"  # Slurm's own PMIx otherwise complains of a lock that it does not have
-        # mpirun's daemons are tasks of an srun, which otherwise ends all of them when it has lost a host, sooner than
-        # they notice: then mpirun says nothing, and has status 0.
-        wanted["SLURM_NO_KILL"] = "set"
     if library.family == "mpich" and batch_system(environ) == "Slurm":  # hydra's daemons are tasks of an srun
         wanted["SLURM_KILL_BAD_EXIT"] = "1"
     if library.family == "mpich":  # which makes UCX warn, on standard output, of what it has not given back

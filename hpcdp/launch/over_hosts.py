@@ -52,7 +52,8 @@ def _planned(job: Job, by_ssh: bool, folder: Path) -> tuple[Plan, mpi_library.Mp
         *dialect.exports(travelling(environ, job.env)),
         *dialect.folder(job.sync_dst_dir),
     ]
-    argv = [str(mpirun), *dialect.options(job), *where, *further, "-n", str(job.ranks), *everywhere]
+    attached = [] if given is None else dialect.under_slurm()
+    argv = [str(mpirun), *dialect.options(job), *attached, *where, *further, "-n", str(job.ranks), *everywhere]
     argv += [program_on_hosts(job), *job.program[1:]]
     if job.servers:
         argv += [":", "-n", str(job.servers), *everywhere, sys.executable, *SERVER]

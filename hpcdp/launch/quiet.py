@@ -11,6 +11,8 @@ _NOISE = [
     # The server of PMIx, of a rank that has ended while it was to be told something.
     rb"\[[^\]\s]+:[0-9]+\] PMIX ERROR: PMIX_ERR_(UNREACH|NOT_FOUND) in file \S*/"
     rb"(pmix_server|ptl_base_connection_hdlr)\.c at line [0-9]+",
+    # Where Slurm binds nobody, of the srun that starts Open MPI's daemons, which asks for none.
+    rb"srun: cluster configuration lacks support for cpu binding",
     # libevent, of a connection to a rank or a daemon that has ended meanwhile.
     rb"\[warn\] Epoll (ADD|MOD|DEL)\([0-9]+\) on fd [0-9]+ failed\. *Old events were .*: (Bad file descriptor|"
     rb"No such file or directory|Operation not permitted)",
@@ -20,7 +22,9 @@ _NOISE = [
     rb"NBC_Progress: an error 75 was found during schedule 0x[0-9a-f]+ at row-offset [0-9]+ - aborting the schedule",
 ]
 _LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
-_BEGINNING = re.compile(rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*|A|Abo?r?t?|Abort i?.*")
+_BEGINNING = re.compile(
+    rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*|A|Abo?r?t?|Abort i?.*|s|sr|sru|srun:?|srun: c.*"
+)
 _RULE = b"-" * 74 + b"\n"
 _LONGEST = 500
 

@@ -114,4 +114,4 @@ def test_a_job_that_outlives_a_lost_host_is_no_success(slurm: Cluster) -> None:
     wait_for(lambda: output.exists() and output.read_text().count("up") == 2, "both ranks", 60)
     slurm.crash(4)
     wait_for(lambda: "status" in output.read_text(), "the end of the job", 120)
-    assert "hpcdp launch: mpirun has lost node4\nstatus 1\n" in output.read_text(), output.read_text()
+    assert "hpcdp launch: Slurm has lost node4\nstatus 1\n" in output.read_text(), output.read_text()

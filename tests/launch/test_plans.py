@@ -54,7 +54,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         for name, value in {"HOME": "/home/a", "PATH": "/venv/bin", "HPCDP_DEBUG": "0", "EDITOR": "vi"}.items():
             monkeypatch.setenv(name, value)
         if job.endswith("batch"):
-            monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+            given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]", "SLURM_TASKS_PER_NODE": "4(x3)"}
+            for name, value in given.items():
+                monkeypatch.setenv(name, value)
         found = LIBRARIES[library]
         program = found.path.parent.parent / "bin" / ("mpiexec.hydra" if library == "mpich" else "mpirun")
         monkeypatch.setattr(mpi_library, "find_library", lambda: found)
