@@ -23,7 +23,7 @@ _NOISE = [
 ]
 _LINE = re.compile(rb"(?:" + b"|".join(_NOISE) + rb")\r?\n")
 _BEGINNING = re.compile(
-    rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*|A|Abo?r?t?|Abort i?.*|s|sr|sru|srun:?|srun: c.*"
+    rb"\[[\w.-]*(:[0-9]*(\] ?([pP].*)?)?)?|\[warn\] ?(E.*)?|NB?|NBC.*|A|Abo?r?t?|Abort i?.*|s|sr|sru|srun(: ?|: c.*)?"
 )
 _RULE = b"-" * 74 + b"\n"
 _LONGEST = 500
