@@ -28,6 +28,7 @@ from .watch import End, Start, Watch
 
 _REACHED_S, _ANSWERED_S, _ENDED_S = 20.0, 20.0, 4.0
 _BEAT_S = 2.0
+_STALLED_S = 5.0
 
 
 class Guards:
@@ -133,8 +134,11 @@ class Guards:
         now = time.monotonic()
         if now < self._next_beat:
             return
+        late_s = now - self._next_beat if self._next_beat else 0.0
         self._next_beat = now + _BEAT_S
         for channel in self._channels.values():
+            if late_s > _STALLED_S:  # this process has not run, or its machine: what has come meanwhile is not read yet
+                channel.heard_s += late_s
             if not channel.is_closed:
                 silent_s = now - channel.heard_s
                 if silent_s > LOST_AFTER_S:

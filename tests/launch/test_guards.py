@@ -9,11 +9,12 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpcdp.errors import LaunchError
-from hpcdp.launch import guard, interfaces
+from hpcdp.launch import guard, guards, interfaces
 from hpcdp.launch.guards import Guards
 from hpcdp.launch.hosts import Place
 
@@ -183,3 +184,20 @@ def test_the_agent_is_a_private_program_that_hands_on_what_it_is_asked(ssh: Path
                 connection.sendall(b"7")
             assert asking.wait(10) == 7
     assert not agent.parent.exists()
+
+
+@pytest.mark.parametrize(("between_s", "lost"), [(2.5, True), (60.0, False)])
+def test_time_in_which_the_launcher_itself_did_not_run_is_no_silence(
+    between_s: float, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(guards, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    away = SimpleNamespace(host="away", is_closed=False, heard_s=100.0, out=1, err=2, send=lambda message: None)
+    group = Guards([], print)
+    group._channels = {"away": away}
+    group._watch = SimpleNamespace(no_more=lambda descriptor: None)
+    while now[0] < 140:
+        group.beat()
+        now[0] += between_s
+    group.beat()
+    assert bool(group.lost) == lost
