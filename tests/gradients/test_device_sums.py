@@ -11,7 +11,7 @@ from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
 from hpcdp.devices import gpu
-from hpcdp.errors import UnsupportedError
+from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import Reducer, buckets, staging
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
@@ -138,6 +138,21 @@ def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host, name):
     dtype = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name
     with pytest.raises(UnsupportedError, match=rf"reduction over nodes \[dtype\]: expected float16 or .*, got {name}"):
         threads.run(2, lambda world: make(world, False, dtype), 1)
+
+
+def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_host):
+    told = []
+
+    def rank(world):
+        params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+        for param in params if world.rank == 1 else []:
+            param.data = param.data.to_host()
+        with pytest.raises(MismatchError, match=r"p0 \(7, 3\) float32 on a GPU as on rank 0, got p0 .* float32 on rank 1"):
+            Trainer(params, optim.SGD(lr=0.5), world)
+        told.append(world.rank)
+
+    threads.run(3, rank)
+    assert sorted(told) == [0, 1, 2]
 
 
 @pytest.mark.mpi
