@@ -17,8 +17,8 @@ from .world import World
 def make(world: World, device: Device, streams: Streams, sizes: Sequence[RowSize]) -> tuple[NodeGroup, Way]:
     """Rows on this rank's GPU, and how they are summed over its node; every rank of the world must call.
 
-    Where some node can go no way, no node does: all ranks are `Lone` then, and rank 0 warns. Rows that processes have
-    mapped (CUDA IPC) stay until the world ends, for they are given back by all together.
+    Where some node can go no way, no node does: all ranks are `Lone` then, and rank 0 warns. Rows of several ranks stay
+    until the world ends, for NCCL's communicator is ended, and mapped memory (CUDA IPC) given back, by all together.
 
     Args:
         device: a GPU, that of ``streams``.
@@ -36,10 +36,8 @@ def make(world: World, device: Device, streams: Streams, sizes: Sequence[RowSize
         if world.rank == 0:
             warnings.warn(f"gradients on GPUs are summed {Way.HOST.value}: {reasons[0]}", stacklevel=6)
         return Lone(streams, sizes), Way.HOST
-    if way is Way.NCCL:
-        return Nccl(comm, memory, streams, found, sizes), way
-    if way is Way.CUDA_IPC:
-        group = CudaIpc(comm, memory, streams, sizes)
-        world.endings.append(group.close)
-        return group, way
-    return Lone(streams, sizes), way
+    if way is Way.ALONE:
+        return Lone(streams, sizes), way
+    group = Nccl(comm, memory, streams, found, sizes) if way is Way.NCCL else CudaIpc(comm, memory, streams, sizes)
+    world.endings.append(group.close)
+    return group, way
