@@ -27,6 +27,8 @@ from typing import Any
 import cupy_on_host
 import numpy as np
 
+from hpcdp.comm import ways
+
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
 DEFAULT = 0
@@ -395,5 +397,6 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         cupy.Array.device = property(lambda x: SimpleNamespace(id=getattr(gpus.of_thread, "device", 0)))
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
+        monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
         yield gpus
