@@ -87,11 +87,12 @@ class DeviceSums:
     def filled(self, bucket: Bucket) -> None:
         """Its gradients are given to this thread's current stream; called before `sum`."""
         self._streams.record(self._filled[bucket.number], self._streams.current())
-        self._streams.wait_event(self._group.rows[bucket.number].stream, self._filled[bucket.number])
 
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU."""
         row, parts = self._group.rows[bucket.number], self._parts[bucket.number]
+        # Not in `filled`: buckets share the stream, and those before this one would wait for its gradients, too.
+        self._streams.wait_event(row.stream, self._filled[bucket.number])
         if self._one_node:
             yield from row.allreduce()
         else:

@@ -1,12 +1,14 @@
 """Gradients on GPUs: summed in the node by NCCL or CUDA IPC, across nodes through the host, on late streams."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
 
 import hpcdp
 from hpcdp import optim
+from hpcdp.collectives.progress import drive
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
@@ -99,6 +101,35 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, ove
                 np.testing.assert_array_equal(x.to_host(), wanted(n, step, x.shape))
 
     threads.run(n, rank, nodes)
+
+
+def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    computed = threading.Event()
+
+    def rank(world):
+        use_gpu(world, Way.NCCL)
+        streams = Streams(gpu(world.place))
+        reducer, _ = make(world, overlap=False)
+        first, second = reducer.buckets[:2]
+        done = streams.event()
+        with streams.stream() as compute:
+            reducer.gpus.filled(first)
+            gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
+            reducer.gpus.filled(second)
+            drive(reducer.gpus.sum(first, None))
+            world.barrier()  # now all have launched it
+            with streams.stream() as behind:
+                reducer.gpus.summed(first)
+                streams.record(done, behind)
+            found = any(streams.query(done) for _ in range(2000))
+            world.barrier()
+            computed.set()
+            drive(reducer.gpus.sum(second, None))
+        return found
+
+    assert threads.run(2, rank) == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
