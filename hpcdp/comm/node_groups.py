@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..devices import Device
 from ..streams import Streams
+from .agreement import on_every_rank
 from .cuda_ipc import CudaIpc
 from .nccl import Nccl
 from .node_rows import Lone, NodeGroup, RowSize
@@ -25,7 +26,7 @@ def make(world: World, device: Device, streams: Streams, sizes: Sequence[RowSize
         sizes: alike on all ranks.
 
     Raises:
-        DeviceError: as `Nccl` and `CudaIpc`.
+        DeviceError: as `Nccl` and `CudaIpc`; on all ranks of the world.
         UnsupportedError: as well.
     """
     comm, memory = world.node_comm, world.node_memory
@@ -36,8 +37,14 @@ def make(world: World, device: Device, streams: Streams, sizes: Sequence[RowSize
         if world.rank == 0:
             warnings.warn(f"gradients on GPUs are summed {Way.HOST.value}: {reasons[0]}", stacklevel=6)
         return Lone(streams, sizes), Way.HOST
-    if way is Way.ALONE:
-        return Lone(streams, sizes), way
-    group = Nccl(comm, memory, streams, found, sizes) if way is Way.NCCL else CudaIpc(comm, memory, streams, sizes)
-    world.endings.append(group.close)
-    return group, way
+
+    def make_group() -> Nccl | CudaIpc | None:
+        if way is Way.NCCL:
+            return Nccl(comm, memory, streams, found, sizes)
+        return CudaIpc(comm, memory, streams, sizes) if way is Way.CUDA_IPC else None
+
+    group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
+    if group is not None:
+        world.endings.append(group.close)
+        return group, way
+    return Lone(streams, sizes), way

@@ -63,6 +63,8 @@ class DeviceSums:
             RowSize(_padded(count, world.num_rails, dtype), dtype)
             for count, dtype in zip(layout.counts, layout.dtypes, strict=True)
         ]
+        if world.num_nodes > 1:
+            _require_sums_on_the_host(sizes)  # before ranks make what they give back together
         self._group, self.way = node_groups.make(world, device, streams, sizes)
         alone = self.way is Way.HOST
         self._across = comm if alone else rail
@@ -71,9 +73,7 @@ class DeviceSums:
         self._one_node = not alone and world.num_nodes == 1
         self._staging: Staging | None = None
         if not self._one_node:
-            strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
-            if strange is not None:
-                raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(_KINDS), got=strange)
+            _require_sums_on_the_host(sizes)
             if self._across is not None:
                 nbytes = [self._part(number).nbytes for number in range(len(sizes))]
                 self._staging = Staging(streams, nbytes)
@@ -113,6 +113,12 @@ class DeviceSums:
 
     def _part(self, number: int) -> Array:
         return self._group.rows[number].mine[slice(*self._parts[number][self._rank])]
+
+
+def _require_sums_on_the_host(sizes: Sequence[RowSize]) -> None:
+    strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
+    if strange is not None:
+        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(_KINDS), got=strange)
 
 
 def _padded(count: int, parts: int, dtype: np.dtype) -> int:

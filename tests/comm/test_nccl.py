@@ -215,3 +215,28 @@ def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
         assert not group._comm.destroyed
 
     threads.run(2, rank)
+
+
+def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(gpus_on_host, monkeypatch):
+    import cupy
+
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    get_unique_id = cupy.cuda.nccl.get_unique_id
+
+    def refused():
+        if gpus_on_host.process().endswith("2"):
+            raise NcclError(3)
+        return get_unique_id()
+
+    monkeypatch.setattr(cupy.cuda.nccl, "get_unique_id", refused)
+    told = []
+
+    def rank(world):
+        device = gpu(world.place)
+        with pytest.raises(DeviceError, match="rank 2: NCCL: got NCCL_ERROR_3"):
+            node_groups.make(world, device, Streams(device), [RowSize(8, np.dtype("f4"))])
+        told.append(world.rank)
+
+    threads.run(4, rank, 2)
+    assert sorted(told) == [0, 1, 2, 3]
