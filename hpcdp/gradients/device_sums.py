@@ -17,7 +17,7 @@ from ..arrays import Array
 from ..collectives.progress import Steps
 from ..comm import Communicator, Request, World, node_groups
 from ..comm.communicator import make_tag
-from ..comm.node_rows import RowSize, parts_of
+from ..comm.node_rows import SUMMED_KINDS, RowSize, parts_of
 from ..comm.ways import Way
 from ..devices import Device, gpu
 from ..errors import UnsupportedError
@@ -26,9 +26,6 @@ from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .rail import summed
 from .staging import Staging
-
-_KINDS = ("float16", "float32", "float64", "int32", "int64")
-"""What the host adds up for other nodes."""
 
 
 class DeviceSums:
@@ -116,9 +113,9 @@ class DeviceSums:
 
 
 def _require_sums_on_the_host(sizes: Sequence[RowSize]) -> None:
-    strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
+    strange = next((each.dtype for each in sizes if each.dtype.name not in SUMMED_KINDS), None)
     if strange is not None:
-        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(_KINDS), got=strange)
+        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(SUMMED_KINDS), got=strange)
 
 
 def _padded(count: int, parts: int, dtype: np.dtype) -> int:
