@@ -27,6 +27,8 @@ from typing import Any
 import cupy_on_host
 import numpy as np
 
+from hpcdp.comm import ways
+
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
 DEFAULT = 0
@@ -234,6 +236,7 @@ class NcclCommunicator:
 
     gpus: Gpus
     cliques: dict[bytes, _Clique]
+    made: list[NcclCommunicator]
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
         assert isinstance(commId, bytes) and len(commId) == 128
@@ -243,17 +246,19 @@ class NcclCommunicator:
         self.gpus.wait_until(lambda: len(self._clique.devices) == ndev)
         if len(set(self._clique.devices.values())) < ndev:
             raise NcclError(5)
-        self._rank, self._number = rank, 0
-        self.failed = self.aborted = False
+        self._rank, self._number, self._left = rank, 0, 0
+        self.failed = self.aborted = self.destroyed = False
+        self.made.append(self)
 
     def _call(self, stream: int, name: str, *call: Any) -> None:
         if self.failed:
             raise NcclError(1)
-        assert not self.aborted
+        assert not self.aborted and not self.destroyed
         self.gpus.of_thread.group.append((self, stream, name, call))
 
     def enqueue(self, stream: int, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
         number, self._number = self._number, self._number + 1
+        self._left += 1
         clique, rank = self._clique, self._rank
 
         def ready() -> bool:
@@ -264,6 +269,7 @@ class NcclCommunicator:
             return len(met) == clique.size or self.aborted
 
         def run() -> None:
+            self._left -= 1
             if number not in clique.done and not self.aborted:
                 clique.done.add(number)
                 met = clique.calls[number]
@@ -293,6 +299,11 @@ class NcclCommunicator:
 
     def abort(self) -> None:
         self.aborted = True
+
+    def destroy(self) -> None:
+        every = [each for each in self.made if each._clique is self._clique]
+        assert not any(each._left for each in every), "ended while ranks have something under way: it may hang"
+        self.destroyed = True
 
 
 def _at(ptr: int, count: int, datatype: int) -> np.ndarray:
@@ -337,7 +348,7 @@ def _nccl(gpus: Gpus) -> ModuleType:
     vars(made).update(
         available=True, get_version=lambda: 22501, NcclError=NcclError, groupStart=groupStart, groupEnd=groupEnd,
         get_unique_id=lambda: next(gpus.numbers).to_bytes(128, "little"),
-        NcclCommunicator=type("NcclCommunicator", (NcclCommunicator,), {"gpus": gpus, "cliques": {}}),
+        NcclCommunicator=type("NcclCommunicator", (NcclCommunicator,), {"gpus": gpus, "cliques": {}, "made": []}),
     )  # fmt: skip
     return made
 
@@ -386,5 +397,6 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         cupy.Array.device = property(lambda x: SimpleNamespace(id=getattr(gpus.of_thread, "device", 0)))
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
+        monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
         yield gpus

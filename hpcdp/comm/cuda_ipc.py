@@ -29,14 +29,12 @@ from ..kernels.reference_reduce import EVERY_ROW, SUM
 from ..streams import Event, OpenedEvent, Stream, Streams
 from .agreement import on_every_rank
 from .communicator import Communicator
-from .node_rows import Part, RowSize
+from .node_rows import SUMMED_KINDS, Part, RowSize
 from .shared import Milestones, NodeMemory
 from .steps import Steps, Until
 
 _LEADER = 0
 _BLOCK_NBYTES = 2 << 20
-_KINDS = ("float16", "float32", "float64", "int32", "int64")
-"""What `kernels/reduce.cu` adds up."""
 
 
 class CudaIpc:
@@ -54,9 +52,9 @@ class CudaIpc:
     """
 
     def __init__(self, comm: Communicator, memory: NodeMemory, streams: Streams, sizes: Sequence[RowSize]) -> None:
-        strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
+        strange = next((each.dtype for each in sizes if each.dtype.name not in SUMMED_KINDS), None)
         if strange is not None:
-            raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(_KINDS), got=strange)
+            raise UnsupportedError("CUDA IPC", where="dtype", expected=" or ".join(SUMMED_KINDS), got=strange)
         if comm.size > cuda_reduce.MAX_ROWS:
             expected = f"at most {cuda_reduce.MAX_ROWS} ranks that share a GPU"
             raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")

@@ -63,8 +63,8 @@ class Nccl:
         if len(sizes) > THINGS:
             raise UnsupportedError("NCCL", expected=f"at most {THINGS} rows", got=len(sizes))
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
-        self._memory, self._streams = memory, streams
-        self.rank, self.num_ranks = comm.rank, comm.size
+        self._memory, self._streams, self._ranks = memory, streams, comm
+        self.rank = comm.rank
         self.order = AgreedOrder(memory)
         self.stream = streams.stream()
         name = on_rank_0(comm, self._new_name)
@@ -122,6 +122,20 @@ class Nccl:
         if not self._gone:
             self._gone = why
             self._comm.abort()
+
+    def close(self) -> None:
+        """End the communicator, when all that was given to the stream is done; every rank of the node must call.
+
+        CuPy would end it when its object is collected, at another moment on each rank, and NCCL may wait for others.
+        """
+        with self._streams.on_device():
+            if not self._gone:
+                self.stream.synchronize()
+            self._ranks.barrier()
+            if not self._gone:
+                self._gone = "the world has ended"
+                with self._told():
+                    self._comm.destroy()
 
 
 class NcclRows:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from os import getpid
 
 from ..devices import Device
 from ..errors import DeviceError
@@ -38,6 +39,8 @@ class Offer:
     """The version of NCCL that CuPy has loaded; 0 where there is none."""
     shares_memory: bool = True
     """Whether it shares host memory with all other ranks of its node."""
+    pid: int = 0
+    """Of its process."""
 
 
 def own_offer(device: Device, *, shares_memory: bool) -> Offer:
@@ -46,7 +49,7 @@ def own_offer(device: Device, *, shares_memory: bool) -> Offer:
     if device.kind == "cpu" or device.index >= len(seen):
         return Offer(shares_memory=shares_memory)
     mine = seen[device.index]
-    return Offer(mine.bus_id, mine.uuid, _nccl_version(), shares_memory)
+    return Offer(mine.bus_id, mine.uuid, _nccl_version(), shares_memory, getpid())
 
 
 def _nccl_version() -> int:
@@ -79,6 +82,8 @@ def choose(found: Sequence[Offer]) -> tuple[Way, str]:
             return Way.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
         return Way.NCCL, Way.NCCL.value
     if len({(each.bus_id, each.uuid) for each in found}) == 1:
+        if len({each.pid for each in found}) < len(found):
+            return Way.HOST, "its ranks are threads of one process, and CUDA IPC opens no handle of its own process"
         return Way.CUDA_IPC, Way.CUDA_IPC.value
     first, second = _sharing(found)[:2]
     if found[first].uuid != found[second].uuid:

@@ -17,7 +17,7 @@ from ..arrays import Array
 from ..collectives.progress import Steps
 from ..comm import Communicator, Request, World, node_groups
 from ..comm.communicator import make_tag
-from ..comm.node_rows import RowSize, parts_of
+from ..comm.node_rows import SUMMED_KINDS, RowSize, parts_of
 from ..comm.ways import Way
 from ..devices import Device, gpu
 from ..errors import UnsupportedError
@@ -26,9 +26,6 @@ from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .rail import summed
 from .staging import Staging
-
-_KINDS = ("float16", "float32", "float64", "int32", "int64")
-"""What the host adds up for other nodes."""
 
 
 class DeviceSums:
@@ -63,6 +60,8 @@ class DeviceSums:
             RowSize(_padded(count, world.num_rails, dtype), dtype)
             for count, dtype in zip(layout.counts, layout.dtypes, strict=True)
         ]
+        if world.num_nodes > 1:
+            _require_sums_on_the_host(sizes)  # before ranks make what they give back together
         self._group, self.way = node_groups.make(world, device, streams, sizes)
         alone = self.way is Way.HOST
         self._across = comm if alone else rail
@@ -71,9 +70,7 @@ class DeviceSums:
         self._one_node = not alone and world.num_nodes == 1
         self._staging: Staging | None = None
         if not self._one_node:
-            strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
-            if strange is not None:
-                raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(_KINDS), got=strange)
+            _require_sums_on_the_host(sizes)
             if self._across is not None:
                 nbytes = [self._part(number).nbytes for number in range(len(sizes))]
                 self._staging = Staging(streams, nbytes)
@@ -87,11 +84,12 @@ class DeviceSums:
     def filled(self, bucket: Bucket) -> None:
         """Its gradients are given to this thread's current stream; called before `sum`."""
         self._streams.record(self._filled[bucket.number], self._streams.current())
-        self._streams.wait_event(self._group.rows[bucket.number].stream, self._filled[bucket.number])
 
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU."""
         row, parts = self._group.rows[bucket.number], self._parts[bucket.number]
+        # Not in `filled`: buckets share the stream, and those before this one would wait for its gradients, too.
+        self._streams.wait_event(row.stream, self._filled[bucket.number])
         if self._one_node:
             yield from row.allreduce()
         else:
@@ -112,6 +110,12 @@ class DeviceSums:
 
     def _part(self, number: int) -> Array:
         return self._group.rows[number].mine[slice(*self._parts[number][self._rank])]
+
+
+def _require_sums_on_the_host(sizes: Sequence[RowSize]) -> None:
+    strange = next((each.dtype for each in sizes if each.dtype.name not in SUMMED_KINDS), None)
+    if strange is not None:
+        raise UnsupportedError("reduction over nodes", where="dtype", expected=" or ".join(SUMMED_KINDS), got=strange)
 
 
 def _padded(count: int, parts: int, dtype: np.dtype) -> int:

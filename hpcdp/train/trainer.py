@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays import is_host
 from ..comm import World
 from ..comm.agreement import require_same
 from ..compression import Compression, Settings
@@ -345,7 +346,10 @@ def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], n
 
 def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
     """Raises `MismatchError` where ranks have given a Trainer other things; every rank must call."""
-    items = [f"{name} {shape} {dtype}" for name, shape, dtype in described(params)]
+    places = ["" if is_host(param.data) else " on a GPU" for param in params]  # where gradients are summed follows
+    items = [
+        f"{name} {shape} {dtype}{place}" for (name, shape, dtype), place in zip(described(params), places, strict=True)
+    ]
     items += [f"{param.name} grad_req='add'" for param in params if param.grad_req == "add"]
     joint = [param.name for param in params if getattr(param, "is_joint", False)]
     items += [f"{name} of a layer for all ranks together" for name in joint]

@@ -7,10 +7,11 @@ import pytest
 from gpu_on_host import NcclError
 
 from hpcdp.collectives.progress import Together, drive
-from hpcdp.comm import threads
+from hpcdp.comm import gpus, node_groups, threads
+from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.nccl import Nccl
 from hpcdp.comm.node_rows import RowSize, parts_of
-from hpcdp.comm.ways import Offer
+from hpcdp.comm.ways import Offer, Way
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, UnsupportedError, WorldAborted
 from hpcdp.streams import Streams
@@ -185,3 +186,57 @@ def test_who_waits_for_a_rank_that_is_gone_ends_its_kernels(gpus_on_host):
     with pytest.raises(ValueError, match="lost"):
         threads.run(2, rank)
     assert aborted == [True]
+
+
+def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        device = gpu(world.rank)
+        group, way = node_groups.make(world, device, Streams(device), [RowSize(8, np.dtype("f4"))])
+        assert way is Way.NCCL
+        drive(group.rows[0].allreduce())
+        return group
+
+    groups = threads.run(3, rank)
+    assert [group._comm.destroyed for group in groups] == [True] * 3
+    with pytest.raises(DeviceError, match="given up: the world has ended"):
+        groups[0].check()
+
+
+def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
+    def rank(world):
+        group = make(world, RowSize(8, np.dtype("f4")))
+        group._comm.failed = True
+        with pytest.raises(DeviceError):
+            group.check()
+        group.close()
+        assert not group._comm.destroyed
+
+    threads.run(2, rank)
+
+
+def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(gpus_on_host, monkeypatch):
+    import cupy
+
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    get_unique_id = cupy.cuda.nccl.get_unique_id
+
+    def refused():
+        if gpus_on_host.process().endswith("2"):
+            raise NcclError(3)
+        return get_unique_id()
+
+    monkeypatch.setattr(cupy.cuda.nccl, "get_unique_id", refused)
+    told = []
+
+    def rank(world):
+        device = gpu(world.place)
+        with pytest.raises(DeviceError, match="rank 2: NCCL: got NCCL_ERROR_3"):
+            node_groups.make(world, device, Streams(device), [RowSize(8, np.dtype("f4"))])
+        told.append(world.rank)
+
+    threads.run(4, rank, 2)
+    assert sorted(told) == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 """Which way a node's ranks sum on their GPUs follows from what all of them offer, and is alike on all."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,8 @@ A, B = Offer("0000:3b:00.0", "a", 22501), Offer("0000:af:00.0", "b", 22501)
         ([A, replace(B, nccl=22304)], Way.HOST, "different versions of NCCL, 22304 and 22501"),
         ([A, replace(B, shares_memory=False)], Way.HOST, "share no host memory"),
         ([A, B, A], Way.HOST, "local ranks 0 and 2 share a GPU while others have their own; start one rank a GPU"),
+        ([A, replace(A, pid=8), replace(A, pid=9)], Way.CUDA_IPC, "all ranks share one GPU"),
+        ([A, replace(A, pid=8), A], Way.HOST, "its ranks are threads of one process"),
         ([A, replace(A, uuid="c")], Way.HOST, "local ranks 0 and 1 have instances of one GPU (MIG)"),
     ],
 )
@@ -55,3 +58,13 @@ def test_ranks_that_slurm_has_bound_to_one_gpu_each_have_different_ones(gpus_on_
 
 def test_who_computes_on_the_cpu_offers_nothing(monkeypatch):
     assert ways.own_offer(cpu(0), shares_memory=True) == Offer()
+
+
+def test_ranks_that_are_threads_of_one_process_have_one_number(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    monkeypatch.setattr(ways, "getpid", os.getpid)
+
+    def rank(world):
+        return choose(ways.offers(world.node_comm, ways.own_offer(gpu(0), shares_memory=True)))[0]
+
+    assert threads.run(2, rank) == [Way.HOST] * 2

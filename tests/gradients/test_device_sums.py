@@ -1,17 +1,19 @@
 """Gradients on GPUs: summed in the node by NCCL or CUDA IPC, across nodes through the host, on late streams."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
 
 import hpcdp
 from hpcdp import optim
+from hpcdp.collectives.progress import drive
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
 from hpcdp.devices import gpu
-from hpcdp.errors import UnsupportedError
+from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import Reducer, buckets, staging
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
@@ -101,6 +103,35 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, ove
     threads.run(n, rank, nodes)
 
 
+def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    computed = threading.Event()
+
+    def rank(world):
+        use_gpu(world, Way.NCCL)
+        streams = Streams(gpu(world.place))
+        reducer, _ = make(world, overlap=False)
+        first, second = reducer.buckets[:2]
+        done = streams.event()
+        with streams.stream() as compute:
+            reducer.gpus.filled(first)
+            gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
+            reducer.gpus.filled(second)
+            drive(reducer.gpus.sum(first, None))
+            world.barrier()  # now all have launched it
+            with streams.stream() as behind:
+                reducer.gpus.summed(first)
+                streams.record(done, behind)
+            found = any(streams.query(done) for _ in range(2000))
+            world.barrier()
+            computed.set()
+            drive(reducer.gpus.sum(second, None))
+        return found
+
+    assert threads.run(2, rank) == [True, True]
+
+
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
     def rank(world, on_gpu):
@@ -138,6 +169,21 @@ def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host, name):
     dtype = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name
     with pytest.raises(UnsupportedError, match=rf"reduction over nodes \[dtype\]: expected float16 or .*, got {name}"):
         threads.run(2, lambda world: make(world, False, dtype), 1)
+
+
+def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_host):
+    told = []
+
+    def rank(world):
+        params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+        for param in params if world.rank == 1 else []:
+            param.data = param.data.to_host()
+        with pytest.raises(MismatchError, match=r"float32 on a GPU as on rank 0, got p0 \(7, 3\) float32 on rank 1"):
+            Trainer(params, optim.SGD(lr=0.5), world)
+        told.append(world.rank)
+
+    threads.run(3, rank)
+    assert sorted(told) == [0, 1, 2]
 
 
 @pytest.mark.mpi
