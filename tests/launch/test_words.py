@@ -59,6 +59,15 @@ def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: lis
     assert words.named == named
 
 
+def heard(text: str) -> Words:
+    words = Words()
+    os.write(words.end, text.encode())
+    with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
+        words.attach(watch)
+        words.lost()
+    return words
+
+
 @pytest.mark.parametrize(
     ("text", "invoked"),
     [
@@ -72,12 +81,7 @@ def test_what_comes_in_two_pieces_is_heard_whole(text: str, torn: str, lost: lis
     ],
 )  # fmt: skip
 def test_who_has_called_mpi_abort_is_heard(text: str, invoked: Invoked | None) -> None:
-    words = Words()
-    os.write(words.end, text.encode())
-    with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
-        words.attach(watch)
-        words.lost()
-    assert words.invoked == invoked
+    assert heard(text).invoked == invoked
 
 
 @pytest.mark.parametrize(
@@ -91,9 +95,4 @@ def test_who_has_called_mpi_abort_is_heard(text: str, invoked: Invoked | None) -
     ],
 )  # fmt: skip
 def test_whom_the_watchdog_has_missed_is_heard(text: str, missing: str | None) -> None:
-    words = Words()
-    os.write(words.end, text.encode())
-    with contextlib.closing(Watch(os.getpid(), 0, {signal.SIGUSR2})) as watch:
-        words.attach(watch)
-        words.lost()
-    assert words.missing == missing
+    assert heard(text).missing == missing
