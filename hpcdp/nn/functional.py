@@ -6,19 +6,19 @@ that is used again (`kernels.buffers`) or straight into a leaf's gradient.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, is_host
+from ..arrays import Array, array_namespace, from_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
-from ..errors import DataError, UnsupportedError
-from ..kernels import reference, reference_cross_entropy
+from ..errors import UnsupportedError
+from ..kernels import reference
 from ..kernels.buffers import empty
 from .half import in_float32
+from .losses import l2_loss, softmax_cross_entropy
 from .normalisation import batch_norm, batch_norm_by_running
 from .operands import alike, contiguous, kernels_for, refreshed
 from .products import times_transposed
@@ -52,7 +52,7 @@ def _images(operation: str, x: Any) -> Array:
     value = as_tensor(x).data
     if value.ndim != 4:
         raise UnsupportedError(operation, expected="images (batch, channels, height, width)", got=tuple(value.shape))
-    return array_namespace(value).ascontiguousarray(value)
+    return contiguous(value)
 
 
 def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
@@ -326,84 +326,3 @@ def softmax(x: Any) -> Tensor:
             dx.add(out * (gy - (gy * out).sum(axis=-1, keepdims=True)))
 
     return on_tape(out, (x,), pullback, lambda out: [(compute, (out,))])
-
-
-def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
-    """``-log(softmax(logits)[label])`` of each sample; of one with several labels their mean.
-
-    Args:
-        logits: shape ``(batch, ..., classes)``.
-        labels: integers in ``0 .. classes - 1``, shape ``(batch, ...)``, in the namespace of ``logits`` or NumPy's.
-
-    Returns:
-        Shape ``(batch,)``.
-
-    Raises:
-        UnsupportedError: other shapes, or labels that are no integers.
-        DataError: a label is out of range.
-    """
-    x, y = as_tensor(logits), np.asarray(labels) if isinstance(labels, (list, tuple)) else labels
-    if x.ndim > 2 and tuple(y.shape) == x.shape[:-1]:
-        each = _cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1))
-        return each.reshape(y.shape[0], math.prod(y.shape[1:])).mean(axis=1)
-    return _cross_entropy(logits, y)
-
-
-@operator("softmax_cross_entropy", ("logits", "labels"))
-@in_float32(rounds=False)
-def _cross_entropy(logits: Any, labels: Any) -> Tensor:
-    given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
-    a = contiguous(given)
-    xp = array_namespace(a)
-    if a.ndim != 2 or y.shape != a.shape[:1] or y.dtype.kind not in "iu":
-        raise UnsupportedError(
-            "softmax_cross_entropy",
-            expected="logits (batch, ..., classes) and integer labels (batch, ...)",
-            got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
-        )
-    numbers = xp.empty(y.shape, dtype=xp.int64)
-    chances, losses = xp.empty(a.shape, dtype=a.dtype), xp.empty(a.shape[:1], dtype=a.dtype)
-    functions = kernels_for("cross_entropy", a, reference_cross_entropy)
-
-    def compute(losses: Array) -> None:
-        if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
-            raise DataError(
-                "softmax_cross_entropy",
-                where="labels",
-                expected=f"0 to {a.shape[1] - 1}",
-                got=f"{int(y.min())} to {int(y.max())}",
-            )
-        numbers[...] = from_host(y, a) if is_host(y) else y
-        functions.softmax_cross_entropy(a, numbers, chances, losses)
-
-    compute(losses)
-
-    def pullback(gy: Array, dx: Gradient | None) -> None:
-        if dx is not None:
-            place = dx.empty()
-            functions.softmax_cross_entropy_gradient(contiguous(gy), numbers, chances, place)
-            dx.add(place)
-
-    return on_tape(losses, (logits,), pullback, lambda out: [*refreshed(a, given), (compute, (out,))])
-
-
-def l2_loss(predictions: Any, targets: Any) -> Tensor:
-    """Half the squared error, averaged over all axes but the first, as Gluon's L2Loss; shape ``(batch,)``.
-
-    Args:
-        predictions: shape ``(batch, ...)``.
-        targets: as many elements of one sample; those of another shape are taken in the order of ``predictions``.
-
-    Raises:
-        UnsupportedError: another number of elements, or of samples.
-    """
-    x, y = as_tensor(predictions), as_tensor(targets)
-    if x.shape != y.shape:
-        if x.size != y.size or x.shape[:1] != y.shape[:1]:
-            raise UnsupportedError(
-                "l2_loss", expected=f"targets of {tuple(x.shape)}, as predictions", got=tuple(y.shape)
-            )
-        y = y.reshape(x.shape)
-    error = operators.subtract(x, y)
-    halves = error * error * 0.5
-    return halves if halves.ndim < 2 else halves.mean(axis=tuple(range(1, halves.ndim)))
