@@ -90,41 +90,40 @@ class Tensor:
         """The same ``data`` as a tensor that is on no tape."""
         return operators.detach(self)
 
+    def _values(self) -> Array:
+        """``data``, for somebody who looks at it: refused in a forward that is traced."""
+        if modes.tracer is not None:
+            modes.tracer.read()
+        return self.data
+
     def asnumpy(self) -> np.ndarray:
         """A copy in host memory."""
-        _about_to_read()
-        return np.array(to_host(self.data))
+        return np.array(to_host(self._values()))
 
     def item(self) -> Any:
         """The only element, as a Python number."""
-        _about_to_read()
-        return self.data.item()
+        return self._values().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        _about_to_read()
-        host = to_host(self.data)
+        host = to_host(self._values())
         if dtype is not None and host.dtype != dtype:
             return host.astype(dtype)
         return np.array(host) if copy else host
 
     def __float__(self) -> float:
-        _about_to_read()
-        return float(self.data)
+        return float(self._values())
 
     def __int__(self) -> int:
-        _about_to_read()
-        return int(self.data)
+        return int(self._values())
 
     def __bool__(self) -> bool:
-        _about_to_read()
-        return bool(self.data)
+        return bool(self._values())
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __repr__(self) -> str:
-        _about_to_read()
-        body = np.array2string(to_host(self.data), separator=", ", prefix="Tensor(", threshold=100)
+        body = np.array2string(to_host(self._values()), separator=", ", prefix="Tensor(", threshold=100)
         tape = ", recorded" if self.node is not None else f", grad_req={self.grad_req!r}" * (self.grad_req != "null")
         return f"{type(self).__name__}({body}, shape={tuple(self.shape)}, dtype={self.dtype}{tape})"
 
@@ -286,11 +285,6 @@ class Tensor:
 
     def sigmoid(self) -> Tensor:
         return operators.sigmoid(self)
-
-
-def _about_to_read() -> None:
-    if modes.tracer is not None:
-        modes.tracer.read()
 
 
 def as_tensor(x: Any) -> Tensor:

@@ -359,9 +359,7 @@ def _part_of(job: _Job, comm: ThreadCommunicator, node: int, place: int, color: 
     """This rank's world among those that pass the same color; the first of these makes it for all."""
     members = {rank: met[1:] for rank, met in enumerate(comm.meet((color, node, place))) if met[0] == color}
     sizes = [*Counter(node for node, _ in members.values()).values()]
-    first = min(members)
-    made = comm.meet(_worlds(job, sizes, [place for _, place in members.values()]) if comm.rank == first else None)[
-        first
-    ]
+    places, first = [place for _, place in members.values()], min(members)
+    made = comm.meet(_worlds(job, sizes, places) if comm.rank == first else None)[first]
     assert made is not None
     return made[list(members).index(comm.rank)]

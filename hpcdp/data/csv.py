@@ -59,7 +59,7 @@ def read_csv(
     labels_as = _label_dtype(label_dtype)
     if not Path(path).is_file():
         raise DataError("read csv", where=path, expected="a file", got="none")
-    if not 0 <= part_index < num_parts or (num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz")):
+    if part_index >= num_parts or (num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz")):
         expected = "0 <= part_index < num_parts, and one part of a compressed file"
         raise ConfigError("read csv", where=path, expected=expected, got=f"part {part_index} of {num_parts}")
     if not isinstance(label_column, int):
@@ -116,13 +116,16 @@ def _without_hint(error: Exception) -> str:
 
 def _table(path: Path, delimiter: str, skip_rows: int, num_parts: int, part_index: int) -> np.ndarray:
     """The numbers of a part, with the columns of the whole file also where it has no rows; `ValueError` as NumPy."""
+    if num_parts == 1:
+        table = _fields(path, np.float64, delimiter, skip_rows)
+        if len(table):
+            return table
+    else:
+        table = _fields(_rows_of_part(path, skip_rows, num_parts, part_index), np.float64, delimiter, 0)
     first = _fields(path, str, delimiter, skip_rows, 1)
     if len(first) == 0:
         raise DataError("read csv", where=path, expected="at least one row", got="none")
-    if num_parts == 1:
-        return _fields(path, np.float64, delimiter, skip_rows)
     columns = first.shape[1]
-    table = _fields(_rows_of_part(path, skip_rows, num_parts, part_index), np.float64, delimiter, 0)
     if len(table) and table.shape[1] != columns:
         raise ValueError(f"{table.shape[1]} in part {part_index}, and {columns} in the first row")
     return table if len(table) else np.empty((0, columns))

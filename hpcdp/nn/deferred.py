@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
-from .module import Parameter
+from .module import Module, Parameter
 
 Shape = tuple[int | None, ...]
 Draw = Callable[[tuple[int, ...]], np.ndarray]
@@ -32,6 +32,11 @@ def settle(param: Parameter, length: int) -> None:
 def shape_of(param: Parameter) -> Shape:
     """The shape, with None for a length that is not known yet."""
     return param.expected if isinstance(param, Deferred) and param.draw is not None else param.shape
+
+
+def lacks_shapes(module: Module) -> bool:
+    """Whether layers are still to find out their shapes."""
+    return any(None in shape_of(param) for _, param in module.named_parameters())
 
 
 class Deferred(Parameter):

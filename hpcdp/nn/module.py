@@ -148,9 +148,9 @@ class Module:
         """
         from .symbol_block import export
 
-        self.graph()
+        graph = self.graph()
         assert self._hybrid is not None
-        return export(self._hybrid.graph_to_export(), path)
+        return export(self._hybrid.with_other_batches(graph), path)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Name and module of every direct part."""

@@ -10,7 +10,7 @@ from ..arrays import Array, from_host, to_host
 from ..autograd import Gradient, Tensor, concatenate, on_tape
 from ..devices import Device, require_devices
 from ..errors import ConfigError, DeviceError
-from .deferred import shape_of
+from .deferred import lacks_shapes
 from .module import Module, Parameter
 
 
@@ -56,8 +56,7 @@ class Replicas(Module):
         self.net, self.devices = net, require_devices("Replicas", devices)
         if len(set(self.devices)) != len(self.devices):
             raise ConfigError("Replicas", where="devices", expected="each once", got=list(devices))
-        is_known = all(None not in shape_of(param) for _, param in net.named_parameters())
-        self._copies = {device: _copy(net, device) if is_known else None for device in self.devices[1:]}
+        self._copies = {device: None if lacks_shapes(net) else _copy(net, device) for device in self.devices[1:]}
 
     def on(self, device: Device) -> Module:
         """The network on ``device``, for a piece of a batch there; see `data.split_and_load`.

@@ -5,8 +5,9 @@ import shutil
 
 import numpy as np
 import pytest
+from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
-from hpcdp.collectives.progress import Together, drive
+from hpcdp.collectives.progress import Together
 from hpcdp.comm import threads
 from hpcdp.comm.cuda_ipc import CudaIpc
 from hpcdp.comm.node_rows import RowSize, parts_of
@@ -32,12 +33,6 @@ def make(world, *sizes):
     return CudaIpc(world.node_comm, world.node_memory, Streams(gpu(0)), sizes)
 
 
-def to_gpu(x):
-    import cupy
-
-    return cupy.asarray(x)
-
-
 @pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i4", "i8"])
 @pytest.mark.parametrize(("n", "owners"), [(1, 1), (2, 2), (3, 2), (4, 4)])
 def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, owners, dtype):
@@ -46,20 +41,11 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, ow
         group = make(world, RowSize(COUNT, np.dtype(dtype)))
         (row,) = group.rows
         assert not row.mine.to_host().any()
-        row.mine[...] = to_gpu(values(world.rank, COUNT, dtype))
-        drive(row.reduce_scatter(parts))
-        row.stream.synchronize()
-        own = row.mine[slice(*parts[world.rank])].to_host()
-        drive(row.allgather(parts))
-        row.stream.synchronize()
-        everything = row.mine.to_host()
+        found = summed_and_brought_to_all(row, parts, world.rank, values(world.rank, COUNT, dtype))
         group.close()
-        return own, everything
+        return found
 
-    wanted = summed(n, COUNT, dtype)
-    for number, (own, everything) in enumerate(threads.run(n, rank)):
-        np.testing.assert_array_equal(own, wanted[slice(*parts_of(COUNT, owners, n)[number])])
-        np.testing.assert_array_equal(everything, wanted)
+    assert_summed(threads.run(n, rank), parts_of(COUNT, owners, n), summed(n, COUNT, dtype))
     assert not gpus_on_host.allocated and not gpus_on_host.mapped
 
 

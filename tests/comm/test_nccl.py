@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from gpu_on_host import NcclError
+from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.collectives.progress import Together, drive
 from hpcdp.comm import gpus, node_groups, threads
@@ -33,12 +34,6 @@ def make(world, *sizes):
     return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, sizes)
 
 
-def to_gpu(x):
-    import cupy
-
-    return cupy.asarray(x)
-
-
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize(("n", "owners"), [(1, 1), (2, 2), (3, 3), (3, 2), (4, 1)])
 def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, owners, name):
@@ -48,18 +43,10 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, n, ow
         parts = parts_of(COUNT, owners, n)
         group = make(world, RowSize(COUNT, dtype))
         (row,) = group.rows
-        row.mine[...] = to_gpu(values(world.rank, COUNT, dtype))
-        drive(row.reduce_scatter(parts))
-        row.stream.synchronize()
-        own = row.mine[slice(*parts[world.rank])].to_host()
-        drive(row.allgather(parts))
-        row.stream.synchronize()
-        return own, row.mine.to_host()
+        return summed_and_brought_to_all(row, parts, world.rank, values(world.rank, COUNT, dtype))
 
     wanted = sum(values(rank, COUNT, dtype) for rank in range(n))
-    for number, (own, everything) in enumerate(threads.run(n, rank)):
-        np.testing.assert_array_equal(own, wanted[slice(*parts_of(COUNT, owners, n)[number])])
-        np.testing.assert_array_equal(everything, wanted)
+    assert_summed(threads.run(n, rank), parts_of(COUNT, owners, n), wanted)
 
 
 @pytest.mark.parametrize("name", DTYPES)

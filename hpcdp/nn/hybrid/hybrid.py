@@ -79,7 +79,7 @@ class Hybrid:
         key = (modes.recording, modes.training, *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
-            if any(type(x.data) is not np.ndarray for x in given) or not self._is_traceable() or self._lacks_shapes():
+            if any(type(x.data) is not np.ndarray for x in given) or not self._is_traceable():
                 return self._module.forward(*given)
             return self._trace(key, given, here)
         for plan in known.plans:
@@ -123,10 +123,8 @@ class Hybrid:
             got="none since the module was made or changed", remedy="call net(x) once",
         )  # fmt: skip
 
-    def graph_to_export(self) -> Graph:
-        """As `graph`, with ``any_batch`` found out, for which the forward is traced again. Raises as that does."""
-
-        graph = self.graph()
+    def with_other_batches(self, graph: Graph) -> Graph:
+        """``graph``, one of predictions, with ``any_batch`` found out, for which the forward is traced again."""
         return replace(graph, any_batch=takes_any_batch(graph, lambda given: self._traced(given)[0]))
 
     def _needs_forward(self) -> bool:
@@ -134,13 +132,10 @@ class Hybrid:
         return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
 
     def _is_traceable(self) -> bool:
-        return all(each.is_traceable for each in _parts(self._module))
+        """Not while layers are still to find out their shapes, for which some assign attributes."""
+        from ..deferred import lacks_shapes
 
-    def _lacks_shapes(self) -> bool:
-        """Whether layers are still to find out their shapes, for which some assign attributes."""
-        from ..deferred import shape_of
-
-        return any(None in shape_of(param) for _, param in self._module.named_parameters())
+        return all(each.is_traceable for each in _parts(self._module)) and not lacks_shapes(self._module)
 
     def _look_at_attributes(self, here: _Here) -> None:
         """Forget all plans if an attribute of the module or of its parts is another object."""

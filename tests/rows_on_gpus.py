@@ -1,0 +1,29 @@
+"""Rows on the GPUs of a node, whatever sums them."""
+
+import numpy as np
+
+from hpcdp.collectives.progress import drive
+
+
+def to_gpu(x):
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def summed_and_brought_to_all(row, parts, rank, values):
+    """What is in a rank's own part of its row after its sum, and in the whole row after the parts were brought."""
+    row.mine[...] = to_gpu(values)
+    drive(row.reduce_scatter(parts))
+    row.stream.synchronize()
+    own = row.mine[slice(*parts[rank])].to_host()
+    drive(row.allgather(parts))
+    row.stream.synchronize()
+    return own, row.mine.to_host()
+
+
+def assert_summed(found, parts, wanted):
+    """``found`` is that of `summed_and_brought_to_all`, of each rank."""
+    for part, (own, everything) in zip(parts, found, strict=True):
+        np.testing.assert_array_equal(own, wanted[slice(*part)])
+        np.testing.assert_array_equal(everything, wanted)
