@@ -1,4 +1,4 @@
-"""Floor 1: trace. Imports: devices, errors.
+"""Floor 1: trace. Imports: errors.
 
 What this rank did when, kept in memory while it runs; `hpcdp.train.tracing` makes one file of all ranks.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from .devices import Device
 from .errors import ConfigError
 
 MAIN = "main"
@@ -62,7 +61,7 @@ class Trace:
     Args:
         capacity: how many slices and counts are kept; later ones are only counted, in `dropped`.
         clock: integers of nanoseconds; the engine's slices are on the clock of `time.perf_counter_ns`.
-        ranges: told of every `span` as well, see `device_ranges`.
+        ranges: told of every `span` as well, see `nvtx`.
 
     Raises:
         ConfigError: ``capacity`` is below 1.
@@ -147,10 +146,8 @@ class Span:
         self._trace._add(Slice(self._name, self._lane, self._start_ns, end_ns, self._args or None, True))
 
 
-def device_ranges(device: Device) -> Ranges | None:
-    """The module that marks ranges for profilers of ``device`` (NVTX), None for a CPU and where it is missing."""
-    if device.kind == "cpu":
-        return None
+def nvtx() -> Ranges | None:
+    """The module that marks ranges for profilers of NVIDIA's GPUs; None where it is missing."""
     try:
         module: Any = importlib.import_module("cupy.cuda.nvtx")
         return module

@@ -4,10 +4,9 @@ import types
 
 import pytest
 
-from hpcdp.devices import cpu, gpu
 from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError
-from hpcdp.trace import Trace, device_ranges
+from hpcdp.trace import Trace, nvtx
 
 
 def ticking(*times: int):
@@ -76,17 +75,12 @@ def test_spans_are_ranges_for_the_profiler_of_a_device(monkeypatch):
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "cupy.cuda.nvtx", module)
-    trace = Trace(ranges=device_ranges(gpu(0)))
+    trace = Trace(ranges=nvtx())
     with trace.span("forward"), trace.span("layer"):
         pass
     assert told == ["forward", "layer", "end", "end"]
 
 
-def test_a_cpu_has_no_ranges_and_nobody_looks_for_cupy(monkeypatch):
-    monkeypatch.setattr("importlib.import_module", pytest.fail)
-    assert device_ranges(cpu(0)) is None
-
-
-def test_a_device_without_the_module_has_no_ranges(monkeypatch):
+def test_without_the_module_there_are_no_ranges(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert device_ranges(gpu(0)) is None
+    assert nvtx() is None

@@ -28,7 +28,16 @@ from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
-from .trainer import CommunicationStats, Trainer, checked_count, described, require_alike, trained, unfinished
+from .trainer import (
+    CommunicationStats,
+    Trainer,
+    checked_count,
+    described,
+    require_alike,
+    show_to_profiler,
+    trained,
+    unfinished,
+)
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""
@@ -97,6 +106,7 @@ class BucketTrainer(Trainer):
             values = np.ascontiguousarray(to_host(param.data))
             self.world.comm.native_broadcast(values, 0)
             param.data[...] = from_host(values, param.data)
+        show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
         if self.reducer.beside is not None:

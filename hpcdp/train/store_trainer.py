@@ -34,7 +34,7 @@ from .loss_scale import first_scale
 from .parts import require_whole
 from .policy import Policy, Unwritten, stale, stale_anywhere
 from .store_checks import check_precision, check_settings, check_unused
-from .trainer import CommunicationStats, Trainer, checked_count, require_alike, trained
+from .trainer import CommunicationStats, Trainer, checked_count, require_alike, show_to_profiler, trained
 
 
 class StoreTrainer(Trainer):
@@ -80,6 +80,7 @@ class StoreTrainer(Trainer):
             require_alike(self.world, self._params, optimizer, [settings])
         elif (size := launched(os.environ) if world is None else world.size) > 1:
             raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
+        show_to_profiler(self._params, self.world)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
         """Keys 0, 1, 2, ... are the parameters, in their order."""
         check_unused(self.store, self.world)

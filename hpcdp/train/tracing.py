@@ -27,7 +27,7 @@ from hpcdp.comm import Communicator, World, init
 from hpcdp.comm.agreement import on_rank_0
 from hpcdp.engine import Engine, default_engine
 from hpcdp.errors import ConfigError
-from hpcdp.trace import MAIN, Slice, Trace, device_ranges
+from hpcdp.trace import MAIN, Slice, Trace
 
 LANES = (MAIN, "communication", "update", "io")
 """The order in which lanes are drawn; others follow by name."""
@@ -103,7 +103,7 @@ class Recording:
 
     def __init__(self, path: Path, world: World, trace: Trace | None) -> None:
         self.path = path
-        self.trace = Trace(ranges=device_ranges(world.device)) if trace is None else trace
+        self.trace = Trace() if trace is None else trace
         self.num_slices = 0
         """Of all ranks, when it has ended."""
         self.num_dropped = 0

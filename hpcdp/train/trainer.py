@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import is_host
+from ..arrays import is_cupy, is_host
 from ..comm import World
 from ..comm.agreement import require_same
 from ..compression import Compression, Settings
@@ -23,6 +23,7 @@ from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer, require_optimizer
+from ..trace import Trace, nvtx
 from .policy import Policy
 
 if TYPE_CHECKING:
@@ -337,6 +338,13 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
             remedy="make two networks children of one Module, which puts their names before those of their parameters",
         )  # fmt: skip
     return found
+
+
+def show_to_profiler(params: Sequence[Parameter], world: World | None) -> None:
+    """Where parameters are on a GPU, let the spans of a world that is traced be ranges for its profiler, too."""
+    trace: Trace | None = None if world is None else world.kept.get(Trace)
+    if trace is not None and trace.ranges is None and any(is_cupy(param.data) for param in params):
+        trace.ranges = nvtx()
 
 
 def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], np.dtype]]:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpcdp
+from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError
@@ -49,6 +51,42 @@ def assert_drawable(trace: dict) -> None:
                 still_open.pop()
             assert not still_open or end <= still_open[-1]
             still_open.append(end)
+
+
+class Parameter:
+    """What a trainer asks of a parameter."""
+
+    def __init__(self, data):
+        self.name, self.data = "x", data
+        self.grad, self.grad_req, self.grad_hook = None, "write", None
+
+
+def test_a_traced_run_on_cpus_looks_for_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("hpcdp.comm.world.device_of", lambda place: pytest.fail("CUDA's driver is asked"))
+
+    def job(world):
+        with traced(tmp_path / "out.json", world) as recording:
+            hpcdp.Trainer([Parameter(np.zeros(3, "f4"))], optim.SGD(lr=1), world=world)
+            assert recording.trace.ranges is None
+
+    threads.run(2, job)
+
+
+def test_spans_are_ranges_for_the_profiler_from_a_trainer_on_a_gpu_on(tmp_path, monkeypatch, gpus_on_host):
+    cupy, told = sys.modules["cupy"], []
+    nvtx = types.SimpleNamespace(RangePush=told.append, RangePop=lambda: told.append("end"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nvtx", nvtx)
+
+    def job(world):
+        with traced(tmp_path / "out.json", world) as recording:
+            with recording.trace.span("before"):
+                pass
+            hpcdp.Trainer([Parameter(cupy.zeros(3, "f4"))], optim.SGD(lr=1), world=world)
+            with recording.trace.span("step"):
+                pass
+
+    threads.run(1, job)
+    assert told == ["step", "end"]
 
 
 def test_all_ranks_and_lanes_are_in_one_file(tmp_path):
