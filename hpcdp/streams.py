@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array, is_host
-from .devices import Device
+from .devices import Device, gpu
 from .errors import DeviceError, UnsupportedError
 
 Stream = Any
@@ -39,6 +40,10 @@ class OpenedEvent:
 class Streams:
     """Streams of one GPU; for any thread, whatever its current device is.
 
+    The thread that makes it keeps its current device. Others, those of lanes, have the GPU for theirs once they have
+    used it: each begins with number 0, and a device that becomes current gets a context (cudaSetDevice), some hundred
+    MB; so a thread that went back there would take memory of a GPU that may be another rank's.
+
     Args:
         device: a GPU.
     """
@@ -47,13 +52,23 @@ class Streams:
         self._cupy: Any = importlib.import_module("cupy")
         self._cuda: Any = self._cupy.cuda
         self._runtime: Any = self._cuda.runtime
-        self._device = device
+        self.device = device
+        self._maker = threading.get_ident()
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """The GPU is this thread's current device: each begins with number 0, and each GPU has a default stream."""
-        with self._cuda.Device(self._device.index):
+        """The GPU is this thread's current device."""
+        device = self._cuda.Device(self.device.index)
+        if threading.get_ident() == self._maker:
+            with device:
+                yield
+        else:
+            device.use()
             yield
+
+    def current_device(self) -> Device:
+        """The GPU on which this thread's operations on arrays run."""
+        return gpu(int(self._runtime.getDevice()))
 
     def stream(self) -> Stream:
         """A new stream, which does not wait for the default one."""
@@ -75,6 +90,11 @@ class Streams:
         with self.on_device():
             return self._cupy.zeros((count,), dtype=dtype)
 
+    def array(self, x: np.ndarray) -> Array:
+        """A copy of ``x`` on the GPU, for what `current` is given from now on."""
+        with self.on_device():
+            return self._cupy.array(x)
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype, stream: Stream) -> Array:
         """A new array on the GPU, in memory that ``stream`` alone may still use for what it was given before."""
         with self.on_device(), stream:
@@ -82,7 +102,8 @@ class Streams:
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Host memory that a GPU copies from and to beside all else, shape ``(nbytes,)``, dtype uint8."""
-        return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        with self.on_device():
+            return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def copy_async(self, target: Array, source: Array, stream: Stream) -> None:
         """Copy ``source`` to ``target``, contiguous arrays of one size on the GPU or in pinned memory, on ``stream``.
@@ -109,16 +130,33 @@ class Streams:
         with self.on_device():
             self._runtime.streamWaitEvent(stream.ptr, event.ptr)
 
+    def wait_events(self, stream: Stream, events: Iterable[Event]) -> None:
+        """`wait_event` for each of ``events``."""
+        for each in events:
+            self.wait_event(stream, each)
+
     def query(self, event: Event) -> bool:
         """Whether ``event`` has passed; never blocks.
 
         Raises:
             DeviceError: something that was done on the GPU before has failed.
         """
-        status = self._runtime.eventQuery(event.ptr)
+        with self.on_device():
+            status = self._runtime.eventQuery(event.ptr)
         if status in (_PASSED, _NOT_READY):
             return bool(status == _PASSED)
-        raise DeviceError("wait for a GPU", where=self._device, got=str(self._runtime.CUDARuntimeError(status)))
+        raise DeviceError("wait for a GPU", where=self.device, got=str(self._runtime.CUDARuntimeError(status)))
+
+    def synchronize(self, awaited: Stream | Event) -> None:
+        """Block until ``awaited`` has passed: all that a stream was given until now, or an event."""
+        with self.on_device():
+            awaited.synchronize()
+
+    def follow(self, stream: Stream) -> None:
+        """Let what ``stream`` is given from now on wait for what `current` was given until now."""
+        event = self.event()
+        self.record(event, self.current())
+        self.wait_event(stream, event)
 
 
 def _address(x: Array) -> int:

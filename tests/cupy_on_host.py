@@ -62,7 +62,7 @@ class RawKernel:
         kept = [_as_passed(arg, parameter) for arg, parameter in zip(args, self._parameters, strict=True)]
         addresses = (ctypes.c_void_p * len(kept))(*(each.ctypes.data for each in kept))
 
-        def run() -> None:
+        def run(alive: tuple[Any, ...] = args) -> None:  # memory that Python frees stays as it is for its stream
             with _ONE_AT_A_TIME:
                 wrong = self._launch(addresses, len(kept), grid[0], block[0])
             if wrong:

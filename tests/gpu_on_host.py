@@ -1,19 +1,21 @@
-"""CUDA's streams, events, copies, IPC and NCCL without a GPU, for ranks that are threads; on top of `cupy_on_host`.
+"""CUDA's streams, events, copies and IPC without a GPU, for ranks that are threads; on top of `cupy_on_host`.
+
+NCCL's place is taken by `nccl_on_host`.
 
 Work that is given to a stream is done as late as it may be, and streams take turns at random: at least one piece of all
 that may be done, of any rank, is done whenever somebody asks for an event. So who does not wait for what he needs finds
 it missing, and who reuses memory too early spoils it. The default stream is the host itself: what it is given is done
 at once, and for an event it waits.
 
-What real ones answer with an error, or with nonsense, is an error here: NCCL's collectives in different orders, two of
-its ranks on one GPU, handles opened by their own process, memory freed while others have it mapped.
+What real ones answer with an error, or with nonsense, is an error here: handles opened by their own process, memory
+freed while others have it mapped. An array is on the GPU that was current when it was made; a thread's current GPU is
+number 0 until it says otherwise, and what makes one current, or needs one, makes a context there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import random
 import sys
@@ -25,6 +27,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cupy_on_host
+import nccl_on_host
 import numpy as np
 
 from hpcdp.comm import ways
@@ -39,11 +42,6 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"cudaError{status}: stand-in")
         self.status = status
-
-
-class NcclError(RuntimeError):
-    def __init__(self, status: int) -> None:
-        super().__init__(f"NCCL_ERROR_{status}: stand-in")
 
 
 class _Event:
@@ -66,6 +64,12 @@ class Gpus:
         self.handles: dict[bytes, tuple[int, str]] = {}
         self.fault = ""
         self.of_thread = threading.local()
+        self.contexts: set[int] = set()
+        """The GPUs that some thread has had for its current one when it called something that needs one."""
+        self.made_on: dict[int, int] = {}
+        """The GPU of each array, by the address of its memory."""
+        self.room: float = float("inf")
+        """Bytes for which `malloc` has room until the pool gives back what it keeps."""
         self.log: list[str] = []
         """What was given to streams, in the order in which it was done."""
 
@@ -111,6 +115,21 @@ class Gpus:
     def event(self, ptr: int) -> _Event:
         return self.events[ptr]
 
+    def current(self) -> int:
+        """The current GPU of this thread, which from now on has a context."""
+        device: int = getattr(self.of_thread, "device", 0)
+        self.contexts.add(device)
+        return device
+
+    def note_array(self, held: np.ndarray) -> None:
+        if not isinstance(held.base, np.ndarray):
+            self.made_on[held.ctypes.data] = getattr(self.of_thread, "device", 0)
+
+    def device_of(self, held: np.ndarray) -> SimpleNamespace:
+        while isinstance(held.base, np.ndarray):
+            held = held.base
+        return SimpleNamespace(id=self.made_on[held.ctypes.data])
+
     def process(self) -> str:
         return threading.current_thread().name
 
@@ -127,6 +146,7 @@ class Stream:
         self._gpus.of_thread.streams.pop()
 
     def synchronize(self) -> None:
+        self._gpus.current()
         self._gpus.wait_until(lambda: not self._gpus.queues.get(self.ptr))
 
 
@@ -136,13 +156,14 @@ class _Device:
 
     def use(self) -> None:
         self._gpus.of_thread.device = self._index
+        self._gpus.current()
 
     def __enter__(self) -> None:
         self._before = getattr(self._gpus.of_thread, "device", 0)
         self.use()
 
     def __exit__(self, *_: object) -> None:
-        self._gpus.of_thread.device = self._before
+        _Device(self._gpus, self._before).use()
 
 
 def _runtime(gpus: Gpus) -> ModuleType:
@@ -150,29 +171,37 @@ def _runtime(gpus: Gpus) -> ModuleType:
     made = ModuleType("cupy.cuda.runtime")
 
     def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        gpus.current()
         assert kind == made.memcpyDefault
         gpus.push(stream, lambda: ctypes.memmove(dst, src, size) and None, name="copy")
 
     def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
+        gpus.current()
         gpus.push(stream, lambda: ctypes.memset(ptr, value, size) and None, name="clear")
 
     def eventRecord(event: int, stream: int) -> None:
+        gpus.current()
         recorded = gpus.event(event)
         recorded.recorded += 1
         number = recorded.recorded
         gpus.push(stream, lambda: setattr(recorded, "passed", number), name="event")
 
     def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
+        gpus.current()
         awaited = gpus.event(event)
         number = awaited.recorded
         gpus.push(stream, lambda: None, lambda: awaited.passed >= number, "wait")
 
     def eventQuery(event: int) -> int:
+        gpus.current()
         gpus.step()
         asked = gpus.event(event)
         return PASSED if asked.passed >= asked.recorded else NOT_READY
 
     def malloc(size: int) -> int:
+        gpus.current()
+        if size > gpus.room:
+            raise CUDARuntimeError(made.errorMemoryAllocation)
         block = np.full(size, 0xA5, np.uint8)
         with gpus.lock:
             gpus.allocated[block.ctypes.data] = block
@@ -209,7 +238,8 @@ def _runtime(gpus: Gpus) -> ModuleType:
         return handle_of(event)
 
     vars(made).update(
-        memcpyDefault=4, CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
+        memcpyDefault=4, errorMemoryAllocation=2, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
+        CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
         malloc=malloc, free=free, ipcGetMemHandle=ipcGetMemHandle, ipcOpenMemHandle=ipcOpenMemHandle,
         ipcCloseMemHandle=gpus.mapped.remove, ipcGetEventHandle=ipcGetEventHandle, ipcOpenEventHandle=opened,
@@ -218,139 +248,35 @@ def _runtime(gpus: Gpus) -> ModuleType:
     return made
 
 
-class _Clique:
-    """The ranks of one NCCL communicator, and where each is among its collectives."""
+def _remember_devices(cupy: Any, gpus: Gpus) -> None:
+    """Let each array be on the GPU that was current when its memory was taken."""
+    make = cupy.Array.__init__
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.devices: dict[int, int] = {}
-        self.calls: dict[int, dict[int, tuple[Any, ...]]] = {}
-        self.done: set[int] = set()
+    def noted(self: Any, held: np.ndarray) -> None:
+        make(self, held)
+        gpus.note_array(held)
 
-
-_WORDS = {0: "i1", 1: "u1", 2: "i4", 3: "u4", 4: "i8", 5: "u8", 6: "f2", 7: "f4", 8: "f8", 9: "bfloat16"}
-
-
-class NcclCommunicator:
-    """NCCL's, over arrays in host memory; a group's calls are one piece of work."""
-
-    gpus: Gpus
-    cliques: dict[bytes, _Clique]
-    made: list[NcclCommunicator]
-
-    def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
-        assert isinstance(commId, bytes) and len(commId) == 128
-        with self.gpus.lock:
-            self._clique = self.cliques.setdefault(commId, _Clique(ndev))
-            self._clique.devices[rank] = getattr(self.gpus.of_thread, "device", 0)
-        self.gpus.wait_until(lambda: len(self._clique.devices) == ndev)
-        if len(set(self._clique.devices.values())) < ndev:
-            raise NcclError(5)
-        self._rank, self._number, self._left = rank, 0, 0
-        self.failed = self.aborted = self.destroyed = False
-        self.made.append(self)
-
-    def _call(self, stream: int, name: str, *call: Any) -> None:
-        if self.failed:
-            raise NcclError(1)
-        assert not self.aborted and not self.destroyed
-        self.gpus.of_thread.group.append((self, stream, name, call))
-
-    def enqueue(self, stream: int, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-        number, self._number = self._number, self._number + 1
-        self._left += 1
-        clique, rank = self._clique, self._rank
-
-        def ready() -> bool:
-            met = clique.calls.setdefault(number, {})
-            met[rank] = tuple((name, call[2:]) for name, call in calls), calls
-            if any(alike != met[rank][0] for alike, _ in met.values()):
-                self.gpus.fault = f"NCCL's collectives are not alike: {sorted(str(alike) for alike, _ in met.values())}"
-            return len(met) == clique.size or self.aborted
-
-        def run() -> None:
-            self._left -= 1
-            if number not in clique.done and not self.aborted:
-                clique.done.add(number)
-                met = clique.calls[number]
-                for at, (name, _) in enumerate(calls):
-                    _collective(name, [met[each][1][at][1] for each in range(clique.size)])
-
-        self.gpus.push(stream, run, ready, "nccl " + " ".join(name for name, _ in calls))
-
-    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
-        self._call(stream, "reduceScatter", sendbuf, recvbuf, recvcount, datatype, op)
-
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
-        self._call(stream, "allGather", sendbuf, recvbuf, count, datatype)
-
-    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        self._call(stream, "allReduce", sendbuf, recvbuf, count, datatype, op)
-
-    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
-        self._call(stream, "reduce", sendbuf, recvbuf, count, datatype, op, root)
-
-    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        self._call(stream, "broadcast", sendbuff, recvbuff, count, datatype, root)
-
-    def check_async_error(self) -> None:
-        if self.failed:
-            raise NcclError(6)
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def destroy(self) -> None:
-        every = [each for each in self.made if each._clique is self._clique]
-        assert not any(each._left for each in every), "ended while ranks have something under way: it may hang"
-        self.destroyed = True
+    cupy.Array.__init__ = noted
+    cupy.Array.device = property(lambda x: gpus.device_of(x._held))
 
 
-def _at(ptr: int, count: int, datatype: int) -> np.ndarray:
-    if _WORDS[datatype] == "bfloat16":
-        dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-    else:
-        dtype = np.dtype(_WORDS[datatype])
-    return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(ptr), dtype)
+def _change_later(cupy: Any, give: Callable[[Callable[[], None]], None]) -> None:
+    """Let what changes an array in place be done when the current stream comes to it, as kernels are."""
 
+    def deferred(method: Any, answers: bool) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            def run() -> None:
+                method(self, *args)
 
-def _collective(name: str, calls: list[tuple[Any, ...]]) -> None:
-    """``calls`` by rank; sums in the order of the ranks."""
-    size, (_, _, count, kind, *more) = len(calls), calls[0]
-    sent = [_at(each[0], count * (size if name == "reduceScatter" else 1), kind).copy() for each in calls]
-    if name == "reduceScatter":
-        for rank, each in enumerate(calls):
-            _at(each[1], count, kind)[...] = sum(x[rank * count : (rank + 1) * count] for x in sent)
-    elif name == "allGather":
-        for each in calls:
-            _at(each[1], count * size, kind)[...] = np.concatenate(sent)
-    elif name == "allReduce":
-        for each in calls:
-            _at(each[1], count, kind)[...] = sum(sent)
-    elif name == "reduce":
-        _at(calls[more[1]][1], count, kind)[...] = sum(sent)
-    else:
-        for each in calls:
-            _at(each[1], count, kind)[...] = sent[more[0]]
+            cupy._held(args)  # NumPy's arrays are refused at once
+            give(run)
+            return self if answers else None
 
+        return call
 
-def _nccl(gpus: Gpus) -> ModuleType:
-    made = ModuleType("cupy.cuda.nccl")
-
-    def groupStart() -> None:
-        gpus.of_thread.group = []
-
-    def groupEnd() -> None:
-        calls, gpus.of_thread.group = gpus.of_thread.group, None
-        for comm, stream in {(comm, stream) for comm, stream, _, _ in calls}:
-            comm.enqueue(stream, [(name, call) for _, _, name, call in calls])
-
-    vars(made).update(
-        available=True, get_version=lambda: 22501, NcclError=NcclError, groupStart=groupStart, groupEnd=groupEnd,
-        get_unique_id=lambda: next(gpus.numbers).to_bytes(128, "little"),
-        NcclCommunicator=type("NcclCommunicator", (NcclCommunicator,), {"gpus": gpus, "cliques": {}, "made": []}),
-    )  # fmt: skip
-    return made
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"):
+        method = getattr(cupy.Array, f"__{name}__")
+        setattr(cupy.Array, f"__{name}__", deferred(method, name != "setitem"))
 
 
 @contextlib.contextmanager
@@ -376,25 +302,39 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
                 ptr = next(gpus.numbers)
                 gpus.events[ptr] = _Event(interprocess)
             made = gpus.events[ptr]
-            return SimpleNamespace(ptr=ptr, synchronize=lambda: gpus.wait_until(lambda: made.passed >= made.recorded))
+
+            def synchronize() -> None:
+                gpus.current()
+                gpus.wait_until(lambda: made.passed >= made.recorded)
+
+            return SimpleNamespace(ptr=ptr, synchronize=synchronize)
 
         def current() -> Stream:
             return (getattr(gpus.of_thread, "streams", None) or [null])[-1]
 
         def array_at(shape: tuple[int, ...], dtype: Any, memptr: Any) -> Any:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            held = np.frombuffer((ctypes.c_char * nbytes).from_address(memptr.ptr), dtype)
-            return cupy.Array(held.reshape(shape))
+            memory: Any = (ctypes.c_char * nbytes).from_address(memptr.ptr)
+            memory.owner = memptr.mem
+            return cupy.Array(np.frombuffer(memory, dtype).reshape(shape))
+
+        def pinned(size: int) -> np.ndarray:
+            gpus.current()
+            return np.full(size, 0xA5, np.uint8)
+
+        def free_all_blocks() -> None:
+            gpus.room = float("inf")
 
         vars(cuda).update(
-            runtime=_runtime(gpus), nccl=_nccl(gpus), Device=lambda index=0: _Device(gpus, index), Stream=make_stream,
-            Event=make_event, get_current_stream=current,
-            alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
+            runtime=_runtime(gpus), nccl=nccl_on_host.module(gpus), Device=lambda index=0: _Device(gpus, index),
+            Stream=make_stream, Event=make_event, get_current_stream=current, alloc_pinned_memory=pinned,
             UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, owner=owner),
             MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
         )  # fmt: skip
         cupy.cuda, cupy.ndarray = cuda, array_at
-        cupy.Array.device = property(lambda x: SimpleNamespace(id=getattr(gpus.of_thread, "device", 0)))
+        cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks)
+        _remember_devices(cupy, gpus)
+        _change_later(cupy, lambda run: gpus.push(current().ptr, run, name="change"))
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)

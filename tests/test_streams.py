@@ -1,6 +1,7 @@
 """Streams are ordered by events and by nothing else."""
 
 import importlib
+import threading
 
 import numpy as np
 import pytest
@@ -79,6 +80,44 @@ def test_what_has_failed_on_the_gpu_is_raised_where_somebody_asks(streams, monke
     monkeypatch.setattr(runtime, "eventQuery", lambda event: 700)
     with pytest.raises(DeviceError, match=r"wait for a GPU \[gpu\(1\)\]: got cudaError700"):
         streams.query(streams.event())
+
+
+def test_threads_of_lanes_make_no_context_on_other_gpus(streams, gpus_on_host):
+    gpu(1).use()
+    gpus_on_host.contexts.clear()
+
+    def lane():
+        stream, event, x = streams.stream(), streams.event(), of([1, 2])
+        host = streams.pinned(8).view("f4")
+        streams.copy_async(host, x, stream)
+        streams.record(event, stream)
+        wait_for(streams, event)
+        for awaited in (event, stream):
+            streams.synchronize(awaited)
+        streams.follow(stream)
+        streams.wait_events(stream, [event])
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    thread.join()
+    assert gpus_on_host.contexts == {1}
+
+
+def test_the_thread_that_makes_streams_keeps_its_current_device(streams, gpus_on_host):
+    gpu(2).use()
+    assert streams.query(streams.event()) and streams.pinned(8).nbytes == 8
+    assert streams.current_device() == gpu(2)
+
+
+def test_a_stream_follows_what_the_current_one_was_given(streams):
+    x, y, z = of([1, 2]), of([0, 0]), of([0, 0])
+    first, second = streams.stream(), streams.stream()
+    with first:
+        streams.copy_async(y, x, first)
+        streams.follow(second)
+    streams.copy_async(z, y, second)
+    second.synchronize()
+    assert z.tolist() == [1, 2]
 
 
 def test_a_device_becomes_the_current_one_of_its_thread(gpus_on_host):

@@ -25,7 +25,7 @@ class _Slot:
 
     def stage(self, batch: Batch) -> list[np.ndarray]:
         """Copies of the arrays of ``batch`` in pinned memory, once it is free; more is taken when more is needed."""
-        self.come.synchronize()
+        self._streams.synchronize(self.come)
         ends = list(itertools.accumulate((-(-x.nbytes // _ALIGNED) * _ALIGNED for x in batch), initial=0))
         if ends[-1] > self._memory.nbytes:
             self._memory = self._streams.pinned(ends[-1])
@@ -82,4 +82,4 @@ class Delivery:
     def close(self) -> None:
         """Wait until nothing is copied any more, from memory or to arrays that somebody else may have next."""
         for slot in self._slots:
-            slot.come.synchronize()
+            self._streams.synchronize(slot.come)

@@ -52,6 +52,13 @@ def test_copies_begin_before_the_loop_asks_for_them(gpus_on_host):
     batches.close()
 
 
+def test_threads_that_read_ahead_make_no_context_on_other_gpus(gpus_on_host):
+    gpu(1).use()
+    gpus_on_host.contexts.clear()
+    assert len(list(loader(3, gpu(1)))) == len(loader(3))
+    assert gpus_on_host.contexts == {1}
+
+
 def test_batches_that_grow_and_ones_that_are_empty(gpus_on_host):
     sampler = [np.arange(count) for count in (1, 0, 20, 3, 37, 37, 2)]
     for x, y in data.DataLoader(dataset(), sampler, 2, device=gpu(0)):
