@@ -64,7 +64,7 @@ def measure(world: comm.World, model: Model, codecs: list[str], turns: int, step
     }
     rows = {}
     for name, training in trainings.items():
-        sent, _ = node_nbytes(training.trainer.reducer.rail, world)
+        sent, _ = node_nbytes(training.trainer.reducer.coder, world)
         if name == NONE:
             sent = bus_factor(world.num_nodes) * sum(b.mine.nbytes for b in training.trainer.reducer.buckets)
         codec = None if name == NONE else Compression.of(name)

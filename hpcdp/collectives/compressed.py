@@ -22,9 +22,12 @@ learning with the parameter server", 2014.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from ..arrays import Array
 from ..comm import Communicator, Request
 from ..comm.communicator import bounds, split
 from ..compression import Codec, ErrorFeedback
@@ -32,6 +35,40 @@ from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
 _SAMPLE = 1 << 16
 """Elements by which it is reckoned how much shorter a codec makes messages."""
+
+
+class Coding(Protocol):
+    """One segment and its codes, for a rank: whoever has the array encodes and decodes.
+
+    Machines end when host memory holds what they are for; codes are what a message carries.
+    """
+
+    @property
+    def sent(self) -> Sequence[np.ndarray]:
+        """The code of each part, uint8: what this rank sends to its owner, and in the end what its owner has sent."""
+        ...
+
+    @property
+    def received(self) -> Sequence[np.ndarray]:
+        """Codes of this rank's own part, one from each rank, uint8; its own is not used."""
+        ...
+
+    def encode(self, rank: int) -> Steps:
+        """Encode the part of another rank; called for each of them in order."""
+        ...
+
+    def add_up(self) -> Steps:
+        """Decode what was received, add it to this rank's own part in the order of the ranks, and encode the sum."""
+        ...
+
+    def decode(self) -> None:
+        """Decode the sums of all parts."""
+        ...
+
+
+MakeCoding = Callable[[Array, int, int], Coding]
+"""``make(x, first, lane)``: that of the segment ``x``, whose first element has the number ``first`` in the array; those
+of one lane come one after another."""
 
 
 def allreduce(
@@ -42,44 +79,80 @@ def allreduce(
     Args:
         feedback: made for ``count`` elements of this dtype; kept from one call to the next.
     """
-    pieces = _pieces(x, feedback.codec, comm.size)
+    yield from allreduce_by(
+        lambda x, first, lane: _OnHost(x, first, feedback, comm), x, feedback.codec, comm, tag, turn
+    )
+
+
+def allreduce_by(make: MakeCoding, x: Array, codec: Codec, comm: Communicator, tag: int, turn: Request | None) -> Steps:
+    """`allreduce` of an array that may be anywhere, with the codings that ``make`` makes of its segments."""
+    pieces = pieces_of(x, codec, comm.size)
     items = list(zip(pieces, bounds(x.size, len(pieces))[:-1], strict=True))
-    machines = in_lanes(items, lambda item, own: _segment(*item, feedback, comm, own), tag, turn=turn)
+    machines = in_lanes(items, lambda item, own: _segment(make(*item, own - tag), comm, own), tag, turn=turn)
     yield from together(machines)
+
+
+def sent_and_plain_nbytes(feedback: Sequence[ErrorFeedback], n: int) -> tuple[int, int]:
+    """How many bytes all ``n`` ranks together send for arrays that these encode, and what they would uncompressed."""
+    sent = sum(sent_nbytes(each.residual.size, np.dtype(each.residual.dtype), each.codec, n) for each in feedback)
+    return sent, sum(2 * (n - 1) * each.residual.nbytes for each in feedback)
 
 
 def sent_nbytes(count: int, dtype: np.dtype, codec: Codec, n: int) -> int:
     """How many bytes all ``n`` ranks together send for an array of ``count`` elements: 2 (n - 1) times its parts'."""
-    pieces = _pieces(np.empty(count, dtype), codec, n)
+    pieces = pieces_of(np.empty(count, dtype), codec, n)
     return 2 * (n - 1) * sum(codec.nbytes(part.size, part.dtype) for piece in pieces for part in split(piece, n))
 
 
-def _pieces(x: np.ndarray, codec: Codec, n: int) -> list[np.ndarray]:
+def pieces_of(x: Array, codec: Codec, n: int) -> list[Array]:
     """Segments whose encoded parts are about as long as a message should be."""
     shorter = _SAMPLE * x.dtype.itemsize / codec.nbytes(_SAMPLE, x.dtype)
     return segments(x, int(MESSAGE_NBYTES * n * shorter))
 
 
-def _segment(x: np.ndarray, first: int, feedback: ErrorFeedback, comm: Communicator, tag: int) -> Steps:
-    """Sum ``x``, which are the elements from ``first`` on of what ``feedback`` was made for."""
+def places_of(x: Array, first: int, n: int) -> list[slice]:
+    """Where the parts of a segment, which begins with element ``first`` of an array, lie in that."""
+    ends = [first + end for end in bounds(x.size, n)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+
+
+def _segment(coding: Coding, comm: Communicator, tag: int) -> Steps:
     me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
-    parts = split(x, comm.size)
-    ends = [first + end for end in bounds(x.size, comm.size)]
-    places = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
-    wires = [np.empty(feedback.nbytes(part.size), np.uint8) for part in parts]
-    received = {rank: np.empty_like(wires[me]) for rank in others}
     sends = []
     for rank in others:
-        feedback.encode(parts[rank], places[rank], wires[rank])
-        sends.append(comm.isend(wires[rank], rank, tag))
-    yield [*sends, *(comm.irecv(received[rank], rank, tag) for rank in others)]
-    total, added = parts[me], np.empty_like(parts[me])
-    for rank in others:
-        feedback.codec.decode(received[rank], added)
-        total += added
-    of_sum = feedback.codec.of_sum(comm.size)
-    feedback.encode(total, places[me], wires[me], of_sum)
-    sends = [comm.isend(wires[me], rank, tag) for rank in others]
-    yield [*sends, *(comm.irecv(wires[rank], rank, tag) for rank in others)]
-    for rank in range(comm.size):
-        of_sum.decode(wires[rank], parts[rank])
+        yield from coding.encode(rank)
+        sends.append(comm.isend(coding.sent[rank], rank, tag))
+    yield [*sends, *(comm.irecv(coding.received[rank], rank, tag) for rank in others)]
+    yield from coding.add_up()
+    sends = [comm.isend(coding.sent[me], rank, tag) for rank in others]
+    yield [*sends, *(comm.irecv(coding.sent[rank], rank, tag) for rank in others)]
+    coding.decode()
+
+
+class _OnHost:
+    """`Coding` of a NumPy array."""
+
+    def __init__(self, x: np.ndarray, first: int, feedback: ErrorFeedback, comm: Communicator) -> None:
+        self._feedback, self._me, self._size = feedback, comm.rank, comm.size
+        self._parts, self._places = split(x, comm.size), places_of(x, first, comm.size)
+        self.sent = [np.empty(feedback.nbytes(part.size), np.uint8) for part in self._parts]
+        self.received = [np.empty_like(self.sent[self._me]) for _ in self._parts]
+
+    def encode(self, rank: int) -> Steps:
+        self._feedback.encode(self._parts[rank], self._places[rank], self.sent[rank])
+        yield from ()
+
+    def add_up(self) -> Steps:
+        me, codec = self._me, self._feedback.codec
+        total, added = self._parts[me], np.empty_like(self._parts[me])
+        for rank in range(self._size):
+            if rank != me:
+                codec.decode(self.received[rank], added)
+                total += added
+        self._feedback.encode(total, self._places[me], self.sent[me], codec.of_sum(self._size))
+        yield from ()
+
+    def decode(self) -> None:
+        of_sum = self._feedback.codec.of_sum(self._size)
+        for part, code in zip(self._parts, self.sent, strict=True):
+            of_sum.decode(code, part)

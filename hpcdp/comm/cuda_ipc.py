@@ -17,6 +17,7 @@ Source: NVIDIA, "CUDA C++ Programming Guide", section "Interprocess Communicatio
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class CudaIpc:
             raise UnsupportedError("CUDA IPC", expected=expected, got=comm.size, remedy="start fewer ranks a node")
         self.comm, self.memory, self.streams = comm, memory, streams
         self.is_leader = comm.rank == _LEADER
-        self.stream: Stream = streams.stream()
+        self._streams_of_rows = [streams.stream() for _ in sizes]
         self.written = Milestones(memory, max(len(sizes), 1))
         self.summed = Milestones(memory, max(len(sizes), 1))
         self._cupy: Any = importlib.import_module("cupy")
@@ -69,9 +70,21 @@ class CudaIpc:
         self._opened: list[int] = []
         made = on_every_rank(comm, lambda: self._told(lambda: [self._make(each) for each in sizes]))
         handles = comm.allgather_json([[each.hex() for each in handles] for _, _, handles in made])
-        self.rows = on_every_rank(
-            comm, lambda: self._told(lambda: [self._open(number, made, handles, sizes) for number in range(len(sizes))])
-        )
+        for stream in self._streams_of_rows:
+            streams.follow(stream)  # nobody reads or writes a row before it is cleared
+        owner = _Owner()
+
+        def open_all() -> list[IpcRows]:
+            return [self._open(number, made[number], handles, size, owner) for number, size in enumerate(sizes)]
+
+        self.rows: list[IpcRows] = on_every_rank(comm, lambda: self._told(open_all))
+        self.users: weakref.WeakSet[object] = weakref.WeakSet([owner])
+        """See `hand_out`."""
+
+    def hand_out(self) -> list[IpcRows]:
+        """The rows, by number; once. They live as long as somebody has them or a view of one, which `users` tells."""
+        rows, self.rows = self.rows, []
+        return rows
 
     def _told(self, act: Callable[[], Any]) -> Any:
         """What ``act()`` returns; CUDA's errors as ours."""
@@ -89,16 +102,31 @@ class CudaIpc:
         """A row, the event behind what is written there, and the handles of both."""
         runtime = self._cupy.cuda.runtime
         nbytes = max(-(-size.nbytes // _BLOCK_NBYTES), 1) * _BLOCK_NBYTES
-        at = runtime.malloc(nbytes)
+        at = self._malloc(nbytes)
         self._allocated.append(at)
         runtime.memsetAsync(at, 0, nbytes, self.streams.current().ptr)
         event = self.streams.event(interprocess=True)
         return at, event, (runtime.ipcGetMemHandle(at), runtime.ipcGetEventHandle(event.ptr))
 
-    def _open(self, number: int, made: Any, handles: Any, sizes: Sequence[RowSize]) -> IpcRows:
+    def _malloc(self, nbytes: int) -> int:
+        """The address of new memory; CuPy's pool keeps what arrays have given back, and CUDA may have no other left."""
+        runtime = self._cupy.cuda.runtime
+        try:
+            return int(runtime.malloc(nbytes))
+        except runtime.CUDARuntimeError as error:
+            if error.status != runtime.errorMemoryAllocation:
+                raise
+        self._cupy.get_default_memory_pool().free_all_blocks()
+        try:
+            return int(runtime.malloc(nbytes))
+        except runtime.CUDARuntimeError as error:
+            raise DeviceError("CUDA IPC", expected=f"{nbytes} free bytes on the GPU", got=str(error),
+                              remedy="let fewer ranks share it") from error  # fmt: skip
+
+    def _open(self, number: int, made: Any, handles: Any, size: RowSize, owner: _Owner) -> IpcRows:
         """The leader maps all rows and events of one number, the others the leader's event."""
         runtime = self._cupy.cuda.runtime
-        at, event, _ = made[number]
+        at, event, _ = made
         rows: list[Array] = []
         events: list[Event] = []
         for rank in range(self.comm.size) if self.is_leader else (_LEADER, self.comm.rank):
@@ -110,20 +138,21 @@ class CudaIpc:
             if mine or self.is_leader:
                 there = at if mine else runtime.ipcOpenMemHandle(row_handle)
                 self._mapped += [] if mine else [there]
-                rows.append(self._array(there, sizes[number]))
-        return IpcRows(self, number, sizes[number], rows, events)
+                rows.append(self._array(there, size, owner))
+        return IpcRows(self, number, size, rows, events, self._streams_of_rows[number])
 
-    def _array(self, at: int, size: RowSize) -> Array:
+    def _array(self, at: int, size: RowSize, owner: _Owner) -> Array:
         cuda = self._cupy.cuda
-        memory = cuda.UnownedMemory(at, size.nbytes, self)
+        memory = cuda.UnownedMemory(at, size.nbytes, owner)
         return self._cupy.ndarray((size.count,), size.dtype, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
         """Give all back, when all that was given to the streams is done; every rank of the node must call."""
         runtime = self._cupy.cuda.runtime
+        for stream in self._streams_of_rows:
+            self.streams.synchronize(stream)
+        self.comm.barrier()
         with self.streams.on_device():
-            self.stream.synchronize()
-            self.comm.barrier()
             for each in self._mapped:
                 runtime.ipcCloseMemHandle(each)
             for each in self._opened:
@@ -136,24 +165,31 @@ class CudaIpc:
             self._allocated.clear()
 
 
+class _Owner:
+    """What rows, and views of them, keep alive as long as there is one."""
+
+
 class IpcRows:
     """See `node_rows.NodeRows`; those of the leader reach the rows of all."""
 
-    def __init__(self, node: CudaIpc, number: int, size: RowSize, rows: list[Array], events: list[Event]) -> None:
+    def __init__(
+        self, node: CudaIpc, number: int, size: RowSize, rows: list[Array], events: list[Event], stream: Stream
+    ) -> None:
         self._node, self._number = node, number
         self._rows, self._events = rows, events
         self.mine = rows[node.comm.rank if node.is_leader else 0]
-        self.size, self.stream = size, node.stream
+        self.size, self.stream = size, stream
         self._own_event = events[node.comm.rank if node.is_leader else 1]
         self._round = 0
 
     def check(self) -> None:
         self._node.memory.check()
 
-    def _led(self, work: Callable[[], None]) -> Steps:
+    def _led(self, work: Callable[[], None], after: Sequence[Event]) -> Steps:
         """Let the leader do ``work`` behind what all ranks have given their streams; all go on behind that."""
         node, streams, number = self._node, self._node.streams, self._number
         self._round += 1
+        streams.wait_events(self.stream, after)
         if not node.is_leader:
             streams.record(self._own_event, self.stream)
         node.written.post(self._round, number)
@@ -170,29 +206,29 @@ class IpcRows:
             yield [Until(lambda: node.summed.reached(self._round, number, ranks=_LEADER + 1))]
             streams.wait_event(self.stream, self._events[0])
 
-    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
+    def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         def work() -> None:
             for owner, (first, last) in enumerate(parts):
                 if last > first:
                     cuda_reduce.combine_into(self._words(), first, last, owner, SUM)
 
-        yield from self._led(work)
+        yield from self._led(work, after)
 
-    def allgather(self, parts: Sequence[Part]) -> Steps:
+    def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         def work() -> None:
             for owner, (first, last) in enumerate(parts):
                 for rank, row in enumerate(self._rows):
                     if last > first and rank != owner:
                         self._node.streams.copy_async(row[first:last], self._rows[owner][first:last], self.stream)
 
-        yield from self._led(work)
+        yield from self._led(work, after)
 
-    def allreduce(self) -> Steps:
+    def allreduce(self, after: Sequence[Event] = ()) -> Steps:
         def work() -> None:
             if self.size.count:
                 cuda_reduce.combine_into(self._words(), 0, self.size.count, EVERY_ROW, SUM)
 
-        yield from self._led(work)
+        yield from self._led(work, after)
 
     def _words(self) -> list[Array]:
         """The rows as the kernels take them."""

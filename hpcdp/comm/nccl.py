@@ -3,24 +3,32 @@
 NCCL's kernels wait for each other on the GPUs. So they are launched only when all ranks are ready, and in one order on
 all of them (`agreed_order`); and if a rank fails, the others end theirs (`Nccl.check`).
 
-Source: NVIDIA, "NCCL User Guide", sections "Creating a Communicator", "Group Calls" and "Fault Tolerance".
+Sums of 16 bits are added up in float32, as everywhere: NCCL would round to 16 bits from rank to rank. That takes a row
+of float32 beside each such row, and twice the bytes between the GPUs.
+
+Source: NVIDIA, "NCCL User Guide", sections "Creating a Communicator", "Group Calls", "Fault Tolerance" and, on ending a
+communicator, "Communicator Creation and Management Functions".
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import DeviceError, UnsupportedError
-from ..streams import Streams
+from ..kernels import cuda_cast
+from ..streams import Event, Streams
 from .agreed_order import THINGS, AgreedOrder
 from .agreement import on_rank_0
 from .communicator import Communicator
 from .node_rows import Part, RowSize
 from .shared import NodeMemory
-from .steps import Steps, Until
+from .steps import Steps, Until, wait_for
 from .ways import Offer, refuse_shared
 
 _KINDS = {
@@ -32,6 +40,12 @@ _KINDS = {
 _SUM = 0
 """Of ``ncclRedOp_t``."""
 
+_CASTS = {
+    "float16": (cuda_cast.from_float16, cuda_cast.to_float16),
+    "bfloat16": (cuda_cast.from_bfloat16, cuda_cast.to_bfloat16),
+}
+"""To float32 and back."""
+
 
 class Nccl:
     """NCCL's communicator of a node's ranks, and their rows. All ranks of the node must make it together.
@@ -42,6 +56,7 @@ class Nccl:
         streams: of this rank's GPU.
         offers: of all ranks, see `ways.offers`.
         sizes: of the rows, alike on all ranks.
+        world_rank: this rank's number in the world, for messages.
 
     Raises:
         DeviceError: two ranks have one GPU, or NCCL does not start; on all ranks.
@@ -55,6 +70,7 @@ class Nccl:
         streams: Streams,
         offers: Sequence[Offer],
         sizes: Sequence[RowSize],
+        world_rank: int,
     ) -> None:
         refuse_shared(offers)
         strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
@@ -63,20 +79,31 @@ class Nccl:
         if len(sizes) > THINGS:
             raise UnsupportedError("NCCL", expected=f"at most {THINGS} rows", got=len(sizes))
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
-        self._memory, self._streams, self._ranks = memory, streams, comm
+        self._memory, self._ranks, self._world_rank = memory, comm, world_rank
+        self.streams = streams
         self.rank = comm.rank
         self.order = AgreedOrder(memory)
         self.stream = streams.stream()
+        self._given_up = memory.alloc((comm.size,), np.int32)
+        """Of each rank that has given up who did so first: its number in the world, from 1 on; else 0."""
         name = on_rank_0(comm, self._new_name)
         with self._told(), streams.on_device():
             self._comm = self._nccl.NcclCommunicator(comm.size, bytes.fromhex(name), comm.rank)
         self._gone = ""
         rows = [streams.zeros(each.count, each.dtype) for each in sizes]
+        streams.follow(self.stream)
         self.rows = [NcclRows(self, number, *row) for number, row in enumerate(zip(rows, sizes, strict=True))]
+        self.users: weakref.WeakSet[object] = weakref.WeakSet(self.rows)
+        """See `hand_out`."""
 
     def _new_name(self) -> str:
         with self._told():
             return bytes(self._nccl.get_unique_id()).hex()
+
+    def hand_out(self) -> list[NcclRows]:
+        """The rows, by number; once. They live as long as somebody has them, which `users` tells."""
+        rows, self.rows = self.rows, []
+        return rows
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -85,7 +112,7 @@ class Nccl:
             yield
         except self._nccl.NcclError as error:
             remedy = "NCCL_DEBUG=INFO in the environment says more"
-            raise DeviceError("NCCL", rank=self.rank, got=str(error), remedy=remedy) from error
+            raise DeviceError("NCCL", rank=self._world_rank, got=str(error), remedy=remedy) from error
 
     def launch(self, calls: Callable[[Any, int], None]) -> None:
         """Let ``calls(comm, stream)`` call collectives; they are one launch.
@@ -94,7 +121,7 @@ class Nccl:
             DeviceError: NCCL refuses, or has been given up.
         """
         self.check()
-        with self._told(), self._streams.on_device():
+        with self._or_give_up(), self._told(), self.streams.on_device():
             self._nccl.groupStart()
             try:
                 calls(self._comm, self.stream.ptr)
@@ -102,40 +129,60 @@ class Nccl:
                 self._nccl.groupEnd()
 
     def check(self) -> None:
-        """Raise, and end what is under way on the GPU, if it has failed or another rank is gone.
+        """Raise, and end what is under way on the GPU, if it has failed or another rank is gone, or has given up.
 
         Raises:
-            DeviceError: NCCL has met an error since it was called, or has been given up.
+            DeviceError: NCCL has met an error since it was called, or has been given up, here or by another rank.
         """
         if self._gone:
-            raise DeviceError("NCCL", rank=self.rank, got=f"its communicator was given up: {self._gone}")
-        try:
+            raise DeviceError("NCCL", rank=self._world_rank, got=f"its communicator was given up: {self._gone}")
+        with self._or_give_up():
             self._memory.check()
-            with self._told():
+            with self._told(), self.streams.on_device():
                 self._comm.check_async_error()
+            others = self._given_up[self._given_up > 0]
+            if others.size:
+                self._given_up[self.rank] = others[0]
+                raise DeviceError("NCCL", rank=self._world_rank, got=f"rank {int(others[0]) - 1} has given it up")
+
+    @contextlib.contextmanager
+    def _or_give_up(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self._abort(str(error))
             raise
 
     def _abort(self, why: str) -> None:
-        """End NCCL's kernels that wait for other ranks; nothing can be summed any more."""
+        """End NCCL's kernels that wait for other ranks; nothing can be summed any more, on no rank of the node."""
         if not self._gone:
             self._gone = why
+            self._given_up[self.rank] = self._given_up[self.rank] or 1 + self._world_rank
             self._comm.abort()
 
     def close(self) -> None:
         """End the communicator, when all that was given to the stream is done; every rank of the node must call.
 
-        CuPy would end it when its object is collected, at another moment on each rank, and NCCL may wait for others.
+        NCCL destroys one together, on all ranks of the node. So where a rank has given up, or does so while it waits
+        here, the others do. CuPy would destroy it when its object is collected, at another moment on each rank.
         """
-        with self._streams.on_device():
-            if not self._gone:
-                self.stream.synchronize()
-            self._ranks.barrier()
-            if not self._gone:
-                self._gone = "the world has ended"
-                with self._told():
-                    self._comm.destroy()
+        done = self.streams.event()
+
+        def is_done() -> bool:
+            self.check()
+            return self.streams.query(done)
+
+        if not self._gone:
+            self.streams.record(done, self.stream)
+            with contextlib.suppress(DeviceError):
+                wait_for(is_done)
+        self._ranks.barrier()
+        if self._given_up.any():
+            self._abort("another rank has given up")
+        else:
+            self._gone = "nobody uses it any more"
+            with self._told(), self.streams.on_device():
+                self._comm.destroy()
 
 
 class NcclRows:
@@ -143,52 +190,84 @@ class NcclRows:
 
     def __init__(self, node: Nccl, number: int, mine: Any, size: RowSize) -> None:
         self.mine, self.size, self.stream = mine, size, node.stream
-        self._node, self._number, self._kind = node, number, _KINDS[size.dtype.name]
+        self._node, self._number = node, number
+        self._casts = _CASTS.get(size.dtype.name)
+        self._summed = (
+            mine if self._casts is None else node.streams.empty((size.count,), np.dtype(np.float32), node.stream)
+        )
+        """What NCCL adds up: the row itself, or its numbers in float32."""
 
     def check(self) -> None:
         self._node.check()
 
-    def _at(self, column: int) -> int:
-        return int(self.mine.data.ptr) + column * self.mine.dtype.itemsize
-
-    def _in_turn(self, calls: Callable[[Any, int], None]) -> Steps:
+    def _in_turn(self, act: Callable[[], None], after: Sequence[Event]) -> Steps:
         node, order = self._node, self._node.order
         order.ready(self._number)
-        yield [Until(lambda: order.is_turn(self._number))]
-        node.launch(calls)
+
+        def is_turn() -> bool:
+            node.check()
+            return order.is_turn(self._number)
+
+        yield [Until(is_turn)]
+        node.streams.wait_events(self.stream, after)
+        act()
         order.pass_on()
 
-    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
-        alike = _equal_part(parts)
+    def _sum(self, calls: Callable[[Any, int], None], first: int, last: int) -> None:
+        """Launch ``calls``, which sum `_summed`; the columns from ``first`` to ``last`` of the row get the sum."""
+        if self._casts is None:
+            self._node.launch(calls)
+            return
+        widen, narrow = self._casts
+        with self._node.streams.on_device(), self.stream:
+            widen(self.mine.view(np.uint16), self._summed)
+        self._node.launch(calls)
+        with self._node.streams.on_device(), self.stream:
+            narrow(self._summed[first:last], self.mine[first:last].view(np.uint16))
+
+    def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        alike, x, kind = _equal_part(parts), self._summed, _kind(self._summed)
 
         def calls(comm: Any, stream: int) -> None:
             if alike:
-                own = self._at(parts[self._node.rank][0])
-                comm.reduceScatter(self._at(parts[0][0]), own, alike, self._kind, _SUM, stream)
+                own = _at(x, parts[self._node.rank][0])
+                comm.reduceScatter(_at(x, parts[0][0]), own, alike, kind, _SUM, stream)
                 return
             for owner, (first, last) in _not_empty(parts):
-                at = self._at(first)
-                comm.reduce(at, at, last - first, self._kind, _SUM, owner, stream)
+                at = _at(x, first)
+                comm.reduce(at, at, last - first, kind, _SUM, owner, stream)
 
-        yield from self._in_turn(calls)
+        yield from self._in_turn(lambda: self._sum(calls, *parts[self._node.rank]), after)
 
-    def allgather(self, parts: Sequence[Part]) -> Steps:
-        alike = _equal_part(parts)
+    def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        alike, x, kind = _equal_part(parts), self.mine, _kind(self.mine)
 
         def calls(comm: Any, stream: int) -> None:
             if alike:
-                own = self._at(parts[self._node.rank][0])
-                comm.allGather(own, self._at(parts[0][0]), alike, self._kind, stream)
+                own = _at(x, parts[self._node.rank][0])
+                comm.allGather(own, _at(x, parts[0][0]), alike, kind, stream)
                 return
             for owner, (first, last) in _not_empty(parts):
-                at = self._at(first)
-                comm.broadcast(at, at, last - first, self._kind, owner, stream)
+                at = _at(x, first)
+                comm.broadcast(at, at, last - first, kind, owner, stream)
 
-        yield from self._in_turn(calls)
+        yield from self._in_turn(lambda: self._node.launch(calls), after)
 
-    def allreduce(self) -> Steps:
-        at = self._at(0)
-        yield from self._in_turn(lambda comm, stream: comm.allReduce(at, at, self.size.count, self._kind, _SUM, stream))
+    def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        at, count, kind = _at(self._summed, 0), self.size.count, _kind(self._summed)
+
+        def calls(comm: Any, stream: int) -> None:
+            comm.allReduce(at, at, count, kind, _SUM, stream)
+
+        yield from self._in_turn(lambda: self._sum(calls, 0, count), after)
+
+
+def _at(x: Any, column: int) -> int:
+    return int(x.data.ptr) + column * x.dtype.itemsize
+
+
+def _kind(x: Any) -> int:
+    return _KINDS[x.dtype.name]
 
 
 def _equal_part(parts: Sequence[Part]) -> int:

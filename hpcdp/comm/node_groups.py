@@ -1,50 +1,93 @@
-"""Rows for the GPUs of a node's ranks, in the way that all nodes of a job can go."""
+"""Rows for the GPUs of a node's ranks, in the way that all nodes of a job can go, and when they are given back.
+
+NCCL's communicator is ended, and mapped memory (CUDA IPC) given back, by all ranks of a node together, while Python
+forgets what nobody has any more at another moment on each. So ranks compare what they still have when they make rows
+again: what nobody has any more is given back then, and the rest when the world ends.
+"""
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..devices import Device
 from ..streams import Streams
 from .agreement import on_every_rank
 from .cuda_ipc import CudaIpc
 from .nccl import Nccl
-from .node_rows import Lone, NodeGroup, RowSize
+from .node_rows import NodeRows, RowSize, lone_rows
 from .ways import Way, choose, offers, own_offer
 from .world import World
 
 
-def make(world: World, device: Device, streams: Streams, sizes: Sequence[RowSize]) -> tuple[NodeGroup, Way]:
+@dataclass(frozen=True)
+class _Given:
+    """What a call of `make` has given this rank."""
+
+    group: Nccl | CudaIpc | None
+    """None on a node of one rank."""
+    users: weakref.WeakSet[object]
+    """What must be gone before ``group`` is ended."""
+
+    def end(self) -> None:
+        """Every rank of the node must call."""
+        if self.group is not None:
+            self.group.close()
+
+
+def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequence[NodeRows], Way]:
     """Rows on this rank's GPU, and how they are summed over its node; every rank of the world must call.
 
-    Where some node can go no way, no node does: all ranks are `Lone` then, and rank 0 warns. Rows of several ranks stay
-    until the world ends, for NCCL's communicator is ended, and mapped memory (CUDA IPC) given back, by all together.
+    Where some node can go no way, no node does: all ranks have a `LoneRow` for each size then, and rank 0 warns.
 
     Args:
-        device: a GPU, that of ``streams``.
+        streams: of the rank's GPU.
         sizes: alike on all ranks.
 
     Raises:
         DeviceError: as `Nccl` and `CudaIpc`; on all ranks of the world.
         UnsupportedError: as well.
     """
+    given: list[_Given] = world.keep("rows on GPUs", lambda: _begin(world))
+    _give_back(world, given)
     comm, memory = world.node_comm, world.node_memory
-    found = offers(comm, own_offer(device, shares_memory=memory.size == comm.size))
+    found = offers(comm, own_offer(streams.device, shares_memory=memory.size == comm.size))
     way, why = choose(found)
     reasons = [reason for name, reason in world.comm.allgather_json([way.name, why]) if name == Way.HOST.name]
     if reasons:
         if world.rank == 0:
             warnings.warn(f"gradients on GPUs are summed {Way.HOST.value}: {reasons[0]}", stacklevel=6)
-        return Lone(streams, sizes), Way.HOST
+        return lone_rows(streams, sizes), Way.HOST
 
     def make_group() -> Nccl | CudaIpc | None:
         if way is Way.NCCL:
-            return Nccl(comm, memory, streams, found, sizes)
+            return Nccl(comm, memory, streams, found, sizes, world.rank)
         return CudaIpc(comm, memory, streams, sizes) if way is Way.CUDA_IPC else None
 
     group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
-    if group is not None:
-        world.endings.append(group.close)
-        return group, way
-    return Lone(streams, sizes), way
+    rows: Sequence[NodeRows] = lone_rows(streams, sizes) if group is None else group.hand_out()
+    given.append(_Given(group, weakref.WeakSet() if group is None else group.users))
+    return rows, way
+
+
+def _begin(world: World) -> list[_Given]:
+    given: list[_Given] = []
+
+    def end_all() -> None:
+        while given:
+            given.pop().end()
+
+    world.endings.append(end_all)
+    return given
+
+
+def _give_back(world: World, given: list[_Given]) -> None:
+    """End what no rank of the world uses any more; every rank must call."""
+    gc.collect()  # networks and trainers refer to each other
+    everyone = world.comm.allgather_json([bool(each.users) for each in given])
+    for each, *used in zip(tuple(given), *everyone, strict=True):
+        if not any(used):
+            given.remove(each)
+            each.end()

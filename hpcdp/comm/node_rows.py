@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ..arrays import Array
-from ..streams import Stream, Streams
+from ..streams import Event, Stream, Streams
 from .communicator import bounds
 from .steps import Steps
 
@@ -42,41 +42,34 @@ class NodeRows(Protocol):
     """One row for each rank of a node.
 
     A machine has ended when its work is given to `stream`, not when that is done: what `stream` is given next finds the
-    sums. The ranks of a node may run the machines of different rows in different orders.
+    sums. The ranks of a node may run the machines of different rows in different orders. Where rows share `stream`
+    (NCCL's do) each machine has its turn there. So what it waits for on the GPU it is told as events ``after``, which
+    were recorded before it begins: were `stream` to wait for them at once, so would machines whose turn comes first.
     """
 
     mine: Array
     """This rank's row, shape ``(count,)``; zeros at first."""
     size: RowSize
     stream: Stream
-    """Where the work goes; whoever fills ``mine`` on another stream lets this one wait for it."""
+    """Where the work goes."""
 
-    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
+    def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         """Sum the columns ``parts[r]`` over all ranks into rank r's row, for each r; what else is there is undefined.
 
         Every rank of the node must run it, with the same parts: one for each rank, some may be empty.
         """
         ...
 
-    def allgather(self, parts: Sequence[Part]) -> Steps:
+    def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         """Bring the columns ``parts[r]`` of rank r's row to all others, for each r."""
         ...
 
-    def allreduce(self) -> Steps:
+    def allreduce(self, after: Sequence[Event] = ()) -> Steps:
         """Sum all columns over all ranks, into each row."""
         ...
 
     def check(self) -> None:
         """Called now and then by who waits for what `stream` does: raises when waiting has become pointless."""
-        ...
-
-
-class NodeGroup(Protocol):
-    """Rows of a node's ranks, one of each for every array; all ranks of the node make it together."""
-
-    @property
-    def rows(self) -> Sequence[NodeRows]:
-        """By the number of the array."""
         ...
 
 
@@ -89,25 +82,27 @@ def parts_of(count: int, owners: int, ranks: int) -> list[Part]:
 class LoneRow:
     """`NodeRows` of a rank that sums with none of its node: what it has is the sum."""
 
-    def __init__(self, mine: Array, size: RowSize, stream: Stream) -> None:
+    def __init__(self, streams: Streams, mine: Array, size: RowSize, stream: Stream) -> None:
+        self._streams = streams
         self.mine, self.size, self.stream = mine, size, stream
 
-    def reduce_scatter(self, parts: Sequence[Part]) -> Steps:
-        yield []
+    def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        yield from self.allreduce(after)
 
-    def allgather(self, parts: Sequence[Part]) -> Steps:
-        yield []
+    def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        yield from self.allreduce(after)
 
-    def allreduce(self) -> Steps:
+    def allreduce(self, after: Sequence[Event] = ()) -> Steps:
+        self._streams.wait_events(self.stream, after)
         yield []
 
     def check(self) -> None:
         """Nobody to wait for."""
 
 
-class Lone:
-    """`NodeGroup` of a rank that sums with none of its node."""
-
-    def __init__(self, streams: Streams, sizes: Sequence[RowSize]) -> None:
-        stream = streams.stream()
-        self.rows = [LoneRow(streams.zeros(each.count, each.dtype), each, stream) for each in sizes]
+def lone_rows(streams: Streams, sizes: Sequence[RowSize]) -> list[LoneRow]:
+    """One for each size."""
+    rows = [LoneRow(streams, streams.zeros(each.count, each.dtype), each, streams.stream()) for each in sizes]
+    for row in rows:
+        streams.follow(row.stream)
+    return rows

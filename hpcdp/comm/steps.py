@@ -9,11 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 from .communicator import Request
 
+T = TypeVar("T")
+
 Steps = Generator[Sequence[Request], None, None]
 """A machine; each item is a stage: the requests that must be complete before it goes on."""
+
+StepsTo = Generator[Sequence[Request], None, T]
+"""A part of a machine, which returns something to the rest of it."""
 
 _YIELDS, _NAP_S = 10, 50e-6
 

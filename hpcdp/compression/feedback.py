@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from ..arrays import Array
 from .codecs import Codec
+
+Zeros = Callable[[int, np.dtype], Array]
+"""``zeros(count, dtype)``: a new array, where arrays to be encoded are."""
 
 
 class ErrorFeedback:
@@ -14,19 +20,22 @@ class ErrorFeedback:
         codec: any; see `codecs`.
         count, dtype: elements of the array.
         share: how much of what was not sent is added to what is sent next, 0 to 1; default what the codec needs.
+        zeros: makes the `residual`.
 
     Source: Seide et al., "1-bit stochastic gradient descent", 2014, section 3; Stich et al., "Sparsified SGD with
     memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes", 2019; the
     share as in Wu et al., "Error compensated quantized SGD", 2018, section 3.
     """
 
-    def __init__(self, codec: Codec, count: int, dtype: np.dtype, share: float | None = None) -> None:
+    def __init__(
+        self, codec: Codec, count: int, dtype: np.dtype, share: float | None = None, zeros: Zeros = np.zeros
+    ) -> None:
         self.codec = codec
         self.share = codec.feedback if share is None else share
-        self.residual = np.zeros(count, dtype)
+        self.residual = zeros(count, dtype)
         """What was not sent yet, shape ``(count,)``, in the gradients' dtype."""
 
-    def encode(self, x: np.ndarray, part: slice, wire: np.ndarray, codec: Codec | None = None) -> None:
+    def encode(self, x: Array, part: slice, wire: Array, codec: Codec | None = None) -> None:
         """Encode ``x``, elements ``part`` of the array, and what was not sent of them before; changes ``wire``.
 
         Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from .codecs import BFloat16, Codec, Float16, OneBit, TopK, TwoBit
-from .feedback import ErrorFeedback
+from .feedback import ErrorFeedback, Zeros
 
 _MXNET_THRESHOLD = {"2bit": 0.5, "1bit": 0.5}
 """Where a dict gives none."""
@@ -106,9 +106,9 @@ class Compression:
         settings += ["inside_nodes=on"] if self.inside_nodes else []
         return self.codec.name + (f":{','.join(settings)}" if settings else "")
 
-    def for_array(self, count: int, dtype: np.dtype) -> ErrorFeedback:
-        """What encodes an array of ``count`` elements."""
-        return ErrorFeedback(self.codec, count, dtype, self.feedback)
+    def for_array(self, count: int, dtype: np.dtype, zeros: Zeros = np.zeros) -> ErrorFeedback:
+        """What encodes an array of ``count`` elements; ``zeros`` is where that is, see `ErrorFeedback`."""
+        return ErrorFeedback(self.codec, count, dtype, self.feedback, zeros)
 
 
 Settings = Mapping[str, Any] | Compression | Codec | str | None

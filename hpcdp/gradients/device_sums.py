@@ -4,7 +4,8 @@ What `Reducer` and `Rail` do with rows in a node's memory, for rows on GPUs::
 
     backward | reduce-scatter in the node | own part: host, rail, host | allgather in the node | update
 
-Streams are ordered by events; only the rail makes the host wait. On one node it is one allreduce.
+Streams are ordered by events; only the rail makes the host wait. On one node it is one allreduce. With compression the
+own part stays on the GPU and its codes go to the host and over the rail.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import numpy as np
 from ..arrays import Array
 from ..collectives.progress import Steps
 from ..comm import Communicator, Request, World, node_groups
+from ..comm.agreement import on_every_rank
 from ..comm.communicator import make_tag
-from ..comm.node_rows import SUMMED_KINDS, RowSize, parts_of
+from ..comm.node_rows import SUMMED_KINDS, NodeRows, Part, RowSize, lone_rows, parts_of
+from ..comm.steps import StepsTo
 from ..comm.ways import Way
-from ..devices import Device, gpu
-from ..errors import UnsupportedError
-from ..streams import Streams
+from ..compression import Compression
+from ..devices import gpu
+from ..errors import DeviceError, UnsupportedError
+from ..streams import Event, Streams
 from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
-from .rail import summed
+from .code_staging import CodeStaging, Share
+from .rail import padding, summed
 from .staging import Staging
 
 
@@ -32,16 +37,18 @@ class DeviceSums:
     """All buckets of a reducer whose parameters are on GPUs. All ranks must make it together.
 
     Args:
-        params: all on one GPU.
+        params: all on one GPU, which is this thread's current device.
         layout: where each of them goes.
         world: the ranks.
         comm: all of them, for messages.
         rail: of `World.rail_comm`, for messages; None where this rank has none.
         signature: see `make_tag`.
+        compression: how what goes between nodes is compressed, or with its ``inside_nodes`` between ranks. None: not.
 
     Raises:
-        DeviceError, UnsupportedError: see `node_groups.make`.
-        UnsupportedError: dtypes that no node can send to others.
+        DeviceError: another device is current; on all ranks. And see `node_groups.make`.
+        UnsupportedError: parameters on several GPUs, on all ranks; dtypes that no node can send to others. And see
+            `node_groups.make`.
     """
 
     def __init__(
@@ -52,34 +59,42 @@ class DeviceSums:
         comm: Communicator,
         rail: Communicator | None,
         signature: int,
+        compression: Compression | None,
     ) -> None:
-        device = _device_of(params)
-        self._streams = streams = Streams(device)
+        self._streams = streams = on_every_rank(world.comm, lambda: _streams_of(params))
         self._counts = layout.counts
         sizes = [
             RowSize(_padded(count, world.num_rails, dtype), dtype)
             for count, dtype in zip(layout.counts, layout.dtypes, strict=True)
         ]
-        if world.num_nodes > 1:
-            _require_sums_on_the_host(sizes)  # before ranks make what they give back together
-        self._group, self.way = node_groups.make(world, device, streams, sizes)
+        self._rows: Sequence[NodeRows]
+        if compression is not None and compression.inside_nodes:
+            self._rows, self.way = lone_rows(streams, sizes), Way.HOST
+        else:
+            self._rows, self.way = node_groups.make(world, streams, sizes)
         alone = self.way is Way.HOST
-        self._across = comm if alone else rail
         owners, ranks, self._rank = (1, 1, 0) if alone else (world.num_rails, world.local_size, world.local_rank)
         self._parts = [parts_of(each.count, owners, ranks) for each in sizes]
-        self._one_node = not alone and world.num_nodes == 1
+        if compression is not None:  # codes begin with a part: these are those of the CPU
+            self._parts = [_shards(layout, number, owners, ranks) for number in range(len(sizes))]
+        self.on_one_node = not alone and world.num_nodes == 1
+        """Whether GPUs alone sum, and no message is sent."""
+        self._across = comm if alone else rail
         self._staging: Staging | None = None
-        if not self._one_node:
+        self.codes: CodeStaging | None = None
+        """What encodes this rank's part of each bucket; None without compression, or where it sends none."""
+        if not self.on_one_node:
             _require_sums_on_the_host(sizes)
-            if self._across is not None:
-                nbytes = [self._part(number).nbytes for number in range(len(sizes))]
-                self._staging = Staging(streams, nbytes)
+            if self._across is not None and compression is not None:
+                self.codes = CodeStaging(streams, self._shares(layout), compression, self._across)
+            elif self._across is not None:
+                self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
         self._signature = signature
         self._filled, self._done = ([streams.event() for _ in sizes] for _ in range(2))
 
     def rows(self, number: int) -> Array:
         """Where the gradients of bucket ``number`` are to be written, shape ``(1, count)``."""
-        return self._group.rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
+        return self._rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
 
     def filled(self, bucket: Bucket) -> None:
         """Its gradients are given to this thread's current stream; called before `sum`."""
@@ -87,29 +102,45 @@ class DeviceSums:
 
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU."""
-        row, parts = self._group.rows[bucket.number], self._parts[bucket.number]
-        # Not in `filled`: buckets share the stream, and those before this one would wait for its gradients, too.
-        self._streams.wait_event(row.stream, self._filled[bucket.number])
-        if self._one_node:
-            yield from row.allreduce()
+        number, filled = bucket.number, (self._filled[bucket.number],)
+        row, parts = self._rows[number], self._parts[number]
+        if self.on_one_node:
+            yield from row.allreduce(filled)
         else:
-            yield from row.reduce_scatter(parts)
-            if self._staging is not None and self._across is not None:
-                across = self._across
-                tag = make_tag(self._signature % across.signatures, bucket.number)
-                part = self._part(bucket.number)
-                yield from self._staging.sum(
-                    bucket.number, part, row, lambda x, tag, turn: summed(x, across, tag, turn), tag, turn
-                )
-            yield from row.allgather(parts)
-        self._streams.record(self._done[bucket.number], row.stream)
+            yield from row.reduce_scatter(parts, filled)
+            summed_over_nodes = yield from self._sum_over_nodes(number, row, turn)
+            yield from row.allgather(parts, summed_over_nodes)
+        self._streams.record(self._done[number], row.stream)
+
+    def _sum_over_nodes(self, number: int, row: NodeRows, turn: Request | None) -> StepsTo[Sequence[Event]]:
+        """Sum this rank's part; returns the events behind which the sum is there."""
+        across = self._across
+        if across is None:
+            return ()
+        tag = make_tag(self._signature % across.signatures, number)
+        if self.codes is not None:
+            return (yield from self.codes.sum(number, row, tag, turn))
+        assert self._staging is not None
+
+        def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
+            return summed(x, across, tag, turn)
+
+        return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 
     def summed(self, bucket: Bucket) -> None:
         """What this thread's current stream is given from now on finds the sums; called after `sum`."""
         self._streams.wait_event(self._streams.current(), self._done[bucket.number])
 
     def _part(self, number: int) -> Array:
-        return self._group.rows[number].mine[slice(*self._parts[number][self._rank])]
+        return self._rows[number].mine[slice(*self._parts[number][self._rank])]
+
+    def _shares(self, layout: Layout) -> list[Share]:
+        columns = [parts[self._rank] for parts in self._parts]
+        slots = [[slot for slot in layout.slots if slot.bucket == number] for number in range(len(columns))]
+        return [
+            Share(self._part(number), first, padding(slots[number], (first, last)))
+            for number, (first, last) in enumerate(columns)
+        ]
 
 
 def _require_sums_on_the_host(sizes: Sequence[RowSize]) -> None:
@@ -124,10 +155,22 @@ def _padded(count: int, parts: int, dtype: np.dtype) -> int:
     return -(-count // unit) * unit
 
 
-def _device_of(params: Sequence[Parameter]) -> Device:
+def _shards(layout: Layout, number: int, owners: int, ranks: int) -> list[Part]:
+    """The parts of a bucket as on the CPU; those of ranks that own none are empty."""
+    count = layout.counts[number]
+    return [layout.shard(number, owners, rank) if rank < owners else (count, count) for rank in range(ranks)]
+
+
+def _streams_of(params: Sequence[Parameter]) -> Streams:
+    """Those of the GPU that all ``params`` are on."""
     devices = sorted({int(param.data.device.id) for param in params})
     if len(devices) > 1:
         found = " and ".join(str(gpu(each)) for each in devices)
         raise UnsupportedError("reduction", where="device", expected="all parameters on one GPU", got=found,
                                remedy="net.to(world.device)")  # fmt: skip
-    return gpu(devices[0])
+    streams = Streams(gpu(devices[0]))
+    if streams.current_device() != streams.device:
+        expected = f"{streams.device}, where the parameters are, as this thread's current device"
+        raise DeviceError("reduction", where="device", expected=expected, got=streams.current_device(),
+                          remedy="call world.device.use() before anything is computed")  # fmt: skip
+    return streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -13,11 +14,35 @@ from ..collectives.progress import Steps
 from ..comm import Communicator, Request, World
 from ..comm.communicator import make_tag
 from ..comm.reductions import resolve
-from ..compression import Compression
+from ..compression import Compression, ErrorFeedback
 from .bucket import Bucket
+from .buckets import Slot
 
 SHORT_NBYTES = 64 << 10
 """Up to so many bytes the number of messages after one another counts, not their length."""
+
+
+class Coder(Protocol):
+    """What encodes this rank's part of each bucket for other nodes, and remembers what they have not got yet."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that sum the same parts."""
+        ...
+
+    @property
+    def feedback(self) -> Sequence[ErrorFeedback]:
+        """For every bucket what encodes that part; empty where nothing is compressed."""
+        ...
+
+    def columns(self, number: int) -> tuple[int, int]:
+        """Of bucket ``number`` the part: the first column, and one after the last."""
+        ...
+
+    def sent_nbytes(self) -> tuple[int, int]:
+        """Bytes that all ranks of `comm` together send in a step, and what they would without compression; 0 where
+        nothing is compressed."""
+        ...
 
 
 class Rail:
@@ -40,11 +65,12 @@ class Rail:
             if compression is not None and comm.size > 1
             else []
         )
-        """For every bucket what encodes this rank's shard of it; empty without compression."""
+        """See `Coder`."""
+        self._shards = [each.shard for each in buckets]
         if self.feedback:
             for name in ("compress", "cast"):
                 kernels.load(name)  # not in the first step, for which all ranks wait
-        self._padding = [list(_padding(each)) for each in buckets] if self.feedback else []
+        self._padding = [padding(each.slots, each.shard) for each in buckets] if self.feedback else []
 
     def tag(self, bucket: Bucket) -> int:
         """Of the messages of a bucket."""
@@ -68,14 +94,13 @@ class Rail:
         if host is not shard:
             shard[...] = from_host(host, shard)
 
+    def columns(self, number: int) -> tuple[int, int]:
+        """See `Coder`."""
+        return self._shards[number]
+
     def sent_nbytes(self) -> tuple[int, int]:
-        """Bytes that all its ranks together send in a step, and what they would without compression."""
-        plain = sent = 0
-        n = self.comm.size
-        for each in self.feedback:
-            plain += 2 * (n - 1) * each.residual.nbytes
-            sent += compressed.sent_nbytes(each.residual.size, each.residual.dtype, each.codec, n)
-        return sent, plain
+        """See `Coder`."""
+        return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
 
 
 def summed(x: np.ndarray, comm: Communicator, tag: int, turn: Request | None) -> Steps:
@@ -87,19 +112,22 @@ def summed(x: np.ndarray, comm: Communicator, tag: int, turn: Request | None) ->
         yield from ring.allreduce(x, total, comm, tag, turn)
 
 
-def node_nbytes(rail: Rail | None, world: World) -> tuple[float, float]:
+def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:
     """Bytes that a node sends in a step, mean over the nodes, and what it would without compression; every rank must
     call. Both are 0 without compression."""
-    own = (0.0, 0.0) if rail is None else [each / rail.comm.size for each in rail.sent_nbytes()]
+    own = (0.0, 0.0) if coder is None else [each / coder.comm.size for each in coder.sent_nbytes()]
     sent, plain = (sum(each) / world.num_nodes for each in zip(*world.comm.allgather_json(own), strict=True))
     return sent, plain
 
 
-def _padding(bucket: Bucket) -> Iterator[slice]:
-    """Elements of this rank's shard that belong to no parameter."""
-    first, last = bucket.shard
+def padding(slots: Sequence[Slot], columns: tuple[int, int]) -> list[slice]:
+    """Those of the ``columns`` of a bucket that belong to no parameter; 0 is the first of these columns."""
+    return list(_gaps(slots, *columns))
+
+
+def _gaps(slots: Sequence[Slot], first: int, last: int) -> Iterator[slice]:
     at = first
-    for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
+    for slot in sorted(slots, key=lambda slot: slot.offset):
         if at < min(last, slot.offset):
             yield slice(at - first, min(last, slot.offset) - first)
         at = max(at, slot.offset + slot.count)

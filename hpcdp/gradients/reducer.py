@@ -37,7 +37,7 @@ from .closing import CLOSING_OPERATION, ClosingExchange
 from .critical_path import BucketTimes
 from .device_sums import DeviceSums
 from .lane import Lane
-from .rail import Rail
+from .rail import Coder, Rail
 from .virtual_shards import VirtualShards
 
 
@@ -84,13 +84,7 @@ class Reducer:
         self.num_shards = world.num_rails if together else 1
         self.on_one_node = self.memory.size == world.size
         """Whether all ranks share the memory of the buckets, so that no message is needed."""
-        if compression is not None and self.on_one_node and world.rank == 0 and world.size > 1:
-            warnings.warn(
-                f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
-                "inside_nodes=on they do",
-                stacklevel=4,
-            )
-        on_gpus = compression is None and not self.on_one_node and all(is_cupy(param.data) for param in params)
+        on_gpus = not self.on_one_node and all(is_cupy(param.data) for param in params)
         rail = self._duplicate(world.rail_comm if together else world.comm)
         between_nodes = self._duplicate(world.rail_comm) if on_gpus else None
         self.is_counted = self.on_one_node or (rail is not None and rail.rank == 0)
@@ -118,11 +112,19 @@ class Reducer:
         self.gpus: DeviceSums | None = None
         """How buckets on GPUs are summed."""
         if on_gpus and everyone is not None:
-            self.gpus = DeviceSums(params, layout, world, everyone, between_nodes, self._signature)
+            self.gpus = DeviceSums(params, layout, world, everyone, between_nodes, self._signature, compression)
+        sends_nothing = self.on_one_node if self.gpus is None else self.gpus.on_one_node
+        if compression is not None and sends_nothing and world.rank == 0 and world.size > 1:
+            warnings.warn(
+                f"compression {compression.codec.name} changes nothing on one node, whose ranks send no messages; with "
+                "inside_nodes=on they do",
+                stacklevel=4,
+            )
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
         if any(is_half(bucket.mine) and is_host(bucket.mine) for bucket in self.buckets):
             self._compile_for_halves()
-        self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, compression)
+        by_rail = None if self.gpus is not None else compression
+        self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, by_rail)
         """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
         self.virtual_shards: VirtualShards | None = None
         if virtual_shards is not None:
@@ -142,6 +144,11 @@ class Reducer:
         """What runs beside computation; None without overlap."""
         if self.beside is not None:
             world.endings.append(weakly(self.settle))  # a rank that left earlier would leave others waiting
+
+    @property
+    def coder(self) -> Coder | None:
+        """What encodes this rank's part of the buckets for other nodes; None where it sends nothing."""
+        return self.rail if self.gpus is None else self.gpus.codes
 
     def _duplicate(self, comm: Communicator | None) -> Communicator | None:
         """One for all reducers of a world: MPICH has 2048 of them."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ..arrays import from_host, to_host
 from .reducer import Reducer
 
 
@@ -16,13 +17,13 @@ def gather_residuals(reducer: Reducer, number: int) -> np.ndarray:
     Returns:
         On rank 0 shape ``(nodes, elements)``, elsewhere ``(0, elements)``.
     """
-    world, bucket, rail = reducer.world, reducer.buckets[number], reducer.rail
-    nodes = max(world.comm.allgather_json(1 if rail is None else rail.comm.size))
+    world, bucket, coder = reducer.world, reducer.buckets[number], reducer.coder
+    nodes = max(world.comm.allgather_json(1 if coder is None else coder.comm.size))
     rows = []
     for node in range(nodes):  # one after another: together they are as many models as there are nodes
         row = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
-        if rail is not None and rail.feedback and rail.comm.rank == node:
-            row[slice(*bucket.shard)] = rail.feedback[number].residual
+        if coder is not None and coder.feedback and coder.comm.rank == node:
+            row[slice(*coder.columns(number))] = to_host(coder.feedback[number].residual)
         world.comm.native_reduce(row.view(f"u{row.dtype.itemsize}"), "sum", 0)
         if world.rank == 0:
             rows.append(row)
@@ -35,17 +36,17 @@ def give_residuals(reducer: Reducer, saved: Mapping[str, np.ndarray | None]) -> 
     Args:
         saved: by parameter, shape ``(nodes, *shape)``; None: nothing.
     """
-    rail = reducer.rail
-    if rail is None or not rail.feedback:
+    coder = reducer.coder
+    if coder is None or not coder.feedback:
         if reducer.world.rank == 0 and any(each is not None and each.any() for each in saved.values()):
             warnings.warn("what compression had not sent yet is lost: nothing is compressed here", stacklevel=4)
         return
-    size = rail.comm.size
-    for bucket, feedback in zip(reducer.buckets, rail.feedback, strict=True):
+    size = coder.comm.size
+    for bucket, feedback in zip(reducer.buckets, coder.feedback, strict=True):
         whole = np.zeros(bucket.mine.shape[0], bucket.mine.dtype)
         for slot in bucket.slots:
             each = saved.get(slot.name)
             if each is not None:
-                own = each[rail.comm.rank] if len(each) == size else each.sum(axis=0) / size
+                own = each[coder.comm.rank] if len(each) == size else each.sum(axis=0) / size
                 whole[slot.offset : slot.offset + slot.count] = own.reshape(-1)
-        feedback.residual[...] = whole[slice(*bucket.shard)]
+        feedback.residual[...] = from_host(whole[slice(*coder.columns(bucket.number))], feedback.residual)

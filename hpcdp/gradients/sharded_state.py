@@ -40,16 +40,18 @@ def optimizer_states(owner: Owner, reducer: Reducer) -> dict[str, dict[str, Shar
 def residuals(reducer: Reducer, compression: Compression | None) -> dict[str, Sharded]:
     """What compression has not sent yet by parameter, shape ``(nodes, *shape)``; nothing where none sends codes.
 
-    Parts are views of what the rail has.
+    Parts are views of what the `Coder` has.
     """
-    rail = reducer.rail
-    nodes, node = (reducer.world.num_nodes, 0) if rail is None else (rail.comm.size, rail.comm.rank)
+    coder = reducer.coder
+    nodes, node = (reducer.world.num_nodes, 0) if coder is None else (coder.comm.size, coder.comm.rank)
     if compression is None or nodes == 1:
         return {}
     found = {}
     for slot in reducer.layout.slots:
         bucket = reducer.buckets[slot.bucket]
-        parts = [] if rail is None else _parts(slot, rail.feedback[slot.bucket].residual, bucket.shard)
+        parts = []
+        if coder is not None:
+            parts = _parts(slot, coder.feedback[slot.bucket].residual, coder.columns(slot.bucket))
         parts = [Part(node * slot.count + part.first, part.values) for part in parts]
         own = Sharded((nodes, *slot.shape), np.dtype(bucket.mine.dtype), parts, shares=True)
         cut = cut_of(reducer.params[slot.name])

@@ -20,8 +20,8 @@ from ..arrays import Array
 from ..collectives.progress import LANES, Steps, segments, together
 from ..comm import Request
 from ..comm.node_rows import NodeRows
-from ..comm.steps import Until
-from ..streams import Streams
+from ..comm.steps import StepsTo, Until
+from ..streams import Event, Streams
 
 SLOTS = 2
 SEGMENT_NBYTES = 2 << 20
@@ -53,13 +53,16 @@ class Staging:
         self._ready = [streams.event() for _ in nbytes]
         self._slots = [[_Slot(streams, _slot_nbytes(each)) for _ in range(SLOTS if each else 0)] for each in nbytes]
 
-    def sum(self, number: int, part: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None) -> Steps:
+    def sum(
+        self, number: int, part: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None
+    ) -> StepsTo[Sequence[Event]]:
         """Sum ``part``, contiguous, of bucket ``number`` in place with ``total``.
 
-        It is read behind what ``row.stream`` has been given until now, and what that is given later finds the sum.
+        It is read behind what ``row.stream`` has been given until now. Returns the events behind which the sum is
+        there.
         """
         if part.size == 0:
-            return
+            return ()
         streams, slots = self._streams, self._slots[number]
         streams.record(self._ready[number], row.stream)
         streams.wait_event(self._down, self._ready[number])
@@ -70,8 +73,7 @@ class Staging:
                 yield from self._through(slots[lane], piece, row, total, tag + lane * LANES, turn)
 
         yield from together([one_after_another(lane) for lane in range(min(SLOTS, len(pieces)))])
-        for slot in slots[: len(pieces)]:
-            streams.wait_event(row.stream, slot.returned)
+        return tuple(slot.returned for slot in slots[: len(pieces)])
 
     def _through(self, slot: _Slot, piece: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None) -> Steps:
         streams, host = self._streams, slot.memory[: piece.nbytes].view(piece.dtype)

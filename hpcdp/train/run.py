@@ -266,7 +266,7 @@ def saved_by_compression(trainer: Trainer) -> str | None:
     """What nodes send less by compression, in words, None where they send nothing; every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
-    sent, plain = node_nbytes(trainer.reducer.rail, trainer.world)
+    sent, plain = node_nbytes(trainer.reducer.coder, trainer.world)
     if not plain:
         return None
     rate = 8e-9 * pays_below(trainer.compression.codec, trainer.world.num_nodes)

@@ -2,15 +2,18 @@
 
 import random
 import shutil
+import threading
 
 import numpy as np
 import pytest
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.collectives.progress import Together
-from hpcdp.comm import threads
+from hpcdp.comm import gpus, node_groups, threads
 from hpcdp.comm.cuda_ipc import CudaIpc
+from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.node_rows import RowSize, parts_of
+from hpcdp.comm.ways import Way
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, UnsupportedError
 from hpcdp.streams import Streams
@@ -62,13 +65,76 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host):
             for row, x in zip(group.rows, written, strict=True):
                 streams.copy_async(row.mine, x, row.stream)
             Together([group.rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
-            streams.record(done, group.stream)
-            streams.wait_event(streams.current(), done)  # else the next step's gradients come too early
+            for row in group.rows:  # else the next step's gradients come too early
+                streams.record(done, row.stream)
+                streams.wait_event(streams.current(), done)
             for row in group.rows:
                 wanted = sum(step + values(each, row.size.count, "f4") for each in range(3))
                 np.testing.assert_array_equal(row.mine.to_host(), wanted.astype("f4"))
 
     threads.run(3, rank)
+
+
+def test_rows_are_cleared_before_others_read_them(gpus_on_host):
+    def rank(world):
+        streams = Streams(gpu(0))
+        done = streams.event()
+        with streams.stream() as current:
+            if world.rank == 2:  # which clears its row later
+                gpus_on_host.push(current.ptr, lambda: None, others_ask.is_set)
+            (row,) = CudaIpc(world.node_comm, world.node_memory, streams, [RowSize(COUNT, np.dtype("f4"))]).rows
+            Together([row.allreduce()]).wait()
+        streams.record(done, row.stream)
+        too_early = any(streams.query(done) for _ in range(200))
+        world.barrier()
+        others_ask.set()
+        row.stream.synchronize()
+        return too_early, row.mine.to_host().any()
+
+    others_ask = threading.Event()
+    assert threads.run(3, rank) == [(False, False)] * 3
+
+
+def test_memory_that_cupy_keeps_for_arrays_is_given_back_where_rows_need_it(gpus_on_host):
+    gpus_on_host.room = 1 << 20
+    threads.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
+    assert len(gpus_on_host.allocated) == 2
+
+
+def test_a_gpu_without_room_is_told_on_all_ranks(gpus_on_host, monkeypatch):
+    import cupy
+
+    def refused(size):
+        raise cupy.cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "malloc", refused)
+    with pytest.raises(
+        DeviceError, match=r"CUDA IPC: expected 2097152 free bytes on the GPU, got cudaError2: stand-in"
+    ):
+        threads.run(2, lambda world: make(world, RowSize(3, np.dtype("f4"))))
+
+
+def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+
+    def rank(world):
+        streams, sizes = Streams(gpu(0)), [RowSize(3, np.dtype("f4"))] * 2
+        rows, way = node_groups.make(world, streams, sizes)
+        assert way is Way.CUDA_IPC
+        view = rows[1].mine[1:].reshape(2, 1)
+        mine = rows[0].mine.data.ptr
+        block = gpus_on_host.allocated[mine]  # nothing else gets its address
+        del rows
+        node_groups.make(world, streams, sizes)
+        kept = mine in gpus_on_host.allocated
+        view.to_host()
+        del view
+        world.barrier()
+        node_groups.make(world, streams, sizes)
+        return kept, gpus_on_host.allocated.get(mine) is block
+
+    assert threads.run(3, rank) == [(True, False)] * 3
+    assert not gpus_on_host.allocated
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from gpu_on_host import NcclError
+from nccl_on_host import NcclError
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
 from hpcdp.collectives.progress import Together, drive
@@ -31,7 +31,7 @@ def values(rank, count, dtype):
 
 def make(world, *sizes):
     offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(world.local_size)]
-    return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, sizes)
+    return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, sizes, world.rank)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -107,7 +107,7 @@ def test_ranks_that_are_ready_in_different_orders_launch_in_one(gpus_on_host):
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
     def rank(world):
         same = [Offer("0000:3b:00.0", "a", 22501)] * 2
-        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, [])
+        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, [], world.rank)
 
     with pytest.raises(DeviceError, match=r"expected one rank on each GPU, got local ranks 0, 1; start as many ranks"):
         threads.run(2, rank)
@@ -116,7 +116,7 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
 def test_an_error_at_the_start_says_where_more_is_told(gpus_on_host):
     def rank(world):
         offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(2)]
-        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, [])  # in truth they share one
+        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, [], world.rank)  # in truth they share one
 
     with pytest.raises(DeviceError, match=r"NCCL: got NCCL_ERROR_5: stand-in; NCCL_DEBUG=INFO in the environment"):
         threads.run(2, rank)
@@ -133,6 +133,7 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
         group = make(world, RowSize(8, np.dtype("f4")))
         (row,) = group.rows
         drive(row.reduce_scatter(parts_of(8, 2, 2)))
+        world.barrier()
         group._comm.failed = True
         with pytest.raises(DeviceError, match="got NCCL_ERROR_6"):
             row.check()
@@ -181,15 +182,58 @@ def test_all_ranks_end_the_communicator_together_when_nothing_is_under_way(gpus_
 
     def rank(world):
         device = gpu(world.rank)
-        group, way = node_groups.make(world, device, Streams(device), [RowSize(8, np.dtype("f4"))])
+        (row,), way = node_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         assert way is Way.NCCL
-        drive(group.rows[0].allreduce())
-        return group
+        drive(row.allreduce())
+        return row
 
-    groups = threads.run(3, rank)
-    assert [group._comm.destroyed for group in groups] == [True] * 3
-    with pytest.raises(DeviceError, match="given up: the world has ended"):
-        groups[0].check()
+    rows = threads.run(3, rank)
+    assert [row._node._comm.destroyed for row in rows] == [True] * 3
+    with pytest.raises(DeviceError, match="given up: nobody uses it any more"):
+        rows[0].check()
+
+
+def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        def make_rows():
+            return node_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])[0]
+
+        first = make_rows()
+        comms = [first[0]._node._comm]
+        drive(first[0].allreduce())
+        kept = first if world.rank == 2 else None
+        del first
+        second = make_rows()
+        comms.append(second[0]._node._comm)
+        del kept, second
+        world.barrier()
+        third = make_rows()
+        ended = [each.destroyed for each in comms]
+        drive(third[0].allreduce())
+        return ended
+
+    # Rank 2 still had the first when the second was made; nobody had either of them later.
+    assert threads.run(4, rank, 2) == [[True, True]] * 4
+    assert sum(name == "nccl allReduce" for name in gpus_on_host.log) == 2 * 4
+
+
+def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
+        kept = node_groups.make(world, streams, [size])[0]
+        comm = kept[0]._node._comm
+        if world.rank != 3:  # the other node, and its neighbour
+            kept = None
+        node_groups.make(world, streams, [size])
+        return comm.destroyed
+
+    assert threads.run(4, rank, 2) == [False] * 4
 
 
 def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
@@ -202,6 +246,81 @@ def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
         assert not group._comm.destroyed
 
     threads.run(2, rank)
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_where_one_rank_has_given_up_all_give_up_and_none_waits_for_it(gpus_on_host, under_way):
+    def rank(world):
+        group = make(world, RowSize(8, np.dtype("f4")))
+        if under_way and world.rank == 0:  # a kernel that waits for those of other ranks, which never begin
+            at = group.rows[0].mine.data.ptr
+            group._nccl.groupStart()
+            group._comm.allReduce(at, at, 8, 7, 0, group.stream.ptr)
+            group._nccl.groupEnd()
+        world.barrier()
+        if world.rank == world.size - 1:
+            group._comm.failed = True
+            with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
+                group.check()
+        group.close()
+        return group._comm.aborted, group._comm.destroyed
+
+    assert threads.run(3, rank) == [(True, False)] * 3
+
+
+def test_who_waits_for_its_turn_hears_that_another_rank_has_given_up(gpus_on_host):
+    told = []
+
+    def rank(world):
+        group = make(world, RowSize(8, np.dtype("f4")))
+        if world.rank == 1:
+            group._comm.failed = True
+            with pytest.raises(DeviceError):
+                group.check()
+            return
+        with pytest.raises(DeviceError, match=f"rank {world.rank}: NCCL: got rank 1 has given it up"):
+            drive(group.rows[0].allreduce())
+        told.append(group._comm.aborted)
+
+    threads.run(3, rank)
+    assert told == [True, True]
+
+
+def test_messages_name_ranks_by_their_number_in_the_world(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        (row,), _ = node_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))])
+        world.barrier()
+        if world.rank >= 2:
+            row._node._comm.failed = world.rank == 3
+            said = "NCCL_ERROR_6" if world.rank == 3 else "rank 3 has given it up"
+            with pytest.raises(DeviceError, match=f"rank {world.rank}: NCCL: got {said}"):
+                while True:
+                    row.check()
+
+    threads.run(4, rank, 2)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_sums_of_16_bits_are_rounded_once(gpus_on_host, name):
+    dtype, large = dtype_of(name), 2048 if name == "float16" else 256  # to which 1 adds nothing in 16 bits
+
+    def rank(world):
+        first, second = make(world, *[RowSize(COUNT, dtype)] * 2).rows
+        for row in (first, second):
+            row.mine[...] = to_gpu(np.full(COUNT, large if world.rank == 0 else 1).astype(dtype))
+        parts = parts_of(COUNT, 2, 3)
+        drive(first.allreduce())
+        drive(second.reduce_scatter(parts))
+        drive(second.allgather(parts))
+        first.stream.synchronize()
+        return [row.mine.to_host().astype("f4") for row in (first, second)]
+
+    for found in threads.run(3, rank):
+        for each in found:
+            np.testing.assert_array_equal(each, large + 2)
 
 
 def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(gpus_on_host, monkeypatch):
@@ -222,7 +341,7 @@ def test_where_nccl_does_not_start_on_one_node_all_ranks_of_all_nodes_are_told(g
     def rank(world):
         device = gpu(world.place)
         with pytest.raises(DeviceError, match="rank 2: NCCL: got NCCL_ERROR_3"):
-            node_groups.make(world, device, Streams(device), [RowSize(8, np.dtype("f4"))])
+            node_groups.make(world, Streams(device), [RowSize(8, np.dtype("f4"))])
         told.append(world.rank)
 
     threads.run(4, rank, 2)

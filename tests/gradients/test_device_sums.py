@@ -8,13 +8,19 @@ import pytest
 
 import hpcdp
 from hpcdp import optim
-from hpcdp.collectives.progress import drive
+from hpcdp.arrays import is_host, to_host
+from hpcdp.collectives import compressed
+from hpcdp.collectives.progress import Machine, drive
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
+from hpcdp.compression import Compression, codecs
 from hpcdp.devices import gpu
-from hpcdp.errors import MismatchError, UnsupportedError
+from hpcdp.errors import DeviceError, MismatchError, UnsupportedError
 from hpcdp.gradients import Reducer, buckets, staging
+from hpcdp.gradients.rail import node_nbytes
+from hpcdp.gradients.residuals import gather_residuals, give_residuals
+from hpcdp.kernels import cuda_compress
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
@@ -52,7 +58,11 @@ def way(request, monkeypatch):
 
 
 def use_gpu(world, way):
-    gpu(world.place if way is Way.NCCL else 0).use()
+    device_of(world, way).use()
+
+
+def device_of(world, way):
+    return gpu(world.place if way is Way.NCCL else 0)
 
 
 def gradient(rank, step, shape):
@@ -63,10 +73,17 @@ def wanted(n, step, shape):
     return sum(gradient(rank, step, shape) for rank in range(n))
 
 
-def make(world, overlap, dtype="f4"):
+def make(world, overlap, dtype="f4", compression=None):
     params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
     layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
-    return Reducer(params, layout, world, overlap), params
+    return Reducer(params, layout, world, overlap, Compression.of(compression)), params
+
+
+def bring_to_host(params):
+    """Parameters of a machine without GPUs."""
+    for param in params:
+        param.data = param.data.to_host()
+        param.write = lambda values, param=param: (param.grad.__setitem__(..., values), param.grad_hook(param))
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
@@ -78,7 +95,7 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, ove
 
         kept = []
         use_gpu(world, way)
-        streams = Streams(gpu(world.place if way is Way.NCCL else 0))
+        streams = Streams(device_of(world, way))
         reducer, params = make(world, overlap)
         assert reducer.gpus.way is (Way.ALONE if nodes == 1 else way)
         with streams.stream() as compute:  # which is late as well
@@ -132,6 +149,199 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
     assert threads.run(2, rank) == [True, True]
 
 
+def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_that_some_have_begun(
+    gpus_on_host, monkeypatch
+):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    computed = threading.Event()
+
+    def rank(world):
+        use_gpu(world, Way.NCCL)
+        streams = Streams(gpu(world.place))
+        reducer, _ = make(world, overlap=False)
+        late, early = reducer.buckets[:2]
+        done = streams.event()
+        with streams.stream() as compute:
+            reducer.gpus.filled(early)
+            gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
+            reducer.gpus.filled(late)
+            if world.rank == 0:
+                begun = Machine(reducer.gpus.sum(late, None))
+                assert not begun.advance()  # rank 1 is not ready for it
+            drive(reducer.gpus.sum(early, None))
+            with streams.stream() as behind:
+                reducer.gpus.summed(early)
+                streams.record(done, behind)
+            found = any(streams.query(done) for _ in range(2000))
+            world.barrier()
+            computed.set()
+            if world.rank == 0:
+                while not begun.advance():
+                    pass
+            else:
+                drive(reducer.gpus.sum(late, None))
+        return found
+
+    assert threads.run(2, rank) == [True, True]
+
+
+def test_lanes_make_no_context_on_gpus_of_other_ranks(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        gpu(1 + world.place).use()
+        reducer, params = make(world, overlap=True)
+        for _ in range(2):
+            for param in reversed(params):
+                param.write(gradient(world.rank, 0, param.data.shape))
+            reducer.launch_rest()
+            reducer.closing.tally(0)
+            reducer.reduce_everywhere()
+            reducer.reset()
+
+    threads.run(4, rank, 2)
+    assert gpus_on_host.contexts == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("n", "wrong"), [(2, (1,)), (3, (0, 1, 2))])
+def test_parameters_that_are_not_on_the_current_device_are_told_on_all_ranks(gpus_on_host, n, wrong):
+    told = []
+
+    def rank(world):
+        gpu(1 + world.place).use()
+        params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+        gpu(7 if world.rank in wrong else 1 + world.place).use()
+        who = "" if len(wrong) == n else f"rank {wrong[0]}: "
+        said = rf"^{who}reduction \[device\]: expected gpu\({1 + wrong[0]}\), where .*, got gpu\(7\); call world.device"
+        with pytest.raises(DeviceError, match=said):
+            Reducer(params, buckets.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params]), world)
+        told.append(world.rank)
+
+    threads.run(n, rank)
+    assert sorted(told) == list(range(n))
+
+
+class CudaCodes:
+    """CUDA's codecs for NumPy's arrays: the scales of blocks, which are sums, have their rounding."""
+
+    def __getattr__(self, name):
+        import cupy
+
+        return lambda *given: getattr(cuda_compress, name)(
+            *(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize(
+    ("way", "codec", "n", "nodes"),
+    [
+        (Way.NCCL, "2bit", 2, 1),
+        (Way.CUDA_IPC, "1bit", 4, 2),
+        (Way.NCCL, "2bit:threshold=4.0", 5, (2, 3)),
+        (Way.HOST, "fp16", 2, 1),
+        (Way.CUDA_IPC, "bf16", 5, (2, 3)),
+        (Way.NCCL, "topk:ratio=0.1", 4, 2),
+        (Way.NCCL, "fp16:inside_nodes=on", 3, None),
+    ],
+    indirect=["way"],
+)
+def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, way, n, nodes, codec, monkeypatch):
+    monkeypatch.setattr(compressed, "MESSAGE_NBYTES", 2000)
+    if codec in ("1bit", "2bit"):
+        on_host = codecs._kernels
+        monkeypatch.setattr(codecs, "_kernels", lambda x: CudaCodes() if is_host(x) else on_host(x))
+
+    def rank(world, on_gpu, overlap):
+        use_gpu(world, way)
+        reducer, params = made(world, on_gpu, overlap)
+        steps = []
+        for step in range(2):
+            for param in reversed(params):
+                param.write(gradient(world.rank, step, param.data.shape))
+            reducer.launch_rest()
+            reducer.closing.tally(0)
+            reducer.reduce_everywhere()
+            steps.append([np.array(to_host(param.grad)) for param in params])
+            steps.append([gather_residuals(reducer, each.number) for each in reducer.buckets])
+            reducer.reset()
+        return steps, node_nbytes(reducer.coder, world)
+
+    def made(world, on_gpu, overlap):
+        params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
+        if not on_gpu:
+            bring_to_host(params)
+        layout = buckets.plan([(p.name, p.data.shape, np.dtype("f4")) for p in params], 0.004, 0.004)
+        return Reducer(params, layout, world, overlap, Compression.of(codec)), params
+
+    host = threads.run(n, lambda world: rank(world, False, False), nodes)
+    there = threads.run(n, lambda world: rank(world, True, n % 2 == 0), nodes)
+    for (steps, sent), (wanted, sent_by_host) in zip(there, host, strict=True):
+        assert sent == sent_by_host and sent[0] > 0
+        for mine, theirs in zip(steps, wanted, strict=True):
+            for x, y in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(x, y)
+    assert "copy" in gpus_on_host.log
+
+
+def test_codes_alone_go_through_the_host(gpus_on_host, monkeypatch):
+    """Not gradients: 2 bits an element, and the scales."""
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+    nbytes = []
+    copy = Streams.copy_async
+    monkeypatch.setattr(
+        Streams, "copy_async", lambda self, target, *rest: (nbytes.append(target.nbytes), copy(self, target, *rest))
+    )
+
+    def rank(world):
+        reducer, params = make(world, False, compression="2bit:inside_nodes=on")
+        for param in reversed(params):
+            param.write(gradient(world.rank, 0, param.data.shape))
+        reducer.closing.tally(0)
+        reducer.reduce_everywhere()
+        return sum(param.grad.nbytes for param in params)
+
+    moved = 2 * threads.run(2, rank)[0]  # by two ranks
+    assert 0 < sum(nbytes) < moved  # to the host and back twice, a sixteenth each, in whole blocks of 256 bytes
+
+
+def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        use_gpu(world, Way.NCCL)
+        reducer, params = make(world, False, compression="1bit")
+        for param in params:
+            param.write(gradient(world.rank, 0, param.data.shape))
+        reducer.closing.tally(0)
+        reducer.reduce_everywhere()
+        assert reducer.gpus.way is Way.NCCL and reducer.coder is None
+        for param in params:
+            np.testing.assert_array_equal(to_host(param.grad), wanted(2, 0, param.data.shape))
+
+    with pytest.warns(UserWarning, match="compression 1bit changes nothing on one node"):
+        threads.run(2, rank)
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+def test_what_codes_have_not_sent_is_given_back_to_gpus(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+
+    def rank(world):
+        reducer, params = make(world, False, compression="fp16")
+        saved = {p.name: np.random.default_rng(7).random((world.num_nodes, *p.data.shape), "f4") for p in params}
+        give_residuals(reducer, saved)
+        for slot in reducer.layout.slots:
+            kept = gather_residuals(reducer, slot.bucket)[:, slot.offset : slot.offset + slot.count]
+            if world.rank == 0:
+                np.testing.assert_array_equal(kept.reshape(saved[slot.name].shape), saved[slot.name])
+
+    threads.run(3, rank, 1)
+
+
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
     def rank(world, on_gpu):
@@ -139,9 +349,7 @@ def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
             use_gpu(world, way)
         params = [Parameter(f"p{i}", shape) for i, shape in enumerate(SHAPES)]
         if not on_gpu:
-            for param in params:
-                param.data = param.data.to_host()
-                param.write = lambda values, param=param: (param.grad.__setitem__(..., values), param.grad_hook(param))
+            bring_to_host(params)
         trainer = Trainer(params, optim.SGD(lr=0.5, momentum=0.5), world, clip_norm=100.0)
         for step in range(STEPS):
             for param in reversed(params):

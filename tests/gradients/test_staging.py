@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp.collectives.progress import drive
-from hpcdp.comm.node_rows import Lone, RowSize
+from hpcdp.comm.node_rows import RowSize, lone_rows
 from hpcdp.comm.steps import Until
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError
@@ -20,9 +20,18 @@ COUNT = 1000
 @pytest.fixture
 def row(gpus_on_host, monkeypatch):
     monkeypatch.setattr(staging, "SEGMENT_NBYTES", 400)
-    made = Lone(Streams(gpu(0)), [RowSize(COUNT, np.dtype("f4"))]).rows[0]
+    (made,) = lone_rows(Streams(gpu(0)), [RowSize(COUNT, np.dtype("f4"))])
     made.mine[...] = importlib.import_module("cupy").arange(COUNT, dtype="f4")
     return made
+
+
+def sum_staged(staged, number, part, row, total):
+    """As who uses it: the row's stream goes on behind the sum."""
+
+    def machine():
+        row._streams.wait_events(row.stream, (yield from staged.sum(number, part, row, total, 0, None)))
+
+    drive(machine())
 
 
 def doubled(seen, polls=3):
@@ -43,7 +52,7 @@ def doubled(seen, polls=3):
 def test_any_part_of_a_row_goes_through_two_slots(row, count):
     staged, seen = Staging(Streams(gpu(0)), [count * 4]), []
     for times in (2, 4):  # what was copied back in the first step stays there until it has come
-        drive(staged.sum(0, row.mine[:count], row, doubled(seen), 0, None))
+        sum_staged(staged, 0, row.mine[:count], row, doubled(seen))
         if times == 4:
             row.stream.synchronize()
             found = row.mine.to_host()
