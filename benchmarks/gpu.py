@@ -1,9 +1,12 @@
-"""A GPU: CUDA kernels against the rate of its own copy, and LeNet and ResNet-18 in samples per second.
+"""A GPU: sums of gradients by ranks that share it, CUDA kernels against the rate of its own copy, and LeNet and
+ResNet-18 in samples per second.
 
 ``python -m hpcdp.benchmarks.gpu`` needs CuPy and an NVIDIA GPU, says so and ends where they are not, and is over within
 ten minutes. A kernel's rate is that of the bytes which it must move at least, those of every array read and of every
 array written; its share is that over the rate at which the device copies as many. Each is compared with its plain
-reference first, on fewer elements. The table comes last; the figures go to a file, too.
+reference first, on fewer elements. Sums are jobs of 1, 2 and 4 ranks, on one node or two virtual ones (`gpu_sums`), and
+come first; one that fails, or does not end, is told and ends no other. The tables come last, and at the very end how it
+stands with the targets; the figures go to a file, too.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import numpy as np
 
 from .. import comm, nn, optim
 from ..arrays import Array, to_host
+from ..errors import ConfigError
+from ..launch.inside import launched_ranks
 from ..train.trainer import Trainer
-from . import program
+from . import gpu_jobs, program
 from .files import check_writable, write_json
 from .gpu_kernels import Case, cases
 from .machine import describe
@@ -29,6 +34,8 @@ from .train_lenet import step_of
 _CHECKED = 1 << 16
 """Elements of what is compared with the reference, some of which takes seconds for more."""
 _TURNS, _TURN_S = 5, 0.02
+_FOR_JOBS = 0.6
+"""Of the time; the rest is for models and kernels."""
 _MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
 """By name, and the images they take."""
 
@@ -106,6 +113,29 @@ def all_kernels(count: int, asarray: Callable[[np.ndarray], Array], ends: float)
         yield measure_kernel(large, asarray, small.wrong(asarray))
 
 
+def verdicts(jobs: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[str]:
+    """The targets of a GPU and what was measured, as lines of a table in Markdown."""
+    shared = [each for each in jobs if each["case"] == "shared" and each["ranks"] > 1]
+    rated = (
+        ("kernels: share of the device's copy", 0.85, kernels),
+        ("sum by ranks that share a GPU: share of a copy", 0.5, shared),
+        ("staging: share of pinned copies", 0.9, [each for each in jobs if each["case"] == "staging"]),
+    )
+    lines = ["| what | target | measured |  |", "|---|---|---|---|"]
+    for what, least, rows in rated:
+        share, name = min(((row.get("share") or 0.0, row["name"]) for row in rows), default=(0.0, "not measured"))
+        lines.append(f"| {what} | at least {least:.0%} | {share:.0%} at worst ({name}) | {_met(share >= least)} |")
+    training = [each for each in jobs if each["case"] == "training"]
+    other = [each["name"] for each in training if gpu_jobs.failed(each)]
+    bits = ", ".join(other) if other else "same bits" if training else "not measured"
+    lines.append(f"| training with and without overlap | same bits | {bits} | {_met(bool(training) and not other)} |")
+    return lines
+
+
+def _met(holds: bool) -> str:
+    return "met" if holds else "**missed**"
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.gpu", description=__doc__)
     parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
@@ -114,27 +144,37 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", default="gpu.json", help="for the figures (gpu.json)")
     args = parser.parse_args(argv)
     count = max(1, parse_size(args.size) // 4)
-    world = comm.init()
+    if launched_ranks() is not None:
+        raise ConfigError("gpu", expected="no launcher: it starts jobs of its own", got="mpirun or srun")
     cupy, reason = gpu_or_reason()
     if cupy is None:
         print(f"skipped: {reason}")
         return 0
-    check_writable("gpu", [args.json], world)
-    ends = time.monotonic() + args.limit_s
+    check_writable("gpu", [args.json])
+    begins = time.monotonic()
+    jobs = []  # before this process has MPI, or memory of the GPU
+    for job in gpu_jobs.run_all(gpu_jobs.JOBS, args.size, begins + _FOR_JOBS * args.limit_s):
+        print(f"# {job['name']}", flush=True)
+        jobs.append(job)
+    world = comm.init()
     models = []
     for name in _MODELS:
         print(f"# {name}", flush=True)
         models.append(measure_model(name, args.batch, cupy.asarray, world))
     rows = []
-    for row in all_kernels(count, cupy.asarray, ends):
+    for row in all_kernels(count, cupy.asarray, begins + args.limit_s):
         print(f"# {row['name']}", flush=True)
         rows.append(row)
     device = facts(cupy)
     write_json(
         args.json, world,
-        {"benchmark": "gpu", "machine": describe(world), "device": device, "models": models, "kernels": rows},
+        {"benchmark": "gpu", "machine": describe(world), "device": device, "sums": jobs, "models": models,
+         "kernels": rows},
     )  # fmt: skip
     print(f"\n{device['gpu']}, driver {device['driver']}, CUDA {device['cuda']}, CuPy {device['cupy']}")
+    print(f"{'job':<30}{'share':>6}")
+    for job in jobs:
+        print(gpu_jobs.line(job))
     for model in models:
         print(
             f"{model['name']:<22}batch {model['batch']}: {model['samples_s']:.0f} samples/s, loss {model['loss']:.3f}"
@@ -145,7 +185,8 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"{row['name']:<22}{row['us']:>10.1f}{row['gb_s']:>9.1f}{row['copy_gb_s']:>9.1f}{row['share']:>8.2f}{wrong}"
         )
-    return 1 if any(row["wrong"] for row in rows) else 0
+    print("\n" + "\n".join(verdicts(jobs, rows)))
+    return 1 if any(row["wrong"] for row in rows) or any(map(gpu_jobs.failed, jobs)) else 0
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class NcclCommunicator:
         self._call(stream, "allReduce", sendbuf, recvbuf, count, datatype, op)
 
     def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
+        if root >= self._clique.size:
+            raise NcclError(4)
         self._call(stream, "reduce", sendbuf, recvbuf, count, datatype, op, root)
 
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:

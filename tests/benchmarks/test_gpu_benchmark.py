@@ -10,7 +10,7 @@ import cupy_on_host
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import gpu, gpu_kernels
+from hpcdp.benchmarks import gpu, gpu_jobs, gpu_kernels
 from hpcdp.benchmarks.gpu_kernels import cases
 from hpcdp.kernels import cuda_update
 
@@ -42,13 +42,23 @@ def test_every_kernel_is_right_and_rated(
     monkeypatch.setattr(gpu, "_TURNS", 1)
     monkeypatch.setattr(gpu_kernels, "_CHANNELS", 2)
     monkeypatch.setattr(gpu_kernels, "_CLASSES", 100)
+    job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "told": "60 GB/s", "wrong": 0}
+    monkeypatch.setattr(gpu_jobs, "run_all", lambda jobs, size, ends: iter([job]))
     path = tmp_path / "gpu.json"
     assert gpu.main(["-m", "17K", "--batch", "1", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [row["name"] for row in found["kernels"]] == [case.name for case in cases(4352)]
     assert all(row["share"] > 0 and row["wrong"] == 0 for row in found["kernels"])
     assert 0 < found["models"][0]["loss"] < 3
-    assert capsys.readouterr().out.splitlines()[-1].startswith("softmax, loss")
+    assert found["sums"] == [job]
+    said = capsys.readouterr().out.splitlines()
+    assert "shared, 2 ranks                 0.60  60 GB/s" in said
+    assert any(line.startswith("softmax, loss") for line in said)
+    assert said[-3:] == [
+        "| sum by ranks that share a GPU: share of a copy | at least 50% | 60% at worst (shared, 2 ranks) | met |",
+        "| staging: share of pinned copies | at least 90% | 0% at worst (not measured) | **missed** |",
+        "| training with and without overlap | same bits | not measured | **missed** |",
+    ]
 
 
 def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

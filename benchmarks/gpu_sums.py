@@ -1,0 +1,232 @@
+"""Sums of gradients on a GPU, by the ranks that a launcher has started: what `gpu` runs as jobs.
+
+``hpcdp launch -n 4 -- python -m hpcdp.benchmarks.gpu_sums shared -m 256M`` lets one rank sum what four have on the GPU
+that they share (CUDA IPC). ``staging`` brings an array through the host and back as sums over nodes do, without a
+network. ``training`` trains with and without overlap, with ``HPCDP_RANKS_PER_NODE=2`` on virtual nodes. ``nccl`` sums
+with one rank, and lets NCCL refuse a call; ``refused`` offers it two ranks on one GPU. All compare what comes out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .. import comm, nn, optim
+from ..arrays import Array, to_host
+from ..collectives.progress import Steps, drive
+from ..comm import World, node_groups
+from ..comm.cuda_ipc import CudaIpc
+from ..comm.nccl import Nccl
+from ..comm.node_rows import NodeRows, RowSize, lone_rows
+from ..comm.ways import offers, own_offer
+from ..errors import DeviceError
+from ..gradients.staging import Staging
+from ..streams import Streams
+from ..train.trainer import Trainer
+from . import program
+from .files import check_writable, write_json
+from .machine import describe
+from .measure import FreshData, parse_size
+from .options import Parser
+from .train_lenet import step_of
+
+_TURNS, _STEPS, _BATCH, _WIDTH = 7, 8, 256, 2048
+_FLOAT = np.dtype(np.float32)
+
+Found = dict[str, Any]
+"""``told``: the figures in a few words; ``share`` of what the device can do at most, None where nothing is rated;
+``wrong``: how many elements, or errors, are not what they must be."""
+
+
+def _slowest(world: World, turn: Callable[[], float]) -> float:
+    """The median over turns of the slowest rank's seconds; the first is not counted. Every rank must call."""
+    taken = []
+    for _ in range(_TURNS + 1):
+        world.comm.barrier()
+        taken.append(max(world.comm.allgather_json(turn())))
+    return float(np.median(taken[1:]))
+
+
+def _copy_s(streams: Streams, pairs: list[tuple[Array, Array]]) -> float:
+    """Seconds of copies ``(target, source)``, each on a stream of its own, all at once."""
+    each_on = [streams.stream() for _ in pairs]
+
+    def turn() -> float:
+        begin = time.perf_counter()
+        for (target, source), stream in zip(pairs, each_on, strict=True):
+            streams.copy_async(target, source, stream)
+        for stream in each_on:
+            streams.synchronize(stream)
+        return time.perf_counter() - begin
+
+    return float(np.median([turn() for _ in range(_TURNS + 1)][1:]))
+
+
+def _sums(world: World, streams: Streams, row: NodeRows, source: Array) -> tuple[float, Array]:
+    """Seconds in which the rows, each of which is its rank's ``source``, are summed into all of them; the result."""
+
+    def turn() -> float:
+        streams.copy_async(row.mine, source, row.stream)
+        streams.synchronize(row.stream)
+        world.comm.barrier()
+        begin = time.perf_counter()
+        drive(row.allreduce())
+        streams.synchronize(row.stream)
+        return time.perf_counter() - begin
+
+    return _slowest(world, turn), row.mine
+
+
+def shared(world: World, count: int) -> Found:
+    """All ranks share one GPU: rows of ``count`` are read, and the sum is written into each."""
+    streams, data = Streams(world.device), FreshData(world.rank, world.size)
+    x = np.empty(count, np.float32)
+    data.write(x, 0)
+    source = streams.array(x)
+    group = CudaIpc(world.node_comm, world.node_memory, streams, [RowSize(count, _FLOAT)])
+    (row,) = group.hand_out()
+    taken, result = _sums(world, streams, row, source)
+    wrong = sum(world.comm.allgather_json(data.wrong(to_host(result), 0)))
+    copy_s = _copy_s(streams, [(streams.array(x), source)]) if world.rank == 0 else 0.0
+    copy_s = world.comm.allgather_json(copy_s)[0]  # while the others wait
+    del row, result
+    group.close()
+    moved = 2 * world.size * x.nbytes
+    rate, copied = moved / taken, 2 * x.nbytes / copy_s
+    told = f"{1e-9 * rate:.0f} GB/s of memory, a copy {1e-9 * copied:.0f}"
+    return {"told": told, "share": rate / copied, "wrong": wrong, "seconds": taken, "copy_s": copy_s}
+
+
+def staging(world: World, count: int) -> Found:
+    """To the host in segments and back, against two copies of the whole at once, one each way."""
+    streams, data = Streams(world.device), FreshData(world.rank, world.size)
+    x = np.empty(count, np.float32)
+    data.write(x, 0)
+    (row,) = lone_rows(streams, [RowSize(count, _FLOAT)])
+    source = streams.array(x)  # which must live until it is copied
+    streams.copy_async(row.mine, source, row.stream)
+    streams.synchronize(row.stream)
+    staged = Staging(streams, [x.nbytes])
+
+    def nothing(x: np.ndarray, tag: int, turn: object) -> Steps:
+        yield []
+
+    def machine() -> Steps:
+        streams.wait_events(row.stream, (yield from staged.sum(0, row.mine, row, nothing, 0, None)))
+
+    def turn() -> float:
+        begin = time.perf_counter()
+        drive(machine())
+        streams.synchronize(row.stream)
+        return time.perf_counter() - begin
+
+    taken = _slowest(world, turn)
+    wrong = data.wrong(to_host(row.mine), 0)
+    down, up = (streams.pinned(x.nbytes).view(np.float32) for _ in range(2))
+    copy_s = _copy_s(streams, [(down, row.mine), (source, up)])
+    told = f"{1e-9 * x.nbytes / taken:.1f} GB/s each way, pinned copies {1e-9 * x.nbytes / copy_s:.1f}"
+    return {"told": told, "share": copy_s / taken, "wrong": wrong, "seconds": taken, "copy_s": copy_s}
+
+
+def training(world: World, count: int) -> Found:
+    """Steps of a network of about ``count`` parameters, reduced behind and beside backward; the same bits."""
+    hidden = max(1, count // _WIDTH)
+    rng = np.random.default_rng(world.rank)
+    streams = Streams(world.device)
+    x, y = streams.array(rng.standard_normal((_BATCH, _WIDTH), np.float32)), streams.array(rng.integers(0, 10, _BATCH))
+    found: dict[bool, Any] = {}
+    for overlap in (False, True):
+        net = nn.models.mlp(_WIDTH, 10, (hidden,), seed=0).to(world.device)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.01), world=world, overlap=overlap)
+        step = step_of(net, trainer, [(x, y)])
+        taken = []
+        for number in range(_STEPS + 1):
+            world.comm.barrier()
+            begin = time.perf_counter()
+            step(number)
+            taken.append(max(world.comm.allgather_json(time.perf_counter() - begin)))
+        gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
+        way = "host" if gpus is None else gpus.way.name
+        found[overlap] = float(np.median(taken[1:])), [to_host(each.data).copy() for each in net.parameters()], way
+    behind, beside = found[False], found[True]
+    differ = [int(np.count_nonzero(a != b)) for a, b in zip(behind[1], beside[1], strict=True)]
+    wrong = sum(world.comm.allgather_json(sum(differ)))
+    told = f"{beside[2]}: step {1e3 * behind[0]:.1f} ms, with overlap {1e3 * beside[0]:.1f}"
+    return {"told": told, "share": None, "wrong": wrong, "seconds": {"behind": behind[0], "beside": beside[0]}}
+
+
+def nccl(world: World, count: int) -> Found:
+    """NCCL with one rank: its sum, and how a call ends that it refuses."""
+    streams, data = Streams(world.device), FreshData(world.rank, world.size)
+    offered = offers(world.node_comm, own_offer(world.device, shares_memory=True))
+    if not offered[0].nccl:
+        return {"told": "skipped: CuPy finds no NCCL", "share": None, "wrong": 0}
+    x = np.empty(count, np.float32)
+    data.write(x, 0)
+    group = Nccl(
+        world.node_comm, world.node_memory, streams, offered, [RowSize(count, _FLOAT), RowSize(8, _FLOAT)], world.rank
+    )
+    row, small = group.hand_out()
+    taken, result = _sums(world, streams, row, streams.array(x))
+    wrong = data.wrong(to_host(result), 0)
+    at, no_such_rank = int(small.mine.data.ptr), 5
+    told = []
+    for act in (
+        lambda: group.launch(lambda comm, stream: comm.reduce(at, at, 8, 7, 0, no_such_rank, stream)),
+        group.check,
+    ):
+        try:
+            act()
+            wrong += 1
+        except DeviceError as error:
+            told.append(str(error))
+    group.close()
+    text = f"version {offered[0].nccl}, {1e6 * taken:.0f} us; refuses a rank that is not there"
+    return {"told": text, "share": None, "wrong": wrong, "seconds": taken, "errors": told}
+
+
+def refused(world: World, count: int) -> Found:
+    """Two ranks on one GPU: NCCL is not begun, and CUDA IPC is chosen."""
+    streams = Streams(world.device)
+    offered = offers(world.node_comm, own_offer(world.device, shares_memory=True))
+    if len({each.bus_id for each in offered}) > 1:
+        return {"told": "skipped: these ranks have GPUs of their own", "share": None, "wrong": 0}
+    told, wrong = "", 1
+    try:
+        Nccl(world.node_comm, world.node_memory, streams, offered, [RowSize(8, _FLOAT)], world.rank)
+    except DeviceError as error:
+        told, wrong = str(error), 0
+    _, way = node_groups.make(world, streams, [RowSize(8, _FLOAT)])
+    wrong = sum(world.comm.allgather_json(wrong + (way.name != "CUDA_IPC")))
+    return {"told": f"NCCL refuses, {way.name} is taken", "share": None, "wrong": wrong, "errors": [told]}
+
+
+CASES = {each.__name__: each for each in (shared, staging, training, nccl, refused)}
+"""By name: each takes the world and how many elements, and every rank must call it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m hpcdp.benchmarks.gpu_sums", description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("-m", dest="size", default="256M", help="bytes of float32 (256M)")
+    parser.add_argument("--json", metavar="FILE", help="for the figures")
+    args = parser.parse_args(argv)
+    world = comm.init()
+    check_writable("gpu_sums", [args.json], world)
+    if world.device.kind == "cpu":
+        if world.rank == 0:
+            print("skipped: no NVIDIA GPU, or no CuPy")
+        return 0
+    world.device.use()
+    found = CASES[args.case](world, max(1, parse_size(args.size) // 4))
+    if world.rank == 0:
+        print(f"{args.case}: {found['told']}" + (f"  WRONG: {found['wrong']}" if found["wrong"] else ""), flush=True)
+    write_json(args.json, world, {"case": args.case, "machine": describe(world), **found})
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    program.run(main)

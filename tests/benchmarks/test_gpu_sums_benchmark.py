@@ -1,0 +1,132 @@
+"""The jobs of the benchmark of a GPU: their cases on stand-ins, and how they are started, end and fail."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdp.benchmarks import gpu_jobs, gpu_sums
+from hpcdp.benchmarks.gpu_jobs import JOBS, Job, line, run_all
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+
+
+@pytest.fixture
+def one_gpu(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    for name, value in (("_TURNS", 1), ("_STEPS", 2), ("_BATCH", 3), ("_WIDTH", 40)):
+        monkeypatch.setattr(gpu_sums, name, value)
+    return gpus_on_host
+
+
+def run(job, count=500):
+    def rank(world):
+        world.device.use()
+        return gpu_sums.CASES[job.case](world, count)
+
+    found = threads.run(job.ranks, rank, job.ranks_per_node)[0]
+    assert "WRONG" not in line({"name": job.name, **found})
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_each_job_comes_to_right_results(one_gpu, job):
+    found = run(job)
+    assert found["wrong"] == 0
+    assert (found["share"] is not None) == (job.case in ("shared", "staging"))
+    json.dumps(found)
+    said = {
+        "shared": "GB/s of memory", "staging": "GB/s each way", "nccl": "refuses a rank that is not there",
+        "refused": "NCCL refuses, CUDA_IPC is taken", "training": "ALONE" if job.ranks_per_node == 1 else "CUDA_IPC",
+    }  # fmt: skip
+    assert said[job.case] in found["told"]
+    if job.case == "nccl":
+        assert "NCCL_ERROR_4" in found["errors"][0] and "given up" in found["errors"][1]
+
+
+def test_other_bits_with_overlap_are_told(one_gpu, monkeypatch):
+    make, seeds = gpu_sums.nn.models.mlp, iter(range(9))
+    monkeypatch.setattr(gpu_sums.nn.models, "mlp", lambda *args, seed: make(*args, seed=next(seeds)))
+    found = threads.run(1, lambda world: gpu_sums.training(world, 80))[0]
+    assert found["wrong"] > 0 and "WRONG" in line({"name": "training", **found})
+
+
+def test_nccl_that_refuses_nothing_is_told(one_gpu, monkeypatch):
+    monkeypatch.setattr(gpu_sums.Nccl, "launch", lambda self, calls: None)
+    monkeypatch.setattr(gpu_sums.Nccl, "check", lambda self: None)
+    assert threads.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["wrong"] >= 2
+
+
+def test_without_nccl_it_is_skipped(one_gpu, monkeypatch):
+    monkeypatch.setattr("hpcdp.comm.ways._nccl_version", lambda: 0)
+    assert threads.run(1, lambda world: gpu_sums.nccl(world, 50))[0]["told"] == "skipped: CuPy finds no NCCL"
+
+
+def test_a_case_on_a_machine_without_a_gpu_is_skipped_with_its_reason(monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.setattr(gpu_sums.comm, "init", lambda: threads.run(1, lambda world: world)[0])
+    assert gpu_sums.main(["shared", "-m", "4K"]) == 0
+    assert capsys.readouterr().out == "skipped: no NVIDIA GPU, or no CuPy\n"
+
+
+def program(monkeypatch, text):
+    """Let each job be this program, whose first argument is the file for its report."""
+    monkeypatch.setattr(Job, "command", lambda self, size, report: [sys.executable, "-c", text, str(report)])
+
+
+def test_what_a_job_writes_is_its_row(monkeypatch):
+    program(monkeypatch, """
+import json, os, sys
+found = {"told": os.environ.get("HPCDP_RANKS_PER_NODE", "-"), "share": 0.5, "wrong": 0}
+json.dump(found, open(sys.argv[1], "w"))
+""")  # fmt: skip
+    rows = list(run_all([Job("training", 2), Job("training", 4, 2)], "4K", time.monotonic() + 20))
+    assert [line(row) for row in rows] == [
+        "training, 2 ranks               0.50  -", "training, 4 ranks on 2 nodes    0.50  2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("print('hpcdp: no such thing'); print('later'); raise SystemExit(2)", "hpcdp: no such thing"),
+        ("raise ValueError('lost')", "ValueError: lost"),
+        ("raise SystemExit(3)", "status 3"),
+        ("print('skipped: no NVIDIA GPU, or no CuPy')", "skipped: no NVIDIA GPU, or no CuPy"),
+    ],
+)
+def test_a_job_that_fails_is_told_and_the_next_one_runs(monkeypatch, text, why):
+    program(monkeypatch, text)
+    rows = list(run_all([Job("shared", 1), Job("shared", 2)], "4K", time.monotonic() + 20))
+    assert [row["failed"] for row in rows] == [why] * 2 and gpu_jobs.failed(rows[0])
+    assert line(rows[1]) == f"shared, 2 ranks               FAILED: {why}"
+
+
+def test_a_job_that_does_not_end_is_ended_with_all_that_it_has_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_jobs, "_JOB_S", 1.0)
+    monkeypatch.setattr(gpu_jobs, "_ENDING_S", 0.1)
+    children = tmp_path / "child"
+    program(monkeypatch, f"""
+import os, pathlib, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+pathlib.Path({str(children)!r}).write_text(str(child.pid))
+signal.pause()
+""")  # fmt: skip
+    (row,) = run_all([Job("shared", 4)], "4K", time.monotonic() + 20)
+    assert row["failed"] == "no end after 1 s"
+    status = Path("/proc", children.read_text(), "stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_no_job_begins_when_its_time_is_over(monkeypatch):
+    program(monkeypatch, "")
+    assert [row["failed"] for row in run_all(JOBS, "4K", time.monotonic())] == ["not begun: no time left"] * len(JOBS)
+
+
+def test_ranks_that_mpirun_starts_say_why_they_skip(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (row,) = run_all([Job("shared", 2, 1)], "4K", time.monotonic() + 30)
+    assert row["failed"] == "skipped: no NVIDIA GPU, or no CuPy"
