@@ -1,5 +1,5 @@
 """Floor 7: benchmarks. Imports: launch, comm, collectives, compression, gradients, kvstore, checkpoint, parallel,
-train, nn, optim, autograd, kernels, engine, arrays, errors.
+train, nn, optim, autograd, kernels, engine, streams, arrays, errors.
 
 How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.
 
@@ -15,7 +15,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
 - `engine` times a push to the dependency engine.
 - `train_lenet` trains LeNet here and in PyTorch, `train_models` a character LSTM, ResNet-18 and a wide MLP; `accuracy`
   is what networks learn; `startup` times the import and the launch.
-- `gpu` is a script for a machine that has one, of `gpu_kernels` and networks.
+- `gpu` is a script for a machine that has one: `gpu_jobs`, which let ranks run `gpu_sums`, `gpu_kernels`, networks.
 - `run` is the suite; `verdicts` holds what it measured against the targets, `report` writes ``benchmarks/RESULTS.md``.
 - `measure`, `machine` and `peers` are what they share: timings, facts about the machine, other libraries; `files`
   writes what they report, `program` ends them.

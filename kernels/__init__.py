@@ -214,14 +214,20 @@ def load(name: str) -> ModuleType:
 
 def kernels_for(name: str, x: Array, plain: ModuleType) -> ModuleType:
     """What has the functions of the specification ``plain`` for arrays like ``x``: Numba's kernels (`load`) for NumPy,
-    CUDA's for CuPy, where there are any, else ``plain`` itself, which every namespace can do.
+    CUDA's for CuPy, where there are any, else ``plain`` itself, which every namespace can do. Convolutions of CuPy's
+    arrays are cuDNN's (`cudnn_conv`) where that is installed.
 
     Raises:
         ConfigError: as `load`.
     """
     if is_host(x):
         return plain if name in _PLAIN_ON_HOST else load(name)
-    return importlib.import_module(f"{__name__}.cuda_{name}") if name in _ON_CUDA and is_cupy(x) else plain
+    if name not in _ON_CUDA or not is_cupy(x):
+        return plain
+    of_cudnn = importlib.import_module(f"{__name__}.cudnn_conv") if name == "conv" else None
+    if of_cudnn is not None and of_cudnn.is_there():
+        return of_cudnn
+    return importlib.import_module(f"{__name__}.cuda_{name}")
 
 
 def _imported(name: str) -> ModuleType:

@@ -1,0 +1,137 @@
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend. Imports: cuda_conv.
+
+``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, and for what cuDNN has no engine
+for, `cuda_conv` computes. `reference` is the specification: same names, same arguments, sums in another order. Engines
+that round to fewer bits than the arrays have (TF32 on tensor cores), or whose bits differ from run to run, are left
+out.
+
+Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import threading
+import warnings
+from typing import Any
+
+from ..arrays import Array, array_namespace
+from . import cuda_conv
+from .reference import Pair
+
+_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"}
+_LEFT_OUT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
+
+_of_thread = threading.local()
+"""cuDNN's handles, one a GPU, and plans: neither may be used by two threads at once."""
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether cuDNN's frontend is installed and starts; of one that does not start, a warning says why, once."""
+    if importlib.util.find_spec("cudnn") is None:
+        return False
+    try:
+        importlib.import_module("cudnn")
+    except (ImportError, OSError, RuntimeError) as error:
+        warnings.warn(f"convolutions on GPUs go by im2col, for cuDNN does not start: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
+    """See `reference.conv2d`."""
+    if not _run("conv_fprop", {"image": x, "weight": weight}, out, stride, padding):
+        cuda_conv.conv2d(x, weight, bias, out, stride, padding, relu)
+        return
+    if bias is not None:
+        out += bias[:, None, None]
+    if relu:
+        array_namespace(out).maximum(out, 0, out=out)
+
+
+def conv2d_gradients(
+    x: Array,
+    weight: Array,
+    gy: Array,
+    out: Array | None,
+    into: tuple[Array | None, Array | None, Array | None],
+    stride: Pair,
+    padding: Pair,
+) -> None:
+    """See `reference.conv2d_gradients`."""
+    dx, dweight, dbias = into
+    loss = gy if out is None else gy * (out > 0)
+    left: list[Array | None] = [None, None, dbias]
+    if dx is not None and not _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
+        left[0] = dx
+    if dweight is not None and not _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
+        left[1] = dweight
+    if left[0] is None and left[1] is None:
+        if dbias is not None:
+            dbias[...] = loss.sum(axis=(0, 2, 3))
+        return
+    cuda_conv.conv2d_gradients(x, weight, gy, out, (left[0], left[1], dbias), stride, padding)
+
+
+def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:
+    """Let cuDNN compute ``out``, on CuPy's current stream; whether it can."""
+    arrays = (*given.values(), out)
+    if any(x.dtype != out.dtype or x.size == 0 or not x.flags.c_contiguous for x in arrays):
+        return False
+    if str(out.dtype) not in _TYPES:
+        return False
+    cudnn, cupy = importlib.import_module("cudnn"), array_namespace(out)
+    handle = _handle(cudnn, int(out.device.id))
+    key = (operation, int(out.device.id), str(out.dtype), tuple(x.shape for x in arrays), stride, padding)
+    plans = vars(_of_thread).setdefault("plans", {})
+    if key not in plans:
+        plans[key] = _plan(cudnn, handle, operation, given, out, stride, padding)
+    if plans[key] is None:
+        return False
+    graph, tensors = plans[key]
+    cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
+    workspace = cupy.empty(max(1, graph.get_workspace_size()), dtype=cupy.uint8)
+    at = {tensor: int(x.data.ptr) for tensor, x in zip(tensors, arrays, strict=True)}
+    graph.execute(at, int(workspace.data.ptr), handle=handle)
+    return True
+
+
+def _handle(cudnn: Any, device: int) -> int:
+    """That of this thread for the current GPU, which is ``device``."""
+    handles = vars(_of_thread).setdefault("handles", {})
+    if device not in handles:
+        handles[device] = cudnn.create_handle()
+    return int(handles[device])
+
+
+def _plan(
+    cudnn: Any, handle: int, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
+) -> tuple[Any, list[Any]] | None:
+    """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
+    kind = getattr(cudnn.data_type, _TYPES[str(out.dtype)])
+    try:
+        graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind, handle=handle)
+        tensors = {
+            name: graph.tensor(name=name, dim=list(x.shape), stride=_strides(x), data_type=kind)
+            for name, x in given.items()
+        }
+        steps = {"padding": list(padding), "stride": list(stride), "dilation": [1, 1]}
+        result = getattr(graph, operation)(**tensors, **steps)
+        result.set_output(True).set_data_type(kind).set_dim(list(out.shape)).set_stride(_strides(out))
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in _LEFT_OUT])
+        graph.check_support()
+        graph.build_plans()
+    except (cudnn.cudnnGraphNotSupportedError, RuntimeError):
+        return None
+    return graph, [*tensors.values(), result]
+
+
+def _strides(x: Array) -> list[int]:
+    """In elements."""
+    return [each // x.dtype.itemsize for each in x.strides]

@@ -1,0 +1,219 @@
+"""Convolutions by cuDNN: its frontend's place is taken by one that computes in host memory, at the addresses given."""
+
+import ctypes
+import importlib
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from hpcdp import kernels
+from hpcdp.kernels import cuda_conv, cudnn_conv, reference
+from hpcdp.nn import functional
+
+CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
+DTYPES = {"FLOAT": "f4", "DOUBLE": "f8"}
+
+
+class NotSupported(Exception):
+    pass
+
+
+class Tensor:
+    def __init__(self, dim=None, stride=None, data_type=None):
+        self.dim, self.stride, self.data_type, self.output = dim, stride, data_type, False
+
+    def set_output(self, is_output):
+        self.output = is_output
+        return self
+
+    def set_data_type(self, data_type):
+        self.data_type = data_type
+        return self
+
+    def set_dim(self, dim):
+        assert all(type(each) is int for each in dim)
+        self.dim = dim
+        return self
+
+    def set_stride(self, stride):
+        self.stride = stride
+        return self
+
+    def at(self, address):
+        dtype = np.dtype(DTYPES[self.data_type])
+        assert self.stride == [each // dtype.itemsize for each in np.empty(self.dim, dtype).strides]
+        count = int(np.prod(self.dim))
+        held = np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
+        return held.reshape(self.dim)
+
+
+class Graph:
+    """Calls in the order that cuDNN's frontend wants them in; what is left out then counts."""
+
+    def __init__(self, made, *, io_data_type, intermediate_data_type, compute_data_type, handle):
+        assert io_data_type == intermediate_data_type == compute_data_type and handle == 77
+        self.made, self.done, self.left_out = made, [], set()
+        made.graphs.append(self)
+
+    def tensor(self, *, name, dim, stride, data_type):
+        return Tensor(dim, stride, data_type)
+
+    def conv_fprop(self, *, image, weight, padding, stride, dilation):
+        return self._operation("conv_fprop", (image, weight), padding, stride, dilation)
+
+    def conv_dgrad(self, *, loss, filter, padding, stride, dilation):
+        return self._operation("conv_dgrad", (loss, filter), padding, stride, dilation)
+
+    def conv_wgrad(self, *, image, loss, padding, stride, dilation):
+        return self._operation("conv_wgrad", (image, loss), padding, stride, dilation)
+
+    def _operation(self, name, given, padding, stride, dilation):
+        assert dilation == [1, 1]
+        self.name, self.given, self.steps, self.out = name, given, (tuple(stride), tuple(padding)), Tensor()
+        return self.out
+
+    def validate(self):
+        assert self.out.output
+        self.done.append("validate")
+
+    def build_operation_graph(self):
+        self.done.append("build")
+        if self.name in self.made.refused:
+            raise NotSupported(self.name)
+
+    def create_execution_plans(self, modes):
+        assert modes == ["A", "FALLBACK"]
+        self.done.append("plans")
+
+    def deselect_numeric_notes(self, notes):
+        assert self.done[-1] == "plans", "there is nothing to leave out yet"
+        self.left_out = set(notes)
+
+    def check_support(self):
+        self.done.append("check")
+
+    def build_plans(self):
+        assert self.done == ["validate", "build", "plans", "check"]
+        self.done.append("built")
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, at, workspace, handle):
+        assert self.done[-1] == "built" and handle == 77 and type(workspace) is int
+        assert self.made.stream is not None
+        first, second = (each.at(at[each]) for each in self.given)
+        out = self.out.at(at[self.out])
+        if self.name == "conv_fprop":
+            reference.conv2d(first, second, None, out, *self.steps, False)
+        elif self.name == "conv_dgrad":
+            reference.conv2d_gradients(np.zeros_like(out), second, first, None, (out, None, None), *self.steps)
+        else:
+            reference.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
+        self.made.executed.append(self.name)
+
+
+@pytest.fixture
+def cudnn(gpus_on_host, monkeypatch):
+    made = types.ModuleType("cudnn")
+    made.__spec__ = importlib.machinery.ModuleSpec("cudnn", None)
+    made.graphs, made.executed, made.refused, made.stream = [], [], set(), None
+    made.data_type = types.SimpleNamespace(**{name: name for name in DTYPES})
+    made.heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    notes = "TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC", "WINOGRAD"
+    made.numerical_note = types.SimpleNamespace(**{name: name for name in notes})
+    made.cudnnGraphNotSupportedError = NotSupported
+    made.create_handle = lambda: 77
+    made.set_stream = lambda *, handle, stream: setattr(made, "stream", stream)
+    made.pygraph = lambda **options: Graph(made, **options)
+    monkeypatch.setitem(sys.modules, "cudnn", made)
+    vars(cudnn_conv._of_thread).clear()
+    cudnn_conv.is_there.cache_clear()
+    yield made
+    vars(cudnn_conv._of_thread).clear()
+    cudnn_conv.is_there.cache_clear()
+
+
+def arrays(dtype, stride, padding):
+    rng = np.random.default_rng(3)
+    x, weight, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((2, 3, 7, 8), (4, 3, 3, 2), (4,)))
+    size = [reference.output_size(*each) for each in zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)]
+    return x, weight, bias, rng.standard_normal((2, 4, *size)).astype(dtype)
+
+
+def to_gpu(x):
+    return None if x is None else importlib.import_module("cupy").asarray(x)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("stride", "padding"), CASES)
+@pytest.mark.parametrize("refused", [(), ("conv_dgrad",), ("conv_wgrad", "conv_fprop")])
+def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dtype, relu, stride, padding, refused):
+    cudnn.refused = set(refused)
+    x, weight, bias, gy = arrays(dtype, stride, padding)
+    close = {"rtol": 0, "atol": 1e-4 if dtype == "f4" else 1e-10}
+    out = np.full_like(gy, 7)
+    for added in (bias, None):
+        there = to_gpu(np.full_like(gy, 7))
+        cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), to_gpu(added), there, stride, padding, relu)
+        reference.conv2d(x, weight, added, out, stride, padding, relu)
+        np.testing.assert_allclose(there.to_host(), out, **close)
+    for wanted in ((x, weight, bias), (None, weight, None), (x, None, bias)):
+        ours = [None if each is None else to_gpu(np.full_like(each, 7)) for each in wanted]
+        theirs = [None if each is None else np.full_like(each, 7) for each in wanted]
+        given = (x, weight, gy, out if relu else None)
+        cudnn_conv.conv2d_gradients(*map(to_gpu, given), tuple(ours), stride, padding)
+        reference.conv2d_gradients(*given, tuple(theirs), stride, padding)
+        for mine, each in zip(ours, theirs, strict=True):
+            assert (mine is None) == (each is None)
+            if mine is not None:
+                np.testing.assert_allclose(mine.to_host(), each, **close)
+    assert set(cudnn.executed) == {"conv_fprop", "conv_dgrad", "conv_wgrad"} - set(refused)
+
+
+def test_a_plan_is_built_once_for_arrays_of_one_kind_and_leaves_out_what_rounds_more(cudnn):
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    for _ in range(3):
+        cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
+    assert len(cudnn.graphs) == 1 and len(cudnn.executed) == 3
+    wanted = {"TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC"}
+    assert cudnn.graphs[0].left_out == wanted
+    cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
+    assert len(cudnn.graphs) == 2
+
+
+def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    cudnn_conv.conv2d(to_gpu(x[:0]), to_gpu(weight), None, to_gpu(gy[:0]), (1, 1), (0, 0), False)
+    assert not cudnn.graphs
+
+
+def test_networks_take_it_where_it_is_installed(cudnn):
+    x, weight, _, _ = arrays("f4", (1, 1), (0, 0))
+    assert kernels.kernels_for("conv", to_gpu(x), reference) is cudnn_conv
+    functional.conv2d(to_gpu(x), to_gpu(weight))
+    assert cudnn.executed == ["conv_fprop"]
+
+
+def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    cudnn_conv.is_there.cache_clear()
+    assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
+
+
+def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
+    load = importlib.import_module
+
+    def refuses(name, *more):
+        if name == "cudnn":
+            raise RuntimeError("no libcudnn.so.9")
+        return load(name, *more)
+
+    monkeypatch.setattr("importlib.import_module", refuses)
+    with pytest.warns(UserWarning, match=r"go by im2col, for cuDNN does not start: no libcudnn\.so\.9") as told:
+        for _ in range(2):
+            assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
+    assert len(told) == 1
