@@ -1,4 +1,5 @@
-"""Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, patches.
+"""Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, buffers,
+patches, products.
 
 `reference` is the specification. A block is as many images, or rows of an image, as keep their patches in the L2 cache:
 unfolding the whole batch at once was measured at a quarter of the speed.
@@ -12,15 +13,15 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
+from .buffers import empty
 from .patches import ChannelsLast, Planes, Room, Shape
+from .products import multiply
 
 _BLOCK_NBYTES = 512 * 1024
 _BLOCK_POSITIONS = 512
 """A block has so many output positions at least: with fewer, passing over a deep layer's weights costs too much."""
 _OWN_PRODUCT_POSITIONS = 256
 """From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
-_SMALL_PRODUCT = 500_000
-"""Multiplications up to which OpenBLAS takes matrices as they lie: twice as fast where one of them is flat."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
@@ -121,9 +122,7 @@ class _Blocks:
         self._batch, self._channels, self._height, self._width = out.shape
         depth, plane = weight[0].size, self._height * self._width
         positions = max(_BLOCK_POSITIONS, _BLOCK_NBYTES // (depth * x.itemsize))
-        small = _SMALL_PRODUCT // (self._channels * depth)
-        own = min(positions, small) if small >= _OWN_PRODUCT_POSITIONS else positions
-        self._rows_at_once = max(1, min(self._height, own // self._width))
+        self._rows_at_once = max(1, min(self._height, positions // self._width))
         self._images_at_once = max(1, min(self._batch, positions // (self._rows_at_once * self._width)))
         columns = self._images_at_once * self._rows_at_once * self._width
         shape = Shape(weight, stride, padding, self._width)
@@ -179,23 +178,24 @@ def conv2d(
     for images, rows, span, extent in blocks:
         patches = blocks.patches.unfold(x[images], rows)
         if in_place:
-            np.matmul(matrix, patches, out=planes[images, :, slice(*span)])
+            multiply(matrix, patches, planes[images, :, slice(*span)])
         else:
             product, flat, steps = blocks.scratch(extent)
-            np.matmul(matrix, patches, out=product)
+            multiply(matrix, patches, product)
             _finish(flat, steps, bias, relu, planes[images], span)
 
 
 def _add_product(g: np.ndarray, patches: np.ndarray, sums: np.ndarray, is_first: bool) -> None:
     """Add ``g @ patches.T``, over all images, to ``sums``, which start with the first such product."""
     if is_first and g.ndim == 2:
-        np.matmul(g, patches.T, out=sums)
+        multiply(g, patches.T, sums)
         return
-    product = np.matmul(g, patches.swapaxes(-1, -2))
+    product = empty((*g.shape[:-1], patches.shape[-2]), g.dtype)
+    multiply(g, patches.swapaxes(-1, -2), product)
     if is_first:
-        product.sum(axis=0, out=sums)
-    else:
-        sums += product if product.ndim == 2 else product.sum(axis=0)
+        sums[...] = 0
+    for each in product if product.ndim == 3 else product[None]:
+        sums += each
 
 
 def conv2d_gradients(
@@ -229,7 +229,7 @@ def conv2d_gradients(
         if sums is not None:
             _add_product(g, patches.unfold(x[images], rows), sums, is_first=images.start == rows[0] == 0)
         if dx is not None:
-            np.matmul(matrix.T, g, out=patches.room(len(x[images]), rows))
+            multiply(matrix.T, g, patches.room(len(x[images]), rows))
             patches.fold(dx[images], rows)
     if dweight is not None and sums is not None:
         if not x.size:

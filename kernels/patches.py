@@ -1,26 +1,29 @@
-"""Floor 0: the patches of images that a convolution sees (im2col), unfolded and folded. Imports: numba, buffers.
+"""Floor 0: the patches of images that a convolution sees (im2col), unfolded and folded. Imports: numba, buffers,
+lanes.
 
 Two layouts, as Georganas et al. ("Anatomy of high-performance deep learning convolutions", 2018) discuss them.
 `ChannelsLast` moves runs of ``kernel width * channels`` elements, but has to bring images and weights into that order.
-`Planes` leaves all in the order it has and picks single samples by a table, the same for all channels and images.
+`Planes` leaves all in the order it has and moves runs of a row's results, of planes that are parted by the stride.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .buffers import empty
+from .lanes import WORD, Lanes
 
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
+_EIGHT = 8
 
 Pair = tuple[int, int]
 
@@ -88,37 +91,170 @@ def _fold_channels_last(patches, image, dx, rows, kernel, stride, padding, width
 
 
 @intrinsic
-def _single(typingctx: Any, array: Any, index: Any) -> Any:
-    """An element, by a load of its own: what gathers a vector at once took a fifth longer on AMD's Zen 4."""
+def _copy_eight(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
+    """Copy eight elements of one flat array, from an index on, to another's."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
-        index = builder.zext(args[1], ir.IntType(64))
-        return builder.load_atomic(builder.gep(data, [index]), "monotonic", signature.return_type.bitwidth // 8)
+        read, write = _lanes(context, builder, signature, args)
+        write(0).store(read(0).load())
+        return context.get_dummy_value()
 
-    return array.dtype(array, types.uint32), generate
+    return types.none(source, types.intp, target, types.intp), generate
 
 
-@numba.njit(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64), **_OPTIONS)
-def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """What samples the output ``rows`` see of a plane of ``size``, as (first, end), and which each position sees.
+@intrinsic
+def _add_eight(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
+    """As `_copy_eight`, but add them."""
 
-    The latter has the shape ``(places in the kernel, positions)`` and counts from the first one on; padding is the end.
-    Unsigned, so that no index may be negative: only then the loops need not look.
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        read, write = _lanes(context, builder, signature, args)
+        write(0).store(builder.fadd(write(0).load(), read(0).load()))
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, target, types.intp), generate
+
+
+@intrinsic
+def _copy_every_other(context: Any, source: Any, first: Any, target: Any, start: Any) -> Any:
+    """As `_copy_eight`, of fifteen elements every second."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        read, write = _lanes(context, builder, signature, args)
+        chosen = ir.Constant(ir.VectorType(WORD, _EIGHT), [0, 2, 4, 6, 9, 11, 13, 15])
+        write(0).store(builder.shuffle_vector(read(0).load(), read(_EIGHT - 1).load(), chosen))
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, target, types.intp), generate
+
+
+@intrinsic
+def _add_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
+    """Add sixteen elements, in turn one of the eight from ``first`` on and one of those from ``other`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = partial(Lanes, context, builder)
+        one, two = (lanes((signature.args[0], args[0]), args[k], _EIGHT).load() for k in (1, 2))
+        into = lanes((signature.args[3], args[3]), args[4], 2 * _EIGHT)
+        in_turn = [lane // 2 + lane % 2 * _EIGHT for lane in range(2 * _EIGHT)]
+        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 2 * _EIGHT), in_turn))
+        into.store(builder.fadd(into.load(), both))
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, types.intp, target, types.intp), generate
+
+
+def _lanes(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Any, Any]:
+    """Eight elements of the source and the target, from so many after the given index on."""
+
+    def of(array: int) -> Any:
+        def at(offset: int) -> Lanes:
+            index = builder.add(args[array + 1], args[array + 1].type(offset))
+            return Lanes(context, builder, (signature.args[array], args[array]), index, _EIGHT)
+
+        return at
+
+    return of(0), of(2)
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _copy_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
+    """Runs are short, so a loop's compiler would leave most of them to single elements."""
+    if size < _EIGHT:
+        for k in range(size):
+            target[start + k] = source[first + k]
+        return
+    for k in range(0, size - _EIGHT, _EIGHT):
+        _copy_eight(source, first + k, target, start + k)
+    _copy_eight(source, first + size - _EIGHT, target, start + size - _EIGHT)  # of which some were copied before
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _add_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
+    whole = size - size % _EIGHT
+    for k in range(0, whole, _EIGHT):
+        _add_eight(source, first + k, target, start + k)
+    for k in range(whole, size):
+        target[start + k] += source[first + k]
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _copy_strided(source, first, stride, target, start, size):  # type: ignore[no-untyped-def]
+    if stride == 1:
+        _copy_run(source, first, target, start, size)
+        return
+    whole = size - size % _EIGHT if stride == 2 else 0
+    for k in range(0, whole, _EIGHT):
+        _copy_every_other(source, first + 2 * k, target, start + k)
+    for k in range(whole, size):
+        target[start + k] = source[first + stride * k]
+
+
+@numba.njit(numba.types.Tuple((_PAIR, _PAIR))(_PAIR, _PAIR, numba.int64, _PAIR), **_OPTIONS)
+def _phases_of(kernel, stride, width, rows):  # type: ignore[no-untyped-def]
+    """How many polyphase components of a plane a kernel sees, and what size they have, for some output ``rows``.
+
+    The component (a, b) has the samples (stride[0] u + a, stride[1] v + b) of the padded plane, from the first one
+    that the rows see, so that each place of the kernel sees runs of ``width`` samples side by side.
     """
-    top = min(size[0], max(0, rows[0] * stride[0] - padding[0]))
-    bottom = max(top, min(size[0], (rows[1] - 1) * stride[0] - padding[0] + kernel[0]))
-    seen = np.empty((kernel[0] * kernel[1], (rows[1] - rows[0]) * width), np.uint32)
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
-            for y in range(rows[0], rows[1]):
-                down = y * stride[0] + i - padding[0]
-                for z in range(width):
-                    right = z * stride[1] + j - padding[1]
-                    inside = 0 <= down < size[0] and 0 <= right < size[1]
-                    at = (down if inside else bottom) - top
-                    seen[i * kernel[1] + j, (y - rows[0]) * width + z] = at * size[1] + (right if inside else 0)
-    return (top * size[1], bottom * size[1]), seen
+    count = min(kernel[0], stride[0]), min(kernel[1], stride[1])
+    high = (kernel[0] - 1) // stride[0] + rows[1] - rows[0]
+    return count, (high, (kernel[1] - 1) // stride[1] + width)
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _inside(b, stride, padding, width, wide):  # type: ignore[no-untyped-def]
+    """Of a row ``wide`` of the component ``b`` what lies in a line of ``width``: (first, end), and where first lies."""
+    first = max(0, (padding - b + stride - 1) // stride)
+    end = max(first, min(wide, (width - 1 - b + padding) // stride + 1))
+    return first, end, first * stride + b - padding
+
+
+@numba.njit([numba.void(f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
+def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped-def]
+    """Write what lies in the ``plane`` to its ``phases``, from the output row ``top`` on; the rest stays as it is."""
+    source, target = plane.reshape(-1), phases.reshape(-1)
+    width, (high, wide) = plane.shape[1], phases.shape[2:]
+    for b in range(phases.shape[1]):
+        left, right, at = _inside(b, stride[1], padding[1], width, wide)
+        for a in range(phases.shape[0]):
+            above, below, y = _inside(a, stride[0], padding[0] - top * stride[0], plane.shape[0], high)
+            row = (a * phases.shape[1] + b) * high * wide
+            for u in range(above, below):
+                _copy_strided(source, y * width + at, stride[1], target, row + u * wide + left, right - left)
+                y += stride[0]
+
+
+@numba.njit(inline="always", **_OPTIONS)
+def _add_both(source, even, odd, wide, target, line, width, padding):  # type: ignore[no-untyped-def]
+    """Add rows of both components to a line of the plane, whose first sample is one of the even's or of the odd's."""
+    first, other = (odd, even) if padding % 2 else (even, odd)
+    first += (padding + 1) // 2 - padding % 2
+    other += (padding + 1) // 2
+    seen = min(width, 2 * wide - padding)
+    whole = seen - seen % (2 * _EIGHT)
+    for x in range(0, whole, 2 * _EIGHT):
+        _add_in_turn(source, first + x // 2, other + x // 2, target, line + x)
+    for x in range(whole, seen):
+        target[line + x] += source[(other if x % 2 else first) + x // 2]
+
+
+@numba.njit([numba.void(f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
+def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped-def]
+    """The transpose of `_part_plane`: add the ``phases`` to the ``plane``."""
+    source, target = phases.reshape(-1), plane.reshape(-1)
+    width, (high, wide) = plane.shape[1], phases.shape[2:]
+    for a in range(phases.shape[0]):
+        above, below, y = _inside(a, stride[0], padding[0] - top * stride[0], plane.shape[0], high)
+        for u in range(above, below):
+            row = (a * phases.shape[1] * high + u) * wide
+            if stride[1] == 2:
+                _add_both(source, row, row + high * wide, wide, target, y * width, width, padding[1])
+            else:
+                for b in range(phases.shape[1]):
+                    left, right, at = _inside(b, stride[1], padding[1], width, wide)
+                    for v in range(right - left):
+                        target[y * width + at + stride[1] * v] += source[row + b * high * wide + left + v]
+            y += stride[0]
 
 
 @numba.njit(
@@ -130,17 +266,19 @@ def _unfold_planes(x, patches, steps, rows, kernel, stride, padding, width):  # 
 
     ``steps`` are the elements from one image's run to the next's, and from one row of the matrix to the next.
     """
-    (first, end), seen = _seen(x.shape[2:], rows, kernel, stride, padding, width)
-    samples = np.zeros(end - first + 1, patches.dtype)  # the last one being padding
+    count, size = _phases_of(kernel, stride, width, rows)
+    phases = np.zeros((count[0], count[1], size[0], size[1]), patches.dtype)
+    flat = phases.reshape(-1)
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
-            samples[: end - first] = x[n, c].reshape(-1)[first:end]
-            for place in range(seen.shape[0]):
-                at, target = seen[place], patches[start : start + seen.shape[1]]
-                for k in range(at.size):
-                    target[k] = _single(samples, at[k])
-                start += steps[1]
+            _part_plane(x[n, c], phases, rows[0], stride, padding)
+            for i in range(kernel[0]):
+                for j in range(kernel[1]):
+                    first = ((i % stride[0] * count[1] + j % stride[1]) * size[0] + i // stride[0]) * size[1]
+                    for row in range(rows[1] - rows[0]):
+                        _copy_run(flat, first + row * size[1] + j // stride[1], patches, start + row * width, width)
+                    start += steps[1]
 
 
 @numba.njit(
@@ -149,22 +287,23 @@ def _unfold_planes(x, patches, steps, rows, kernel, stride, padding, width):  # 
 )
 def _fold_planes(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """The transpose of `_unfold_planes`: add the patches to ``dx``, which starts from zero with row 0."""
-    (first, end), seen = _seen(dx.shape[2:], rows, kernel, stride, padding, width)
-    sums = np.empty(end - first + 1, patches.dtype)
+    count, size = _phases_of(kernel, stride, width, rows)
+    count = count[0], 2 if stride[1] == 2 else count[1]  # also one that no place of the kernel sees
+    phases = np.empty((count[0], count[1], size[0], size[1]), patches.dtype)
+    flat = phases.reshape(-1)
     if rows[0] == 0:
         dx[:] = 0
     for n in range(dx.shape[0]):
         start = n * steps[0]
         for c in range(dx.shape[1]):
-            sums[:] = 0
-            for place in range(seen.shape[0]):
-                at, source = seen[place], patches[start : start + seen.shape[1]]
-                for k in range(at.size):
-                    sums[at[k]] += source[k]
-                start += steps[1]
-            target = dx[n, c].reshape(-1)[first:end]
-            for k in range(target.size):
-                target[k] += sums[k]
+            flat[:] = 0
+            for i in range(kernel[0]):
+                for j in range(kernel[1]):
+                    first = ((i % stride[0] * count[1] + j % stride[1]) * size[0] + i // stride[0]) * size[1]
+                    for row in range(rows[1] - rows[0]):
+                        _add_run(patches, start + row * width, flat, first + row * size[1] + j // stride[1], width)
+                    start += steps[1]
+            _join_plane(phases, dx[n, c], rows[0], stride, padding)
 
 
 class Room:

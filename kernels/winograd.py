@@ -1,4 +1,5 @@
-"""Floor 0: convolution by 3 x 3 with stride 1 in a quarter of the multiplications. Imports: numba, buffers, lanes.
+"""Floor 0: convolution by 3 x 3 with stride 1 in a quarter of the multiplications. Imports: numba, buffers, lanes,
+products.
 
 Winograd's F(4 x 4, 3 x 3), as Lavin and Gray describe it ("Fast algorithms for convolutional neural networks", 2016,
 sections 4.1 and 4.3): a tile of 4 x 4 results needs 6 x 6 samples ``d``, and is ``A' ((G g G') * (B' d B)) A`` for the
@@ -24,6 +25,7 @@ from numba.extending import intrinsic
 
 from .buffers import empty
 from .lanes import Lanes
+from .products import multiply
 
 _LANES = 16
 _BLOCK_TILES = 64
@@ -246,7 +248,7 @@ def _convolve(
     for rows in tiles.blocks:
         count = tiles.count(rows)
         _spread(x, flat, rows, tiles.grid, padding, False)
-        np.matmul(samples[:, :count], weight_planes, out=results[:, :count])
+        multiply(samples[:, :count], weight_planes, results[:, :count])
         _collect(flat_results, bias, relu, out, rows, tiles.grid)
 
 
@@ -269,13 +271,15 @@ def gradient_of_weight(x: np.ndarray, gy: np.ndarray, dweight: np.ndarray, paddi
     flat, samples = tiles.planes(inputs)
     flat_gradients, gradients = tiles.planes(outputs)
     flat_sums, sums = _planes(outputs, inputs)
+    more = empty(sums.shape, np.float32)
     for rows in tiles.blocks:
         count = tiles.count(rows)
         _spread(x, flat, rows, tiles.grid, padding, False)
         _spread(gy, flat_gradients, rows, tiles.grid, (0, 0), True)
         product = gradients[:, :count].transpose(0, 2, 1), samples[:, :count]
         if rows[0] == 0:
-            np.matmul(*product, out=sums)
+            multiply(*product, sums)
         else:
-            sums += np.matmul(*product)
+            multiply(*product, more)
+            sums += more
     _collect_weights(flat_sums, dweight.reshape(outputs, inputs, 9), _whole(inputs))

@@ -1,0 +1,157 @@
+"""Floor 0: matrix products of NumPy arrays by BLAS, in the pieces in which it is fastest. Imports: buffers.
+
+OpenBLAS copies ("packs") both matrices of a product before it multiplies. Where one of them has few rows, that is a
+large part of the time. For processors with AVX-512 it also has kernels that take matrices as they lie, but it uses
+them only for products of up to a million multiplications (``sgemm_small_kernel_permit_skylakex.c``). So a larger
+product is given to it in tiles of that size, on one thread; with several, OpenBLAS shares out the whole.
+
+Measured on one core of an AMD Zen 4, whole and in tiles, in us: 32 x 320 by 320 x 1024, 269 and 196; 128 x 256 by the
+transpose of 576 x 256, 481 and 403; and with matrices that come from memory, 16 x 2048 by 2048 x 2048, 3800 and 2700;
+by its transpose, 4500 and 2600 (turned, 2900); the transpose of 16 x 2048 by 16 x 2048, 3500 and 2000.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .buffers import empty
+
+MOST = 1_000_000
+"""Multiplications up to which OpenBLAS takes float32 matrices as they lie."""
+_CORES = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
+"""OpenBLAS's names of the processors for which it does."""
+_MOST_RESULTS = 1200
+"""Of a tile whose right matrix is transposed: with more OpenBLAS packs it all the same."""
+_FEW_ROWS = 64
+_COLUMNS = 64
+"""Of a tile: four vectors."""
+_USUAL = 1 << 19
+"""Multiplications of a tile that may be of any size."""
+_WORTH = 4_000_000
+"""Multiplications from which on tiles save more than views of them cost."""
+_IN_CACHE_NBYTES = 5 << 18
+"""Of a right matrix that all rows of tiles pass over, one after another."""
+_DEEPEST_TURNED = 128
+"""A left matrix that is transposed has tiles up to this depth: beyond it the whole is as fast."""
+
+
+class _Tile(NamedTuple):
+    """``rows`` and ``columns`` of the result, each the sum of ``parts`` products of depth ``depth / parts``."""
+
+    rows: int
+    columns: int
+    parts: int
+
+
+@functools.cache
+def _openblas() -> list[Any]:
+    """NumPy's OpenBLAS, if it is one that has kernels for small products."""
+    from threadpoolctl import ThreadpoolController
+
+    name = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {}).get("name", "")
+    found = [each for each in ThreadpoolController().lib_controllers if each.internal_api == "openblas"]
+    return found if "openblas" in name and all(each.architecture in _CORES for each in found) else []
+
+
+def _has_small_kernels() -> bool:
+    libraries = _openblas()
+    return bool(libraries) and all(each.get_num_threads() == 1 for each in libraries)
+
+
+def _is_turned(x: np.ndarray) -> bool:
+    """Whether the transpose of ``x`` is what has its rows along memory."""
+    return x.strides[-1] != x.itemsize and x.strides[-2] == x.itemsize
+
+
+def _rows_of(count: int, most: int) -> int:
+    """A number of rows up to ``most``, a multiple of 8, that parts ``count`` rows evenly."""
+    if count <= most:
+        return count
+    parts = -(-count // most)
+    while (rows := -(-count // (8 * parts)) * 8) > most and most >= 8:
+        parts += 1
+    return min(rows, most)
+
+
+def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _Tile | None:
+    """The tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None where the whole is as fast."""
+    if left_turned:
+        rows = min(m, max(k, 16), _COLUMNS)
+        return None if right_turned or k > _DEEPEST_TURNED else _Tile(rows, _columns_of(rows, k), 1)
+    if right_turned:
+        rows = m if m <= _FEW_ROWS else 16
+        columns = min(n, _COLUMNS, min(_MOST_RESULTS, MOST // k) // rows // 8 * 8)
+        if columns >= 16:
+            return _Tile(rows, columns, 1)
+        columns = min(n, _MOST_RESULTS // rows // 8 * 8)
+        return _in_parts(rows, columns, k) if m <= _FEW_ROWS and columns else None
+    rows = _rows_of(m, MOST // (_COLUMNS * k))
+    if rows == m or (rows >= 16 and 4 * k * n <= _IN_CACHE_NBYTES):
+        return _Tile(rows, _columns_of(rows, k), 1)
+    return _in_parts(m, _COLUMNS, k) if m <= _FEW_ROWS // 2 else None
+
+
+def _columns_of(rows: int, depth: int) -> int:
+    """Whole vectors that make a tile of the usual size, or a little more where it is deep."""
+    return max(_COLUMNS, _USUAL // (rows * depth) // 16 * 16)
+
+
+def _in_parts(rows: int, columns: int, depth: int) -> _Tile | None:
+    least = -(-rows * columns * depth // _USUAL)
+    parts = next((parts for parts in range(least, 2 * least + 1) if depth % parts == 0), None)
+    return None if parts is None else _Tile(rows, columns, parts)
+
+
+def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns: int) -> None:
+    """``out = a @ b`` in tiles of ``rows`` and ``columns``, and what is left over at its edges."""
+    for down in _whole_and_rest(out.shape[-2], rows):
+        for across in _whole_and_rest(out.shape[-1], columns):
+            left, right, into = a[..., down, :], b[..., across], out[..., down, across]
+            high, wide = min(rows, into.shape[-2]), min(columns, into.shape[-1])
+            left = left.reshape(*left.shape[:-2], -1, 1, high, a.shape[-1])
+            right = right.reshape(*right.shape[:-1], -1, wide).swapaxes(-3, -2)[..., None, :, :, :]
+            into = into.reshape(*into.shape[:-2], -1, high, into.shape[-1] // wide, wide).swapaxes(-3, -2)
+            np.matmul(left, right, out=into)
+
+
+def _whole_and_rest(size: int, step: int) -> list[slice]:
+    """The part of an axis that is a multiple of ``step``, and the rest."""
+    whole = size - size % step
+    return [each for each in (slice(0, whole), slice(whole, size)) if each.start < each.stop]
+
+
+def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """See `reference_products.multiply`."""
+    m, k = a.shape[-2:]
+    n = b.shape[-1]
+    if m * k * n <= MOST or out.size * k < _WORTH or min(m, n) < 8 or out.dtype != np.float32 or not _has_small_kernels():
+        _whole(a, b, out)
+        return
+    if _is_turned(out):
+        a, b, out, m, n = b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2), n, m
+    tile = _tile_of(m, k, n, _is_turned(a), _is_turned(b))
+    if tile is None or (tile.parts > 1 and out.ndim > 2):
+        _whole(a, b, out)
+    elif tile.parts == 1:
+        _by_tiles(a, b, out, tile.rows, tile.columns)
+    else:
+        sums = empty((tile.parts, m, n), out.dtype)
+        left = a.reshape(m, tile.parts, -1).swapaxes(0, 1)
+        _by_tiles(left, b.reshape(tile.parts, -1, n), sums, tile.rows, tile.columns)
+        np.add.reduce(sums, axis=0, out=out)
+
+
+def _whole(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """As one product.
+
+    With few rows most of the time goes into packing ``b``, which BLAS does faster as the left operand and not turned
+    round: by this way the product of 16 x 2048 and 2048 x 2048 takes 0.6 of the time, with 64 rows 0.85, the turned
+    result's copy included. A single row is no product for BLAS but a pass over ``b``.
+    """
+    if out.ndim == 2 and 1 < a.shape[0] <= _FEW_ROWS and b.shape[0] >= 128 and b.shape[1] > 1 and _is_turned(b):
+        out[...] = np.matmul(b.T, a.T, out=empty(out.shape[::-1], out.dtype)).T
+    else:
+        np.matmul(a, b, out=out)
