@@ -22,6 +22,8 @@ _BLOCK_POSITIONS = 512
 """A block has so many output positions at least: with fewer, passing over a deep layer's weights costs too much."""
 _OWN_PRODUCT_POSITIONS = 256
 """From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
+_SHALLOW = 16, 64
+"""Depths, and from the first on channels out, for which the product with patches as columns is slow."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
@@ -118,7 +120,9 @@ class _Block(NamedTuple):
 class _Blocks:
     """The blocks of one convolution, and scratch memory for a block."""
 
-    def __init__(self, x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pair, padding: Pair) -> None:
+    def __init__(
+        self, x: np.ndarray, weight: np.ndarray, out: np.ndarray, stride: Pair, padding: Pair, unfolds_alone: bool
+    ) -> None:
         self._batch, self._channels, self._height, self._width = out.shape
         depth, plane = weight[0].size, self._height * self._width
         positions = max(_BLOCK_POSITIONS, _BLOCK_NBYTES // (depth * x.itemsize))
@@ -129,8 +133,9 @@ class _Blocks:
         self.joined = plane < _OWN_PRODUCT_POSITIONS
         """Whether one product takes all images of a block, else each has its own, right where the results belong."""
         self.patches: ChannelsLast | Planes
-        if self.joined and shape.kernel != (1, 1) and self._batch * plane >= self._channels:
-            self.patches = ChannelsLast(x, weight, shape, columns)
+        shallow = unfolds_alone and _SHALLOW[0] <= depth <= _SHALLOW[1] and self._channels >= _SHALLOW[0]
+        if shape.kernel != (1, 1) and (shallow or (self.joined and self._batch * plane >= self._channels)):
+            self.patches = ChannelsLast(x, weight, shape, columns, self.joined)
         else:
             self.patches = Planes(x, weight, shape, columns, self.joined)
         self.product = Room(self._channels, columns, x.dtype, self.joined)
@@ -150,7 +155,7 @@ class _Blocks:
         Patches as rows are multiplied faster where the product, too, has its positions as rows.
         """
         flat = self.product.flat(*extent)
-        if isinstance(self.patches, ChannelsLast):
+        if isinstance(self.patches, ChannelsLast) and self.joined:
             return flat.reshape(-1, self._channels).T, flat, (extent[1] * self._channels, 1, self._channels)
         return self.product.matrices(*extent), flat, (*self.product.steps(*extent), 1)
 
@@ -169,7 +174,7 @@ def conv2d(
     relu: bool,
 ) -> None:
     """See `reference.conv2d`."""
-    blocks = _Blocks(x, weight, out, stride, padding)
+    blocks = _Blocks(x, weight, out, stride, padding, unfolds_alone=False)
     matrix = blocks.patches.matrix()
     planes = blocks.planes(out)
     in_place = bias is None and not relu and not blocks.joined
@@ -209,7 +214,7 @@ def conv2d_gradients(
 ) -> None:
     """See `reference.conv2d_gradients`."""
     dx, dweight, dbias = into
-    blocks = _Blocks(x, weight, gy, stride, padding)
+    blocks = _Blocks(x, weight, gy, stride, padding, unfolds_alone=dx is None)
     patches, room = blocks.patches, blocks.product
     matrix = patches.matrix()
     sums = None if dweight is None else patches.sums(dweight)

@@ -25,7 +25,7 @@ _CORES = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
 """OpenBLAS's names of the processors for which it does."""
 _MOST_RESULTS = 1200
 """Of a tile whose right matrix is transposed: with more OpenBLAS packs it all the same."""
-_FEW_ROWS = 64
+_FEWEST, _FEW_ROWS = 8, 64
 _COLUMNS = 64
 """Of a tile: four vectors."""
 _USUAL = 1 << 19
@@ -80,7 +80,7 @@ def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _
     """The tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None where the whole is as fast."""
     if left_turned:
         rows = min(m, max(k, 16), _COLUMNS)
-        return None if right_turned or k > _DEEPEST_TURNED else _Tile(rows, _columns_of(rows, k), 1)
+        return None if right_turned or k > _DEEPEST_TURNED else _Tile(rows, min(n, _columns_of(rows, k)), 1)
     if right_turned:
         rows = m if m <= _FEW_ROWS else 16
         columns = min(n, _COLUMNS, min(_MOST_RESULTS, MOST // k) // rows // 8 * 8)
@@ -88,10 +88,10 @@ def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _
             return _Tile(rows, columns, 1)
         columns = min(n, _MOST_RESULTS // rows // 8 * 8)
         return _in_parts(rows, columns, k) if m <= _FEW_ROWS and columns else None
-    rows = _rows_of(m, MOST // (_COLUMNS * k))
+    rows = _rows_of(m, MOST // (min(n, _COLUMNS) * k))
     if rows == m or (rows >= 16 and 4 * k * n <= _IN_CACHE_NBYTES):
-        return _Tile(rows, _columns_of(rows, k), 1)
-    return _in_parts(m, _COLUMNS, k) if m <= _FEW_ROWS // 2 else None
+        return _Tile(rows, min(n, _columns_of(rows, k)), 1)
+    return _in_parts(m, min(n, _COLUMNS), k) if m <= _FEW_ROWS // 2 else None
 
 
 def _columns_of(rows: int, depth: int) -> int:
@@ -127,7 +127,8 @@ def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """See `reference_products.multiply`."""
     m, k = a.shape[-2:]
     n = b.shape[-1]
-    if m * k * n <= MOST or out.size * k < _WORTH or min(m, n) < 8 or out.dtype != np.float32 or not _has_small_kernels():
+    is_large = m * k * n > MOST and out.size * k >= _WORTH and min(m, n) >= _FEWEST
+    if not is_large or out.dtype != np.float32 or not _has_small_kernels():
         _whole(a, b, out)
         return
     if _is_turned(out):

@@ -20,8 +20,8 @@ from ..kernels.buffers import empty
 from .half import in_float32
 from .losses import l2_loss, softmax_cross_entropy
 from .normalisation import batch_norm, batch_norm_by_running
-from .operands import alike, contiguous, kernels_for, refreshed
-from .products import times_transposed
+from .operands import alike, called, contiguous, kernels_for, refreshed
+from .products import product
 
 __all__ = [
     "avg_pool2d",
@@ -91,7 +91,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
         )
     whole = contiguous(a)
     rows = whole.reshape(-1, w.shape[0])
-    out = rows.dot(w, empty((rows.shape[0], w.shape[1]), a.dtype, xp))  # half of matmul's overhead
+    out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
+    called([product(rows, w, out)])
     added = None
     if b is not None or relu:
         added = xp.zeros(w.shape[1:], dtype=w.dtype) if b is None else contiguous(b)
@@ -99,7 +100,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 
     def again(place: Array) -> list[Call]:
         into = place.reshape(out.shape)
-        calls = [*refreshed(whole, a), (rows.dot, (w, into))]
+        calls = [*refreshed(whole, a), product(rows, w, into)]
         if added is not None:
             calls += [] if b is None else refreshed(added, b)
             calls += [(kernels_for("epilogue", a).add_bias, (into, added, relu))]
@@ -114,12 +115,15 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
         if dbias is not None:
             dbias.add(xp.sum(g, axis=0, out=dbias.empty()))
         if dweight is not None:
-            # NumPy gives a product of depth 1 not to BLAS but to a loop that takes five times as long as multiply.
-            product = xp.multiply if rows.shape[0] == 1 else xp.matmul
-            dweight.add(product(rows.T, g, out=dweight.empty()))
+            place = dweight.empty()
+            if rows.shape[0] == 1:  # NumPy gives this not to BLAS but to a loop that takes five times as long
+                xp.multiply(rows.T, g, out=place)
+            else:
+                called([product(rows.T, g, place)])
+            dweight.add(place)
         if dx is not None:
             place = dx.empty()
-            times_transposed(g, w, place.reshape(rows.shape))
+            called([product(g, w.T, place.reshape(rows.shape))])
             dx.add(place)
 
     return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback, again)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError, whole_number
-from ..kernels import reference_sequences
+from ..kernels import reference_products, reference_sequences
 from ..kernels.buffers import empty
 from . import deferred
 from .half import in_float32
@@ -21,8 +20,6 @@ from .operands import alike, called, contiguous, kernels_for, refreshed
 
 _PADDING = 16
 """Between rows of weights: at a distance of a power of two they take each other's place in the caches."""
-_ROWS_TURNED = 8
-"""At a time; of all at once, which lie far apart, it takes three times as long."""
 
 
 @operator("lstm", ("x", "weight", "recurrent_weight", "bias"))
@@ -53,6 +50,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         )  # fmt: skip
     batch, time, features = a.shape
     compute = kernels_for("lstm", a, reference_sequences)
+    multiply = kernels_for("products", a, reference_products).multiply
     both = features + size
     inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
     cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
@@ -70,7 +68,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         for t in range(time):
             factors = (inputs[t], weights) if t else (inputs[0, :, :features], w)
             calls += [
-                (partial(xp.matmul, out=gates[t]), factors),
+                (multiply, (*factors, gates[t])),
                 (compute.lstm_step, (b, t, gates, cells, inputs)),
             ]
         return [*calls, (place.__setitem__, (..., inputs[1:, :, features:].swapaxes(0, 1)))]
@@ -83,27 +81,24 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         g = contiguous(gy)
         dgates, dinputs = empty(gates.shape, a.dtype, xp), empty(inputs.shape, a.dtype, xp)
         dcell, sums = (xp.zeros(shape, dtype=a.dtype) for shape in ((batch, size), b.shape))
-        turned = empty((4 * size, both), a.dtype, xp)
-        for first in range(0, both if time > 1 else 0, _ROWS_TURNED):
-            turned[:, first : first + _ROWS_TURNED] = weights[first : first + _ROWS_TURNED].T
         dinputs[time] = 0
         for t in range(time - 1, -1, -1):
             compute.lstm_step_gradients(g, dinputs, dcell, t, gates, cells, dgates, sums)
             if t:
-                xp.matmul(dgates[t], turned, out=dinputs[t])
+                multiply(dgates[t], weights.T, dinputs[t])
         if dbias is not None:
             dbias.add(sums)
         if dweight is not None or drecurrent is not None:
             rows = inputs[:time].reshape(time * batch, both)
             products = empty((both, 4 * size), a.dtype, xp)
-            xp.matmul(rows.T, dgates.reshape(time * batch, 4 * size), out=products)
+            multiply(rows.T, dgates.reshape(time * batch, 4 * size), products)
             if dweight is not None:
                 dweight.add(products[:features])
             if drecurrent is not None:
                 drecurrent.add(products[features:])
         if dx is not None:
             if time:
-                xp.matmul(dgates[0], w.T, out=dinputs[0, :, :features])
+                multiply(dgates[0], w.T, dinputs[0, :, :features])
             place = dx.empty()
             place[...] = dinputs[:time, :, :features].swapaxes(0, 1)
             dx.add(place)
