@@ -58,7 +58,7 @@ def _openblas() -> list[Any]:
 
 def _has_small_kernels() -> bool:
     libraries = _openblas()
-    return bool(libraries) and all(each.get_num_threads() == 1 for each in libraries)
+    return [each.get_num_threads() for each in libraries] == [1] * len(libraries) != []
 
 
 def _is_turned(x: np.ndarray) -> bool:
@@ -76,6 +76,7 @@ def _rows_of(count: int, most: int) -> int:
     return min(rows, most)
 
 
+@functools.lru_cache
 def _tile_of(m: int, k: int, n: int, left_turned: bool, right_turned: bool) -> _Tile | None:
     """The tile for an ``(m, k)`` times a ``(k, n)`` matrix, or None where the whole is as fast."""
     if left_turned:
@@ -107,20 +108,21 @@ def _in_parts(rows: int, columns: int, depth: int) -> _Tile | None:
 
 def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns: int) -> None:
     """``out = a @ b`` in tiles of ``rows`` and ``columns``, and what is left over at its edges."""
-    for down in _whole_and_rest(out.shape[-2], rows):
-        for across in _whole_and_rest(out.shape[-1], columns):
-            left, right, into = a[..., down, :], b[..., across], out[..., down, across]
-            high, wide = min(rows, into.shape[-2]), min(columns, into.shape[-1])
-            left = left.reshape(*left.shape[:-2], -1, 1, high, a.shape[-1])
-            right = right.reshape(*right.shape[:-1], -1, wide).swapaxes(-3, -2)[..., None, :, :, :]
-            into = into.reshape(*into.shape[:-2], -1, high, into.shape[-1] // wide, wide).swapaxes(-3, -2)
-            np.matmul(left, right, out=into)
-
-
-def _whole_and_rest(size: int, step: int) -> list[slice]:
-    """The part of an axis that is a multiple of ``step``, and the rest."""
-    whole = size - size % step
-    return [each for each in (slice(0, whole), slice(whole, size)) if each.start < each.stop]
+    high, wide = out.shape[-2:]
+    down, across = high - high % rows, wide - wide % columns
+    if down < high:
+        if down:
+            _by_tiles(a[..., :down, :], b, out[..., :down, :], rows, columns)
+        _by_tiles(a[..., down:, :], b, out[..., down:, :], high - down, columns)
+    elif across < wide:
+        if across:
+            _by_tiles(a, b[..., :across], out[..., :across], rows, columns)
+        _by_tiles(a, b[..., across:], out[..., across:], rows, wide - across)
+    else:
+        depth, stack = a.shape[-1], out.shape[:-2]
+        left = a.reshape(*a.shape[:-2], high // rows, 1, rows, depth)
+        right = b.reshape(*b.shape[:-2], 1, depth, wide // columns, columns).swapaxes(-3, -2)
+        np.matmul(left, right, out=out.reshape(*stack, high // rows, rows, wide // columns, columns).swapaxes(-3, -2))
 
 
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
