@@ -125,6 +125,7 @@ def _by_tiles(a: np.ndarray, b: np.ndarray, out: np.ndarray, rows: int, columns:
         np.matmul(left, right, out=out.reshape(*stack, high // rows, rows, wide // columns, columns).swapaxes(-3, -2))
 
 
+@np.errstate(over="ignore", invalid="ignore")  # as numpy.dot: who cares for overflows looks for them
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """See `reference_products.multiply`."""
     m, k = a.shape[-2:]
