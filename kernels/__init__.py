@@ -1,9 +1,10 @@
 """Floor 0: compute kernels. Imports: arrays, errors.
 
 ``reference`` and the modules ``reference_X`` are the specification, in the functions that NumPy and CuPy share. The
-modules ``cuda_X``, with ``X.cu``, are for CuPy arrays (`cuda`). The others are Numba versions for NumPy arrays. Those
-are compiled when they are imported, so they are reached through `load`, which lets one process of a node compile while
-the others wait and then read the cache. `kernels_for` chooses by the array.
+modules ``cuda_X``, with ``X.cu``, are for CuPy arrays (`cuda`), as are `capture` and `cublas` for CUDA graphs. The
+others are Numba versions for NumPy arrays. Those are compiled when they are imported, so they are reached through
+`load`, which lets one process of a node compile while the others wait and then read the cache. `kernels_for` chooses by
+the array.
 """
 
 from __future__ import annotations

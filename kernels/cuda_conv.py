@@ -1,4 +1,6 @@
-"""Convolution of CuPy arrays: patches (im2col), and one product over all images. Imports: cuda, cuda_windows.
+"""Convolution of CuPy arrays: patches (im2col), and one product over all images.
+
+Imports: cuda, cublas, cuda_windows.
 
 `reference` is the specification: same names, same arguments, the same product; all else has the same bits where
 gradients are finite.
@@ -12,6 +14,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace
 from . import cuda
+from .cublas import matmul
 from .cuda_windows import windows
 from .reference import Pair
 
@@ -20,8 +23,8 @@ _DTYPES = ("float32", "float64")
 
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
     """See `reference.conv2d`."""
-    xp, channels = array_namespace(x, weight), out.shape[1]
-    product = xp.matmul(weight.reshape(channels, -1), _unfolded(x, weight, out, stride, padding))
+    channels = out.shape[1]
+    product = matmul(weight.reshape(channels, -1), _unfolded(x, weight, out, stride, padding))
     of_type = cuda.type_name("conv2d", _DTYPES, out.size, product, out)
     if bias is not None:
         cuda.check("conv2d", (str(out.dtype),), channels, bias)
@@ -51,9 +54,9 @@ def conv2d_gradients(
         dbias[...] = flat.sum(axis=1)
     if dweight is not None:
         columns = _unfolded(x, weight, gy, stride, padding)
-        dweight[...] = xp.matmul(flat, columns.T).reshape(weight.shape)
+        dweight[...] = matmul(flat, columns.T).reshape(weight.shape)
     if dx is not None:
-        columns = xp.matmul(weight.reshape(channels, -1).T, flat)
+        columns = matmul(weight.reshape(channels, -1).T, flat)
         cuda.check("conv2d_gradients", (str(columns.dtype),), columns.size, columns)
         cuda.check("conv2d_gradients", (str(columns.dtype),), x.size, dx)
         of_windows = windows(dx, gy.shape[2:], weight.shape[2:], stride, padding)

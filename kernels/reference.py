@@ -1,4 +1,4 @@
-"""Floor 0: the kernels of neural networks in plain array operations, the specification. Imports: arrays.
+"""Floor 0: the kernels of neural networks in plain array operations, the specification. Imports: arrays, cublas.
 
 Images are ``(batch, channels, height, width)``, convolution weights ``(out, in, kernel height, kernel width)``. Pairs
 ``kernel``, ``stride`` and ``padding`` are (vertical, horizontal); padding is zeros, on both sides. Results are written
@@ -8,6 +8,7 @@ into the arrays given for them, all of one float dtype; those must not overlap w
 from __future__ import annotations
 
 from ..arrays import Array, array_namespace
+from .cublas import matmul_of
 
 Pair = tuple[int, int]
 
@@ -55,7 +56,7 @@ def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair
     xp = array_namespace(x, weight)
     batch, channels, height, width = out.shape
     columns = _unfolded(x, weight.shape[2:], stride, padding, (height, width))
-    product = xp.matmul(weight.reshape(channels, -1), columns).reshape(channels, batch, height, width)
+    product = matmul_of(xp)(weight.reshape(channels, -1), columns).reshape(channels, batch, height, width)
     if bias is not None:
         product = product + bias[:, None, None, None]
     if relu:
@@ -88,9 +89,9 @@ def conv2d_gradients(
         dbias[...] = flat.sum(axis=1)
     if dweight is not None:
         columns = _unfolded(x, kernel, stride, padding, size)
-        dweight[...] = xp.matmul(flat, columns.T).reshape(weight.shape)
+        dweight[...] = matmul_of(xp)(flat, columns.T).reshape(weight.shape)
     if dx is not None:
-        columns = xp.matmul(weight.reshape(channels, -1).T, flat)
+        columns = matmul_of(xp)(weight.reshape(channels, -1).T, flat)
         columns = columns.reshape(x.shape[1], len(_offsets(kernel)), x.shape[0], *size)
         wide = xp.zeros_like(_padded(x, padding))
         for number, at in enumerate(_offsets(kernel)):

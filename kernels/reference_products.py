@@ -1,8 +1,9 @@
-"""Floor 0: what a matrix product is, in the functions that NumPy and CuPy share. Imports: arrays."""
+"""Floor 0: what a matrix product is, in the functions that NumPy and CuPy share. Imports: arrays, cublas."""
 
 from __future__ import annotations
 
 from ..arrays import Array, array_namespace
+from .cublas import matmul_of
 
 
 def multiply(a: Array, b: Array, out: Array) -> None:
@@ -13,4 +14,4 @@ def multiply(a: Array, b: Array, out: Array) -> None:
         b: shape ``(..., k, n)``.
         out: shape ``(..., m, n)``; all of one floating dtype, in any order in memory.
     """
-    array_namespace(a, b).matmul(a, b, out=out)
+    matmul_of(array_namespace(a, b))(a, b, out=out)

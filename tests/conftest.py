@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -23,6 +24,7 @@ import pytest
 from hpcdp.launch.inside import launched_rank, launched_ranks
 
 RANK, SIZE = launched_rank() or 0, launched_ranks() or 1
+ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH", "") not in ("", "0")
 TEST_LIMIT_S = float(os.environ.get("HPCDP_TEST_LIMIT_S", 120))
 CLUSTER_LIMIT_S = 5 * TEST_LIMIT_S
@@ -198,3 +200,41 @@ def gpus_on_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     with gpu_on_host.installed(monkeypatch, request.param) as gpus:
         yield gpus
+
+
+@pytest.fixture
+def graphs_on_host() -> Iterator[object]:
+    """CuPy's place taken by `graphs_on_host`, which captures CUDA graphs."""
+    import graphs_on_host
+
+    with graphs_on_host.installed() as machine:
+        yield machine
+
+
+@pytest.fixture
+def counted_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """CUDA graphs, on a GPU with ``HPCDP_TEST_GPU=1`` (``make test-gpu``), else `graphs_on_host`.
+
+    ``graphs`` has one for each capture, ``launches`` for each launch.
+    """
+    if ON_GPU:
+        cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'")
+        cupy.ndarray.to_host = cupy.ndarray.get  # as the stand-in's
+    else:
+        request.getfixturevalue("graphs_on_host")
+    from hpcdp.kernels.capture import Capturer, CudaGraph
+
+    counted = SimpleNamespace(graphs=[], launches=[])
+    capture, launch = Capturer.capture, CudaGraph.launch
+
+    def capturing(self: Capturer, function: Callable[[], object]) -> CudaGraph:
+        counted.graphs.append(capture(self, function))
+        return counted.graphs[-1]
+
+    def launching(self: CudaGraph) -> None:
+        launch(self)
+        counted.launches.append(self)
+
+    monkeypatch.setattr(Capturer, "capture", capturing)
+    monkeypatch.setattr(CudaGraph, "launch", launching)
+    return counted

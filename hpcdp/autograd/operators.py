@@ -12,6 +12,7 @@ from typing import Any
 
 from ..arrays import Array, array_namespace, is_half
 from ..kernels.buffers import empty
+from ..kernels.cublas import matmul_of
 from . import tensor
 from .modes import modes
 from .registry import Again, Call, operator
@@ -115,12 +116,13 @@ def matmul(a: Any, b: Any) -> Tensor:
     """``a @ b``: vectors, matrices, or stacks of matrices in the leading axes, which broadcast."""
     x, y = value_of(a), value_of(b)
     pullback = gradients_of_product(x, y)
-    return tensor.on_tape(array_namespace(x, y).matmul(x, y), (a, b), pullback, ("matmul", x, y))
+    return tensor.on_tape(matmul_of(array_namespace(x, y))(x, y), (a, b), pullback, ("matmul", x, y))
 
 
 def gradients_of_product(x: Array, y: Array) -> Pullback:
     """The pullback of ``x @ y``."""
     xp = array_namespace(x, y)
+    product = matmul_of(xp)
     wide_x = x if x.ndim > 1 else x[None, :]
     wide_y = y if y.ndim > 1 else y[:, None]
     wide_x_t, wide_y_t = xp.swapaxes(wide_x, -1, -2), xp.swapaxes(wide_y, -1, -2)
@@ -134,13 +136,13 @@ def gradients_of_product(x: Array, y: Array) -> Pullback:
             if gradient is None:
                 continue
             if len(gradient.shape) == 2 and left.ndim == right.ndim == 2:
-                gradient.add(xp.matmul(left, right, out=gradient.empty()))
+                gradient.add(product(left, right, out=gradient.empty()))
             else:
-                product = xp.matmul(left, right)
+                found = product(left, right)
                 shape = gradient.shape
                 if len(shape) == 1:
-                    product = product.sum(axis=tuple(range(product.ndim - 2))).reshape(shape)
-                gradient.add(sum_to(product, shape))
+                    found = found.sum(axis=tuple(range(found.ndim - 2))).reshape(shape)
+                gradient.add(sum_to(found, shape))
 
     return pullback
 

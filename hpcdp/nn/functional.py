@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host
+from ..arrays import Array, array_namespace
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError
 from ..kernels import reference
 from ..kernels.buffers import empty
+from ..kernels.capture import fill
+from ..kernels.cublas import matmul_of
 from .half import in_float32
 from .losses import l2_loss, softmax_cross_entropy
 from .normalisation import batch_norm, batch_norm_by_running
@@ -142,7 +144,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     x, y, row = (as_tensor(each).data for each in (a, b, bias))
     whole, relu = contiguous(row), is_relu(activation)
     xp = array_namespace(x, y, row)
-    out = xp.matmul(x, y)
+    out = matmul_of(xp)(x, y)
     add_bias = kernels_for("epilogue", out).add_bias
     add_bias(out.reshape(-1, row.size), whole, relu)
     of_product = operators.gradients_of_product(x, y)
@@ -157,7 +159,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
         of_product(g, da, db)
 
     def again(place: Array) -> list[Call]:
-        product = (partial(xp.matmul, out=place), (x, y))
+        product = (partial(matmul_of(xp), out=place), (x, y))
         return [*refreshed(whole, row), product, (add_bias, (place.reshape(-1, row.size), whole, relu))]
 
     return on_tape(out, (bias, a, b), pullback, again)
@@ -297,11 +299,16 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
     a = as_tensor(x).data
     xp = array_namespace(a)
     kept = np.asarray(1 / (1 - p), str(a.dtype))
-    scale = from_host(np.multiply(generator.random(a.shape, np.float32) >= p, kept), a)
+    scale = empty(a.shape, a.dtype, xp)
+
+    def drawn() -> Array:
+        return np.multiply(generator.random(a.shape, np.float32) >= p, kept)
+
+    fill(scale, drawn)
     out = xp.multiply(a, scale, out=empty(a.shape, a.dtype, xp))
 
     def drop_others(place: Array) -> None:
-        scale[...] = from_host(np.multiply(generator.random(a.shape, np.float32) >= p, kept), a)
+        fill(scale, drawn)
         xp.multiply(a, scale, out=place)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, is_host
+from ..arrays import Array, array_namespace, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
 from ..errors import DataError, UnsupportedError
 from ..kernels import reference_cross_entropy
+from ..kernels.capture import fill
 from .half import in_float32
 from .operands import contiguous, kernels_for, refreshed
 
@@ -53,15 +54,21 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     chances, losses = xp.empty(a.shape, dtype=a.dtype), xp.empty(a.shape[:1], dtype=a.dtype)
     functions = kernels_for("cross_entropy", a, reference_cross_entropy)
 
-    def compute(losses: Array) -> None:
-        if is_host(y) and y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
+    def checked() -> Array:
+        if y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
             raise DataError(
                 "softmax_cross_entropy",
                 where="labels",
                 expected=f"0 to {a.shape[1] - 1}",
                 got=f"{int(y.min())} to {int(y.max())}",
             )
-        numbers[...] = from_host(y, a) if is_host(y) else y
+        return y
+
+    def compute(losses: Array) -> None:
+        if is_host(y):
+            fill(numbers, checked)
+        else:
+            numbers[...] = y
         functions.softmax_cross_entropy(a, numbers, chances, losses)
 
     compute(losses)

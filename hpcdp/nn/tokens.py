@@ -6,12 +6,14 @@ import math
 from functools import partial
 from typing import Any
 
-from ..arrays import Array, from_host, is_host
+from ..arrays import Array, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
 from ..errors import ConfigError, DataError, UnsupportedError, whole_number
 from ..kernels import reference_sequences
 from ..kernels.buffers import empty
+from ..kernels.capture import fill
+from ..kernels.cublas import matmul_of
 from . import deferred
 from .half import in_float32
 from .init import Initialiser, Normal, Ones, Zeros
@@ -43,13 +45,19 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
     rows = xp.empty(math.prod(numbers.shape), dtype=xp.int64)
     out = empty((rows.shape[0], w.shape[1]), w.dtype, xp)
 
-    def look_up(place: Array) -> None:
-        if is_host(numbers) and numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < w.shape[0]:
+    def checked() -> Array:
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < w.shape[0]:
             raise DataError(
                 "embedding", where="tokens", expected=f"0 to {w.shape[0] - 1}",
                 got=f"{int(numbers.min())} to {int(numbers.max())}",
             )  # fmt: skip
-        rows[...] = (from_host(numbers, w) if is_host(numbers) else numbers).reshape(-1)
+        return numbers.reshape(-1)
+
+    def look_up(place: Array) -> None:
+        if is_host(numbers):
+            fill(rows, checked)
+        else:
+            rows[...] = numbers.reshape(-1)
         xp.take(w, rows, axis=0, out=place)
 
     look_up(out)
@@ -148,6 +156,7 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
     batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
     depth = width // heads
     compute = kernels_for("sequences", a, reference_sequences)
+    matmul = matmul_of(xp)
     factor = 1 / math.sqrt(depth)
 
     def split(x: Array, count: int) -> tuple[Array, ...]:
@@ -163,11 +172,11 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
         (into,) = split(place, 1)
         return [
             *refreshed(a, given),
-            (partial(xp.matmul, out=chances), (queries, keys.swapaxes(-1, -2))),
+            (partial(matmul, out=chances), (queries, keys.swapaxes(-1, -2))),
             (compute.causal_shift, (flat, factor)),
             (partial(xp.exp, out=flat), (flat,)),
             (compute.normalise_rows, (flat,)),
-            (lambda: into.__setitem__(..., xp.matmul(chances, values)), ()),
+            (lambda: into.__setitem__(..., matmul(chances, values)), ()),
         ]
 
     called(again(out))
@@ -178,11 +187,11 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
         (g,) = split(contiguous(gy), 1)
         place = dparts.empty()
         dqueries, dkeys, dvalues = split(place, 3)
-        dvalues[...] = xp.matmul(chances.swapaxes(-1, -2), g)
-        scores = xp.matmul(g, values.swapaxes(-1, -2), out=empty(chances.shape, a.dtype, xp))
+        dvalues[...] = matmul(chances.swapaxes(-1, -2), g)
+        scores = matmul(g, values.swapaxes(-1, -2), out=empty(chances.shape, a.dtype, xp))
         compute.softmax_gradient(flat, scores.reshape(flat.shape), factor)
-        dqueries[...] = xp.matmul(scores, keys)
-        dkeys[...] = xp.matmul(scores.swapaxes(-1, -2), queries)
+        dqueries[...] = matmul(scores, keys)
+        dkeys[...] = matmul(scores.swapaxes(-1, -2), queries)
         dparts.add(place)
 
     return on_tape(out, (parts,), pullback, again)

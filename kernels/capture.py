@@ -1,0 +1,148 @@
+"""CUDA graphs: what a function launches is captured once, and launched again at once.
+
+Imports: arrays, errors, cublas.
+
+What holds in a capture (CUDA's programming guide, "CUDA Graphs"; CuPy's ``cuda/stream.pyx`` and ``cuda/memory.pyx``):
+
+- Nothing runs: a launch is noted, with the addresses and numbers that it is given. Whoever waits for a result, or
+  copies from or to the host, gets an error, from CUDA or from CuPy, and the capture is over.
+- The stream must be another than the default one, and must not wait for it: hence ``non_blocking``.
+- CuPy captures in the relaxed mode, where memory may be allocated. What is freed in the capture goes back to the pool
+  and is given out again, also to others, while the graph writes there whenever it is launched. So a graph has a pool of
+  its own, as in PyTorch, which lives as long as it does; and graphs share one only where one is not launched between
+  another's forward and backward.
+- Kernels that are not compiled and loaded yet would be in the capture, which may fail: what is captured has run before
+  (`warmed_up`).
+- Numbers from the host are frozen. What is to be another in each launch is brought by `fill`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, from_host
+from ..errors import UnsupportedError
+from .cublas import Cublas
+
+
+def fill(place: Array, make: Callable[[], np.ndarray]) -> None:
+    """Write what ``make()`` gives, an array on the host, to ``place``, on any device.
+
+    In a graph that is captured it is made and brought anew by each launch, before the first kernel.
+    """
+    if _here.graph is None:
+        place[...] = from_host(make(), place)
+    else:
+        place[...] = _here.graph.brought(place, make)
+
+
+class CudaGraph:
+    """What a function has launched, to be launched again; see `Capturer.capture`."""
+
+    def __init__(self, inputs: Any) -> None:
+        self._inputs = inputs
+        self._brought: list[tuple[Array, Callable[[], np.ndarray]]] = []
+        self.captured: Any = None
+        """CuPy's."""
+
+    def brought(self, like: Array, make: Callable[[], np.ndarray]) -> Array:
+        """An array like ``like`` that each launch fills with ``make()``, in memory that nothing in the graph shares."""
+        import cupy
+
+        with cupy.cuda.using_allocator(self._inputs.malloc):
+            place = cupy.empty(like.shape, dtype=like.dtype)
+        self._brought.append((place, make))
+        return place
+
+    def launch(self) -> None:
+        """Give it to the current stream; waits for nothing."""
+        for place, make in self._brought:
+            place[...] = from_host(make(), place)
+        self.captured.launch()
+
+
+class Capturer:
+    """Captures graphs that are launched one after the other by the current stream of the current GPU.
+
+    They share the memory in which they compute; each may be overwritten by the next, but for arrays that still live.
+
+    Raises:
+        UnsupportedError: there is no cuBLAS that products could be captured with.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cuda = cupy.cuda
+        self._launched_by = self._cuda.get_current_stream()
+        self._device = self._cuda.Device().id
+        self._stream = self._cuda.Stream(non_blocking=True)
+        self._pool, self._inputs = self._cuda.MemoryPool(), self._cuda.MemoryPool()
+        self._cublas = _cublas()
+
+    def is_current(self) -> bool:
+        """Whether GPU and stream are those which launch its graphs: others would not wait for each other."""
+        return self._cuda.Device().id == self._device and self._cuda.get_current_stream() == self._launched_by
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that its graphs hold."""
+        return int(self._pool.total_bytes() + self._inputs.total_bytes())
+
+    def capture(self, function: Callable[[], object]) -> CudaGraph:
+        """What ``function`` launches, which does not run before `CudaGraph.launch`.
+
+        Raises:
+            Exception: what ``function`` raises, or CuPy where it did what no graph can have; nothing is captured then.
+        """
+        graph = CudaGraph(self._inputs)
+        with self._cuda.using_allocator(self._pool.malloc), self._cublas.on(self._stream), self._stream:
+            self._stream.begin_capture()
+            _here.graph = graph
+            try:
+                function()
+            except BaseException:
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self._stream.end_capture()
+                raise
+            finally:
+                _here.graph = None
+            graph.captured = self._stream.end_capture()
+        return graph
+
+
+def warmed_up() -> contextlib.AbstractContextManager[None]:
+    """What runs inside has its kernels loaded for a capture later: also cuBLAS's, which depend on the workspace."""
+    import cupy
+
+    try:
+        return _cublas().on(cupy.cuda.get_current_stream())
+    except UnsupportedError:  # so says the capture
+        return contextlib.nullcontext()
+
+
+def _cublas() -> Cublas:
+    """For the current GPU and stream."""
+    import cupy
+
+    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
+    if key not in _here.cublas:
+        _here.cublas[key] = Cublas()
+    return _here.cublas[key]
+
+
+class _Here(threading.local):
+    graph: CudaGraph | None = None
+    """That this thread captures."""
+
+    def __init__(self) -> None:
+        self.cublas: dict[tuple[int, int], Cublas] = {}
+        """By GPU and stream that launches."""
+
+
+_here = _Here()

@@ -1,0 +1,419 @@
+"""CUDA graphs without a GPU: streams that are captured, memory pools and cuBLAS, on top of `cupy_on_host`.
+
+Outside of a capture all is done at once. In one, operations on arrays, kernels and products are noted with the
+addresses that they are given, and a graph's launch does them; they keep no memory alive. What CUDA or CuPy refuse is
+refused with their errors: to read a value, to copy from the host, to wait, the default stream, a stream that waits for
+it, and CuPy's own products. Stricter than they are: what was not compiled before, by a call outside of captures, is an
+error, too.
+
+All arrays are in memory of pools, by stream as CuPy's are. What is freed is filled with NaN and given out again; what
+a graph reads there, or in the memory of a pool that is gone, spoils its results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cublas_on_host
+import cupy_on_host
+import numpy as np
+import pytest
+
+SYNCHRONOUS = "the current stream is capturing, so synchronous API calls are disallowed"
+TO_DEVICE = "the current stream is capturing, so H2D transfers are disallowed"
+PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "__matmul__", "__rmatmul__"}
+COPIES = {
+    "empty", "zeros", "ones", "full", "eye", "arange", "empty_like", "zeros_like", "ones_like", "full_like", "copy",
+    "ascontiguousarray", "reshape",
+}  # fmt: skip
+"""Functions for which CuPy has no kernel of their own."""
+IN_PLACE = {"copyto", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"}
+ALIGNMENT = 512
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class Block:
+    """Memory of a pool."""
+
+    def __init__(self, nbytes: int) -> None:
+        whole = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
+        first = -whole.ctypes.data % ALIGNMENT
+        self.memory = whole[first : first + nbytes]
+
+
+class MemoryPool:
+    """CuPy's: what is freed goes to those that ask on the same stream."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._free: dict[int, list[Block]] = {}
+        self._blocks: list[Block] = []
+
+    def total_bytes(self) -> int:
+        return sum(each.memory.nbytes for each in self._blocks)
+
+    def malloc(self, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+        """What all arrays in a block have as their base; when it goes, the block is free."""
+        size, stream = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT, self._machine.current().ptr
+        free = self._free.setdefault(stream, [])
+        fitting = [each for each in free if size <= each.memory.nbytes]
+        if fitting:
+            block = min(fitting, key=lambda each: each.memory.nbytes)
+            free.remove(block)
+        else:
+            block = Block(size)
+            self._blocks.append(block)
+            self._machine.blocks.append(block)
+        owned = (ctypes.c_char * block.memory.nbytes).from_buffer(block.memory)
+        weakref.finalize(owned, self._release, block, free)
+        return owned
+
+    def _release(self, block: Block, free: list[Block]) -> None:
+        block.memory[...] = 0xFF
+        free.append(block)
+
+    def __del__(self) -> None:
+        for each in self._blocks:
+            each.memory[...] = 0xFF
+
+
+class Stream:
+    def __init__(self, machine: Machine, ptr: int, non_blocking: bool) -> None:
+        self._machine, self.ptr, self.non_blocking = machine, ptr, non_blocking
+        self.noted: list[Callable[[], object]] | None = None
+        self._is_spoilt = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.ptr == self.ptr
+
+    def __hash__(self) -> int:
+        return self.ptr
+
+    def __enter__(self) -> Stream:
+        self._machine.here.streams.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._machine.here.streams.pop()
+
+    def is_capturing(self) -> bool:
+        return self.noted is not None
+
+    def begin_capture(self, mode: int | None = None) -> None:
+        if not self.ptr:
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: the default stream")
+        if self.noted is not None:
+            raise CUDARuntimeError("cudaErrorIllegalState: it is captured")
+        self.noted, self._is_spoilt = [], False
+        self._machine.captured.append(self)
+
+    def end_capture(self) -> Graph:
+        if self.noted is None:
+            raise CUDARuntimeError("cudaErrorIllegalState: it is not captured")
+        noted, self.noted = self.noted, None
+        self._machine.captured.remove(self)
+        if self._is_spoilt:
+            raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
+        return Graph(self._machine, noted)
+
+    def synchronize(self) -> None:
+        if self.noted is not None:
+            self._is_spoilt = True
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported: not permitted when stream is capturing")
+
+
+class Graph:
+    def __init__(self, machine: Machine, noted: list[Callable[[], object]]) -> None:
+        self._machine, self._noted = machine, noted
+        machine.num_graphs += 1
+
+    def launch(self, stream: Stream | None = None) -> None:
+        with stream or contextlib.nullcontext():
+            if self._machine.current().is_capturing():
+                raise CUDARuntimeError("a graph in a graph")
+            self._machine.launches.append(len(self._noted))
+            with np.errstate(all="ignore"):
+                for each in self._noted:
+                    each()
+
+
+class Device:
+    compute_capability = "90"
+
+    def __init__(self, index: int | None = None) -> None:
+        self.id = index or 0
+
+    def use(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Here(threading.local):
+    def __init__(self, machine: Machine) -> None:
+        self.streams = [machine.null]
+        self.allocators = [machine.default_pool.malloc]
+
+
+class Machine:
+    """What the process knows of its GPU."""
+
+    def __init__(self, cupy: Any) -> None:
+        self.cupy = cupy
+        self.numbers = itertools.count(1)
+        self.blocks: list[Block] = []
+        self.null = Stream(self, 0, False)
+        self.captured: list[Stream] = []
+        self.compiled: set[Any] = set()
+        self.num_graphs = 0
+        self.launches: list[int] = []
+        """Of each launch of a graph, how much it had noted."""
+        self.default_pool = MemoryPool(self)
+        self.here = _Here(self)
+
+    def current(self) -> Stream:
+        return self.here.streams[-1]
+
+    def stream(self, non_blocking: bool = False) -> Stream:
+        return Stream(self, next(self.numbers), non_blocking)
+
+    @contextlib.contextmanager
+    def using_allocator(self, allocator: Callable[[int], Any]) -> Iterator[None]:
+        self.here.allocators.append(allocator)
+        try:
+            yield
+        finally:
+            self.here.allocators.pop()
+
+    def give(self, run: Callable[[], object]) -> None:
+        """Give work to the current stream."""
+        stream = self.current()
+        if stream.noted is not None:
+            stream.noted.append(run)
+            return
+        if not stream.ptr and any(not each.non_blocking for each in self.captured):
+            raise CUDARuntimeError("cudaErrorStreamCaptureImplicit: the default stream would wait for a captured one")
+        run()
+
+    def refuse(self, problem: str) -> None:
+        """What CuPy refuses while the current stream is captured."""
+        if self.current().is_capturing():
+            raise RuntimeError(problem)
+
+    def place(self, like: np.ndarray) -> np.ndarray:
+        """Memory of the current allocator, of the shape, dtype and order of ``like``."""
+        owned = self.here.allocators[-1](like.nbytes)
+        order = "F" if like.flags.f_contiguous and not like.flags.c_contiguous else "C"
+        return np.ndarray(like.shape, like.dtype, owned, order=order)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A NumPy function of arrays on the device."""
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, np.ndarray):
+            function, args = getattr(np.ndarray, function.__name__), (owner, *args)
+        name = function.__name__
+        if name in PRODUCTS and args[0].ndim and args[0].dtype.kind == "f":
+            if self.current().is_capturing():
+                raise NotImplementedError(cublas_on_host.REFUSED)
+            if max(args[0].ndim, args[1].ndim) > 2:  # as CuPy does
+                args = (np.ascontiguousarray(args[0]), np.ascontiguousarray(args[1]), *args[2:])
+        arrays = [each for each in _leaves((args, kwargs)) if isinstance(each, np.ndarray)]
+        if name == "concatenate" and len(args[0]) > 8:
+            self.refuse(TO_DEVICE)  # their addresses
+        kernel = name, tuple(str(each.dtype) for each in arrays)
+        is_noted = self.current().is_capturing()
+        out = kwargs.get("out")
+        if out is not None or name in IN_PLACE:
+            bare_args, bare_kwargs = _bare((args, kwargs))
+            self._compile(kernel)
+            self.give(lambda: function(*bare_args, **bare_kwargs))
+            return args[0] if out is None else out
+        with np.errstate(all="ignore") if is_noted else contextlib.nullcontext():
+            found = function(*args, **kwargs)
+        if isinstance(found, (list, tuple)):
+            return type(found)(self._result(each, arrays, kernel, None) for each in found)
+        if not isinstance(found, (np.ndarray, np.generic)):
+            return found
+        again = None
+        if not name.startswith("empty"):
+            bare_args, bare_kwargs = _bare((args, kwargs))
+
+            def again() -> Any:
+                return function(*bare_args, **bare_kwargs)
+
+        return self._result(np.asarray(found), arrays, kernel, again)
+
+    def _compile(self, kernel: Any) -> None:
+        if kernel[0] in COPIES:
+            return
+        if self.current().is_capturing() and kernel not in self.compiled:
+            raise CUDARuntimeError(f"{kernel} would be compiled in a capture")
+        self.compiled.add(kernel)
+
+    def _result(
+        self, found: np.ndarray, arrays: list[np.ndarray], kernel: Any, again: Callable[[], Any] | None
+    ) -> np.ndarray:
+        if any(np.may_share_memory(found, each) for each in arrays):
+            return found
+        self._compile(kernel)
+        place = self.place(found)
+        if again is not None:
+            bare = _bare(place)
+            self.give(lambda: bare.__setitem__(..., again()))
+        return place
+
+
+def _leaves(x: Any) -> Iterator[Any]:
+    if isinstance(x, dict):
+        x = list(x.values())
+    if isinstance(x, (tuple, list)):
+        for each in x:
+            yield from _leaves(each)
+    else:
+        yield x
+
+
+def _bare(x: Any) -> Any:
+    """``x`` with arrays that lie where they did, and keep nothing alive."""
+    if isinstance(x, dict):
+        return {name: _bare(each) for name, each in x.items()}
+    if isinstance(x, (tuple, list)):
+        return type(x)(_bare(each) for each in x)
+    if not isinstance(x, np.ndarray):
+        return x
+    low, high = np.lib.array_utils.byte_bounds(x)
+    memory = (ctypes.c_char * max(1, high - low)).from_address(low)
+    return np.ndarray(x.shape, x.dtype, memory, x.ctypes.data - low, x.strides)
+
+
+def _patch_arrays(cupy: Any, machine: Machine) -> None:
+    held, array = cupy._held, cupy.Array
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs.get("out")
+        given = tuple(held(each) for each in args), {name: held(each) for name, each in kwargs.items()}
+        found = machine.call(self._function, *given)
+        if out is not None:
+            return out
+        if isinstance(found, (list, tuple)):
+            return type(found)(array(each) for each in found)
+        return array(found) if isinstance(found, np.ndarray) else found
+
+    def at(self: Any, x: Any, key: Any, value: Any) -> None:
+        bare = _bare((held(x), held(key), held(value)))
+        machine.give(lambda: self._function.at(*bare))
+
+    def getitem(self: Any, key: Any) -> Any:
+        if any(isinstance(each, list) for each in (key if isinstance(key, tuple) else (key,))):
+            machine.refuse(TO_DEVICE)
+        parts = key if isinstance(key, tuple) else (key,)
+        if not any(isinstance(each, (list, array)) or each is Ellipsis for each in parts):
+            return array(self._held[(*parts, ...)])  # a view, also of one element
+        return array(machine.call(self._held.__getitem__, (held(key),), {}))
+
+    def setitem(self: Any, key: Any, value: Any) -> None:
+        bare = _bare((self._held, held(key), held(value)))  # what it is of lives until it is done
+        machine.give(lambda: bare[0].__setitem__(*bare[1:]))
+
+    def in_place(x: Any, operator: str, other: Any) -> Any:
+        machine.call(getattr(x._held, operator), (held(other),), {})
+        return x
+
+    def asarray(x: Any, dtype: Any = None) -> Any:
+        if isinstance(x, array):
+            return x if dtype is None or x.dtype == dtype else x.astype(dtype)
+        machine.refuse(TO_DEVICE)
+        value = np.asarray(x, dtype)
+        place = machine.place(value)
+        place[...] = value
+        return array(place)
+
+    def reading(name: str) -> Callable[..., Any]:
+        before = getattr(array, name)
+
+        def read(self: Any, *args: Any) -> Any:
+            machine.refuse(SYNCHRONOUS)
+            return before(self, *args)
+
+        return read
+
+    vars(cupy).update(asarray=asarray, array=asarray, _in_place=in_place)
+    cupy._Function.__call__, cupy._Function.at = call, at
+    array.__getitem__, array.__setitem__ = getitem, setitem
+    array.fill = lambda self, value: setitem(self, ..., value)
+    array.T = property(lambda self: array(self._held.T))
+    array.device = property(lambda self: SimpleNamespace(id=0))
+    for name in ("__float__", "__int__", "__bool__", "item", "tolist", "to_host"):
+        setattr(array, name, reading(name))
+
+
+def _runtime() -> SimpleNamespace:
+    """Copies and events, where all is done at once."""
+
+    def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        ctypes.memmove(dst, src, size)
+
+    return SimpleNamespace(
+        runtimeGetVersion=lambda: 12090, getDeviceCount=lambda: 1, memcpyDefault=4, memcpyAsync=memcpyAsync,
+        eventRecord=lambda event, stream: None, streamWaitEvent=lambda stream, event, flags=0: None,
+        eventQuery=lambda event: 0, CUDARuntimeError=CUDARuntimeError,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[Machine]:
+    """Let ``cupy`` be this one."""
+    with cupy_on_host.instead() as cupy, pytest.MonkeyPatch.context() as patch:
+        machine = Machine(cupy)
+        _patch_arrays(cupy, machine)
+        library = cublas_on_host.Library(machine)
+        cuda: Any = ModuleType("cupy.cuda")
+        vars(cuda).update(
+            Stream=machine.stream, get_current_stream=machine.current, Device=Device, runtime=_runtime(),
+            MemoryPool=lambda: MemoryPool(machine), using_allocator=machine.using_allocator,
+            get_cublas_handle=lambda: 7, Event=lambda **_: SimpleNamespace(ptr=1, synchronize=lambda: None),
+            alloc_pinned_memory=lambda size: np.full(size, 0xA5, np.uint8),
+        )  # fmt: skip
+        cupy.cuda, cupy._core = cuda, SimpleNamespace(get_compute_type=lambda dtype: 1)
+        names = ["cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.libs", "cupy_backends.cuda.libs.cublas"]
+        for name in names:
+            patch.setitem(sys.modules, name, ModuleType(name))
+        cublas: Any = importlib.import_module(names[-1])
+        cublas.setStream = library.set_stream
+        for outer, inner in itertools.pairwise(names):
+            setattr(sys.modules[outer], inner.rpartition(".")[2], sys.modules[inner])
+        patch.setitem(sys.modules, "cupy.cuda", cuda)
+        other = ctypes.CDLL
+        patch.setattr(
+            ctypes,
+            "CDLL",
+            lambda name, *args, **kwargs: library if name == "libcublas.so.12" else other(name, *args, **kwargs),
+        )
+        patch.setattr(cupy_on_host, "give", machine.give)
+        for local in ("capture", "cublas"):
+            module = importlib.import_module(f"hpcdp.kernels.{local}")
+            patch.setattr(module, "_here", module._Here())
+        compiled = cupy.RawModule
+
+        def raw_module(**kwargs: Any) -> Any:
+            if machine.captured:
+                raise CUDARuntimeError("a module would be loaded in a capture")
+            return compiled(**kwargs)
+
+        cupy.RawModule = raw_module
+        yield machine
+        gc.collect()  # arrays go before the memory that they are in

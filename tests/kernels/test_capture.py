@@ -1,0 +1,154 @@
+"""Captures of CUDA graphs, and that their stand-in refuses what CUDA and CuPy do."""
+
+import shutil
+
+import graphs_on_host as stand_in
+import numpy as np
+import pytest
+
+from hpcdp.kernels import cuda_update, reference_update
+from hpcdp.kernels.capture import Capturer, fill
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
+
+
+def ones(count=3):
+    import cupy
+
+    return cupy.asarray(np.ones(count, np.float32))
+
+
+def test_a_graph_runs_when_it_is_launched(counted_graphs):
+    x, y, found = ones(), ones(), []
+
+    def work():
+        z = x + y
+        cuda_update.sgd(x, z, (0.5, 1.0, 0.0))
+        found.append(z)
+
+    work()
+    capturer = Capturer()
+    before = x.to_host()
+    graph = capturer.capture(work)
+    np.testing.assert_array_equal(x.to_host(), before)
+    for _ in range(2):
+        wanted = before + 1
+        reference_update.sgd(before, wanted, (0.5, 1.0, 0.0))
+        graph.launch()
+        np.testing.assert_array_equal(x.to_host(), before)
+        np.testing.assert_array_equal(found[-1].to_host(), wanted)
+    assert capturer.nbytes >= found[-1].nbytes
+
+
+def test_what_is_brought_is_made_by_each_launch(counted_graphs):
+    import cupy
+
+    out, numbers = ones(), iter(range(1, 10))
+
+    def work():
+        place, passing = cupy.empty(3, dtype=np.float32), cupy.empty(3, dtype=np.float32)
+        passing += 1
+        del passing  # its memory is free, and written by the graph after what is brought
+        fill(place, lambda: np.full(3, next(numbers), np.float32))
+        out[...] = place
+
+    ones().__iadd__(1)
+    graph = Capturer().capture(work)
+    for wanted in (1, 2, 3):
+        graph.launch()
+        np.testing.assert_array_equal(out.to_host(), wanted)
+    fill(out, lambda: np.full(3, 7, np.float32))
+    np.testing.assert_array_equal(out.to_host(), 7)
+
+
+def test_memory_is_used_again_in_a_graph_and_by_nobody_else(counted_graphs):
+    import cupy
+
+    x, found = ones(1000), []
+
+    def work():
+        y = x
+        for _ in range(20):
+            y = y * 2
+        found.append(y)
+
+    work()
+    found.clear()
+    capturer = Capturer()
+    graph = capturer.capture(work)
+    assert capturer.nbytes < 4 * 4096
+    others = [cupy.full((1000,), 5, dtype=np.float32) for _ in range(30)]
+    graph.launch()
+    np.testing.assert_array_equal(found[0].to_host(), 2.0**20)
+    assert all((each.to_host() == 5).all() for each in others)
+
+
+def test_an_error_ends_the_capture(graphs_on_host):
+    x = ones()
+    capturer = Capturer()
+    with pytest.raises(RuntimeError, match="synchronous"):
+        capturer.capture(lambda: float(x[0]))
+    assert not graphs_on_host.captured
+    x + x
+    capturer.capture(lambda: x + x).launch()
+
+
+def test_gpu_and_stream_that_launch(counted_graphs):
+    import cupy
+
+    capturer = Capturer()
+    assert capturer.is_current()
+    with cupy.cuda.Stream(non_blocking=True):
+        assert not capturer.is_current() and Capturer().is_current()
+    assert capturer.is_current()
+
+
+def test_the_stand_in_refuses_what_cuda_and_cupy_do(graphs_on_host):
+    import cupy
+
+    x, stream = ones(), cupy.cuda.Stream(non_blocking=True)
+    x + x
+    with pytest.raises(stand_in.CUDARuntimeError, match="default stream"):
+        cupy.cuda.get_current_stream().begin_capture()
+    with stream:
+        stream.begin_capture()
+        for reads in (lambda: float(x[0]), x.to_host, lambda: bool(x[0]), x.tolist):
+            with pytest.raises(RuntimeError, match="synchronous"):
+                reads()
+        with pytest.raises(RuntimeError, match="H2D"):
+            cupy.asarray(np.ones(3))
+        with pytest.raises(NotImplementedError, match="cuBLAS"):
+            cupy.matmul(x, x)
+        with pytest.raises(stand_in.CUDARuntimeError, match="compiled in a capture"):
+            cupy.tanh(x)
+        stream.end_capture()
+        stream.begin_capture()
+        with pytest.raises(stand_in.CUDARuntimeError, match="capturing"):
+            stream.synchronize()
+        with pytest.raises(stand_in.CUDARuntimeError, match="Invalidated"):
+            stream.end_capture()
+    with cupy.cuda.Stream() as waits:
+        waits.begin_capture()
+        null = graphs_on_host.null
+        with null, pytest.raises(stand_in.CUDARuntimeError, match="Implicit"):
+            x += 1
+        waits.end_capture()
+
+
+def test_the_stand_in_spoils_graphs_whose_memory_is_others(graphs_on_host):
+    """Which shows that a graph without a pool of its own would fail in the tests of plans."""
+    import cupy
+
+    x, stream = ones(), cupy.cuda.Stream(non_blocking=True)
+    x * 2 + 1
+    with stream:
+        stream.begin_capture()
+        y = x * 2
+        z = y + 1
+        graph = stream.end_capture()
+        graph.launch()
+        np.testing.assert_array_equal(z.to_host(), 3)
+        del y
+        taken = cupy.full((3,), 9, dtype=np.float32)
+        graph.launch()
+    np.testing.assert_array_equal(taken.to_host(), 2)  # the graph has written over it

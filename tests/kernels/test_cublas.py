@@ -1,0 +1,91 @@
+"""Products in a CUDA graph, by cuBLAS itself, against NumPy's."""
+
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+
+from hpcdp.errors import UnsupportedError
+from hpcdp.kernels.capture import Capturer, warmed_up
+from hpcdp.kernels.cublas import dot_of, matmul, matmul_of
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
+
+SHAPES = [
+    ((3, 4), (4, 5)), ((1, 4), (4, 5)), ((3, 1), (1, 5)), ((3, 4), (4, 1)), ((1, 1), (1, 1)), ((4,), (4, 5)),
+    ((3, 4), (4,)), ((4,), (4,)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)), ((3, 4), (2, 4, 5)),
+    ((2, 1, 3, 4), (5, 4, 2)), ((0, 4), (4, 5)), ((3, 0), (0, 5)),
+]  # fmt: skip
+LAYOUTS = ("rows", "columns", "padded")
+
+
+def laid_out(x, layout):
+    """``x`` on the device, with its last axes by rows, by columns, or in a larger array."""
+    import cupy
+
+    if layout == "columns" and x.ndim > 1:
+        return cupy.asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2)
+    if layout == "padded":
+        wide = cupy.zeros((*x.shape[:-1], x.shape[-1] + 3), dtype=x.dtype)
+        wide[..., : x.shape[-1]] = cupy.asarray(x)
+        return wide[..., : x.shape[-1]]
+    return cupy.asarray(x)
+
+
+def captured(a, b, out=None):
+    """The product by a graph."""
+    found = []
+    with warmed_up():
+        matmul(a, b, out)
+    capturer = Capturer()
+    graph = capturer.capture(lambda: found.append(matmul(a, b, out)))
+    graph.launch()
+    return found[0].to_host()
+
+
+@pytest.mark.parametrize(("shape", "other"), SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_every_layout_is_numpys_product(counted_graphs, shape, other, dtype):
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(each).astype(dtype) for each in (shape, other))
+    wide = np.float64 if dtype == "float64" else np.float32
+    wanted = np.matmul(x.astype(wide), y.astype(wide)).astype(dtype)
+    for left, right in itertools.product(LAYOUTS, LAYOUTS):
+        a, b = laid_out(x, left), laid_out(y, right)
+        a.copy(), b.copy(), a.astype("float32"), b.astype("float32"), a.astype("float32").astype(dtype)  # compiled
+        whole, strided = np.zeros_like(wanted), np.zeros((*wanted.shape, 1), dtype)
+        for place in (None, laid_out(whole, "rows"), laid_out(strided, "padded")[..., 0]):
+            found = captured(a, b, place)
+            assert found.dtype == wanted.dtype and found.shape == wanted.shape
+            np.testing.assert_allclose(found, wanted, rtol={"float16": 1e-2}.get(dtype, 1e-5), atol=1e-6)
+            if place is not None:
+                np.testing.assert_array_equal(place.to_host(), found)
+
+
+def test_a_launch_takes_the_values_of_now(counted_graphs):
+    a, b, out = (laid_out(np.ones((3, 3), np.float32), "rows") for _ in range(3))
+    with warmed_up():
+        matmul(a, b)
+    graph = Capturer().capture(lambda: matmul(a, b, out))
+    np.testing.assert_array_equal(out.to_host(), 1)  # nothing has run
+    a *= 2
+    graph.launch()
+    np.testing.assert_array_equal(out.to_host(), 6)
+
+
+def test_types_that_cublas_has_not(counted_graphs):
+    a = laid_out(np.ones((2, 2), np.int32), "rows")
+    with pytest.raises(UnsupportedError, match="expected float16 or float32 or float64, got int32"):
+        captured(a, a)
+    b = laid_out(np.ones((2, 3), np.float32), "rows")
+    with pytest.raises(UnsupportedError, match=r"expected shapes .*, got \(2, 3\), \(2, 3\)"):
+        captured(b, b)
+
+
+def test_without_a_capture_each_namespace_has_its_own(counted_graphs):
+    x = np.ones((2, 3), np.float32)
+    assert matmul_of(np) is np.matmul and dot_of(x) == x.dot
+    a = laid_out(x, "rows")
+    np.testing.assert_array_equal(matmul(a, a.T).to_host(), 3)
+    np.testing.assert_array_equal(dot_of(a)(a.T).to_host(), 3)
