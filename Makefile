@@ -55,10 +55,13 @@ test-thorough: $(VENV)/installed-torch  ## run all tests, with whole grids, 100,
 test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here (needs root)
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
 
-test-gpu:  ## run the tests of CUDA kernels on an NVIDIA GPU
+ON_GPUS := $(wildcard tests/kernels/test_cuda*.py) tests/kernels/test_capture.py tests/kernels/test_cublas.py \
+	tests/nn/test_cuda_plan.py
+
+test-gpu:  ## run the tests of CUDA kernels and graphs on an NVIDIA GPU
 	@if ! nvidia-smi -L 2>/dev/null; then echo "skipped: no NVIDIA GPU, or no driver (nvidia-smi -L)"; \
 	else $(MAKE) --no-print-directory $(VENV)/installed-$(CUDA) && \
-		HPCDP_TEST_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/kernels/test_cuda*.py $(ARGS); fi
+		HPCDP_TEST_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs $(ON_GPUS) $(ARGS); fi
 
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to fifteen quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)

@@ -1,6 +1,8 @@
 """A GPU: sums of gradients by ranks that share it, CUDA kernels against the rate of its own copy, and LeNet and
 ResNet-18 in samples per second.
 
+Those two are trained without CUDA graphs and with them (`Module.hybridize`).
+
 ``python -m hpcdp.benchmarks.gpu`` needs CuPy and an NVIDIA GPU, says so and ends where they are not, and is over within
 ten minutes. A kernel's rate is that of the bytes which it must move at least, those of every array read and of every
 array written; its share is that over the rate at which the device copies as many. Each is compared with its plain
@@ -14,6 +16,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,15 +97,20 @@ def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: in
 
 
 def measure_model(name: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World) -> dict[str, Any]:
-    """Forward, backward and update on one batch: ``name``, ``batch``, ``samples_s``, ``loss`` of the last step."""
+    """Forward, backward and update on one batch: ``name``, ``batch``, ``samples_s``, ``loss`` of the last step, and
+    ``graphs_samples_s``, where the network is hybridized, so that forward and backward are CUDA graphs."""
     rng = np.random.default_rng(0)
     shape = _MODELS[name]
-    x = asarray(rng.standard_normal((batch, *shape), np.float32))
-    net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x)
-    trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
-    step = step_of(net, trainer, [(x, asarray(rng.integers(0, 10, batch)))])
-    taken = seconds(lambda: step(0), asarray(np.zeros(1, np.float32)))
-    return {"name": name, "batch": batch, "samples_s": batch / taken, "loss": step(0)}
+    x, labels = asarray(rng.standard_normal((batch, *shape), np.float32)), asarray(rng.integers(0, 10, batch))
+    found: dict[str, Any] = {"name": name, "batch": batch}
+    for key in ("samples_s", "graphs_samples_s"):
+        net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x)
+        net.hybridize(key == "graphs_samples_s")
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
+        step = step_of(net, trainer, [(x, labels)])
+        found[key] = batch / seconds(partial(step, 0), asarray(np.zeros(1, np.float32)))
+        found["loss"] = step(0)
+    return found
 
 
 def all_kernels(count: int, asarray: Callable[[np.ndarray], Array], ends: float) -> Iterator[dict[str, Any]]:
@@ -177,7 +185,8 @@ def main(argv: list[str] | None = None) -> int:
         print(gpu_jobs.line(job))
     for model in models:
         print(
-            f"{model['name']:<22}batch {model['batch']}: {model['samples_s']:.0f} samples/s, loss {model['loss']:.3f}"
+            f"{model['name']:<22}batch {model['batch']}: {model['samples_s']:.0f} samples/s, "
+            f"{model['graphs_samples_s']:.0f} by CUDA graphs, loss {model['loss']:.3f}"
         )
     print(f"{'kernel':<22}{'us':>10}{'GB/s':>9}{'copy':>9}{'share':>8}")
     for row in rows:

@@ -94,6 +94,15 @@ class Gradient:
             self.value = self._xp.add(self.value, contribution, out=empty(self.shape, self.dtype, self._xp))
             self._private = True
 
+    @property
+    def home(self) -> Array | None:
+        """Where a leaf's gradient lies; None where it is asked for as a new array, and for results of operations."""
+        return self._home
+
+    def replace(self, value: Array) -> None:
+        """``value``, which is the home where there is one, and nobody else's, is the sum of all that was added."""
+        self.value, self._private = value, True
+
     def finish(self) -> Array:
         """The sum; zeros where nothing was added."""
         if self.value is None:
@@ -168,6 +177,29 @@ def grad(
     return found if isinstance(variables, Sequence) else found[0]
 
 
+def leaves_below(heads: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves from which ``heads``, results of recorded operations, were computed, in the order in which `backward`
+    completes their gradients."""
+    walk = _Pass([(head, head.data) for head in heads], None)
+    found = []
+    for node in reversed(walk.nodes):
+        for each in node.inputs:
+            if each is not None and not isinstance(each, Node):
+                walk.uses[each] -= 1
+                if not walk.uses[each]:
+                    found.append(each)
+    return found
+
+
+def add_gradients(heads: Sequence[Tensor], head_grads: Sequence[Array], into: dict[Tensor, Gradient]) -> None:
+    """Add what `backward` would to the gradients of the leaves in ``into``, and complete them; the tape stays, and no
+    hook is called."""
+    pairs = list(zip(heads, head_grads, strict=True))
+    walk = _Pass(pairs, list(into))
+    walk.gradients.update(into)
+    walk.run(pairs, retain_graph=True)
+
+
 def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
     if not isinstance(heads, Sequence):
         heads, head_grads = [heads], [head_grads]
@@ -202,16 +234,16 @@ class _Pass:
     def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:
         self._wanted = None if wanted is None else set(wanted)
         self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
-        self._gradients: dict[Any, Gradient] = {}
+        self.gradients: dict[Any, Gradient] = {}
         self._kept: dict[Any, Array] = {}
-        self._uses: dict[Any, int] = {}
-        self._nodes: list[Node] = []
+        self.uses: dict[Any, int] = {}
+        self.nodes: list[Node] = []
         stack: list[Any] = [head.node or head for head, _ in pairs]
         seen = set()
         while stack:
             each = stack.pop()
             if not isinstance(each, Node):
-                self._uses[each] = self._uses.get(each, 0) + 1
+                self.uses[each] = self.uses.get(each, 0) + 1
             elif each not in seen:
                 if each.pullback is None:
                     raise HpcdpError(
@@ -221,9 +253,9 @@ class _Pass:
                         remedy="call the earlier one with retain_graph=True",
                     )
                 seen.add(each)
-                self._nodes.append(each)
+                self.nodes.append(each)
                 stack.extend(source for source in each.inputs if source is not None)
-        self._nodes.sort(key=lambda node: node.number)
+        self.nodes.sort(key=lambda node: node.number)
 
     def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
         for head, seed in pairs:
@@ -233,9 +265,9 @@ class _Pass:
                 gradient.add(seed)
             if source is head:
                 self._used(head)
-        while self._nodes:
-            node = self._nodes.pop()
-            gradient = self._gradients.pop(node, None)
+        while self.nodes:
+            node = self.nodes.pop()
+            gradient = self.gradients.pop(node, None)
             if gradient is not None:
                 gy = gradient.finish()
                 if self._wanted is not None and node in self._wanted:
@@ -260,7 +292,7 @@ class _Pass:
         """Where contributions to ``source`` go; None where they are not wanted."""
         if source is None:
             return None
-        gradient = self._gradients.get(source)
+        gradient = self.gradients.get(source)
         if gradient is None:
             if isinstance(source, Node):
                 gradient = Gradient(source, self._xp)
@@ -274,18 +306,18 @@ class _Pass:
                 if source.grad is None:
                     source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
                 gradient = Gradient(source, self._xp, home=source.grad, adds=source.grad_req == "add")
-            self._gradients[source] = gradient
+            self.gradients[source] = gradient
         return gradient
 
     def _used(self, leaf: Any) -> None:
         """One use of ``leaf`` is done; after the last one its gradient is complete."""
-        self._uses[leaf] -= 1
-        if self._uses[leaf]:
+        self.uses[leaf] -= 1
+        if self.uses[leaf]:
             return
         gradient = self._gradient(leaf)
         if gradient is None:
             return
-        del self._gradients[leaf]
+        del self.gradients[leaf]
         if self._wanted is not None:
             self._kept[leaf] = gradient.take()
             return

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, on this processor (`cupy_on_host`): what it would print and write, and how it skips."""
+"""The benchmark of a GPU, on this processor (`graphs_on_host`): what it would print and write, and how it skips."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import cupy_on_host
+import graphs_on_host
 import numpy as np
 import pytest
 
@@ -17,8 +17,8 @@ from hpcdp.kernels import cuda_update
 
 @pytest.fixture
 def cupy() -> Iterator[ModuleType]:
-    with cupy_on_host.instead() as module:
-        yield module
+    with graphs_on_host.installed() as machine:
+        yield machine.cupy
 
 
 def test_without_a_gpu_it_says_why_and_ends(
@@ -50,6 +50,7 @@ def test_every_kernel_is_right_and_rated(
     assert [row["name"] for row in found["kernels"]] == [case.name for case in cases(4352)]
     assert all(row["share"] > 0 and row["wrong"] == 0 for row in found["kernels"])
     assert 0 < found["models"][0]["loss"] < 3
+    assert found["models"][0]["samples_s"] > 0 and found["models"][0]["graphs_samples_s"] > 0
     assert found["sums"] == [job]
     said = capsys.readouterr().out.splitlines()
     assert "shared, 2 ranks                 0.60  60 GB/s" in said

@@ -87,9 +87,8 @@ def test_examples_with_pytorch_run(tmp_path):
     run("hpcdp launch -n 2 -- python page.py", tmp_path)
 
 
-def test_the_example_of_hybrid_programming_runs(tmp_path):
-    (code,) = python_blocks(ROOT / "docs" / "hybrid.md")
-    (tmp_path / "page.py").write_text(code)
+def test_the_examples_of_hybrid_programming_run(tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(python_blocks(ROOT / "docs" / "hybrid.md")))
     run("python page.py", tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["lenet.h5", "lenet.json", "lenet.svg", "page.py"]
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ...arrays import from_host
 from ...autograd import Tensor, pause
-from .graph import Graph, Meta
+from .graph import Graph
+from .held import array_of
 from .saved import calls_as_json
 
 
@@ -24,13 +26,16 @@ def takes_any_batch(graph: Graph, trace: Callable[[list[Tensor]], Graph]) -> boo
     own = graph.names, calls_as_json(graph)
     try:
         with pause(), np.errstate(all="ignore"):
-            traced = map(trace, _others(graph.inputs))
+            traced = map(trace, _others(graph))
             return all((each.names, calls_as_json(each)) == own for each in traced)
     except Exception:  # whatever a forward raises that does not take so many rows
         return False
 
 
-def _others(inputs: tuple[Meta, ...]) -> Iterator[list[Tensor]]:
-    """Zeros for each input, with about twice its rows, and with one."""
+def _others(graph: Graph) -> Iterator[list[Tensor]]:
+    """Zeros for each input, with about twice its rows, and with one, where the network's tensors are."""
+    like = array_of(graph.held[0]) if graph.held else np.empty(0)
     for rows in (lambda had: 2 * had + 1, lambda had: 1):
-        yield [Tensor(np.zeros((rows(each.shape[0]), *each.shape[1:]), each.dtype)) for each in inputs]
+        shapes = [(rows(each.shape[0]), *each.shape[1:]) for each in graph.inputs]
+        zeros = [np.zeros(shape, each.dtype) for shape, each in zip(shapes, graph.inputs, strict=True)]
+        yield [Tensor(from_host(each, like)) for each in zeros]

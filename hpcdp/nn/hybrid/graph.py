@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...autograd import Tensor
 from ...autograd.registry import OPERATORS
 
 
@@ -167,7 +168,26 @@ class Graph:
                 needed |= {each.node for each in node.results()}
         return self.changed_to([node if i in needed else None for i, node in enumerate(self.nodes)], {})
 
+    def operand(self, source: Source, tensors: Mapping[Source, Any]) -> Any:
+        """What an operator is called with; ``tensors`` are those of inputs and results."""
+        if isinstance(source, Held):
+            held = self.held[source.number]
+            return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
+        if isinstance(source, Literal):
+            return source.operand()
+        return None if source is None else tensors[source]
+
     def returned(self, values: Callable[[Source], Any]) -> Any:
         """The outputs in the form in which the network returned them."""
         found = [values(each) for each in self.outputs]
         return found[0] if self.form == "one" else tuple(found) if self.form == "tuple" else found
+
+    def returned_with(self, results: Mapping[Source, Any], given: Sequence[Any]) -> Any:
+        """`returned`, of ``results`` of nodes, inputs and the network's own tensors."""
+
+        def value(source: Source) -> Any:
+            if isinstance(source, Input):
+                return given[source.number]
+            return self.held[source.number] if isinstance(source, Held) else results[source]
+
+        return self.returned(value)

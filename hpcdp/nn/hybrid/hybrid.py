@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...arrays import is_cupy
 from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedError
+from ...kernels.capture import warmed_up
 from ..virtual_shard import entered_shard
 from .batches import takes_any_batch
 from .changed import state
+from .cuda_plan import CudaPlan, warn_without_graph
 from .graph import Graph
+from .held import array_of
 from .plan import Plan, Shortcut
 from .rewriting import rewritten
 from .tracing import TracingRun
@@ -35,10 +40,21 @@ Key = tuple[Any, ...]
 class _Known:
     """A traced graph, as it is planned, and its plans: several where a call came before the backward of another."""
 
-    def __init__(self, traced: Graph, recording: bool) -> None:
+    def __init__(self, traced: Graph, given: Sequence[Tensor], recording: bool) -> None:
         self.traced = traced
-        self.graph = rewritten(traced, recording)
-        self.plans: list[Plan] = []
+        self._types = _types_of(traced)
+        kinds = {*self._types, *(type(each.data) for each in given)}
+        self.plan: type[Plan] | type[CudaPlan] | None = Plan
+        """How it is planned; None where it is not."""
+        if kinds > {np.ndarray} or np.ndarray not in kinds:
+            self.plan = CudaPlan if all(map(_is_planned, kinds)) else None
+        self.graph = rewritten(traced, recording) if self.plan is Plan else traced
+        self.plans: list[Plan | CudaPlan] = []
+
+    def still_fits(self) -> bool:
+        """Whether the network's tensors have the shapes, dtypes and kinds of arrays with which it was traced."""
+        kinds = [(each.shape, each.dtype) for each in self.traced.held]
+        return kinds == self.traced.kinds and _types_of(self.traced) == self._types
 
 
 class _Here(threading.local):
@@ -79,7 +95,7 @@ class Hybrid:
         key = (modes.recording, modes.training, *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
-            if any(type(x.data) is not np.ndarray for x in given) or not self._is_traceable():
+            if not all(_is_planned(type(x.data)) for x in given) or not self._is_traceable():
                 return self._module.forward(*given)
             return self._trace(key, given, here)
         for plan in known.plans:
@@ -92,13 +108,26 @@ class Hybrid:
         else:
             if len(known.plans) >= _MOST_AT_ONCE:
                 return self._module.forward(*given)
-        if not _has_the_same_kinds(known.graph):
+        if not known.still_fits():
             del here.known[key]
             return self._trace(key, given, here)
         here.known.move_to_end(key)
-        plan = Plan(known.graph, given, modes.recording)
-        known.plans.append(plan)
-        return plan.returned(given)
+        new = self._planned(known, given)
+        if new is None:
+            return self._module.forward(*given)
+        known.plans.append(new)
+        return new.returned(given)
+
+    def _planned(self, known: _Known, given: Sequence[Tensor]) -> Plan | CudaPlan | None:
+        """A new plan, which has computed ``given``; None where there can be none."""
+        if known.plan is not CudaPlan:
+            return None if known.plan is None else known.plan(known.graph, given, modes.recording)
+        try:
+            return CudaPlan(known.graph, given, modes.recording)
+        except UnsupportedError as error:
+            warn_without_graph(type(self._module).__name__, error)
+            known.plan = None
+            return None
 
     def graph(self) -> Graph:
         """The graph of this thread's last prediction of which there is one.
@@ -150,14 +179,17 @@ class Hybrid:
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
         graph, result = self._traced(given)
-        here.known[key] = _Known(graph, modes.recording)
+        here.known[key] = _Known(graph, given, modes.recording)
         while len(here.known) > _KEYS_KEPT:
             here.known.popitem(last=False)
         return result
 
     def _traced(self, given: Sequence[Tensor]) -> tuple[Graph, Any]:
-        run = TracingRun(_attributes_of(self._module), given)
-        result = run.run(self._module.forward, given)
+        attributes = _attributes_of(self._module)
+        run = TracingRun(attributes, given)
+        is_on_gpu = any(is_cupy(each) for each in (*(x.data for x in given), *(array_of(x) for _, x in attributes)))
+        with warmed_up() if is_on_gpu else contextlib.nullcontext():
+            result = run.run(self._module.forward, given)
         return run.graph, result
 
 
@@ -173,7 +205,16 @@ def _described(x: Tensor) -> Key:
     array = x.data
     wants_gradient = x.node is not None or x.grad_req != "null"
     layout = None if array.flags.c_contiguous else array.strides
-    return array.shape, array.dtype, wants_gradient, layout
+    device = array.device.id if is_cupy(array) else None
+    return array.shape, array.dtype, wants_gradient, layout, device
+
+
+def _is_planned(kind: type) -> bool:
+    return kind is np.ndarray or kind.__module__.partition(".")[0] == "cupy"
+
+
+def _types_of(graph: Graph) -> list[type]:
+    return [type(array_of(each)) for each in graph.held]
 
 
 def _attributes_of(module: Module) -> list[tuple[str, Any]]:
@@ -182,10 +223,5 @@ def _attributes_of(module: Module) -> list[tuple[str, Any]]:
         (prefix + name, value)
         for prefix, each in module._modules("")
         for name, value in vars(each).items()
-        if isinstance(value, (Tensor, np.ndarray))
+        if isinstance(value, (Tensor, np.ndarray)) or is_cupy(value)
     ]
-
-
-def _has_the_same_kinds(graph: Graph) -> bool:
-    """Whether the network's tensors have the shapes and dtypes with which the graph was traced."""
-    return [(each.shape, each.dtype) for each in graph.held] == graph.kinds

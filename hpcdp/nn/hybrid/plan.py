@@ -19,20 +19,21 @@ from ...autograd.modes import modes
 from ...autograd.registry import OPERATORS, Again, Call, Operator, calls_of, captured
 from ...autograd.tape import Node, Pullback
 from ...autograd.tensor import value_of
-from ...errors import HpcdpError, UnsupportedError
+from ...errors import UnsupportedError
 from ...kernels.buffers import empty
 from .arena import Arena
 from .chains import Link, chained, join, link, nowhere, reads_of
 from .changed import state
 from .formulas import Moving
-from .graph import Graph, Held, Input, Literal, Result, Source
+from .graph import Graph, Held, Input, Result, Source
+from .held import HeldArrays, wait_for_update
 from .program import direct
 
 _MOVES_FROM = 64 * 1024
 """Bytes of inputs and outputs from which on to say where they are takes less time than to copy them."""
 
 
-class _Spliced(Node):
+class SplicedNode(Node):
     """A node of a replay. While its token lives, backward may still want what the plan has computed."""
 
     __slots__ = ("token",)
@@ -110,8 +111,6 @@ class Plan:
         self._places: list[Any] = [np.empty_like(each.data) for each in given]
         """Where inputs are copied to; of large ones that need no copy, where they are."""
         self._moving_outputs: dict[Result, Moving] = {}
-        self._seen: object = None
-        """The state of all parameters at which these had no hooks and these arrays."""
         self._arena = None if keeps else Arena()
         self._steps: list[_Step] = []
         for place, each in zip(self._places, given, strict=True):
@@ -120,11 +119,7 @@ class Plan:
         for step in self._steps:
             step.calls = [direct(call) for call in step.calls]
         self._calls = [call for step in self._steps for call in step.calls]
-        arrays = [_held_array(each) for each in graph.held]
-        pairs = list(zip(graph.held, arrays, strict=True))
-        self._parameters = [pair for pair in pairs if hasattr(pair[0], "held")]
-        self._buffers = [pair for pair in pairs if isinstance(pair[0], Tensor) and not hasattr(pair[0], "held")]
-        self._parameters_only = not self._buffers
+        self._held = HeldArrays(graph.held)
         self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
         for result, moving in self._moving_outputs.items():
             moving.array = _copied(moving.array)
@@ -142,7 +137,7 @@ class Plan:
         alive: list[Any] = []  # an id is that of one object only as long as it lives
         for number, node in enumerate(self.graph.nodes):
             step = _Step()
-            operands = [self._operand(each, tensors) for each in node.inputs]
+            operands = [self.graph.operand(each, tensors) for each in node.inputs]
             alive += operands
             for source, operand in zip(node.inputs, operands, strict=True):
                 if isinstance(operand, Tensor):
@@ -215,14 +210,6 @@ class Plan:
         place[...] = value
         return place
 
-    def _operand(self, source: Source, tensors: dict[Source, Any]) -> Any:
-        if isinstance(source, Held):
-            held = self.graph.held[source.number]
-            return Tensor(held.data) if source.is_detached and isinstance(held, Tensor) else held
-        if isinstance(source, Literal):
-            return source.operand()
-        return None if source is None else tensors[source]
-
     @property
     def _moves(self) -> bool:
         return bool(self._moving_outputs) or any(isinstance(each, Moving) for each in self._places)
@@ -242,13 +229,7 @@ class Plan:
 
     def fits(self) -> bool:
         """Whether the network's tensors still have the arrays that the plan reads."""
-        now = state.parameters
-        if self._seen is not now:
-            if any(param.held() is not array for param, array in self._parameters):
-                return False
-            if all(param.data_hook is None for param, _ in self._parameters):
-                self._seen = now
-        return all(buffer.data is array for buffer, array in self._buffers)
+        return self._held.still_hold()
 
     def replay(self, given: Sequence[Tensor]) -> Any:
         """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
@@ -259,7 +240,7 @@ class Plan:
                 place[...] = each.data
         for moving in self._moving_outputs.values():
             moving.array = empty(moving.array.shape, moving.array.dtype)
-        if self._seen is state.parameters:
+        if self._held.are_settled:
             for function, args in self._calls:
                 function(*args)
         else:
@@ -272,21 +253,21 @@ class Plan:
 
     def shortcut(self) -> Shortcut | None:
         """The shorter way to the same replay, where there is one now."""
-        simple = self._parameters_only and not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
-        if not simple or len(self._places) != 1 or self._seen is not state.parameters or self._moves:
+        simple = not self._keeps and len(self._outputs) == 1 and self.graph.form == "one"
+        if not simple or len(self._places) != 1 or self._moves:
+            return None
+        if not (self._held.are_parameters_only and self._held.are_settled):
             return None
         place, output = self._places[0], next(iter(self._outputs.values()))
         if not (place.flags.c_contiguous and output.flags.c_contiguous):
             return None
-        return Shortcut(place, self._calls, output, self._seen)
+        return Shortcut(place, self._calls, output, self._held.seen)
 
     def _run_behind_updates(self) -> None:
         """Wait before each step for the updates of the parameters that it reads, as operators do."""
         for step in self._steps:
             for param in step.params:
-                before = param.held()
-                if param.data is not before:
-                    raise HpcdpError("replay", where=param.name, expected="an update in place", got="another array")
+                wait_for_update(param)
             for function, args in step.calls:
                 function(*args)
 
@@ -299,12 +280,7 @@ class Plan:
             found[each] = result = Tensor(_copied(value) if moving is None else moving.array)
             if nodes is not None and each.output == 0:
                 result.node = nodes[each.node]
-        return self.graph.returned(lambda each: self._returned(each, found, given))
-
-    def _returned(self, source: Source, found: dict[Source, Any], given: Sequence[Tensor]) -> Any:
-        if isinstance(source, Input):
-            return given[source.number]
-        return self.graph.held[source.number] if isinstance(source, Held) else found[source]
+        return self.graph.returned_with(found, given)
 
     def _spliced(self, given: Sequence[Tensor]) -> list[Node | None]:
         """The nodes of this replay, on the tape."""
@@ -314,7 +290,7 @@ class Plan:
             if step.pullback is not None:
                 sources = tuple(self._on_tape(each, nodes, given) for each in step.sources)
                 if any(source is not None for source in sources):
-                    node = _Spliced(step.value, sources, step.pullback, self._token)
+                    node = SplicedNode(step.value, sources, step.pullback, self._token)
             nodes.append(node)
         return nodes
 
@@ -327,9 +303,12 @@ class Plan:
             tensor = self.graph.held[source.number]
         else:
             return None
-        if not isinstance(tensor, Tensor):
-            return None
-        return tensor.node if tensor.node is not None else tensor if tensor.grad_req != "null" else None
+        return source_of(tensor) if isinstance(tensor, Tensor) else None
+
+
+def source_of(tensor: Tensor) -> Any:
+    """Where a node of the tape has ``tensor`` from: the node that made it, the leaf that it is, or None."""
+    return tensor.node if tensor.node is not None else tensor if tensor.grad_req != "null" else None
 
 
 def _called(called: Operator, operands: list[Any], attributes: dict[str, Any]) -> tuple[list[Tensor], Any]:
@@ -364,7 +343,3 @@ def _copied(value: Array) -> Array:
 
 def _shares(value: Array, operand: Any) -> bool:
     return isinstance(operand, Tensor) and np.may_share_memory(value, operand.data)
-
-
-def _held_array(held: Any) -> Any:
-    return held.held() if hasattr(held, "held") else held.data if isinstance(held, Tensor) else held

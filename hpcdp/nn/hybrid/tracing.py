@@ -156,7 +156,7 @@ class TracingRun:
             is_many = called.signature.parameters[name].kind is called.signature.parameters[name].VAR_POSITIONAL
             inputs += value if is_many else [value]
         sources = tuple(self._source(each) for each in inputs)
-        if called.name == "getitem" and any(np.asarray(value_of(_inner(each))).dtype == bool for each in inputs[1:]):
+        if called.name == "getitem" and any(_is_mask(value_of(_inner(each))) for each in inputs[1:]):
             _refuse("take autograd.where: how many elements a mask chooses depends on values")
         modes.tracer = None
         try:
@@ -208,6 +208,10 @@ class TracingRun:
 
 def _inner(x: Any) -> Any:
     return x.inner if isinstance(x, Traced) else x
+
+
+def _is_mask(key: Any) -> bool:
+    return bool((key if hasattr(key, "dtype") else np.asarray(key)).dtype == bool)
 
 
 def _listed(result: Any) -> list[Any]:
