@@ -20,6 +20,7 @@ import numpy as np
 from ..arrays import Array
 from ..collectives.progress import Steps
 from ..comm import Communicator, World
+from ..comm.communicator import OPERATION_BITS
 from ..comm.node_rows import SUMMED_KINDS
 from ..comm.shared import Milestones
 from ..devices import Device
@@ -33,6 +34,9 @@ from .arguments import Key
 from .placed import fill, sum_into
 from .rows import Reached
 from .updaters import Updater
+
+MOST_KEYS = (1 << OPERATION_BITS) - 1
+"""Of one `GpuKeys`, which tells the messages of their sums apart by their numbers."""
 
 _SAID, _READ, _PHASES = 1, 2, 2
 """What a rank posts in a round of a key: its learning rate, and that it has read those of the others."""
@@ -104,7 +108,7 @@ class GpuKeys:
     """The keys of one call of ``init``; every rank of the world must make it, with values on its GPU.
 
     Args:
-        values: alike on all ranks, for which they become the store's own; all on one GPU.
+        values: alike on all ranks, for which they become the store's own; all on one GPU, at most `MOST_KEYS`.
         comm: all ranks, for messages; ``rail``: of `World.rail_comm`, or None. Both as `DeviceSums` has them.
         signature: see `make_tag`.
 

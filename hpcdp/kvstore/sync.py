@@ -32,6 +32,7 @@ from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..state import Part, Sharded
+from . import gpu_keys
 from .arguments import Key, merged
 from .coded import Coded
 from .compress import check_codable
@@ -102,8 +103,9 @@ class SyncStore(WorldStore):
             else:
                 on_gpus[key] = brought(first, value)
                 self._entries[key] = Entry(key, on_gpus[key], self._engine.variable(f"key {key!r}"))
-        if on_gpus:
-            self._keep_on_gpus(on_gpus)
+        keys = list(on_gpus)
+        for at in range(0, len(keys), gpu_keys.MOST_KEYS):
+            self._keep_on_gpus({key: on_gpus[key] for key in keys[at : at + gpu_keys.MOST_KEYS]})
         self._world.barrier()
 
     def _of_first(self, value: Array) -> np.ndarray:
@@ -113,6 +115,7 @@ class SyncStore(WorldStore):
         return first
 
     def _keep_on_gpus(self, values: dict[Key, Array]) -> None:
+        """Of new keys those on GPUs; every rank must call."""
         world = self._world
         comm = world.keep("keys on GPUs", world.comm.duplicate)
         rail = None if world.rail_comm is None else world.keep("keys on GPUs, rail", world.rail_comm.duplicate)

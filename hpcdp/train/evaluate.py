@@ -15,6 +15,7 @@ from hpcdp.data import Dataset
 from hpcdp.data.split import piece_bounds
 from hpcdp.errors import whole_number
 from hpcdp.nn import Module
+from hpcdp.nn.deferred import shape_of
 from hpcdp.nn.functional import softmax_cross_entropy
 
 from .metrics import BatchSums
@@ -57,7 +58,7 @@ def evaluate(
     whole_number("evaluate", "batch_size", batch_size, 1)
     num_parts = world.size if num_parts is None else whole_number("evaluate", "num_parts", num_parts, 1)
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
-    there = next((tensor.data for tensor in net.parameters()), None)
+    there = next((param.data for param in net.parameters() if None not in shape_of(param)), None)
     counted = BatchSums(num_parts)
     with predict_mode():
         for part in range(own[world.rank], own[world.rank + 1]):

@@ -12,6 +12,7 @@ from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import staging
+from hpcdp.kvstore import gpu_keys
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
@@ -105,8 +106,9 @@ def test_ranks_get_what_they_get_on_the_host(way, n, nodes, updater):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["f2", "f8", "i4", "i2"])
-def test_dtypes(gpus_on_host, monkeypatch, dtype):
+def test_dtypes_of_many_keys(gpus_on_host, monkeypatch, dtype):
     use(monkeypatch, 8)
+    monkeypatch.setattr(gpu_keys, "MOST_KEYS", 3)
     found = threads.run(2, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype))
     wanted = threads.run(2, lambda world: program(world, "dist_sync", np.array, "sum", dtype))
     for mine, theirs in zip(found[0], wanted[0], strict=True):
