@@ -7,7 +7,7 @@ Values under keys, that every worker pushes to and pulls from.
 - `store`: what all kinds have in common: the calls, in every form of their arguments.
 - `keeps_state`: what a store keeps, as part of a run's state.
 - `local`: within one process; `sync`: over the ranks of a world, each push merged with those of all others.
-- `placed`: what is pushed and pulled on the host and on GPUs; `gpu_keys`: keys of all ranks that are kept on GPUs.
+- `device_sync`: the same with keys on GPUs; `placed`: what is pushed and pulled, on the host and on GPUs.
 """
 
 from .create import create

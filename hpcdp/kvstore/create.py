@@ -6,6 +6,7 @@ from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError
 from .asynchronous import AsyncStore
+from .device_sync import DeviceSyncStore
 from .kinds import KINDS
 from .local import LocalStore
 from .store import KVStore
@@ -41,6 +42,8 @@ def create(
     require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "make it alike on all ranks")
     if name == "dist_async" and staleness != 0:
         return AsyncStore(name, world, staleness, replay)
+    if KINDS[name].sums == "device":
+        return DeviceSyncStore(name, world)
     return SyncStore("dist_sync" if name == "dist_async" else name, world)
 
 

@@ -13,6 +13,7 @@ from .arguments import Key, check_storable, merged
 from .compress import Codes, check_codable
 from .entry import Entry
 from .keeps_state import residuals_of
+from .kinds import KINDS
 from .placed import carry, computing, fill, like, sum_into
 from .pulled import Pulled
 from .store import KVStore
@@ -28,6 +29,7 @@ class LocalStore(KVStore):
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind, Engine(lanes=(_LANE,), max_inflight=1 << 20), _LANE)
+        self._sums_on_devices = KINDS[kind].sums == "device"
         self._compression: Compression | None = None
         self._codes: dict[Key, Codes] = {}
 

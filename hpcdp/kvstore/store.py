@@ -21,7 +21,6 @@ from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import Key, check_array, checked_rows, grouped, listed_keys, new_keys, rows_of_each
 from .entry import Entry
 from .keeps_state import KeepsState
-from .kinds import KINDS
 from .placed import brought, carry, fill, lie_together, like
 from .pulled import Pulled, can_wait, hook_of
 from .updaters import ByFunction, ByOptimizer, Function, Replace
@@ -43,7 +42,6 @@ class KVStore(KeepsState):
         super().__init__()
         self.kind = kind
         self._engine, self._lane = engine, lane
-        self._sums_on_devices = KINDS[kind].sums == "device"
 
     @property
     def keys(self) -> list[Key]:

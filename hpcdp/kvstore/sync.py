@@ -4,7 +4,6 @@ There are no servers. The ranks of a node hold a key's value once, in memory tha
 each of them to push to. Each owns a part of the columns, sums it over the rows, then with those of other nodes that own
 the same part (a rail), and updates its part of the value: a parameter server whose servers are the workers (see
 `gradients`, whose buckets, lane and rails these are). How far each has got with a key is posted in that memory, too.
-Keys on GPUs are those of `gpu_keys`.
 
 Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014, for what a push means;
 Rajbhandari et al., "ZeRO", 2020, for the owners.
@@ -12,15 +11,15 @@ Rajbhandari et al., "ZeRO", 2020, for the owners.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, is_cupy, is_host, to_host
+from ..arrays import Array, to_host
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import require_same
@@ -32,16 +31,14 @@ from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..gradients.reducer import weakly
 from ..state import Part, Sharded
-from . import gpu_keys
 from .arguments import Key, merged
 from .coded import Coded
 from .compress import check_codable
 from .direct import Direct, Exchange, in_one_piece
 from .entry import Entry
-from .gpu_keys import GpuKeys, can_stay
 from .keeps_state import residuals_of
-from .placed import brought, carry
-from .pulled import Pulled, can_wait
+from .placed import carry
+from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
 from .world_store import WorldStore
@@ -83,29 +80,15 @@ class SyncStore(WorldStore):
         self._direct = Direct(self._memory)
         self._exchanges: dict[Key, Exchange] = {}
         self._coded: dict[Key, Coded] = {}
-        self._on_gpus: dict[Key, GpuKeys] = {}
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
         world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
 
-    def _stays(self, value: Array) -> bool:
-        together = self._sums_on_devices and self._compression is None and self._world.concurrent
-        return together and is_cupy(value) and can_stay(value)
-
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
-        on_gpus: dict[Key, Array] = {}
         for key, value in values.items():
-            first = self._of_first(value)
-            if is_host(value):
-                self._entries[key] = self._new(key, first)
-            else:
-                on_gpus[key] = brought(first, value)
-                self._entries[key] = Entry(key, on_gpus[key], self._engine.variable(f"key {key!r}"))
-        keys = list(on_gpus)
-        for at in range(0, len(keys), gpu_keys.MOST_KEYS):
-            self._keep_on_gpus({key: on_gpus[key] for key in keys[at : at + gpu_keys.MOST_KEYS]})
+            self._entries[key] = self._new(key, self._of_first(value))
         self._world.barrier()
 
     def _of_first(self, value: Array) -> np.ndarray:
@@ -114,26 +97,15 @@ class SyncStore(WorldStore):
         self._world.comm.native_broadcast(first, 0)
         return first
 
-    def _keep_on_gpus(self, values: dict[Key, Array]) -> None:
-        """Of new keys those on GPUs; every rank must call."""
-        world = self._world
-        comm = world.keep("keys on GPUs", world.comm.duplicate)
-        rail = None if world.rail_comm is None else world.keep("keys on GPUs, rail", world.rail_comm.duplicate)
-        serial = world.kept["number of GpuKeys"] = world.kept.get("number of GpuKeys", 0) + 1
-        signature = zlib.crc32(f"keys on GPUs {serial}".encode())
-        for each in (comm, rail):
-            if each is not None:
-                each.users.add(signature % each.signatures)
-        world.barrier()  # before any rank sends what another would take for a mistake
-        self._on_gpus |= dict.fromkeys(values, GpuKeys(values, world, comm, rail, signature))
-
     def _assign(self, values: dict[Key, Array]) -> None:
         self._check_assigned(values)
         for key, value in values.items():
-            first, stored = self._of_first(value), self._entries[key].stored
-            if self._memory.rank == 0 or key in self._on_gpus:
-                carry(first, stored)
+            self._overwrite(self._entries[key], self._of_first(value))
         self._world.barrier()
+
+    def _overwrite(self, entry: Entry, value: np.ndarray) -> None:
+        if self._memory.rank == 0:
+            entry.stored[...] = value
 
     def _new(self, key: Key, value: np.ndarray) -> Entry:
         alone = min(range(self._memory.size), key=self._held_nbytes.__getitem__)
@@ -180,41 +152,13 @@ class SyncStore(WorldStore):
         return _Push(entry, rows, updater, rows.rounds, coded)
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        if entry.key in self._on_gpus:
-            self._push_on_gpu(entry, arrays, priority)
-            return
         value = np.ascontiguousarray(merged(arrays))
         push = self._begin(entry, self._rows[entry.key], self._updater.now())
         name = f"push of {entry.variable.name}"
         self._of_world.launch(lambda turn: self._round(push, value, turn), [entry.variable], priority, name)
 
-    def _push_on_gpu(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        gpus, updater = self._on_gpus[entry.key], self._updater.now()
-        with contextlib.suppress(Exception):  # what the last push has raised counts no more
-            self._wait_for(entry, entry.variable)
-        entry.count()
-        number = gpus.fill(entry.key, arrays)
-        name = f"push of {entry.variable.name}"
-        self._of_world.launch(
-            lambda turn: gpus.round(entry.key, number, updater, turn), [entry.variable], priority, name
-        )
-
-    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
-        gpus = self._on_gpus.get(entry.key)
-        if gpus is None:
-            return super()._pull(entry, place, priority, rows)
-        variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes
-        copy, arrive = gpus.pull(entry.key, place, rows)
-        self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
-
-        def until_there() -> None:
-            self._wait_for(entry, variable)
-            arrive()
-
-        return Pulled(until_there, place, lambda: version)
-
     def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
-        if entry.key in self._on_gpus or len(targets) > 1 or can_wait(targets[0]):
+        if len(targets) > 1 or can_wait(targets[0]):
             super()._pushpull(entry, arrays, targets, priority)
             return
         x, out = in_one_piece(arrays, targets[0])
@@ -318,9 +262,7 @@ class SyncStore(WorldStore):
 
     def _copied(self, entry: Entry, target: Any) -> bool:
         """Copy a value in this thread, if it is there."""
-        if can_wait(target) or entry.key in self._on_gpus or entry.variable.failure is not None:
-            return False
-        if not self._engine.hold(entry.variable):
+        if can_wait(target) or entry.variable.failure is not None or not self._engine.hold(entry.variable):
             return False
         try:
             carry(entry.stored, target)
@@ -329,26 +271,20 @@ class SyncStore(WorldStore):
         return True
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
-        gpus = self._on_gpus.get(entry.key)
-        behind = self._rows[entry.key].behind if gpus is None else gpus.keys[entry.key].behind
-        with self._watchdog.watching(f"wait for {variable.name}", behind=behind):
+        with self._watchdog.watching(f"wait for {variable.name}", behind=partial(self._behind, entry)):
             self._of_world.wait(variable)
-        if gpus is not None:
-            gpus.arrive(entry.key)
+
+    def _behind(self, entry: Entry) -> list[int]:
+        """The ranks of the node that have not pushed a key as often as this one."""
+        return self._rows[entry.key].behind()
 
     def _held(self, entry: Entry, part: Array) -> Sharded:
-        if entry.key in self._on_gpus:  # all of it is on every rank
-            world = self._world
-            shape, dtype = tuple(entry.stored.shape), np.dtype(part.dtype)
-            return Sharded(shape, dtype, [Part(0, part)], world.size, world.rank)
         first = self._rows[entry.key].bucket.shard[0]
         copies, copy = (1, 0) if self._rail is None else (self._rail.comm.size, self._rail.comm.rank)
         parts = [Part(first, part)] if part.size else []
         return Sharded(tuple(entry.stored.shape), np.dtype(part.dtype), parts, copies, copy)
 
     def _values_of(self, entry: Entry) -> Sharded:
-        if entry.key in self._on_gpus:
-            return self._held(entry, entry.stored.reshape(-1))
         rows = self._rows[entry.key]
         return self._held(entry, rows.flat[slice(*rows.bucket.shard)])
 
@@ -357,16 +293,12 @@ class SyncStore(WorldStore):
         return residuals_of(None if coded is None else coded.codes)
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
-        if entry.key in self._on_gpus:
-            return super()._own_part(entry, whole)
         rows = self._rows[entry.key]
         padded = np.zeros(rows.flat.size, whole.dtype)
         padded[: whole.size] = whole.reshape(-1)
         return padded[slice(*rows.bucket.shard)]
 
     def _joined(self, entry: Entry, part: Array) -> np.ndarray:
-        if entry.key in self._on_gpus:
-            return super()._joined(entry, part)
         rows = self._rows[entry.key]
         padded = np.zeros(rows.flat.size, part.dtype)
         if self._rail is None or self._rail.comm.rank == 0:
