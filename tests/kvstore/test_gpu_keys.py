@@ -10,9 +10,10 @@ from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
+from hpcdp.devices import Device, gpu
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import staging
-from hpcdp.kvstore import gpu_keys
+from hpcdp.kvstore import gpu_keys, placed
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
@@ -143,6 +144,21 @@ def test_the_sum_of_a_workers_gpus_is_made_on_them(gpus_on_host):
             store.pull(key, out=out)
             assert (out == sum(each % 4 for each in range(count))).all()
     assert gpus_on_host.log.count("kernel") >= 6
+
+
+def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
+    values = np.arange(12, dtype="f4").reshape(3, 4)
+    x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, array: gpu(1 if array is x else 0)))
+    with Streams(gpu(0)).stream():  # the current one of both, for the stand-in
+        copy = placed.brought(x, out)
+        x[...] = here  # after the copy
+        placed.carry(copy, out)
+        np.testing.assert_array_equal(out.to_host(), values)
+        np.testing.assert_array_equal(x.to_host(), np.ones((3, 4)))
+    assert copy is not x
+    assert placed.brought(here, out) is here
+    assert gpus_on_host.log.count("copy") == 1
 
 
 @needs_compiler
