@@ -349,7 +349,9 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             memory: Any = (ctypes.c_char * nbytes).from_address(memptr.ptr)
             memory.owner = memptr.mem
-            return cupy.Array(np.frombuffer(memory, dtype).reshape(shape))
+            held = np.frombuffer(memory, dtype)
+            gpus.note_array(held)
+            return cupy.Array(held.reshape(shape))
 
         def pinned(size: int) -> np.ndarray:
             gpus.current()

@@ -121,8 +121,9 @@ class GpuKeys:
     ) -> None:
         names = [f"key {key!r}" for key in values]
         held = [_Held(name, value) for name, value in zip(names, values.values(), strict=True)]
-        self._sums = DeviceSums(held, _layout(held), world, comm, rail, signature)
         self._streams = streams = Streams(Device.of(held[0].data))
+        with streams.on_device():
+            self._sums = DeviceSums(held, _layout(held), world, comm, rail, signature, None)
         self._stream = streams.stream()
         self._read: deque[tuple[Event, Array]] = deque()
         """What pulls write to, and the events behind them: memory must stay until then."""

@@ -51,7 +51,7 @@ class DistributedDataParallel(torch.nn.Module):
             1 to 25.
         overlap: reduce buckets while backward runs. None: where there are several nodes.
         compression: how gradients are compressed between nodes, as a `hpcdp.Trainer` takes it; torch's has
-            communication hooks for that. What is on a GPU is then brought to the host, after backward.
+            communication hooks for that.
 
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
@@ -105,8 +105,6 @@ class DistributedDataParallel(torch.nn.Module):
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
-        if self.device is not None and settings is not None:
-            overlap = False  # the thread that would bring gradients to the host does not know torch's stream
         with exchange.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
