@@ -54,9 +54,14 @@ def _namespace_of(x: Any) -> Any:
         return np
     if is_cupy(x):
         return importlib.import_module("cupy")
-    if hasattr(x, "__array_namespace__"):
+    if has_namespace(x):
         return x.__array_namespace__()
     raise ArrayMixError("array_namespace", expected="an array", got=type(x).__name__)
+
+
+def has_namespace(x: object) -> bool:
+    """Whether ``x`` is an array of a namespace; those of CuPy do not say so themselves."""
+    return hasattr(x, "__array_namespace__") or is_cupy(x)
 
 
 def is_host(x: Array) -> bool:

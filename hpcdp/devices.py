@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, to_host
+from .arrays import Array, is_cupy, to_host
 from .errors import ConfigError, DeviceError
 
 
@@ -26,6 +26,11 @@ class Device:
 
     def __repr__(self) -> str:
         return f"{self.kind}({self.index})"
+
+    @classmethod
+    def of(cls, x: Array) -> Device:
+        """Where ``x`` is: the GPU of a CuPy array, else ``cpu(0)``."""
+        return cls("gpu", int(x.device.id)) if is_cupy(x) else cls("cpu", 0)
 
     def put(self, x: Array) -> Array:
         """A copy of ``x`` on this device.

@@ -139,6 +139,7 @@ def _install() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["cupy"] = module
     spec.loader.exec_module(module)
+    del module.Array.__array_namespace__  # type: ignore[attr-defined]  # CuPy's arrays do not name theirs
     module.RawModule = RawModule  # type: ignore[attr-defined]
     module.Array.data = property(lambda x: SimpleNamespace(ptr=x._held.ctypes.data))  # type: ignore[attr-defined]
     return module

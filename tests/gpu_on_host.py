@@ -279,6 +279,37 @@ def _change_later(cupy: Any, give: Callable[[Callable[[], None]], None]) -> None
         setattr(cupy.Array, f"__{name}__", deferred(method, name != "setitem"))
 
 
+_VIEWS = ("reshape", "view", "ravel", "squeeze", "swapaxes", "transpose", "empty", "empty_like", "ascontiguousarray")
+"""Functions of arrays that look at no element, or are asked of what is contiguous."""
+
+
+def _compute_in_turn(cupy: Any, current: Callable[[], Stream]) -> None:
+    """What makes a new array, or reads one, is done at once, when all is done that its stream was given before."""
+
+    def reach() -> None:
+        if current().ptr != DEFAULT:
+            current().synchronize()
+
+    call, get_item, to_host = cupy._Function.__call__, cupy.Array.__getitem__, cupy.Array.to_host
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._function.__name__ not in _VIEWS:
+            reach()
+        return call(self, *args, **kwargs)
+
+    def chosen(self: Any, key: Any) -> Any:
+        if isinstance(key, cupy.Array):
+            reach()
+        return get_item(self, key)
+
+    def copied(self: Any) -> np.ndarray:
+        reach()
+        return to_host(self)
+
+    cupy._Function.__call__, cupy.Array.__getitem__ = called, chosen
+    cupy.Array.to_host = cupy.Array.get = copied
+
+
 @contextlib.contextmanager
 def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
     """Let ``cupy`` be this one."""
@@ -293,6 +324,8 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
                 made = Stream(gpus, next(gpus.numbers))
                 gpus.queues[made.ptr] = deque()
             return made
+
+        make_stream.from_external = lambda obj: Stream(gpus, obj.__cuda_stream__()[1])  # type: ignore[attr-defined]
 
         def make_event(
             block: bool = False, disable_timing: bool = False, interprocess: bool = False
@@ -316,7 +349,9 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             memory: Any = (ctypes.c_char * nbytes).from_address(memptr.ptr)
             memory.owner = memptr.mem
-            return cupy.Array(np.frombuffer(memory, dtype).reshape(shape))
+            held = np.frombuffer(memory, dtype)
+            gpus.note_array(held)
+            return cupy.Array(held.reshape(shape))
 
         def pinned(size: int) -> np.ndarray:
             gpus.current()
@@ -335,6 +370,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks)
         _remember_devices(cupy, gpus)
         _change_later(cupy, lambda run: gpus.push(current().ptr, run, name="change"))
+        _compute_in_turn(cupy, current)
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)

@@ -113,7 +113,10 @@ def asarray(x: Any, dtype: Any = None) -> Array:
     return Array(np.array(x._held if isinstance(x, Array) else x, dtype))
 
 
-array = asarray
+def array(x: Any, dtype: Any = None, order: str = "K") -> Array:
+    """A copy of ``x`` on the stand-in device."""
+    return Array(np.array(x._held if isinstance(x, Array) else x, dtype, order=order))
+
 
 _FUNCTIONS = """
 abs add all any arange argmax argmin argsort ascontiguousarray broadcast_to clip concatenate copyto cos cumsum divide

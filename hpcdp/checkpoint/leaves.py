@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import copied_to_host, from_host, to_host
+from ..arrays import copied_to_host, from_host, has_namespace, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
@@ -55,7 +55,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 @functools.singledispatch
 def as_array(value: Any) -> HostView | None:
     """``value`` as a NumPy array, None where it is no array."""
-    if hasattr(value, "__array_namespace__"):
+    if has_namespace(value):
         copied = copied_to_host(value)
         return HostView(copied, str(value.dtype), "", lambda x: value.__setitem__(..., from_host(x, value)))
     return None

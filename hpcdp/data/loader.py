@@ -164,7 +164,13 @@ class DataLoader:
 
     def read(self, numbers: np.ndarray) -> Batch:
         """The batch of the samples with these ``numbers``, int64 of shape ``(count,)``, as in a loop of this epoch."""
-        return self._read(numbers, self.epoch)
+        x, y = self._read(numbers, self.epoch)
+        gpu = self._gpu
+        return (x, y) if gpu is None else (gpu.put(x), gpu.put(y))
+
+    @property
+    def _gpu(self) -> Device | None:
+        return None if self.device is None or self.device.kind == "cpu" else self.device
 
     def _read(self, numbers: np.ndarray, epoch: int) -> Batch:
         x, y = self.dataset[numbers]
@@ -189,9 +195,8 @@ class DataLoader:
         loop.ended = True
 
     def _delivery(self) -> AbstractContextManager[Delivery | None]:
-        if self.device is None or self.device.kind == "cpu":
-            return contextlib.nullcontext()
-        return contextlib.closing(Delivery(self.device, self.prefetch + 1))
+        gpu = self._gpu
+        return contextlib.nullcontext() if gpu is None else contextlib.closing(Delivery(gpu, self.prefetch + 1))
 
     def _indices(self, done: int | None) -> Iterator[Any]:
         if isinstance(self.sampler, Resumable):

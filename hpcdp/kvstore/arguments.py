@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_host
+from ..arrays import Array, has_namespace, is_host, to_host
 from ..errors import ConfigError, UnsupportedError, type_named
 from .pulled import can_wait
 
@@ -88,7 +88,7 @@ def checked_rows(operation: str, row_ids: Any, shape: tuple[int, ...]) -> np.nda
         ConfigError: there are no such rows.
     """
     try:
-        rows = np.asarray(row_ids)
+        rows = to_host(row_ids) if is_array(row_ids) else np.asarray(row_ids)
     except ValueError:  # lists of several lengths
         rows = np.empty((0, 0))
     if isinstance(row_ids, list | tuple) and not row_ids:
@@ -139,7 +139,7 @@ def is_array(x: object) -> bool:
     """Whether ``x`` is an array: no number, no parameter of a network, nothing masked."""
     if isinstance(x, np.ndarray | np.generic):
         return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)
-    return hasattr(x, "__array_namespace__") or type(x).__module__.partition(".")[0] == "cupy"
+    return has_namespace(x)
 
 
 STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"))
@@ -147,12 +147,11 @@ STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4",
 
 
 def check_storable(values: Mapping[Key, Array]) -> None:
-    """Raises `UnsupportedError` unless ranks can share all ``values``."""
+    """Raises `UnsupportedError` unless ranks can share all ``values``, NumPy arrays."""
     for key, value in values.items():
-        if not is_host(value) or value.dtype not in STORABLE or not value.dtype.isnative:
-            got = value.dtype.str if is_host(value) else "one on a device"
+        if value.dtype not in STORABLE or not value.dtype.isnative:
             expected = f"a NumPy array of {', '.join(map(str, STORABLE))}"
-            raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=got)
+            raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=value.dtype.str)
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -178,8 +177,3 @@ def merged(values: Sequence[Array]) -> Array:
     for each in others:
         total += each
     return total.astype(first.dtype, copy=False)
-
-
-def like(x: Array) -> Array:
-    """A new array of the same shape, dtype and namespace."""
-    return array_namespace(x).empty(x.shape, dtype=x.dtype)

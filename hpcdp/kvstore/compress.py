@@ -20,9 +20,11 @@ def check_codable(operation: str, values: Iterable[tuple[Key, Array]]) -> None:
     """Raises `UnsupportedError` unless codecs take all ``values``."""
     for key, value in values:
         if not is_host(value) or value.dtype not in (np.float16, np.float32, np.float64):
-            got = value.dtype if is_host(value) else "an array on a device"
+            got, remedy = value.dtype, None
+            if not is_host(value):
+                got, remedy = "an array on a device", "set the compression before init: then the host keeps the keys"
             expected = "a NumPy array of float16, float32 or float64 in a store that compresses"
-            raise UnsupportedError(operation, where=f"key {key!r}", expected=expected, got=got)
+            raise UnsupportedError(operation, where=f"key {key!r}", expected=expected, got=got, remedy=remedy)
 
 
 class Codes:

@@ -1,38 +1,16 @@
-"""The kinds of stores, by name."""
+"""Makes a store of a kind, by its name."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError
 from .asynchronous import AsyncStore
+from .device_sync import DeviceSyncStore
+from .kinds import KINDS
 from .local import LocalStore
 from .store import KVStore
 from .sync import SyncStore
-
-
-class Kind(NamedTuple):
-    """What a name means."""
-
-    scope: str
-    """Whose pushes meet: those of one process, or of all ranks of a world."""
-    sums: str
-    """Where arrays of several devices are added up: in host memory, or on a device."""
-    updates: str
-    """Who changes a value, and when."""
-
-
-KINDS = {
-    "local": Kind("process", "host", "the process, at each push"),
-    "device": Kind("process", "device", "the process, at each push"),
-    "dist_sync": Kind("world", "host", "the owners of its parts, when all ranks have pushed"),
-    "dist": Kind("world", "host", "as dist_sync, which it stands for"),
-    "dist_device_sync": Kind("world", "device", "the owners of its parts, when all ranks have pushed"),
-    "dist_async": Kind("world", "host", "whoever pushes, or the server that keeps it, at each push"),
-}
-"""The valid names of `create`."""
 
 
 def create(
@@ -64,6 +42,8 @@ def create(
     require_same(world.comm, "kvstore.create", [f"{name} {staleness=} {replay=}"], "make it alike on all ranks")
     if name == "dist_async" and staleness != 0:
         return AsyncStore(name, world, staleness, replay)
+    if KINDS[name].sums == "device":
+        return DeviceSyncStore(name, world)
     return SyncStore("dist_sync" if name == "dist_async" else name, world)
 
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, to_host
 from ..errors import ConfigError
 from ..state import Part, Sharded, take
 from .arguments import Key, checked_file
 from .compress import Codes
 from .entry import Entry
+from .placed import brought
 from .states import read_states, write_states
 from .updaters import ByOptimizer, Replace, Updater, new_state
 
@@ -57,11 +58,11 @@ class KeepsState(abc.ABC):
 
     def _own_part(self, entry: Entry, whole: Array) -> Array:
         """Of an array of the key's shape what this worker updates, flat."""
-        return whole.reshape(-1)
+        return brought(whole.reshape(-1), entry.stored)
 
-    def _joined(self, entry: Entry, part: Array) -> Array:
-        """An array of the key's shape from every worker's part; every worker must call."""
-        return part.reshape(entry.stored.shape)
+    def _joined(self, entry: Entry, part: Array) -> np.ndarray:
+        """A NumPy array of the key's shape from every worker's part; every worker must call."""
+        return to_host(part).reshape(entry.stored.shape)
 
     def _held(self, entry: Entry, part: Array) -> Sharded | Array:
         """An array of the key's shape of which this worker has ``part``, flat, for a state."""

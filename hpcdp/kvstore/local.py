@@ -7,11 +7,15 @@ import numpy as np
 from ..arrays import Array, is_host
 from ..compression import Compression
 from ..engine import Engine
+from ..engine.tasks import throw
 from ..state import Part
 from .arguments import Key, check_storable, merged
 from .compress import Codes, check_codable
 from .entry import Entry
 from .keeps_state import residuals_of
+from .kinds import KINDS
+from .placed import carry, computing, fill, like, sum_into
+from .pulled import Pulled
 from .store import KVStore
 
 _LANE = "key-value store"
@@ -25,23 +29,28 @@ class LocalStore(KVStore):
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind, Engine(lanes=(_LANE,), max_inflight=1 << 20), _LANE)
+        self._sums_on_devices = KINDS[kind].sums == "device"
         self._compression: Compression | None = None
         self._codes: dict[Key, Codes] = {}
 
     def barrier(self) -> None:
         self.wait()
 
+    def _stays(self, value: Array) -> bool:
+        return self._sums_on_devices and self._compression is None
+
     def _make(self, values: dict[Key, Array]) -> None:
         check_storable({key: value for key, value in values.items() if is_host(value)})
         if self._compression is not None:
             check_codable("init", values.items())
         for key, value in values.items():
-            self._entries[key] = Entry(key, value.copy(), self._engine.variable(f"key {key!r}"))
+            with computing(value):
+                self._entries[key] = Entry(key, value.copy(), self._engine.variable(f"key {key!r}"))
             self._code(key)
 
     def _assign(self, values: dict[Key, Array]) -> None:
         for key, value in values.items():
-            self._entries[key].stored[...] = value
+            carry(value, self._entries[key].stored)
 
     def _compress(self, compression: Compression | None) -> None:
         if compression is not None:
@@ -59,15 +68,41 @@ class LocalStore(KVStore):
         return residuals_of(self._codes.get(entry.key))
 
     def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
-        value, updater, var = merged(arrays), self._updater.now(), entry.variable
         codes = self._codes.get(entry.key)
         entry.count(None if codes is None else codes.sent_nbytes)
+        if not is_host(entry.stored):
+            self._push_there(entry, arrays)
+            return
+        value, updater, var = merged(arrays), self._updater.now(), entry.variable
 
         def update() -> None:
             received = value if codes is None else _decoded(codes, value)
             updater.update(entry.key, received, entry.stored)
 
         self._engine.push(update, [], [var], self._lane, priority, f"push of {var.name}")
+
+    def _push_there(self, entry: Entry, arrays: list[Array]) -> None:
+        """On a device, which is given its work here: another thread would have another current stream."""
+        failure: BaseException | None = None
+        received = like(entry.stored)
+        sum_into(received, arrays)
+        while not self._engine.hold(entry.variable):  # another thread of the program has it
+            self._settle()
+        try:
+            with computing(entry.stored):
+                self._updater.update(entry.key, received, entry.stored)
+        except Exception as error:
+            failure = error  # for who waits for the key
+        finally:
+            self._engine.release(entry.variable, failure)
+
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+        if is_host(entry.stored):
+            return super()._pull(entry, place, priority, rows)
+        failure, version = entry.variable.failure, entry.pushes
+        with computing(place):
+            fill(place, entry.stored, rows)
+        return Pulled(lambda: throw(failure), place, lambda: version)
 
 
 def _decoded(codes: Codes, value: np.ndarray) -> np.ndarray:

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, is_host, to_host
 from ..compression import Compression, Settings
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
-from .arguments import Key, check_array, checked_rows, grouped, like, listed_keys, new_keys, rows_of_each
+from .arguments import Key, check_array, checked_rows, grouped, listed_keys, new_keys, rows_of_each
 from .entry import Entry
 from .keeps_state import KeepsState
+from .placed import brought, carry, fill, lie_together, like
 from .pulled import Pulled, can_wait, hook_of
 from .updaters import ByFunction, ByOptimizer, Function, Replace
 
@@ -31,6 +32,10 @@ class KVStore(KeepsState):
     Keys are ints or strs, in one store all of one kind. A value is an array, or a list of arrays, one a device, which
     is summed; several keys, as a list, take a list of values. Arrays that are pushed are copied at once, and may be
     changed when the call returns.
+
+    Arrays may be NumPy's or on GPUs. What a key begins with says where it is kept: on its GPU in kinds that sum on
+    devices, without compression; else on the host, where what is pushed is brought, and pulled from. On a GPU calls go
+    to the stream that is current in the thread that calls.
     """
 
     def __init__(self, kind: str, engine: Engine, lane: str) -> None:
@@ -50,7 +55,11 @@ class KVStore(KeepsState):
 
     @abc.abstractmethod
     def _make(self, values: dict[Key, Array]) -> None:
-        """Make keys that are new."""
+        """Make keys that are new, each where its value is; see `_stays`."""
+
+    def _stays(self, value: Array) -> bool:
+        """Whether a key that begins with an array on a device is kept there."""
+        return False
 
     @abc.abstractmethod
     def _assign(self, values: dict[Key, Array]) -> None:
@@ -67,7 +76,12 @@ class KVStore(KeepsState):
             ConfigError: a key is there already, or is an int where others are strs.
             MismatchError: workers differ in the key, shape or dtype; on all of them.
         """
-        self._make(self._agreed(lambda: new_keys(key, value, self._entries.keys())))
+
+        def check() -> dict[Key, Array]:
+            new = new_keys(key, value, self._entries.keys()).items()
+            return {key: value if is_host(value) or self._stays(value) else to_host(value) for key, value in new}
+
+        self._make(self._agreed(check))
 
     def assign(self, key: Any, value: Any) -> None:
         """Overwrite one key or several; every worker must call, alike. The first worker's value wins.
@@ -85,7 +99,7 @@ class KVStore(KeepsState):
             odd = next((entry for entry, arrays in named if len(arrays) != 1), None)
             if odd is not None:
                 raise ConfigError("assign", where=f"key {odd.key!r}", expected="one array", got="several")
-            return {entry.key: arrays[0] for entry, arrays in named}
+            return {entry.key: brought(arrays[0], entry.stored) for entry, arrays in named}
 
         values = self._agreed(check)
         for each in values:  # behind pulls that are on their way, too
@@ -134,7 +148,9 @@ class KVStore(KeepsState):
         priority = _checked_priority("push", priority)
         pushed = self._pushable(key, value)
         places = self._named("pull", key, value if out is None else out)
-        if len(pushed) == 1 == len(places) and pushed[0][0] is places[0][0]:
+        entry, targets = places[0]
+        directly = len(pushed) == 1 == len(places) and pushed[0][0] is entry
+        if directly and all(can_wait(each) or lie_together(each, entry.stored) for each in targets):
             self._pushpull(*pushed[0], places[0][1], priority)
         else:  # all are pushed before one is waited for: other ranks may name them in another order
             for entry, arrays in pushed:
@@ -146,11 +162,18 @@ class KVStore(KeepsState):
         self._push(entry, arrays, priority)
         self._pull_into([(entry, targets)], priority)
 
+    def _pull_to(self, entry: Entry, target: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+        """`_pull` to an array that may lie elsewhere than the key."""
+        if lie_together(target, entry.stored):
+            return self._pull(entry, target, priority, rows)
+        here = self._pull(entry, like(entry.stored), priority, rows)
+        return Pulled(lambda: carry(here.wait(), target), target, lambda: here.version)
+
     def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
         waits = []
         for entry, targets in places:
             for target in targets:
-                on_its_way = self._pull(entry, target.data if can_wait(target) else target, priority)
+                on_its_way = self._pull_to(entry, target.data if can_wait(target) else target, priority)
                 if can_wait(target):
                     target.data_hook = hook_of(on_its_way)
                 else:
@@ -192,7 +215,7 @@ class KVStore(KeepsState):
         wanted = [checked_rows("row_sparse_pull", each, shape) for each in rows_of_each(row_ids, len(places))]
         for place in places:
             check_array("row_sparse_pull", entry.key, place, shape, dtype)
-        on_their_way = [self._pull(entry, place, before, rows) for place, rows in zip(places, wanted, strict=True)]
+        on_their_way = [self._pull_to(entry, place, before, rows) for place, rows in zip(places, wanted, strict=True)]
         if out is None:
             return on_their_way[0]
         for each in on_their_way:
@@ -312,8 +335,9 @@ class KVStore(KeepsState):
         return named
 
     def _pushable(self, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
-        """The keys of a push and their arrays, which the updater can take."""
-        pushed = self._named("push", key, value)
+        """The keys of a push and their arrays, which the updater can take, where the keys are kept."""
+        named = self._named("push", key, value)
+        pushed = [(entry, [brought(each, entry.stored) for each in arrays]) for entry, arrays in named]
         if isinstance(self._updater, ByOptimizer):
             for entry, _ in pushed:
                 if entry.stored.dtype.kind != "f":
@@ -331,11 +355,7 @@ class KVStore(KeepsState):
         variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes
 
         def copy() -> None:
-            if rows is None:
-                place[...] = entry.stored
-            else:
-                place[...] = 0
-                place[rows] = entry.stored[rows]
+            fill(place, entry.stored, rows)
 
         self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
         return Pulled(lambda: self._wait_for(entry, variable), place, lambda: version)

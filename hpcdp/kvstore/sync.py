@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array
+from ..arrays import Array, to_host
 from ..collectives.progress import Progress, Steps, drive
 from ..comm import World
 from ..comm.agreement import require_same
@@ -36,6 +37,7 @@ from .compress import check_codable
 from .direct import Direct, Exchange, in_one_piece
 from .entry import Entry
 from .keeps_state import residuals_of
+from .placed import carry
 from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
@@ -86,19 +88,24 @@ class SyncStore(WorldStore):
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
         for key, value in values.items():
-            first = np.array(value, order="C")
-            self._world.comm.native_broadcast(first, 0)
-            self._entries[key] = self._new(key, first)
+            self._entries[key] = self._new(key, self._of_first(value))
         self._world.barrier()
+
+    def _of_first(self, value: Array) -> np.ndarray:
+        """Rank 0's ``value``, as a new array on the host."""
+        first = np.array(to_host(value), order="C")
+        self._world.comm.native_broadcast(first, 0)
+        return first
 
     def _assign(self, values: dict[Key, Array]) -> None:
         self._check_assigned(values)
         for key, value in values.items():
-            first = np.array(value, order="C")
-            self._world.comm.native_broadcast(first, 0)
-            if self._memory.rank == 0:
-                self._entries[key].stored[...] = first
+            self._overwrite(self._entries[key], self._of_first(value))
         self._world.barrier()
+
+    def _overwrite(self, entry: Entry, value: np.ndarray) -> None:
+        if self._memory.rank == 0:
+            entry.stored[...] = value
 
     def _new(self, key: Key, value: np.ndarray) -> Entry:
         alone = min(range(self._memory.size), key=self._held_nbytes.__getitem__)
@@ -113,7 +120,7 @@ class SyncStore(WorldStore):
         return Entry(key, rows.stored, self._engine.variable(f"key {key!r}"))
 
     def _compress(self, compression: Compression | None) -> None:
-        pushes = [f"{rows.rounds} pushes of key {key!r}" for key, rows in self._rows.items()]
+        pushes = [f"{entry.pushes} pushes of key {key!r}" for key, entry in self._entries.items()]
         remedy = "set the same on all ranks, after as many pushes"
         settings = f"compression {compression}"
         require_same(self._world.comm, "set_gradient_compression", [settings, *pushes], remedy)
@@ -258,14 +265,18 @@ class SyncStore(WorldStore):
         if can_wait(target) or entry.variable.failure is not None or not self._engine.hold(entry.variable):
             return False
         try:
-            target[...] = entry.stored
+            carry(entry.stored, target)
         finally:
             self._engine.release(entry.variable)
         return True
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
-        with self._watchdog.watching(f"wait for {variable.name}", behind=self._rows[entry.key].behind):
+        with self._watchdog.watching(f"wait for {variable.name}", behind=partial(self._behind, entry)):
             self._of_world.wait(variable)
+
+    def _behind(self, entry: Entry) -> list[int]:
+        """The ranks of the node that have not pushed a key as often as this one."""
+        return self._rows[entry.key].behind()
 
     def _held(self, entry: Entry, part: Array) -> Sharded:
         first = self._rows[entry.key].bucket.shard[0]
@@ -287,7 +298,7 @@ class SyncStore(WorldStore):
         padded[: whole.size] = whole.reshape(-1)
         return padded[slice(*rows.bucket.shard)]
 
-    def _joined(self, entry: Entry, part: Array) -> Array:
+    def _joined(self, entry: Entry, part: Array) -> np.ndarray:
         rows = self._rows[entry.key]
         padded = np.zeros(rows.flat.size, part.dtype)
         if self._rail is None or self._rail.comm.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..arrays import Array
+from ..arrays import Array, is_host
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
@@ -13,6 +13,7 @@ from ..engine import Engine
 from ..optim import Optimizer
 from .arguments import Key, check_storable
 from .compress import check_codable
+from .gpu_keys import check_one_gpu
 from .store import KVStore
 from .updaters import Function, name_of
 
@@ -67,11 +68,16 @@ class WorldStore(KVStore):
 
     def _check_new(self, values: dict[Key, Array]) -> None:
         """Refuse keys that ranks do not make alike, or cannot share; on all of them."""
-        items = [f"key {key!r} {tuple(value.shape)} {value.dtype}" for key, value in values.items()]
+        on_gpus = {key: value for key, value in values.items() if not is_host(value)}
+        items = [
+            f"key {key!r} {tuple(value.shape)} {value.dtype}{' on a GPU' * (key in on_gpus)}"
+            for key, value in values.items()
+        ]
         require_same(self._world.comm, "init", items, "make the same keys in the same order on all ranks")
 
         def check() -> None:
-            check_storable(values)
+            check_storable({key: value for key, value in values.items() if key not in on_gpus})
+            check_one_gpu(on_gpus)
             if self._compression is not None:
                 check_codable("init", values.items())
 

@@ -1,5 +1,5 @@
 """Floor 7: torch, PyTorch models on the same reducer. Imports: checkpoint, gradients, optim, data, collectives,
-compression, comm, kernels, state, errors.
+compression, comm, kernels, state, streams, devices, arrays, errors.
 
 - `distributed`: the wrapper of a module whose gradients are averaged over all ranks.
 - `sharded_optimizer`: every rank updates its part of parameters that a node holds once.
@@ -12,6 +12,7 @@ compression, comm, kernels, state, errors.
 
 Inside them:
 
+- `exchange`: tensors and arrays over the same memory, on the host and on GPUs.
 - `parameters`: a torch parameter as the reducer sees it.
 - `sharded_state`: the state of an optimizer by shards, from and to torch's state dicts.
 - `backward`: from the first gradient of a backward to the average of all.

@@ -1,7 +1,8 @@
 """From the first gradient of a backward to the average over all ranks.
 
 Autograd makes a gradient of its own for every parameter. A hook copies it, once, to its place in the bucket, which is
-memory that the node's ranks share, and tells the reducer; the sum over all ranks is then found in that place.
+memory that the node's ranks share, or the GPU's, and tells the reducer; the sum over all ranks is then found in that
+place. On a GPU all of it is given to the stream that is torch's there, and the host waits for none of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..comm import World
 from ..comm.agreement import require_same
 from ..errors import ConfigError, StaleGradientError, UnsupportedError, listed
 from ..gradients import Reducer
+from . import exchange
 from .join import Turns
 from .parameters import TorchParameter
 
@@ -57,6 +59,7 @@ class Backward:
         self.find_unused = find_unused
         self._sums = sums
         self._world = world
+        self._device = params[0].device
         self._held: set[str] = set()  # written without synchronising
         self._queued = self._reached = False
         self._taken_over: str | None = None  # the name of a parameter
@@ -101,8 +104,9 @@ class Backward:
         reducer = self.reducer
         if not reducer.is_untouched:
             if reducer.overlap:
-                reducer.launch_rest()
-                reducer.reduce_shards()
+                with exchange.on_torchs_stream(self._device):
+                    reducer.launch_rest()
+                    reducer.reduce_shards()
             reducer.reset()
 
     def watch_end(self, _gradient: torch.Tensor | None = None) -> None:
@@ -142,7 +146,8 @@ class Backward:
             param.tensor.grad = None  # its place may be summed already: nobody is to write there
         else:
             param.release()
-        param.grad_hook(param)
+        with exchange.on_torchs_stream(self._device):
+            param.grad_hook(param)
 
     @property
     def _share(self) -> float:
@@ -160,7 +165,8 @@ class Backward:
 
     def _average(self) -> None:
         unused = self.close()
-        self.reducer.reduce_everywhere()
+        with exchange.on_torchs_stream(self._device):
+            self.reducer.reduce_everywhere()
         if self._sums:
             for param in self.params.values():
                 param.view.mul_(1.0 / self.turns.divisor)
@@ -187,11 +193,12 @@ class Backward:
         missing = reducer.missing
         self._held = set()
         unused = [name for name in missing if name not in held]
-        for name in missing:
-            param = self.params[name]
-            param.contribute(0.0 if following else self._share)
-            param.grad_hook(param)
-        reducer.launch_rest()
+        with exchange.on_torchs_stream(self._device):
+            for name in missing:
+                param = self.params[name]
+                param.contribute(0.0 if following else self._share)
+                param.grad_hook(param)
+            reducer.launch_rest()
         (num_unused,), alike = reducer.closing.tally_alike(settings, 0 if following else len(unused))
         if not alike:
             self._end_reductions()
@@ -219,5 +226,6 @@ class Backward:
         require_same(self._world.comm, "step", [said], "change learning rates alike on all ranks, and call alike")
 
     def _end_reductions(self) -> None:
-        self.reducer.reduce_shards()  # nobody leaves before what was launched has ended
+        with exchange.on_torchs_stream(self._device):
+            self.reducer.reduce_shards()  # nobody leaves before what was launched has ended
         self.reducer.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..comm import World, init
 from ..comm.agreement import require_same
 from ..compression import Compression, Settings
+from ..devices import Device
 from ..errors import ConfigError, UnsupportedError
 from ..gradients import Reducer
 from ..gradients.buckets import plan
 from ..gradients.residuals import gather_residuals, give_residuals
+from . import exchange
 from .backward import Backward
 from .module_buffers import ModuleBuffers
 from .parameters import TorchParameter
@@ -35,12 +37,14 @@ class DistributedDataParallel(torch.nn.Module):
     has filled it.
 
     Args:
-        module: on CPU. Frozen parameters (``requires_grad=False``) are left alone, and stay frozen.
+        module: on the CPU, or on one GPU, where gradients are summed then; CuPy must be there. Frozen parameters
+            (``requires_grad=False``) are left alone, and stay frozen.
         world: the ranks; default `hpcdp.init()`.
         owner: ``"rank"``: every rank gets all averages, and updates everything, with any optimizer. ``"shard"``: a
             `ShardedOptimizer` is to follow, which sums and updates in one; with overlap there is one backward for each
-            of its steps, or all but the last are within `no_sync`.
+            of its steps, or all but the last are within `no_sync`. On the CPU.
         broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
+            Those on a GPU go through the host, which waits for them.
         find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
             rank has used keeps its gradient, or None.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
@@ -52,7 +56,9 @@ class DistributedDataParallel(torch.nn.Module):
     Raises:
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
         ConfigError: no trainable parameters, an unknown owner or codec.
-        UnsupportedError: a parameter that is not dense, in CPU memory, of a floating dtype.
+            Or the module is on a GPU, and there is no CuPy.
+        UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are; or
+            ``owner="shard"`` on a GPU.
 
     Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.
     """
@@ -82,6 +88,8 @@ class DistributedDataParallel(torch.nn.Module):
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
                 got="none",
             )  # fmt: skip
+        self.device = _one_device(trained, owner)
+        """The GPU that the module is on, None on the host."""
         settings = Compression.of(compression)
         self.module = module
         self.world = init() if world is None else world
@@ -90,19 +98,21 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcasts = broadcast_buffers
         self._buffers_of_all = ModuleBuffers(module, self.world)
         alike = f"{owner=} {broadcast_buffers=} {find_unused_parameters=} {bucket_cap_mb=} {overlap=}"
-        states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}"
+        place = "" if self.device is None else " on a GPU"
+        states = [f"{name} {tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}{place}"
                   for name, each in (*module.named_parameters(), *module.named_buffers())]  # fmt: skip
         require_same(self.world.comm, "DistributedDataParallel", [alike, f"compression {settings}"])
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
-        reducer = Reducer(trained, layout, self.world, overlap, settings)
+        with exchange.on_torchs_stream(self.device):
+            reducer = Reducer(trained, layout, self.world, overlap, settings)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
         self.backward_pass.turns.events["forward"] = self._share_buffers
 
     def _broadcast_values(self, root: int) -> None:
         for param in self.module.parameters():
-            values = param.detach().clone(memory_format=torch.contiguous_format)
+            values = param.detach().to("cpu", copy=True).contiguous()
             if values.numel():
                 self.world.comm.native_broadcast(values.reshape(-1).view(torch.uint8).numpy(), root)
             with torch.no_grad():
@@ -249,6 +259,23 @@ class DistributedDataParallel(torch.nn.Module):
             yield
         finally:
             backward.syncing = before
+
+
+def _one_device(trained: Sequence[TorchParameter], owner: str) -> Device | None:
+    """Where all parameters are; `UnsupportedError` where there is no such place, or ``owner`` is not for it."""
+    device = trained[0].device
+    odd = next((param for param in trained if param.device != device), None)
+    if odd is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel", where=odd.name, expected=f"all parameters on {trained[0].tensor.device}",
+            got=odd.tensor.device, remedy="module.to(device), with a GPU for each rank",
+        )  # fmt: skip
+    if device is not None and owner != "rank":
+        raise UnsupportedError(
+            "DistributedDataParallel", where="owner", expected="'rank' with parameters on a GPU", got=repr(owner),
+            remedy="take an optimizer of torch's own, not a ShardedOptimizer",
+        )  # fmt: skip
+    return device
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

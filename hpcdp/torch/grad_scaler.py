@@ -17,7 +17,7 @@ class GradScaler(torch.amp.GradScaler):
     `broadcast_optimizer_state` gives all ranks the scale of those that went on longest.
 
     Args:
-        device: of the gradients.
+        device: of the gradients, ``"cuda"`` for those on GPUs.
         settings: as torch's takes them: init_scale, growth_factor, backoff_factor, growth_interval, enabled.
     """
 

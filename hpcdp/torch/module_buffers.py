@@ -11,7 +11,8 @@ from ..errors import UnsupportedError
 class ModuleBuffers:
     """The buffers of a module, of which all of a dtype travel in one message.
 
-    They are copied together and back, and stay where they are: others may hold views of them.
+    They are copied together and back, and stay where they are: others may hold views of them. Those on a GPU go through
+    the host.
 
     Raises:
         UnsupportedError: a buffer that is not dense.
@@ -31,12 +32,12 @@ class ModuleBuffers:
         if self._world.size == 1:
             return
         buffers = [each.detach() for each in self._module.buffers() if each.numel()]
-        for dtype in dict.fromkeys(each.dtype for each in buffers):
-            members = [each for each in buffers if each.dtype is dtype]
-            flat = torch.cat([each.reshape(-1) for each in members])
+        for dtype, device in dict.fromkeys((each.dtype, each.device) for each in buffers):
+            members = [each for each in buffers if (each.dtype, each.device) == (dtype, device)]
+            flat = torch.cat([each.reshape(-1) for each in members]).cpu()
             self._world.comm.native_broadcast(flat.view(torch.uint8).numpy(), root)
             if self._world.rank != root:
-                parts = flat.split([each.numel() for each in members])
+                parts = flat.to(device).split([each.numel() for each in members])
                 torch._foreach_copy_(
                     members, [part.view(each.shape) for part, each in zip(parts, members, strict=True)]
                 )

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..arrays import Array
 from ..errors import UnsupportedError
+from . import exchange
 
 _SUMMED_AS: dict[Any, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
@@ -29,10 +31,11 @@ class TorchParameter:
 
     Args:
         name: as ``module.named_parameters()`` has it.
-        tensor: the parameter, in CPU memory.
+        tensor: the parameter, in CPU memory or on a GPU.
 
     Raises:
         UnsupportedError: its dtype, device or layout is none that can be reduced.
+        ConfigError: it is on a GPU, and there is no CuPy.
     """
 
     def __init__(self, name: str, tensor: torch.nn.Parameter) -> None:
@@ -42,45 +45,51 @@ class TorchParameter:
                 remedy="run one forward before wrapping",
             )  # fmt: skip
         dtype = _SUMMED_AS.get(tensor.dtype)
-        if dtype is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        device = exchange.gpu_of(tensor)
+        is_reachable = device is not None or tensor.device.type == "cpu"
+        if dtype is None or not is_reachable or tensor.layout is not torch.strided:
             raise UnsupportedError(
                 "DistributedDataParallel", where=name,
-                expected="a dense CPU parameter of float64, float32, bfloat16 or float16",
+                expected="a dense parameter of float64, float32, bfloat16 or float16, in CPU memory or on a CUDA GPU",
                 got=f"{tensor.layout}, {tensor.device}, {tensor.dtype}",
             )  # fmt: skip
+        if device is not None:
+            exchange.require_cupy("DistributedDataParallel", name, device)
         if _moved.pop(tensor, False):
             tensor.data = tensor.data.clone()
         self.name = name
         self.tensor = tensor
+        self.device = device
+        """The GPU that it is on, None on the host."""
         self.shape = tuple(tensor.shape)
         self.dtype: np.dtype[Any] = dtype
         """Of its bucket."""
         self.grad_req = "write"
         self.grad_hook: Callable[[Any], None]
-        self._summed: np.ndarray | None = None
+        self._summed: Array | None = None
         self._view: torch.Tensor | None = None
 
     @property
-    def data(self) -> np.ndarray:
+    def data(self) -> Array:
         """The values, as an array over the tensor's memory; of half precision a copy in single."""
         values = self.tensor.detach()
-        return (values.float() if values.element_size() < self.dtype.itemsize else values).numpy()
+        return exchange.as_array(values.float() if values.element_size() < self.dtype.itemsize else values)
 
     @data.setter
-    def data(self, place: np.ndarray) -> None:
-        self.tensor.data = torch.from_numpy(place)
+    def data(self, place: Array) -> None:
+        self.tensor.data = exchange.as_tensor(place)
         _moved[self.tensor] = True
 
     @property
-    def grad(self) -> np.ndarray:
+    def grad(self) -> Array:
         """The place in the bucket."""
         assert self._summed is not None
         return self._summed
 
     @grad.setter
-    def grad(self, place: np.ndarray) -> None:
+    def grad(self, place: Array) -> None:
         self._summed = place
-        self._view = torch.from_numpy(place)
+        self._view = exchange.as_tensor(place)
 
     @property
     def view(self) -> torch.Tensor:

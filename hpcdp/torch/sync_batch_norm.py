@@ -24,7 +24,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     Raises:
         ValueError: an input of fewer than two dimensions; no rank has more than one value for a channel.
-        UnsupportedError: an input that is not in CPU memory.
+        UnsupportedError: an input that is neither in CPU memory nor on a CUDA GPU. From there the sums of each forward
+            and backward go through the host, which waits for them.
 
     Source: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1, over the global batch.
     """
@@ -86,8 +87,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         if not by_batch or self.world.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        if input.device.type != "cpu":
-            raise UnsupportedError("SyncBatchNorm", expected="an input in CPU memory", got=input.device)
+        if input.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError("SyncBatchNorm", expected="an input in CPU memory or on a GPU", got=input.device)
         count, mean, var = self._statistics(input.detach())
         if self.training and self.running_mean is not None and self.running_var is not None:
             self._keep(count, mean, var)
@@ -99,7 +100,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         doubles = x.double()
         sums = torch.cat(
             [
-                torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64),
+                torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device),
                 doubles.sum(over),
                 (doubles * doubles).sum(over),
             ]
@@ -153,5 +154,8 @@ class _Normalised(torch.autograd.Function):
 
 
 def _sum_over_ranks(sums: torch.Tensor, world: World) -> None:
-    array: np.ndarray = sums.numpy()
+    host = sums.cpu()  # itself, where it is there
+    array: np.ndarray = host.numpy()
     allreduce(array, "sum", world)
+    if host is not sums:
+        sums.copy_(host)

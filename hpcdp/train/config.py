@@ -120,6 +120,11 @@ class TrainConfig:
         "pieces of a global batch with reproducible, at least one a rank; they decide the bits (default: 8)",
         least=1,
     )
+    device: str = _setting(
+        "auto",
+        "where ranks compute; auto: on GPUs where every rank has one, and the other settings can be followed there",
+        choices=("auto", "cpu", "gpu"),
+    )
     threads: int = _setting(1, "BLAS threads a rank; cores are used by more ranks", least=1)
     eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
@@ -169,6 +174,8 @@ class TrainConfig:
 
             check_work_load(self)
         self._check_reproducible()
+        if self.device == "gpu" and (why := self.for_host):
+            raise ConfigError("setting device", expected=f"auto or cpu with {why}", got="gpu")
         self._check_kv_store()
         if self.ranks is not None and self.batch_size < self.ranks:
             raise ConfigError(
@@ -225,6 +232,15 @@ class TrainConfig:
                 what = "virtual shards" if name == "batch_size" else "ranks"
                 expected = f"at least one for each of the {least} {what}"
                 raise ConfigError(f"setting {name}", expected=expected, got=getattr(self, name))
+
+    @property
+    def for_host(self) -> str | None:
+        """The setting that can be followed on the host alone, if any."""
+        if self.reproducible:
+            return "reproducible"  # sums on GPUs have no fixed order
+        if self.work_load == "measured":
+            return "work_load=measured"  # what a rank's phases take is not what its GPU takes
+        return None
 
     def for_world(self, size: int, num_servers: int = 0) -> TrainConfig:
         """These settings with ``ranks`` and ``servers`` as in the world that runs; an error if they say others."""
@@ -339,9 +355,14 @@ def check_inputs(config: TrainConfig) -> None:
 
     Tries out the name of the trace, too.
     """
+    from hpcdp.comm.gpus import device_of
+
     from . import inputs
+    from .device import require_gpu
     from .tracing import check_path
 
+    if config.device == "gpu":
+        require_gpu(device_of(0))
     train_set, _ = inputs.datasets(config)
     inputs.network(config, train_set)
     inputs.augmentation(config, train_set)

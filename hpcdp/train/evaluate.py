@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpcdp.arrays import from_host
 from hpcdp.autograd import predict_mode
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
@@ -14,9 +15,10 @@ from hpcdp.data import Dataset
 from hpcdp.data.split import piece_bounds
 from hpcdp.errors import whole_number
 from hpcdp.nn import Module
+from hpcdp.nn.deferred import shape_of
 from hpcdp.nn.functional import softmax_cross_entropy
 
-from .metrics import number_correct
+from .metrics import BatchSums
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def evaluate(
 
     Each rank evaluates its part of ``dataset`` (contiguous, sizes differ by at most one, maybe none), ``batch_size``
     samples at once; then the numbers of correct answers and of samples are summed over ranks (the document's section
-    12.5, exercise 4). An empty data set gives 0 for all.
+    12.5, exercise 4). An empty data set gives 0 for all. Batches are brought to the GPU where the parameters are on
+    one.
 
     Args:
         num_parts: cut ``dataset`` into so many parts, and give each rank a run of them: a reproducible `Trainer` 's
@@ -55,14 +58,17 @@ def evaluate(
     whole_number("evaluate", "batch_size", batch_size, 1)
     num_parts = world.size if num_parts is None else whole_number("evaluate", "num_parts", num_parts, 1)
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
-    sums = np.zeros((num_parts, 3))
+    there = next((param.data for param in net.parameters() if None not in shape_of(param)), None)
+    counted = BatchSums(num_parts)
     with predict_mode():
         for part in range(own[world.rank], own[world.rank + 1]):
             for first in range(ends[part], ends[part + 1], batch_size):
                 x, y = dataset[np.arange(first, min(first + batch_size, ends[part + 1]))]
+                if there is not None:
+                    x, y = from_host(x, there), from_host(y, there)
                 logits = net(x)
-                loss = float(softmax_cross_entropy(logits, y).data.sum())
-                sums[part] += (number_correct(logits.data, y), loss, len(y))
+                counted.add(part, softmax_cross_entropy(logits, y).data, logits.data, y)
+    sums = np.array(counted.rows)
     allreduce(sums, world=world)  # exact: in each row one rank's numbers and zeros
-    correct, loss, count = (float(value) for value in sums.sum(axis=0))
+    loss, correct, count = (float(value) for value in sums.sum(axis=0))
     return Evaluation(correct / max(count, 1), loss / max(count, 1), correct, int(count))

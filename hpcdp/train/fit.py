@@ -23,7 +23,7 @@ from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
 from .fit_checks import check_arguments, check_callbacks, check_loader, check_parts, what_ranks_share
 from .meter import Meter
-from .metrics import Record, number_correct
+from .metrics import Record
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
 from .store_trainer import StoreTrainer
 from .trainer import Trainer
@@ -262,4 +262,4 @@ class _Loop:
             losses.backward(self.trainer.loss_scale)
         with phase[STEP]:
             self.trainer.step(len(y))
-        self.meter.add(shard, float(losses.data.sum()), number_correct(output.data, y), len(y))
+        self.meter.add(shard, losses.data, output.data, y)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpcdp import data, nn, optim
+from hpcdp.devices import Device
 from hpcdp.nn import models
 
 from .config import TrainConfig
@@ -36,12 +37,14 @@ def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentatio
     return augment
 
 
-def network(config: TrainConfig, dataset: data.Dataset) -> nn.Module:
-    """The network for samples like those of ``dataset``, the same on every rank. Raises ConfigError."""
+def network(config: TrainConfig, dataset: data.Dataset, device: Device | None = None) -> nn.Module:
+    """The network for samples like those of ``dataset``, the same on every rank, on ``device``. Raises ConfigError."""
     net = models.create(
         config.model, input_shape=dataset.sample_shape, num_classes=dataset.num_classes, seed=config.seed
     )
-    return net if config.dtype == "float32" else net.to(config.dtype)
+    if config.dtype != "float32":
+        net.to(config.dtype)
+    return net if device is None or device.kind == "cpu" else net.to(device)
 
 
 def optimizer(config: TrainConfig, steps: int, updates: int = 1) -> optim.Optimizer:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from hpcdp.arrays import Array
 from hpcdp.collectives import allreduce
 from hpcdp.comm import World
 from hpcdp.state import Part, Sharded
 
-from .metrics import Record
+from .metrics import BatchSums, Record
 from .trainer import Trainer
 
 
@@ -26,7 +27,7 @@ class Meter:
         self._trainer, self._world = trainer, world
         self._step = self._own_steps = 0
         # A row for each virtual shard: sums over ranks are exact then, and those over rows have one order.
-        self._own = np.zeros((trainer.virtual_shards or 1, 3))
+        self._own = BatchSums(trainer.virtual_shards or 1)
         self._before = np.zeros(3)
         """Seconds since the last exchange, and those of communication, that an interrupted run has spent."""
         self.start_epoch()
@@ -46,9 +47,9 @@ class Meter:
         """Steps since the start of the run, where ranks make them together; else until they have last met."""
         return self._step + (self._own_steps if self._trainer.steps_together else 0)
 
-    def add(self, shard: int, loss: float, correct: float, count: int) -> None:
-        """Add what this rank has computed of a step."""
-        self._own[shard] += (loss, correct, count)
+    def add(self, shard: int, losses: Array, outputs: Array, labels: Array) -> None:
+        """Add what this rank has computed of a step; a GPU is waited for when sums are exchanged."""
+        self._own.add(shard, losses, outputs, labels)
 
     def end_step(self) -> None:
         """Count a step, of all ranks or of this one alone."""
@@ -56,13 +57,15 @@ class Meter:
 
     def exchange(self, epoch: float) -> Record:
         """Sum over ranks what was added since the last exchange; every rank must call."""
-        sums = np.concatenate([self._own.reshape(-1), self._spent(), [self._own_steps]])
+        own = self._own.rows  # before the time is taken: it is there when a GPU has computed it
+        sums = np.concatenate([own.reshape(-1), self._spent(), [self._own_steps]])
         self.go_on()
         allreduce(sums, world=self._world)
-        counted, times = sums[: self._own.size].reshape(self._own.shape), sums[self._own.size : -1]
+        counted, times = sums[: own.size].reshape(own.shape), sums[own.size : -1]
         self._step += round(sums[-1] / (self._world.size if self._trainer.steps_together else 1))
         sums = np.concatenate([counted.sum(axis=0), times / self._world.size])
-        self._own[:], self._own_steps, self._before[:] = 0, 0, 0
+        self._own.set(np.zeros_like(own))
+        self._own_steps, self._before[:] = 0, 0
         self._epoch += sums
         return self._record("step", epoch, sums)
 
@@ -73,7 +76,7 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """Numbers that all ranks have, and the rows of this one; see `hpcdp.state`."""
         world, shards, run = self._world, self._trainer.virtual_shards, self._trainer.own_virtual_shards
-        own = self._own[run.start : run.stop]
+        own = self._own.rows[run.start : run.stop]
         if shards is None:
             sums = _rows(own, world.size, world.rank, shares=True)
         else:
@@ -85,10 +88,11 @@ class Meter:
         """Go on with these sums."""
         self._step, self._own_steps, self._epoch = state["step"], state["own_steps"], np.array(state["epoch"])
         first = self._trainer.own_virtual_shards.start
-        self._own[:] = 0
+        own = np.zeros((self._trainer.virtual_shards or 1, 3))
         for part in state["sums"].parts:
             rows = part.values.reshape(-1, 3)
-            self._own[first : first + len(rows)] = rows
+            own[first : first + len(rows)] = rows
+        self._own.set(own)
         for part in state["spent"].parts:
             self._before[:] = part.values
         self.go_on()

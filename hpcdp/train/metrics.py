@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
+import numpy as np
+
 from hpcdp.arrays import Array, array_namespace, to_host
 from hpcdp.errors import ConfigError, whole_number
 
@@ -115,9 +117,44 @@ def number_correct(logits: Array, labels: Array) -> float:
 
     A sample with several labels counts with the share of them that are right.
     """
+    return float(to_host(_number_correct(logits, labels)))
+
+
+def _number_correct(logits: Array, labels: Array) -> Array:
     xp = array_namespace(logits, labels)
-    right = int(to_host((xp.argmax(logits, axis=-1) == labels).sum()))
-    return right / max(1, math.prod(labels.shape[1:]))
+    return (xp.argmax(logits, axis=-1) == labels).sum() / max(1, math.prod(labels.shape[1:]))
+
+
+class BatchSums:
+    """Losses, right answers and samples of batches, added up where the network computes.
+
+    On a GPU nobody waits for it until `rows` is asked for, so not in every step.
+
+    Args:
+        num: of the rows, which are summed each for itself.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._rows: Array = np.zeros((num, 3))
+
+    def add(self, row: int, losses: Array, logits: Array, labels: Array) -> None:
+        """Add a batch: ``losses`` of shape ``(batch,)``, and what `number_correct` takes; all of one namespace."""
+        xp = array_namespace(losses, logits, labels)
+        if xp is not array_namespace(self._rows):
+            self._rows = xp.asarray(self.rows)
+        place = self._rows[row]
+        place[0] += losses.sum()
+        place[1] += _number_correct(logits, labels)
+        place[2] += len(labels)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Loss, right answers and samples of each row, shape ``(num, 3)``, float64; on a GPU it is waited for."""
+        return to_host(self._rows)
+
+    def set(self, rows: np.ndarray) -> None:
+        """Go on from these sums, shape ``(num, 3)``."""
+        self._rows = np.array(rows, np.float64)
 
 
 class MetricsLog:

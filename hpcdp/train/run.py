@@ -23,6 +23,7 @@ from hpcdp.collectives import allreduce
 from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank, on_rank_0
 from hpcdp.compression import pays_below
+from hpcdp.devices import Device
 from hpcdp.gradients.rail import node_nbytes
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
@@ -32,6 +33,7 @@ from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
 from .checkpoints import Checkpoints
 from .config import TrainConfig
+from .device import choose_device, described
 from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
@@ -66,8 +68,9 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         ranks), ``comm_hidden`` (share of ``comm_s`` hidden behind computation, None with one rank and on a store),
         ``compute_s`` and ``data_s`` (mean over ranks), ``critical_path_s``, ``peak_memory_mb`` (largest rank),
         ``nbytes`` (`Trainer.nbytes` of this rank), ``ranks``, ``compression`` (a line about what it saved, None
-        without), ``store`` (names and texts of lines about it), ``run_dir``, ``trace`` (a line about the file, None
-        without one) and ``records`` (one for each epoch of this start, see `fit`).
+        without), ``gpus`` (a line about them, None on the host), ``store`` (names and texts of lines about it),
+        ``run_dir``, ``trace`` (a line about the file, None without one) and ``records`` (one for each epoch of this
+        start, see `fit`).
     """
     world = init()
     config = config.for_world(world.size, 0 if world.whole is None else world.whole.num_servers)
@@ -79,12 +82,14 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         stop = StopRequests(config.time_limit_s)
     with _interruptible(stop), threadpool_limits(config.threads, user_api="blas"):
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
-        net = on_every_rank(world.comm, lambda: inputs.network(config, train_set))
+        device = choose_device(config, world)
+        net = on_every_rank(world.comm, lambda: inputs.network(config, train_set, device))
         with contextlib.ExitStack() as stack:
             recording = None if config.trace is None else stack.enter_context(traced(config.trace, world))
-            _load_kernels(config, train_set, world)
+            _load_kernels(config, train_set, world, device)
             trainer = make_trainer(config, net, train_set, world)
-            loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, trainer.steps_together))
+            together = trainer.steps_together
+            loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, together, device))
             config = make_run_folder(config, world)
             if world.rank == 0:
                 stack.callback(drop_empty_run_dir, config)
@@ -114,6 +119,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
     result: dict[str, Any] = {"stopped": checkpoints.stopped is not None, "run_dir": config.run_dir, "records": records}
     if checkpoints.stopped is None and records:
         result |= _result(config, records, trainer, world)
+        result["gpus"] = described(device, world)
         result["trace"] = None if recording is None else _told(recording)
     if folder is not None:
         if stopping and stopping.stop_training:
@@ -155,18 +161,18 @@ def make_checkpoints(config: TrainConfig, world: World, stop: StopRequests) -> I
         )
 
 
-def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World) -> None:
+def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, device: Device) -> None:
     """Have the kernels compiled or loaded before the clock runs, by a step of a network that is thrown away."""
-    net = inputs.network(config, train_set)
-    x, y = train_set[np.arange(min(2, len(train_set)))]
+    net = inputs.network(config, train_set, device)
+    x, y = (device.put(each) for each in train_set[np.arange(min(2, len(train_set)))])
     with record():
         losses = softmax_cross_entropy(net(x), y)
     losses.backward()
-    flat = np.zeros(1, np.float32)
+    flat, gradient = (device.put(np.zeros(1, np.float32)) for _ in range(2))
     rule = inputs.optimizer(config, steps=1)
-    rule.update(flat, np.zeros_like(flat), rule.init_state(flat), step=1)
+    rule.update(flat, gradient, rule.init_state(flat), step=1)
     allreduce(np.zeros(1), world=world)
-    if world.size > 1:
+    if world.size > 1 and device.kind == "cpu":
         kernels.load("reduce_update")
 
 
@@ -197,7 +203,9 @@ def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, worl
     )
 
 
-def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, together: bool) -> data.DataLoader:
+def make_loader(
+    config: TrainConfig, train_set: data.Dataset, world: World, together: bool, device: Device | None = None
+) -> data.DataLoader:
     """Batches of this rank: pieces of global ones, or, where ranks do not step ``together``, such as nobody has.
 
     Every rank must call.
@@ -214,7 +222,7 @@ def make_loader(config: TrainConfig, train_set: data.Dataset, world: World, toge
         sampler = data.ShardedSampler(count, config.batch_size, **part, weights=shares)
     else:
         sampler = data.VirtualShardSampler(count, config.batch_size, config.virtual_shards, **part)
-    return data.DataLoader(train_set, sampler, prefetch, augment=inputs.augmentation(config, train_set))
+    return data.DataLoader(train_set, sampler, prefetch, augment=inputs.augmentation(config, train_set), device=device)
 
 
 @contextlib.contextmanager
@@ -305,6 +313,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
         *([] if result["perplexity"] is None else [("perplexity", f"{result['perplexity']:.2f} a token")]),
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
+        *([] if result["gpus"] is None else [("GPUs", result["gpus"])]),
         ("communication", communication),
         *([] if result["compression"] is None else [("compression", result["compression"])]),
         *result["store"],

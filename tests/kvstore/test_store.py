@@ -587,10 +587,9 @@ def test_a_key_that_one_rank_cannot_make_is_an_error_on_all(kind):
         with pytest.raises(ConfigError, match=r"rank 1: init \[key 'a'\]: expected one array, got a float"):
             store.init("a", 3.0 if world.rank == 1 else np.array(3.0))
         store.init("n", np.float64(3) if world.rank == 1 else np.array(3.0))
-        with pytest.raises(
-            UnsupportedError, match=r"rank 1: init \[key 'a'\]: expected a NumPy array of .*on a device"
-        ):
-            store.init("a", standin.asarray(np.zeros(3, "f4")) if world.rank == 1 else np.zeros(3, "f4"))
+        on_a_device = standin.asarray(np.ones(3, "f4"))  # which the first rank's value overwrites, as all others
+        store.init("d", on_a_device if world.rank == 1 else np.zeros(3, "f4"))
+        assert not np.asarray(store.pull("d")).any()
         store.init("a", np.zeros(3, "f4"))
         with pytest.raises(MismatchError, match=r"assign .*expected key 'a' as on rank 0, got key 'b' on rank 1"):
             store.init("b", np.zeros(3, "f4"))
@@ -665,8 +664,15 @@ def test_arrays_on_a_device():
     out = standin.asarray(full(0))
     store.pull(1, out=out)
     assert (out.to_host() == 5).all()
-    with pytest.raises(UnsupportedError, match=r"expected a NumPy array of uint8, .*, got one on a device"):
-        threads.run(2, lambda world: kvstore.create("dist_sync", world).init(1, standin.asarray(full(1))))
+
+    def through_the_host(world):
+        store = kvstore.create("dist_sync", world)
+        store.init(1, standin.asarray(full(1)))
+        store.pushpull(1, [standin.asarray(full(world.rank)), standin.asarray(full(3))], out=out[world.rank])
+
+    out = [standin.asarray(full(0)) for _ in range(3)]
+    threads.run(3, through_the_host)
+    assert all((each.to_host() == 12).all() for each in out)
 
 
 @pytest.mark.mpi

@@ -54,3 +54,10 @@ def test_the_network_is_in_predict_mode():
 
     threads.run(1, lambda world: evaluate(Watched(), dataset(4), world))
     assert seen == [(False, False)]
+
+
+def test_a_network_finds_its_shapes_when_it_is_evaluated():
+    net = nn.Dense(None, 4)
+    (result,) = threads.run(1, lambda world: evaluate(net, dataset(5), world))
+    assert result.count == 5
+    assert net.weight.shape == (6, 4)

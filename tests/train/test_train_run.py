@@ -244,6 +244,7 @@ def result(**numbers) -> dict:
         "peak_memory_mb": 155.2,
         "ranks": 1,
         "compression": None,
+        "gpus": None,
         "store": [],
         "run_dir": "runs/a",
         "trace": None,

@@ -1,0 +1,133 @@
+"""A store that keeps keys on the ranks' GPUs, and merges what is pushed there: ``dist_device_sync``.
+
+What begins with arrays on the host is kept there, as in `sync`; what is done with the others is in `gpu_keys`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, is_cupy, is_host
+from ..comm import World
+from ..engine import Variable
+from ..state import Part, Sharded
+from . import gpu_keys
+from .arguments import Key
+from .entry import Entry
+from .gpu_keys import GpuKeys, can_stay
+from .keeps_state import KeepsState
+from .placed import brought, carry
+from .pulled import Pulled
+from .store import KVStore
+from .sync import SyncStore
+
+
+class DeviceSyncStore(SyncStore):
+    """See `SyncStore`; keys that begin with CuPy arrays on all ranks are kept on their GPUs."""
+
+    def __init__(self, kind: str, world: World) -> None:
+        super().__init__(kind, world)
+        self._on_gpus: dict[Key, GpuKeys] = {}
+
+    def _stays(self, value: Array) -> bool:
+        return self._compression is None and self._world.concurrent and is_cupy(value) and can_stay(value)
+
+    def _make(self, values: dict[Key, Array]) -> None:
+        self._check_new(values)
+        on_gpus: dict[Key, Array] = {}
+        for key, value in values.items():
+            first = self._of_first(value)
+            if is_host(value):
+                self._entries[key] = self._new(key, first)
+            else:
+                on_gpus[key] = brought(first, value)
+                self._entries[key] = Entry(key, on_gpus[key], self._engine.variable(f"key {key!r}"))
+        keys = list(on_gpus)
+        for at in range(0, len(keys), gpu_keys.MOST_KEYS):
+            self._keep_on_gpus({key: on_gpus[key] for key in keys[at : at + gpu_keys.MOST_KEYS]})
+        self._world.barrier()
+
+    def _keep_on_gpus(self, values: dict[Key, Array]) -> None:
+        """Of new keys those on GPUs; every rank must call."""
+        world = self._world
+        comm = world.keep("keys on GPUs", world.comm.duplicate)
+        rail = None if world.rail_comm is None else world.keep("keys on GPUs, rail", world.rail_comm.duplicate)
+        serial = world.kept["number of GpuKeys"] = world.kept.get("number of GpuKeys", 0) + 1
+        signature = zlib.crc32(f"keys on GPUs {serial}".encode())
+        for each in (comm, rail):
+            if each is not None:
+                each.users.add(signature % each.signatures)
+        world.barrier()  # before any rank sends what another would take for a mistake
+        self._on_gpus |= dict.fromkeys(values, GpuKeys(values, world, comm, rail, signature))
+
+    def _overwrite(self, entry: Entry, value: np.ndarray) -> None:
+        if entry.key in self._on_gpus:  # of which every rank has its own
+            carry(value, entry.stored)
+        else:
+            super()._overwrite(entry, value)
+
+    def _push(self, entry: Entry, arrays: list[Array], priority: int) -> None:
+        gpus, updater = self._on_gpus.get(entry.key), self._updater.now()
+        if gpus is None:
+            super()._push(entry, arrays, priority)
+            return
+        with contextlib.suppress(Exception):  # what the last push has raised counts no more
+            self._wait_for(entry, entry.variable)
+        entry.count()
+        number = gpus.fill(entry.key, arrays)
+        name = f"push of {entry.variable.name}"
+        self._of_world.launch(
+            lambda turn: gpus.round(entry.key, number, updater, turn), [entry.variable], priority, name
+        )
+
+    def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
+        gpus = self._on_gpus.get(entry.key)
+        if gpus is None:
+            return super()._pull(entry, place, priority, rows)
+        variable, version = self._engine.variable(f"pull of {entry.key!r}"), entry.pushes
+        copy, arrive = gpus.pull(entry.key, place, rows)
+        self._engine.push(copy, [entry.variable], [variable], self._lane, priority, variable.name)
+
+        def until_there() -> None:
+            self._wait_for(entry, variable)
+            arrive()
+
+        return Pulled(until_there, place, lambda: version)
+
+    def _pushpull(self, entry: Entry, arrays: list[Array], targets: list[Any], priority: int) -> None:
+        how = KVStore if entry.key in self._on_gpus else SyncStore
+        how._pushpull(self, entry, arrays, targets, priority)
+
+    def _copied(self, entry: Entry, target: Any) -> bool:
+        return entry.key not in self._on_gpus and super()._copied(entry, target)
+
+    def _wait_for(self, entry: Entry, variable: Variable) -> None:
+        super()._wait_for(entry, variable)
+        if entry.key in self._on_gpus:
+            self._on_gpus[entry.key].arrive(entry.key)
+
+    def _behind(self, entry: Entry) -> list[int]:
+        gpus = self._on_gpus.get(entry.key)
+        return super()._behind(entry) if gpus is None else gpus.keys[entry.key].behind()
+
+    def _held(self, entry: Entry, part: Array) -> Sharded:
+        if entry.key not in self._on_gpus:
+            return super()._held(entry, part)
+        shape, dtype = tuple(entry.stored.shape), np.dtype(part.dtype)  # all of it is on every rank
+        return Sharded(shape, dtype, [Part(0, part)], self._world.size, self._world.rank)
+
+    def _values_of(self, entry: Entry) -> Sharded:
+        on_gpu = entry.key in self._on_gpus
+        return self._held(entry, entry.stored.reshape(-1)) if on_gpu else super()._values_of(entry)
+
+    def _own_part(self, entry: Entry, whole: Array) -> Array:
+        how = KeepsState if entry.key in self._on_gpus else SyncStore
+        return how._own_part(self, entry, whole)
+
+    def _joined(self, entry: Entry, part: Array) -> np.ndarray:
+        how = KeepsState if entry.key in self._on_gpus else SyncStore
+        return how._joined(self, entry, part)

@@ -1,0 +1,48 @@
+"""Where the ranks of a run compute: on GPUs or on the host, all alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from hpcdp.comm import World, gpus
+from hpcdp.comm.agreement import on_every_rank
+from hpcdp.devices import Device, cpu
+from hpcdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+
+
+def choose_device(config: TrainConfig, world: World) -> Device:
+    """Where this rank computes; a GPU becomes this thread's current one. Every rank must call.
+
+    Raises:
+        ConfigError: GPUs are asked for, and some rank has none; on every rank.
+    """
+    if config.device == "gpu":
+        on_every_rank(world.comm, lambda: require_gpu(world.device))
+    elif config.device == "cpu" or config.for_host or "cpu" in world.comm.allgather_json(world.device.kind):
+        return cpu()
+    world.device.use()
+    return world.device
+
+
+def require_gpu(device: Device) -> None:
+    """Raises `ConfigError` unless ``device`` is a GPU, which it is where there are one and CuPy."""
+    if device.kind != "gpu":
+        there = "no CuPy" if gpus.visible() else "no GPU that CUDA's driver shows"
+        raise ConfigError(
+            "setting device", expected="a GPU for each rank, and CuPy", got=there,
+            remedy="pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]' on a machine with a GPU, or device=cpu",
+        )  # fmt: skip
+
+
+def described(device: Device, world: World) -> str | None:
+    """The GPUs of all ranks in words, None where they compute on the host; every rank must call."""
+    if device.kind == "cpu":
+        return None
+    own = next(each for each in gpus.visible() if each.index == device.index)
+    found = world.comm.allgather_json([world.node, own.uuid, own.name])
+    number = Counter(name for _, _, name in {tuple(each) for each in found})
+    return ", ".join(f"{count} x {name}" for name, count in sorted(number.items()))

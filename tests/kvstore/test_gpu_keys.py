@@ -1,0 +1,310 @@
+"""Stores whose values are on GPUs, on late streams: the same numbers as on the host, wherever arrays come from."""
+
+import contextlib
+import shutil
+
+import numpy as np
+import pytest
+
+from hpcdp import checkpoint, kvstore, optim
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+from hpcdp.comm.ways import Way
+from hpcdp.devices import Device, gpu
+from hpcdp.errors import MismatchError, UnsupportedError
+from hpcdp.gradients import staging
+from hpcdp.kvstore import gpu_keys, placed
+from hpcdp.streams import Streams
+from hpcdp.train.trainer import Trainer
+
+SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
+NODES = [(1, None), (2, None), (3, (1, 2)), (4, 2)]
+STEPS = 3
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels here")
+
+
+@pytest.fixture(params=[Way.NCCL, Way.CUDA_IPC, Way.HOST])
+def way(request, gpus_on_host, monkeypatch):
+    """GPUs for the ranks of a machine to go that way."""
+    if request.param is Way.CUDA_IPC and not shutil.which("g++"):
+        pytest.skip("needs g++, which compiles kernels for this processor")
+    use(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[request.param])
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    return request.param
+
+
+def use(monkeypatch, count):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+
+def on_gpu(x):
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def on_host(x):
+    return x if isinstance(x, np.ndarray) else x.to_host()
+
+
+def pushed(rank, step, key, dtype="f4"):
+    rng = np.random.default_rng([rank, step, ord(key)])
+    return np.asarray(rng.integers(-99, 99, SHAPES[key]) / 8, dtype)
+
+
+def first(key, dtype="f4"):
+    return np.asarray(np.arange(np.prod(SHAPES[key], dtype=int)).reshape(SHAPES[key]), dtype)
+
+
+def double_and_add(key, received, stored):
+    stored += received
+    stored += received
+
+
+UPDATERS = {
+    "sum": lambda store: None,
+    "function": lambda store: store.set_updater(double_and_add),
+    "adam": lambda store: store.set_optimizer(optim.Adam(lr=0.1)),
+}
+
+
+def program(world, kind, place, updater, dtype="f4"):
+    """Values after each round, some pulled to arrays, some returned; ``place`` brings arrays to where they shall be."""
+    world.device.use()
+    with Streams(world.device).stream() if place is on_gpu else contextlib.nullcontext():  # late, as the store's own
+        return rounds(world, kind, place, updater, dtype)
+
+
+def rounds(world, kind, place, updater, dtype):
+    store = kvstore.create(kind, world)
+    store.init(list(SHAPES), [place(first(key, dtype) + 100 * world.rank) for key in SHAPES])
+    UPDATERS[updater](store)
+    found = []
+    for step in range(STEPS):
+        for key in SHAPES if world.rank % 2 else reversed(SHAPES):
+            store.push(key, place(pushed(world.rank, step, key, dtype)))
+        outs = [place(np.zeros(SHAPES[key], dtype)) for key in "ab"]
+        for out in outs:
+            out[...] = place(np.ones(out.shape, dtype))  # which must not come after what is pulled
+        store.pull(list("ab"), out=outs)
+        later = [store.pull(key) for key in "cd"]
+        found += [on_host(each).copy() for each in (*outs, *(each.wait() for each in later))]
+    return found
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize("updater", UPDATERS)
+@pytest.mark.parametrize(("n", "nodes"), NODES)
+def test_ranks_get_what_they_get_on_the_host(way, n, nodes, updater):
+    found = threads.run(n, lambda world: program(world, "dist_device_sync", on_gpu, updater), nodes)
+    wanted = threads.run(n, lambda world: program(world, "dist_device_sync", np.array, updater), nodes)
+    for of_rank, on_rank in zip(found, wanted, strict=True):
+        for mine, theirs in zip(of_rank, on_rank, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["f2", "f8", "i4", "i2"])
+def test_dtypes_of_many_keys(gpus_on_host, monkeypatch, dtype):
+    use(monkeypatch, 8)
+    monkeypatch.setattr(gpu_keys, "MOST_KEYS", 3)
+    found = threads.run(2, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype))
+    wanted = threads.run(2, lambda world: program(world, "dist_sync", np.array, "sum", dtype))
+    for mine, theirs in zip(found[0], wanted[0], strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async", "local"])
+def test_other_stores_keep_arrays_of_gpus_on_the_host(gpus_on_host, monkeypatch, kind):
+    use(monkeypatch, 8)
+    n, updater = (1, "sum") if kind == "local" else (3, "function")
+    if kind == "dist_async":
+        n = 1  # ranks that wait for nobody see different values
+    found = threads.run(n, lambda world: program(world, kind, on_gpu, updater))
+    wanted = threads.run(n, lambda world: program(world, kind, np.array, updater))
+    for mine, theirs in zip(found[0], wanted[0], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@needs_compiler
+def test_the_sum_of_a_workers_gpus_is_made_on_them(gpus_on_host):
+    store = kvstore.create("device")
+    for dtype in ("f4", "f2", "u1"):
+        for count in (1, 2, 5, 40):
+            key = f"{dtype} {count}"
+            arrays = [on_gpu(np.full((3, 5), each % 4, dtype)) for each in range(count)]
+            store.init(key, arrays[0])
+            store.push(key, arrays)
+            assert type(store.pull(key).wait()).__module__ == "cupy"
+            out = np.zeros((3, 5), dtype)
+            store.pull(key, out=out)
+            assert (out == sum(each % 4 for each in range(count))).all()
+    assert gpus_on_host.log.count("kernel") >= 6
+
+
+def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
+    values = np.arange(12, dtype="f4").reshape(3, 4)
+    x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, array: gpu(1 if array is x else 0)))
+    with Streams(gpu(0)).stream():  # the current one of both, for the stand-in
+        copy = placed.brought(x, out)
+        x[...] = here  # after the copy
+        placed.carry(copy, out)
+        np.testing.assert_array_equal(out.to_host(), values)
+        np.testing.assert_array_equal(x.to_host(), np.ones((3, 4)))
+    assert copy is not x
+    assert placed.brought(here, out) is here
+    assert gpus_on_host.log.count("copy") == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["device", "dist_device_sync", "dist_sync"])
+def test_arrays_come_and_go_anywhere(gpus_on_host, monkeypatch, kind):
+    use(monkeypatch, 8)
+
+    def one(world):
+        store = kvstore.create(kind, world)
+        for key, place in (("gpu", on_gpu), ("host", np.array)):
+            store.init(key, place(np.zeros((4, 2), "f4")))
+            store.push(key, [on_gpu(np.full((4, 2), 1 + world.rank, "f4")), np.full((4, 2), 10, "f4")])
+            there, here = on_gpu(np.zeros((4, 2), "f4")), np.zeros((4, 2), "f4")
+            store.pull(key, out=[there, here])
+            total = 10 * world.size + world.size * (world.size + 1) / 2
+            assert (there.to_host() == total).all()
+            assert (here == total).all()
+            store.row_sparse_pull(key, out=[there, here], row_ids=[on_gpu(np.array([3, 1, 3])), [2]])
+            np.testing.assert_array_equal(there.to_host(), total * np.array([[0], [1], [0], [1]]) * np.ones((4, 2)))
+            np.testing.assert_array_equal(here, total * np.array([[0], [0], [1], [0]]) * np.ones((4, 2)))
+            store.pushpull(key, there_too := on_gpu(np.ones((4, 2), "f4")))
+            assert (there_too.to_host() == world.size).all()
+            store.assign(key, on_gpu(np.full((4, 2), 7, "f4")))
+            assert (np.asarray(store.pull(key)) == 7).all()
+
+    threads.run(1 if kind == "device" else 2, one)
+
+
+def test_ranks_with_values_elsewhere_are_told(gpus_on_host, monkeypatch):
+    use(monkeypatch, 8)
+
+    def one(world):
+        store = kvstore.create("dist_device_sync", world)
+        value = np.zeros(3, "f4")
+        with pytest.raises(MismatchError, match=r"expected key 'a' \(3,\) float32 on a GPU as on rank 0"):
+            store.init("a", value if world.rank else on_gpu(value))
+
+    threads.run(2, one)
+
+
+def test_learning_rates_that_differ_are_told_to_all(gpus_on_host, monkeypatch):
+    use(monkeypatch, 8)
+
+    def one(world):
+        world.device.use()
+        store = kvstore.create("dist_device_sync", world)
+        store.init("a", on_gpu(np.zeros(3, "f4")))
+        rule = optim.SGD(lr=0.5)
+        store.set_optimizer(rule)
+        rule.lr = 0.5 + world.rank
+        store.push("a", on_gpu(np.ones(3, "f4")))
+        with pytest.raises(MismatchError, match=r"0\.5 on rank 0, 1\.5 on rank 1"):
+            store.pull("a").wait()
+        rule.lr = 1.0
+        store.push("a", on_gpu(np.ones(3, "f4")))
+        return store.pull("a").wait().to_host()
+
+    if shutil.which("g++"):
+        np.testing.assert_array_equal(threads.run(2, one), np.full((2, 3), -2.0))
+
+
+def test_compression_is_for_keys_on_the_host(gpus_on_host, monkeypatch):
+    use(monkeypatch, 8)
+
+    def one(world):
+        store = kvstore.create("dist_device_sync", world)
+        store.init("a", on_gpu(np.zeros(3, "f4")))
+        with pytest.raises(UnsupportedError, match="set the compression before init"):
+            store.set_gradient_compression("2bit")
+        coded = kvstore.create("dist_device_sync", world)
+        coded.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        coded.init("a", on_gpu(np.zeros(3, "f4")))
+        out = on_gpu(np.zeros(3, "f4"))
+        coded.pushpull("a", on_gpu(np.full(3, 0.6, "f4")), out=out)
+        assert (out.to_host() == 0.5 * world.size).all()
+
+    threads.run(2, one)
+
+
+@needs_compiler
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("before", "after"), [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")])
+def test_state_goes_from_gpus_to_the_host_and_back(gpus_on_host, monkeypatch, tmp_path, n, before, after):
+    use(monkeypatch, 8)
+    places = {"gpu": on_gpu, "host": np.array}
+
+    def made(world, place):
+        world.device.use()
+        store = kvstore.create("dist_device_sync", world)
+        store.init("a", places[place](first("a")))
+        store.set_optimizer(optim.Adam(lr=0.1))
+        return store
+
+    def push(world, store, place, step):
+        store.push("a", places[place](pushed(world.rank, step, "a")))
+
+    def one(world):
+        straight, saved, resumed, by_file = (made(world, place) for place in (before, before, after, after))
+        push(world, straight, before, 0)
+        push(world, saved, before, 0)
+        with checkpoint.Manager(tmp_path / f"{before}{after}", world) as manager:
+            manager.save(1, {"store": saved})
+            manager.restore(into={"store": resumed})
+        saved.save_optimizer_states(str(tmp_path / f"{before}{after}.npz"))
+        by_file.assign("a", saved.pull("a").wait())
+        by_file.load_optimizer_states(str(tmp_path / f"{before}{after}.npz"))
+        for store, place in ((straight, before), (resumed, after), (by_file, after)):
+            push(world, store, place, 1)
+        return [np.asarray(store.pull("a")) for store in (straight, resumed, by_file)]
+
+    for straight, resumed, by_file in threads.run(n, one):
+        np.testing.assert_allclose(resumed, straight, rtol=1e-6)
+        np.testing.assert_allclose(by_file, straight, rtol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+@pytest.mark.parametrize(("kind", "n"), [("dist_device_sync", 2), ("dist_sync", 3), ("dist_async", 1), ("device", 1)])
+def test_a_trainer_on_a_store_of_gpus(gpus_on_host, monkeypatch, kind, n, update_on_kvstore):
+    from hpcdp import autograd, nn
+
+    if kind == "dist_async" and not update_on_kvstore:
+        return
+
+    def train(world):
+        world.device.use()
+        net = nn.Dense(4, 3)
+        net.weight.data[...] = np.arange(12).reshape(net.weight.shape) / 12
+        net.to(world.device)
+        trainer = Trainer(
+            net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world if n > 1 else None,
+            kvstore=kvstore.create(kind, world), update_on_kvstore=update_on_kvstore,
+        )  # fmt: skip
+        for step in range(3):
+            rng = np.random.default_rng([world.rank, step])
+            x = world.device.put(rng.standard_normal((5, 4)).astype("f4"))
+            with autograd.record():
+                loss = nn.functional.softmax_cross_entropy(net(x), world.device.put(rng.integers(0, 3, 5)))
+            loss.backward()
+            trainer.step(5)
+        trainer.synchronize()
+        return [on_host(each.data).copy() for each in net.parameters()]
+
+    use(monkeypatch, 8)
+    found = threads.run(n, train)
+    use(monkeypatch, 0)
+    wanted = threads.run(n, train)
+    for mine, theirs in zip(found[0], wanted[0], strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,253 @@
+"""A wrapped module on GPUs: tensors in host memory stand for those, and share it with the stand-in's arrays, on whose
+late streams gradients are summed."""
+
+import contextlib
+import sys
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn
+from toy import SEEDING, add_average, loss_of
+
+import hpcdp.torch
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+from hpcdp.devices import gpu
+from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
+from hpcdp.streams import Streams
+from hpcdp.torch import DistributedDataParallel, exchange
+
+NODES = [(1, None), (2, None), (3, None), (4, 2)]
+
+
+@pytest.fixture
+def on_gpus(gpus_on_host, monkeypatch):
+    """Tensors are on the GPU that is this thread's current one."""
+    import cupy
+
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(getattr(gpus_on_host.of_thread, "device", 0)))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(cupy, "from_dlpack", lambda tensor: cupy.Array(tensor.numpy()), raising=False)
+    monkeypatch.setattr(cupy.Array, "__dlpack__", lambda x, **how: x._held.__dlpack__(**how), raising=False)
+    monkeypatch.setattr(cupy.Array, "__dlpack_device__", lambda x: x._held.__dlpack_device__(), raising=False)
+    return gpus_on_host
+
+
+def network():
+    with SEEDING:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 4))
+
+
+def wrapped(world, **options):
+    world.device.use()
+    net = network()
+    for each in net.parameters():
+        each.data += world.rank  # rank 0's values are to be everybody's
+    return DistributedDataParallel(net, world, bucket_cap_mb=0.0001, **options)
+
+
+class _Nothing(deque):
+    """What is given to a stream that is none of torch's, and so comes before or after what torch does."""
+
+    def append(self, work):
+        raise AssertionError("given to CuPy's own stream")
+
+
+@contextlib.contextmanager
+def with_another_stream_of_cupys(world, on_gpus):
+    """CuPy's current stream is none of torch's, and nothing is to be given to it."""
+    with Streams(world.device).stream() as stream:
+        on_gpus.queues[stream.ptr] = _Nothing()
+        yield
+
+
+@pytest.mark.parametrize("overlap", [None, False])
+@pytest.mark.parametrize(("n", "nodes"), NODES)
+def test_gradients_are_the_average_over_all_ranks(on_gpus, n, nodes, overlap):
+    def rank(world):
+        model = wrapped(world, overlap=overlap, broadcast_buffers=False)
+        found = []
+        with with_another_stream_of_cupys(world, on_gpus):
+            for step in range(3):
+                model.zero_grad()
+                with model.no_sync():
+                    loss_of(model, 10 + step, world.rank).backward()
+                loss_of(model, step, world.rank).backward()
+                found.append([each.grad.numpy().copy() for each in model.parameters()])
+        return found
+
+    found = threads.run(n, rank, nodes)
+    for step in range(3):
+        reference = network()
+        add_average(reference, step, n)
+        add_average(reference, 10 + step, n)
+        for of_rank in found:
+            for mine, param in zip(of_rank[step], reference.parameters(), strict=True):
+                np.testing.assert_allclose(mine, param.grad.numpy(), rtol=1e-4, atol=1e-6)
+    assert n == 1 or any("nccl" in name for name in on_gpus.log)
+
+
+def test_half_precision_and_unused_parameters(on_gpus):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with SEEDING:
+                torch.manual_seed(2)
+                self.left, self.right = (nn.Linear(6, 4, dtype=torch.bfloat16) for _ in range(2))
+
+        def forward(self, x, left):
+            return (self.left if left else self.right)(x)
+
+    def rank(world):
+        world.device.use()
+        model = DistributedDataParallel(Branches(), world, find_unused_parameters=True)
+        x = torch.full((1, 6), 1.0 + world.rank, dtype=torch.bfloat16)
+        with with_another_stream_of_cupys(world, on_gpus):
+            model(x, world.rank == 0).sum().backward()
+        return [each.grad.float().numpy() for each in model.parameters()]
+
+    for left, left_bias, right, right_bias in threads.run(3, rank):
+        np.testing.assert_allclose(left, np.full((4, 6), 1 / 3), rtol=0.01)
+        np.testing.assert_allclose(left_bias, np.full(4, 1 / 3), rtol=0.01)
+        np.testing.assert_allclose(right, np.full((4, 6), 5 / 3), rtol=0.01)
+        np.testing.assert_allclose(right_bias, np.full(4, 2 / 3), rtol=0.01)
+
+
+def test_ranks_that_run_out_of_data_and_gradients_that_overflow(on_gpus):
+    def rank(world):
+        model = wrapped(world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with with_another_stream_of_cupys(world, on_gpus), model.join():
+            for step in range(1 + world.rank):
+                optimizer.zero_grad()
+                loss = loss_of(model, step, world.rank)
+                if step == 1 and world.rank == 1:
+                    loss = loss * float("inf")  # which all ranks with data must see
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return [each.detach().numpy().copy() for each in model.parameters()], scaler.get_scale()
+
+    found = threads.run(3, rank)
+    assert [scale for _, scale in found] == [8.0, 4.0, 4.0]
+    for params, _ in found:
+        for mine, first in zip(params, found[0][0], strict=True):
+            assert np.isfinite(mine).all()
+            np.testing.assert_array_equal(mine, first)
+
+
+def test_after_a_step_that_failed_the_next_one_is_right(on_gpus):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.fault = network(), None
+
+        def forward(self, x):
+            x = self.net[0](x)
+            if self.fault == "backward":
+                x.register_hook(lambda _: 1 / 0)
+            return x @ torch.ones(7, 4) if self.fault == "unused" else self.net[1:](x)
+
+    def rank(world):
+        world.device.use()
+        module = Fails()
+        model = DistributedDataParallel(module, world, bucket_cap_mb=0.0001, broadcast_buffers=False)
+        with with_another_stream_of_cupys(world, on_gpus):
+            for fault, error in (("backward", ZeroDivisionError), ("unused", StaleGradientError)):
+                module.fault = fault
+                with pytest.raises(error):
+                    loss_of(model, 1, world.rank).backward()
+                model.zero_grad()
+            module.fault = None
+            loss_of(model, 0, world.rank).backward()
+        return [each.grad.numpy().copy() for each in model.parameters()]
+
+    reference = network()
+    add_average(reference, 0, 3)
+    for of_rank in threads.run(3, rank):
+        for mine, param in zip(of_rank, reference.parameters(), strict=True):
+            np.testing.assert_allclose(mine, param.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_compression_goes_through_the_host(on_gpus):
+    def rank(world):
+        model = wrapped(world, compression="fp16", broadcast_buffers=False)
+        with with_another_stream_of_cupys(world, on_gpus):
+            loss_of(model, 0, world.rank).backward()
+        return [each.grad.numpy().copy() for each in model.parameters()]
+
+    reference = network()
+    add_average(reference, 0, 2)
+    for of_rank in threads.run(2, rank, 1):
+        for mine, param in zip(of_rank, reference.parameters(), strict=True):
+            np.testing.assert_allclose(mine, param.grad.numpy(), rtol=2e-3, atol=1e-3)
+
+
+def test_what_gpus_cannot_do_is_named(on_gpus, monkeypatch):
+    def rank(world):
+        world.device.use()
+        with pytest.raises(UnsupportedError, match=r"\[owner\]: expected 'rank' with parameters on a GPU, got 'shard'"):
+            DistributedDataParallel(network(), world, owner="shard")
+
+    threads.run(2, rank)
+    net = network()
+    elsewhere = {id(each): number for number, each in enumerate(net.parameters())}
+    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(elsewhere[id(tensor)] // 4))
+    with pytest.raises(UnsupportedError, match=r"\[3.weight\]: expected all parameters on cpu"):
+        threads.run(1, lambda world: DistributedDataParallel(net, world))
+
+
+def test_ranks_without_a_gpu_beside_ones_with_are_told(on_gpus, monkeypatch):
+    there = exchange.gpu_of
+    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: None if threads_rank() == 1 else there(tensor))
+
+    def threads_rank():
+        return getattr(on_gpus.of_thread, "rank", 0)
+
+    def rank(world):
+        on_gpus.of_thread.rank = world.rank
+        world.device.use()
+        with pytest.raises(MismatchError, match="on a GPU"):
+            DistributedDataParallel(network(), world)
+
+    threads.run(2, rank)
+
+
+def test_without_cupy_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(1))
+    with pytest.raises(ConfigError) as caught:
+        threads.run(1, lambda world: DistributedDataParallel(network(), world))
+    assert str(caught.value).startswith(
+        "DistributedDataParallel [0.weight]: expected CuPy, for what is on gpu(1), got no module named cupy; "
+        "pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
+    )
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(UnsupportedError, match=r"in CPU memory or on a CUDA GPU, got torch.strided, meta"):
+        threads.run(1, lambda world: DistributedDataParallel(nn.Linear(2, 2, device="meta"), world))
+
+
+def test_a_tensor_and_its_array_share_memory(on_gpus):
+    tensor = torch.arange(6.0).reshape(2, 3)
+    array = exchange.as_array(tensor)
+    array[0] = 7
+    assert type(array).__module__ == "cupy"
+    assert (tensor[0] == 7).all()
+    exchange.as_tensor(array)[1] = 9
+    assert (array.to_host()[1] == 9).all()
+    assert exchange.as_tensor(np.ones(2)).dtype is torch.float64
+
+
+assert hpcdp.torch

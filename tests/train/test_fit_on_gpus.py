@@ -1,0 +1,117 @@
+"""`fit` with network and data on GPUs: the run of the host, measured without waiting in each step, and its checkpoints
+on either."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from hpcdp import checkpoint, data, kernels, nn, optim
+from hpcdp.arrays import to_host
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+from hpcdp.train.checkpoints import Checkpoints
+from hpcdp.train.evaluate import evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.sync_batch_norm import SyncBatchNorm
+from hpcdp.train.trainer import Trainer
+
+N, BATCH = 181, 18
+"""The last of an epoch's 11 batches has one sample, and so some ranks have none."""
+STEPS = 11
+
+
+@pytest.fixture
+def place(gpus_on_host, monkeypatch):
+    """Sets where ranks compute: each on a GPU of its own, or on the host."""
+    monkeypatch.setattr(kernels, "_ON_CUDA", frozenset())  # which are tested for themselves, and slow here
+
+    def set_place(kind):
+        count = 8 if kind == "gpu" else 0
+        found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
+        monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    return set_place
+
+
+def train(world, epochs=2, norm=nn.BatchNorm, folder=None, resume=False, **options):
+    """The program; where it runs is `World.device` alone."""
+    rng = np.random.default_rng(1)
+    samples = data.ArrayDataset(rng.standard_normal((N, 8)).astype("f4"), rng.integers(0, 4, N))
+    world.device.use()
+    args = {} if norm is nn.BatchNorm else {"world": world}
+    net = nn.Sequential(nn.Dense(8, 16), norm(16, **args), nn.ReLU(), nn.Dropout(0.2, seed=world.rank), nn.Dense(16, 4))
+    for number, param in enumerate(net.parameters()):
+        param.data[...] = np.random.default_rng(number).standard_normal(param.data.shape) / 4
+    net.to(world.device)
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.05, momentum=0.9), world, bucket_cap_mb=0.0003, **options)
+    sampler = data.ShardedSampler(N, BATCH, num_parts=world.size, part_index=world.rank, seed=0, last="keep")
+    loader = data.DataLoader(samples, sampler, prefetch=0, device=world.device)
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if folder is not None:
+            manager = stack.enter_context(checkpoint.Manager(folder, world))
+            checkpoints = Checkpoints(manager, every=4, resume=resume)
+        records = fit(
+            net, trainer, loader, epochs=epochs, world=world, checkpoints=checkpoints,
+            evaluate=lambda: evaluate(net, samples, world, batch_size=7),
+        )  # fmt: skip
+    kind = type(net.parameters()[0].data).__module__
+    arrays = [*(each.data for each in net.parameters()), *(each.data for _, each in net.named_buffers())]
+    return kind, records, [to_host(each).copy() for each in arrays]
+
+
+MEASURED = ("loss", "accuracy", "samples", "test_loss", "test_accuracy")
+
+
+def assert_same_run(found, wanted):
+    for (_, records, arrays), (_, of_host, on_host) in zip(found, wanted, strict=True):
+        for record, other in zip(records, of_host, strict=True):
+            np.testing.assert_allclose([record[name] for name in MEASURED], [other[name] for name in MEASURED], 1e-4)
+        for mine, theirs in zip(arrays, on_host, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "nodes"), [(1, None), (2, None), (3, None), (4, 2)])
+def test_a_run_on_gpus_is_that_on_the_host(place, n, nodes):
+    place("host")
+    wanted = threads.run(n, train, nodes)
+    place("gpu")
+    found = threads.run(n, train, nodes)
+    assert [each[0] for each in found] == ["cupy"] * n
+    assert_same_run(found, wanted)
+
+
+def test_ranks_without_samples_take_part_in_joint_batch_normalisation_on_gpus(place):
+    place("host")
+    wanted = threads.run(3, lambda world: train(world, norm=SyncBatchNorm))
+    place("gpu")
+    assert_same_run(threads.run(3, lambda world: train(world, norm=SyncBatchNorm)), wanted)
+
+
+@pytest.mark.parametrize(("before", "after"), [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, n, before, after):
+    place("host")
+    wanted = threads.run(n, train)
+    place(before)
+    threads.run(n, lambda world: train(world, epochs=1, folder=tmp_path))
+    place(after)
+    found = threads.run(n, lambda world: train(world, folder=tmp_path, resume=True))
+    assert_same_run(found, [(kind, records[1:], arrays) for kind, records, arrays in wanted])
+
+
+def test_nothing_waits_for_the_gpu_in_each_step(place, monkeypatch):
+    import cupy
+
+    place("gpu")
+    waits = []
+    for name in ("to_host", "get", "item", "tolist", "__float__", "__int__", "__bool__"):
+        original = getattr(cupy.Array, name)
+        monkeypatch.setattr(cupy.Array, name, lambda self, _o=original, _n=name: waits.append(_n) or _o(self))
+    met = []
+    for epochs in (1, 3):
+        waits.clear()
+        threads.run(1, lambda world, epochs=epochs: train(world, epochs))
+        met.append(len(waits))
+    assert met[1] - met[0] <= 2 * 3  # in an epoch: for one exchange of metrics, and one of an evaluation

@@ -1,0 +1,77 @@
+"""Where the ranks of ``hpcdp train`` compute."""
+
+import pytest
+
+from hpcdp import cli, kernels
+from hpcdp.comm import gpus, threads, world
+from hpcdp.comm.gpus import Gpu
+from hpcdp.devices import cpu
+from hpcdp.errors import ConfigError
+from hpcdp.train import run
+from hpcdp.train.config import TrainConfig
+from hpcdp.train.device import choose_device, described
+
+A, B = (Gpu(i, f"NVIDIA {'AB'[i]}", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
+
+
+def chosen(n, **settings):
+    return [repr(each) for each in threads.run(n, lambda world: choose_device(TrainConfig(**settings), world))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, ["gpu(0)", "gpu(1)", "gpu(0)"]),
+        ({"device": "gpu"}, ["gpu(0)", "gpu(1)", "gpu(0)"]),
+        ({"device": "cpu"}, ["cpu(0)"] * 3),
+        ({"reproducible": True}, ["cpu(0)"] * 3),
+        ({"work_load": "measured"}, ["cpu(0)"] * 3),
+    ],
+)
+def test_ranks_take_the_gpus_that_there_are(gpus_on_host, monkeypatch, settings, wanted):
+    monkeypatch.setattr(gpus, "visible", lambda: (A, B))
+    assert chosen(3, **settings) == wanted
+
+
+def test_all_ranks_compute_on_the_host_where_one_has_no_gpu(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(world, "device_of", lambda place: cpu() if place == 2 else gpus.gpu(place))
+    assert chosen(3) == ["cpu(0)"] * 3
+    with pytest.raises(ConfigError, match="setting device: expected a GPU for each rank, and CuPy"):
+        chosen(3, device="gpu")
+
+
+@pytest.mark.parametrize("settings", [{"reproducible": True}, {"work_load": "measured"}])
+def test_what_gpus_cannot_do_is_named(settings):
+    with pytest.raises(ConfigError, match="setting device: expected auto or cpu with "):
+        TrainConfig(device="gpu", **settings)
+
+
+def test_the_report_names_each_gpu_once(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: (A, B))
+    assert threads.run(3, lambda world: described(world.device, world)) == ["1 x NVIDIA A, 1 x NVIDIA B"] * 3
+    assert threads.run(2, lambda world: described(cpu(), world)) == [None] * 2
+
+
+def test_a_gpu_that_is_not_there_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "mlp", "--device", "gpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "got no GPU that CUDA's driver shows; pip install 'hpcdp[cuda12]'" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_store": "device"}], ids=str)
+def test_a_whole_run_on_a_gpu(gpus_on_host, monkeypatch, tmp_path, capsys, settings):
+    monkeypatch.setattr(gpus, "visible", lambda: (A,))
+    monkeypatch.setattr(kernels, "_ON_CUDA", frozenset())  # which are tested for themselves, and slow here
+    monkeypatch.chdir(tmp_path)
+
+    def one(world):
+        monkeypatch.setattr(run, "init", lambda: world)
+        return run.run(TrainConfig(model="mlp", epochs=1, warmup_epochs=0.0, batch_size=200, device="gpu", **settings))
+
+    (result,) = threads.run(1, one)
+    assert result["test_accuracy"] > 0.15
+    assert "GPUs           1 x NVIDIA A" in capsys.readouterr().out
