@@ -14,26 +14,27 @@ _FLOATS = (numba.float32, numba.float64)
 
 
 @numba.njit(
-    [numba.void(f[::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]) for f in _FLOATS],
+    [numba.void(f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]) for f in _FLOATS],
     nogil=True,
     cache=True,
     error_model="numpy",
     fastmath={"contract"},
 )
-def lstm_step(bias, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
+def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
     """See `reference_sequences.lstm_step`."""
     size = cells.shape[2]
     first_hidden = inputs.shape[2] - size
     half = gates.dtype.type(0.5)
     for b in range(gates.shape[1]):
         for number in range(4):
-            gate, offset = gates[t, b, number * size : (number + 1) * size], bias[number * size : (number + 1) * size]
+            first, end = number * size, (number + 1) * size
+            gate, total, offset = gates[t, b, first:end], product[b, first:end], bias[first:end]
             if number == 2:
                 for j in range(size):
-                    gate[j] = tanh(gate[j] + offset[j])
+                    gate[j] = tanh(total[j] + offset[j])
             else:
                 for j in range(size):
-                    gate[j] = half * tanh(half * (gate[j] + offset[j])) + half
+                    gate[j] = half * tanh(half * (total[j] + offset[j])) + half
         for j in range(size):
             cells[t + 1, b, j] = gates[t, b, j] * gates[t, b, 2 * size + j] + gates[t, b, size + j] * cells[t, b, j]
         for j in range(size):

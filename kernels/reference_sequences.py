@@ -12,21 +12,22 @@ from ..arrays import Array, array_namespace
 _SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
-def lstm_step(bias: Array, t: int, gates: Array, cells: Array, inputs: Array) -> None:
+def lstm_step(bias: Array, product: Array, t: int, gates: Array, cells: Array, inputs: Array) -> None:
     """One step of an LSTM (Hochreiter and Schmidhuber 1997; with forget gates, Gers, Schmidhuber and Cummins 2000).
 
     Arrays of all steps begin with time, so that what a step takes lies together.
 
     Args:
         bias: ``(4 size,)``, of the input, forget, candidate and output gates.
-        gates: ``(time, batch, 4 size)``; ``t``, ``inputs[t]`` times the weights, becomes the values of the gates.
+        product: ``(batch, 4 size)``, ``inputs[t]`` times the weights.
+        gates: ``(time, batch, 4 size)``, of which ``t``, the values of the gates, is written.
         cells: ``(time + 1, batch, size)``; ``t`` is read and ``t + 1`` written.
         inputs: ``(time + 1, batch, features + size)``, of each step what it is given and the hidden values of the step
             before; the hidden values of this one are written at ``t + 1``.
     """
     xp = array_namespace(gates, bias)
     size = cells.shape[2]
-    total = gates[t] + bias
+    total = product + bias
     i, f, o = (0.5 * xp.tanh(0.5 * total[:, k * size : (k + 1) * size]) + 0.5 for k in (0, 1, 3))
     g = xp.tanh(total[:, 2 * size : 3 * size])
     gates[t] = xp.concatenate([i, f, g, o], axis=1)

@@ -55,6 +55,7 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
     inputs, gates = empty((time + 1, batch, both), a.dtype, xp), empty((time, batch, 4 * size), a.dtype, xp)
     cells, out = empty((time + 1, batch, size), a.dtype, xp), empty((batch, time, size), a.dtype, xp)
     weights = empty((both, 4 * size + _PADDING), a.dtype, xp)[:, : 4 * size]
+    product = empty((batch, 4 * size), a.dtype, xp)  # of each step: it stays in the cache, as `gates` would not
 
     def again(place: Array) -> list[Call]:
         calls = [call for pair in zip((a, w, u, b), given, strict=True) for call in refreshed(*pair)]
@@ -68,8 +69,8 @@ def lstm(x: Any, weight: Any, recurrent_weight: Any, bias: Any) -> Tensor:
         for t in range(time):
             factors = (inputs[t], weights) if t else (inputs[0, :, :features], w)
             calls += [
-                (multiply, (*factors, gates[t])),
-                (compute.lstm_step, (b, t, gates, cells, inputs)),
+                (multiply, (*factors, product)),
+                (compute.lstm_step, (b, product, t, gates, cells, inputs)),
             ]
         return [*calls, (place.__setitem__, (..., inputs[1:, :, features:].swapaxes(0, 1)))]
 

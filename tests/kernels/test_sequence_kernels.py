@@ -34,10 +34,10 @@ def test_steps_of_an_lstm(draw, batch, time, size):
     features = 3
     for t in range(time):
         arrays = [
-            normal(4 * size), normal(time, batch, 4 * size), normal(time + 1, batch, size),
+            normal(4 * size), normal(batch, 4 * size), normal(time, batch, 4 * size), normal(time + 1, batch, size),
             normal(time + 1, batch, features + size),
         ]  # fmt: skip
-        assert_alike(lambda n, bias, *each, t=t: modules[n].lstm_step(bias, t, *each), arrays, dtype)
+        assert_alike(lambda n, b, product, *each, t=t: modules[n].lstm_step(b, product, t, *each), arrays, dtype)
         arrays = [
             normal(batch, time, size), normal(time + 1, batch, features + size), normal(batch, size),
             np.tanh(normal(time, batch, 4 * size)), normal(time + 1, batch, size), normal(time, batch, 4 * size),
@@ -104,10 +104,10 @@ def test_causal_softmax(draw, matrices, time):
 def test_what_is_not_finite_stays_so():
     module = kernels.load("lstm")
     for bad in (np.nan, np.inf):
-        shapes = (32,), (1, 1, 32), (2, 1, 8), (2, 1, 9)
-        bias, gates, cells, inputs = (np.zeros(shape, np.float32) for shape in shapes)
+        shapes = (32,), (1, 32), (1, 1, 32), (2, 1, 8), (2, 1, 9)
+        bias, product, gates, cells, inputs = (np.zeros(shape, np.float32) for shape in shapes)
         cells[0, 0, 3] = bad
-        module.lstm_step(bias, 0, gates, cells, inputs)
+        module.lstm_step(bias, product, 0, gates, cells, inputs)
         assert np.isfinite(inputs[1, 0, 1:]).sum() == (7 if np.isnan(bad) else 8)
         assert not np.isfinite(cells[1, 0, 3])
     scores = np.ones((1, 3, 3), np.float32)
