@@ -88,9 +88,7 @@ def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped
 def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """Write the patches of some output ``rows`` (first, end) of the images ``x``.
 
-    They lie by (channel, kernel row, kernel column), a run of all positions for each image.
-
-    ``steps`` are the elements from one image's run to the next's, and from one row of the matrix to the next.
+    They lie by (channel, kernel row, kernel column), a run of all positions for each image. ``steps`` are the elements from one image's run to the next's, and from one row of the matrix to the next.
     """
     count, size = _phases_of(kernel, stride, width, rows)
     phases = np.zeros((count[0], count[1], size[0], size[1]), patches.dtype)
@@ -98,6 +96,11 @@ def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # ty
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
+            if kernel == (1, 1) and padding == (0, 0):  # all that is seen of the plane is the patch
+                patch = patches[start : start + size[0] * size[1]].reshape((1, 1, size[0], size[1]))
+                _part_plane(x[n, c], patch, rows[0], stride, padding)
+                start += steps[1]
+                continue
             _part_plane(x[n, c], phases, rows[0], stride, padding)
             for i in range(kernel[0]):
                 for j in range(kernel[1]):
