@@ -6,6 +6,7 @@
 // because of its alignment: g++ calls the handler below (-fsanitize=alignment).
 #pragma once
 #include <cmath>
+#include <csetjmp>
 #include <cstddef>
 #include <cstring>
 #include <deque>
@@ -79,13 +80,13 @@ struct Warp {
 };
 
 struct Fiber {
-    ucontext_t context;
+    jmp_buf place;  // swapcontext would ask the system twice a turn
     std::vector<char> stack = std::vector<char>(STACK_NBYTES);
-    bool is_done = false;
+    bool has_begun = false, is_done = false;
 };
 
-static ucontext_t scheduler;
-static std::deque<Fiber> fibers;  // grows without moving: contexts point into themselves
+static jmp_buf scheduler;
+static std::deque<Fiber> fibers;  // kept for the blocks that follow
 static unsigned current;
 static bool has_moved;  // whether any thread of the block went on in this round
 static Barrier block_barrier;
@@ -94,6 +95,10 @@ static bool is_misaligned;
 static void (*body)(void*);
 static void* body_of;
 
+inline void let_others() {
+    if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+}
+
 inline void meet(Barrier& barrier, unsigned threads) {
     const unsigned turn = barrier.passed;
     has_moved = true;
@@ -101,7 +106,7 @@ inline void meet(Barrier& barrier, unsigned threads) {
         barrier.arrived = 0;
         ++barrier.passed;
     }
-    while (barrier.passed == turn) swapcontext(&fibers[current].context, &scheduler);
+    while (barrier.passed == turn) let_others();
     has_moved = true;
 }
 
@@ -113,12 +118,31 @@ inline unsigned warp_size() {  // the last warp of a block may be smaller
 inline void end_fiber() {
     fibers[current].is_done = true;
     has_moved = true;
-    swapcontext(&fibers[current].context, &scheduler);
+    let_others();
 }
 
 inline void run_fiber() {
-    body(body_of);
-    end_fiber();
+    while (true) {  // each time in another block
+        body(body_of);
+        end_fiber();
+    }
+}
+
+inline void resume(Fiber& fiber) {
+    if (_setjmp(scheduler)) return;
+    if (fiber.has_begun) _longjmp(fiber.place, 1);
+    fiber.has_begun = true;
+    ucontext_t first;
+    getcontext(&first);
+    first.uc_stack.ss_sp = fiber.stack.data();
+    first.uc_stack.ss_size = fiber.stack.size();
+    makecontext(&first, run_fiber, 0);
+    setcontext(&first);
+}
+
+[[noreturn]] inline void fail(const char* why) {
+    fibers.clear();  // they stand somewhere in the body
+    throw std::runtime_error(why);
 }
 
 inline void run_block() {
@@ -126,24 +150,17 @@ inline void run_block() {
     block_barrier = Barrier();
     warps.assign(blockDim.x / WARP_SIZE + 1, Warp());
     while (fibers.size() < blockDim.x) fibers.emplace_back();
-    for (unsigned t = 0; t < blockDim.x; ++t) {
-        Fiber& fiber = fibers[t];
-        fiber.is_done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        makecontext(&fiber.context, run_fiber, 0);
-    }
+    for (Fiber& fiber : fibers) fiber.is_done = false;
     for (unsigned done = 0; done < blockDim.x;) {
         has_moved = false;
         for (current = 0; current < blockDim.x; ++current) {
             if (fibers[current].is_done) continue;
             threadIdx.x = current;
-            swapcontext(&scheduler, &fibers[current].context);
+            resume(fibers[current]);
             done += fibers[current].is_done;
         }
-        if (is_misaligned) throw std::runtime_error("a load or store of misaligned memory");
-        if (!has_moved) throw std::runtime_error("a thread waits at a barrier that others never reach");
+        if (is_misaligned) fail("a load or store of misaligned memory");
+        if (!has_moved) fail("a thread waits at a barrier that others never reach");
     }
 }
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -88,8 +90,14 @@ def _as_passed(arg: Any, parameter: str) -> np.ndarray:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
+def _own_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="hpcdp-cuda-on-host-")
+
+
+def _folder() -> Path:
+    """Where libraries are: a folder of all processes that `run` starts, else one of this process."""
+    shared = os.environ.get("HPCDP_TEST_SHARED")
+    return Path(shared or _own_folder().name)
 
 
 @functools.cache
@@ -104,10 +112,16 @@ def _compiled(code: str) -> tuple[ctypes.CDLL, dict[str, list[str]]]:
         f" {{ return launch_on_host({name}, args, count, grid, block); }}\n"
         for name in parameters
     )
-    library = Path(_folder().name) / f"{hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}.so"
+    library = _folder() / f"{hashlib.blake2b(code.encode(), digest_size=8).hexdigest()}.so"
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared"]
+    options += ["-U_FORTIFY_SOURCE"]  # which takes a jump to another stack for a fault
     options += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment", "-include", HERE / "cuda_on_host.h"]
-    _run(["g++", *options, "-x", "c++", "-", "-o", library], code + "\n" + launchers)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            made = library.with_suffix(".part")  # nobody takes what a killed process has left half written
+            _run(["g++", *options, "-x", "c++", "-", "-o", made], code + "\n" + launchers)
+            made.rename(library)
     return ctypes.CDLL(str(library)), parameters
 
 
