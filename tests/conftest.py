@@ -123,7 +123,7 @@ def _spread(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     _record(item.nodeid, "started")
     limit_s = CLUSTER_LIMIT_S if item.get_closest_marker("cluster") else TEST_LIMIT_S
     faulthandler.dump_traceback_later(limit_s, exit=True, file=_terminal)
@@ -131,6 +131,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        if nextitem is None or nextitem.path != item.path:
+            _keep_what_is_there()
+
+
+def _keep_what_is_there() -> None:
+    """What a file's tests have imported stays, too: else each later collection of garbage would look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

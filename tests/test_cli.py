@@ -1,11 +1,13 @@
 """The command line from outside: help, bad input, and a run that does what its flags say."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,50 @@ def hpcdp(*arguments: str, cwd: Path | None = None, **environ: str) -> subproces
     )
 
 
+FORKS = """
+import json, os, sys
+import numpy
+import hpcdp.commands.launch, hpcdp.train.config
+from hpcdp import cli
+
+for line in sys.stdin:
+    arguments, folder, environ = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.chdir(folder)
+    os.environ |= environ
+    for number, name in enumerate(sys.argv[1:], 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.exit(cli.main(arguments))
+"""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """As `hpcdp`, in forks of one process that has imported it: starting one for each command takes most of the time.
+
+    MPI has not been loaded there.
+    """
+    names = [tmp_path_factory.mktemp("forked") / name for name in ("out", "err")]
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def run(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+            print(json.dumps([arguments, str(cwd or Path.cwd()), environ]), file=asked, flush=True)
+            status = int(answers.readline())
+            return subprocess.CompletedProcess(arguments, status, *(name.read_text() for name in names))
+
+        yield run
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_a_terminal(name: str) -> None:
-    shown = hpcdp(*filter(None, [name]), "-h", COLUMNS="80")
+def test_help_fits_a_terminal(name: str, forked: Run) -> None:
+    shown = forked(*filter(None, [name]), "-h", COLUMNS="80")
     assert shown.returncode == 0
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
@@ -132,8 +175,8 @@ def test_the_public_face() -> None:
         (["info", "--xml"], "unknown info option '--xml'"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = hpcdp(*arguments, cwd=tmp_path)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str, tmp_path: Path, forked: Run) -> None:
+    done = forked(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr and "hpcdp: hpcdp" not in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""

@@ -1,6 +1,7 @@
 """A room imports only what its opening docstring declares, and only from floors that are not above its own."""
 
 import ast
+import functools
 import os
 import re
 from pathlib import Path
@@ -16,7 +17,11 @@ FILES = [Path(d, f) for d, _, files in os.walk(ROOT, followlinks=True) for f in 
 
 def declaration(room: str) -> tuple[int, set[str]]:
     """The floor of a room and the rooms that it may import, from its opening docstring."""
-    source = ROOT / room / "__init__.py" if (ROOT / room).is_dir() else ROOT / f"{room}.py"
+    return declared(ROOT / room / "__init__.py" if (ROOT / room).is_dir() else ROOT / f"{room}.py")
+
+
+@functools.cache
+def declared(source: Path) -> tuple[int, set[str]]:
     text = ast.get_docstring(ast.parse(source.read_text())) if source.exists() else None
     heading = re.match(r"Floor (\d+): .*?Imports: (.*?)\.(\s|$)", text or "", re.DOTALL)
     assert heading, f"{source}: the opening docstring does not begin 'Floor N: name. Imports: a, b.'"
@@ -33,6 +38,13 @@ def imported(node: ast.AST, package: list[str]) -> list[str]:
     return [f"{base}.{alias.name}" for alias in node.names]
 
 
+def dotted(called: ast.expr) -> str:
+    """What is called, as it is written: ``a.b.c``, or ``.b.c`` of what is no name."""
+    if isinstance(called, ast.Attribute):
+        return f"{dotted(called.value)}.{called.attr}"
+    return called.id if isinstance(called, ast.Name) else ""
+
+
 def faults(path: Path) -> list[str]:
     parts = path.relative_to(ROOT).parts
     room = parts[0].removesuffix(".py")
@@ -40,7 +52,7 @@ def faults(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         where = f"hpcdp/{'/'.join(parts)}:{getattr(node, 'lineno', 0)}: {room} (floor {floor})"
-        starts_thread = isinstance(node, ast.Call) and re.fullmatch(THREADS, ast.unparse(node.func))
+        starts_thread = isinstance(node, ast.Call) and re.fullmatch(THREADS, dotted(node.func))
         if starts_thread and "/".join(parts) not in THREAD_STARTERS:
             found.append(f"{where} starts a thread; only {', '.join(sorted(THREAD_STARTERS))} may")
         for name in imported(node, ["hpcdp", *parts[:-1]]):

@@ -109,10 +109,12 @@ def test_a_job_that_does_not_end_is_ended_with_all_that_it_has_started(monkeypat
     monkeypatch.setattr(gpu_jobs, "_ENDING_S", 0.1)
     children = tmp_path / "child"
     program(monkeypatch, f"""
-import os, pathlib, signal, subprocess, sys
+import os, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-pathlib.Path({str(children)!r}).write_text(str(child.pid))
+child = os.fork()
+if child:
+    with open({str(children)!r}, "w") as file:
+        file.write(str(child))
 signal.pause()
 """)  # fmt: skip
     (row,) = run_all([Job("shared", 4)], "4K", time.monotonic() + 20)

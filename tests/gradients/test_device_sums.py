@@ -27,6 +27,9 @@ from hpcdp.train.trainer import Trainer
 SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
 STEPS = 3
+THOROUGH = pytest.mark.thorough
+ORDERS = [(0, False), (1, True), pytest.param(1, False, marks=THOROUGH), pytest.param(0, True, marks=THOROUGH)]
+"""In which streams take turns, and whether gradients are summed while others are computed."""
 
 
 class Parameter:
@@ -87,7 +90,7 @@ def bring_to_host(params):
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("gpus_on_host", "overlap"), ORDERS, indirect=["gpus_on_host"])
 @pytest.mark.parametrize(("n", "nodes"), NODES)
 def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, overlap):
     def rank(world):

@@ -90,17 +90,18 @@ def test_servers_count_where_cores_are_given_up():
 
 
 @pytest.mark.parametrize(
-    ("does", "status", "says"),
+    ("workers", "servers", "does", "status", "says"),
     [
-        ("os._exit(7)", 7, r"server 1 \(rank 3, pid \d+\) ended with status 7 before the others"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"server 1 \(rank 3, pid \d+\) was killed by SIGKILL"),
-        ("os._exit(0)", 1, r"server 1 \(rank 3, pid \d+\) ended without MPI_Finalize \(exit status 0\)"),
-        ("raise KeyError('mine')", 1, r"server 1 \(rank 3\) failed:\nTraceback (?s:.)*KeyError: 'mine'"),
+        (1, 1, "os._exit(7)", 7, r"server 0 \(rank 1, pid \d+\) ended with status 7 before the others"),
+        (2, 2, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"server 1 \(rank 3, pid \d+\) was killed by SIGKILL"),
+        (1, 1, "os._exit(0)", 1, r"server 0 \(rank 1, pid \d+\) ended without MPI_Finalize \(exit status 0\)"),
+        (2, 1, "raise KeyError('mine')", 1, r"server 0 \(rank 2\) failed:\nTraceback (?s:.)*KeyError: 'mine'"),
     ],
 )
-def test_a_server_that_fails_ends_the_job_and_is_named(does, status, says, tmp_path):
+def test_a_server_that_fails_ends_the_job_and_is_named(workers, servers, does, status, says, tmp_path):
     started = time.monotonic()
-    done = launch(2, 2, WORKER + "time.sleep(60)", tmp_path, SERVER_DOES=f"import time; time.sleep(0.5); {does}")
+    does = f"import time; time.sleep(0.5); {does}"
+    done = launch(workers, servers, WORKER + "time.sleep(60)", tmp_path, SERVER_DOES=does)
     assert done.returncode == status, done.stderr
     assert re.search(says, done.stderr), done.stderr
     assert "hpcdp launch: rank" not in done.stderr
