@@ -243,7 +243,9 @@ def _imported(name: str) -> ModuleType:
     if not _has_room(folder):
         with kept_in(None, told):
             return importlib.import_module(module_name)
-    _say_once("compiling kernels, once on this machine (about a minute); set HPCDP_CACHE_DIR to keep them elsewhere")
+    _say_once(
+        "compiling kernels that are new on this machine (all: a minute); set HPCDP_CACHE_DIR to keep them elsewhere"
+    )
     with _one_process_compiles(folder, partial(_is_there, compiled)), kept_in(folder, told):
         module = importlib.import_module(module_name)
         if _all_kept:

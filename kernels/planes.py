@@ -88,7 +88,8 @@ def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped
 def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """Write the patches of some output ``rows`` (first, end) of the images ``x``.
 
-    They lie by (channel, kernel row, kernel column), a run of all positions for each image. ``steps`` are the elements from one image's run to the next's, and from one row of the matrix to the next.
+    They lie by (channel, kernel row, kernel column), a run of all positions for each image; ``steps`` are the elements
+    from one image's run to the next's, and from one row of the matrix to the next.
     """
     count, size = _phases_of(kernel, stride, width, rows)
     phases = np.zeros((count[0], count[1], size[0], size[1]), patches.dtype)

@@ -67,13 +67,13 @@ def _is_turned(x: np.ndarray) -> bool:
 
 
 def _rows_of(count: int, most: int) -> int:
-    """A number of rows up to ``most``, a multiple of 8, that parts ``count`` rows evenly."""
-    if count <= most:
-        return count
+    """A number of rows up to ``most``, a multiple of 8, that parts ``count`` rows evenly; 0: there is none."""
+    if count <= most or most < 8:
+        return count if count <= most else 0
     parts = -(-count // most)
-    while (rows := -(-count // (8 * parts)) * 8) > most and most >= 8:
+    while (rows := -(-count // (8 * parts)) * 8) > most:
         parts += 1
-    return min(rows, most)
+    return rows
 
 
 @functools.lru_cache

@@ -209,7 +209,7 @@ kernels.compile_once(lambda: unpack(np.array([5], "u4"), 1.0, out))
 print(json.dumps([out.tolist(), sum(unpack.stats.cache_misses.values())]))
 """
 COMPILING = (
-    "hpcdp: compiling kernels, once on this machine (about a minute); set HPCDP_CACHE_DIR to keep them elsewhere"
+    "hpcdp: compiling kernels that are new on this machine (all: a minute); set HPCDP_CACHE_DIR to keep them elsewhere"
 )
 
 

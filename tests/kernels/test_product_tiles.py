@@ -10,6 +10,7 @@ ORDERS = [(a, b, out) for a in "CF" for b in "CF" for out in "CF"]
 SHAPES = [  # m, k, n, of which the first ones are known to be tiled where matrices lie as they are read
     (16, 2048, 320), (32, 320, 1024), (64, 512, 320), (128, 576, 256), (65, 999, 130), (17, 333, 777), (333, 17, 777),
     (2048, 16, 256), (50, 500, 500), (1, 2048, 2048), (2048, 1, 2048), (3, 2000, 1000), (64, 1031, 600),
+    (64, 15626, 64), (8, 25088, 128), (33, 16007, 70), (16, 130001, 9), (100, 20000, 9),  # a tile is not as deep
 ]  # fmt: skip
 
 
