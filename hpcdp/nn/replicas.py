@@ -11,6 +11,7 @@ from ..autograd import Gradient, Tensor, concatenate, on_tape
 from ..devices import Device, require_devices
 from ..errors import ConfigError, DeviceError
 from .deferred import lacks_shapes
+from .hybrid.held import array_of
 from .module import Module, Parameter
 
 
@@ -45,7 +46,7 @@ class Replicas(Module):
 
     Raises:
         ConfigError: no network, no device, or one twice.
-        DeviceError: the machine does not have one of them.
+        DeviceError: the machine does not have one of them, or ``net`` is not on the first; a RuntimeError.
     """
 
     is_traceable = False
@@ -56,6 +57,9 @@ class Replicas(Module):
         self.net, self.devices = net, require_devices("Replicas", devices)
         if len(set(self.devices)) != len(self.devices):
             raise ConfigError("Replicas", where="devices", expected="each once", got=list(devices))
+        for device in self.devices:
+            device.check()
+        _require_on(net, self.devices[0])
         self._copies = {device: None if lacks_shapes(net) else _copy(net, device) for device in self.devices[1:]}
 
     def on(self, device: Device) -> Module:
@@ -109,6 +113,17 @@ class _OnDevice(Module):
     def forward(self, *inputs: Any) -> Any:
         _bring(self.net, self.there, self.device, {})
         return self.there(*inputs)
+
+
+def _require_on(net: Module, device: Device) -> None:
+    """Raises `DeviceError` unless ``net`` is there; in the host's memory it is on every virtual device."""
+    for name, tensor in net._tensors():
+        found = Device.of(array_of(tensor))
+        if found != device and not found.kind == device.kind == "cpu":
+            raise DeviceError(
+                "Replicas", where=device, expected="the network on the first device", got=f"{name} on {found}",
+                remedy=f"net.to(hpcdp.{device})",
+            )  # fmt: skip
 
 
 def _copy(net: Module, device: Device) -> Module:

@@ -140,6 +140,22 @@ def test_devices_that_are_not_there():
         hpcdp.cpu("a")
 
 
+@pytest.mark.parametrize("found", [[hpcdp.gpu(99)], [hpcdp.gpu(99), hpcdp.cpu()], [hpcdp.cpu(), hpcdp.gpu(99)]])
+def test_every_device_of_replicas_must_be_there_also_the_first(found):
+    for net in (network(), nn.Sequential(nn.Dense(None, 4))):
+        with pytest.raises(RuntimeError, match=r"^device \[gpu\(99\)\]: expected"):
+            nn.Replicas(net, found)
+
+
+def test_the_network_must_be_on_the_first_device(monkeypatch):
+    monkeypatch.setattr("hpcdp.devices._cupy", lambda device: None)  # a machine that has every GPU
+    for net in (network(), nn.Sequential(nn.Dense(None, 4))):
+        said = r"^Replicas \[gpu\(1\)\]: expected .* first device, got \S*weight on cpu\(0\).*net.to\(hpcdp.gpu\(1\)\)"
+        with pytest.raises(RuntimeError, match=said):
+            nn.Replicas(net, [hpcdp.gpu(1), hpcdp.cpu()])
+    assert nn.Replicas(network(), [hpcdp.cpu(7)])(X).shape == (37, 4)  # a virtual device, in the same memory
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
