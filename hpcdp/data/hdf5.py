@@ -94,9 +94,11 @@ class HDF5Dataset(Dataset):
         return found
 
     def __len__(self) -> int:
+        self._require_open()
         return len(self._x)
 
     def __getitem__(self, index: Index) -> Batch:
+        self._require_open()
         with _undamaged(self.path):
             return self._read(self._x, index), self._read(self._y, index)
 
@@ -122,10 +124,14 @@ class HDF5Dataset(Dataset):
             return np.empty((0, *dataset.shape[1:]), dataset.dtype)
         if wanted.min() < -n or wanted.max() >= n:
             raise IndexError(f"indices {wanted.min()} to {wanted.max()} are out of bounds for {n} samples")
-        return _gather(dataset, wanted % n)
+        return _gather(dataset, wanted.astype(np.int64) % n)  # small integers do not hold n
+
+    def _require_open(self) -> None:
+        if not self._file:
+            raise DataError("read HDF5", where=self.path, expected="an open data set", got="one that close() has closed")
 
     def close(self) -> None:
-        """Closes the file; nothing can be read afterwards."""
+        """Closes the file; to read from it afterwards is a `DataError`."""
         self._file.close()
 
 

@@ -49,6 +49,24 @@ def test_reads_what_numpy_would_index(values, index) -> None:
     dataset.close()
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.uint64])
+def test_indices_of_any_integers(values, dtype) -> None:
+    path, x, y = values
+    index = np.array([99, 3, 127, 0, 3] + ([-1, -128] if np.dtype(dtype).kind == "i" else [200]), dtype)
+    got = HDF5Dataset(path)[index]
+    np.testing.assert_array_equal(got[0], x[index])
+    np.testing.assert_array_equal(got[1], y[index])
+
+
+@pytest.mark.parametrize("read", [len, lambda dataset: dataset[0], lambda dataset: dataset[2:5]])
+def test_reads_after_close_say_that_it_is_closed(values, read) -> None:
+    dataset = HDF5Dataset(values[0])
+    dataset.close()
+    dataset.close()
+    with pytest.raises(DataError, match=r"v\.h5\]: expected an open data set, got one that close\(\) has closed"):
+        read(dataset)
+
+
 def test_opened_for_reading_only(values) -> None:
     path = values[0]
     before = path.read_bytes()
