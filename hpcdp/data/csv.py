@@ -46,8 +46,8 @@ def read_csv(
         ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
             is no number; a delimiter of several characters; another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (the row is
-            named, and names of columns are told from those), lacks the label's column, has labels that are not of
-            ``label_dtype``, or does not fit ``sample_shape``.
+            named, and names of columns are told from those) or are beyond float32, lacks the label's column, has labels
+            that are not of ``label_dtype``, or does not fit ``sample_shape``. ``inf`` and ``nan`` are numbers.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
     whole_number("read csv", "num_parts", num_parts, 1)
@@ -77,8 +77,15 @@ def read_csv(
         raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
     if not -columns <= label_column < columns:
         raise DataError("read csv", where=path, expected=f"a label in column {label_column}", got=f"{columns} columns")
+    with np.errstate(over="ignore"):
+        narrow = table.astype(np.float32)
+    infinite = np.isinf(narrow)
+    infinite[:, label_column] &= labels_as == np.float32
+    if infinite.any():
+        written = _table(Path(path), delimiter, skip_rows, num_parts, part_index, str)
+        _refuse_too_large(path, written, infinite)
     labels = table[:, label_column]
-    samples = np.delete(table, label_column, axis=1).astype(np.float32)
+    samples = np.delete(narrow, label_column, axis=1)
     if sample_shape is not None:
         if int(np.prod(sample_shape)) != columns - 1 or min(sample_shape, default=1) < 1:
             raise DataError(
@@ -114,14 +121,27 @@ def _without_hint(error: Exception) -> str:
     return str(error).partition("; use `usecols`")[0]
 
 
-def _table(path: Path, delimiter: str, skip_rows: int, num_parts: int, part_index: int) -> np.ndarray:
+def _refuse_too_large(path: str | Path, written: np.ndarray, infinite: np.ndarray) -> None:
+    """Raises `DataError` for a field that is infinite in float32, unless it was written so."""
+    for row, column in np.argwhere(infinite).tolist():
+        field = str(written[row, column])
+        if "inf" not in field.lower():
+            raise DataError(
+                "read csv", where=path, expected="numbers of float32, up to 3.4e38",
+                got=f"{field!r} at row {row}, column {column + 1}",
+            )  # fmt: skip
+
+
+def _table(
+    path: Path, delimiter: str, skip_rows: int, num_parts: int, part_index: int, dtype: type = np.float64
+) -> np.ndarray:
     """The numbers of a part, with the columns of the whole file also where it has no rows; `ValueError` as NumPy."""
     if num_parts == 1:
-        table = _fields(path, np.float64, delimiter, skip_rows)
+        table = _fields(path, dtype, delimiter, skip_rows)
         if len(table):
             return table
     else:
-        table = _fields(_rows_of_part(path, skip_rows, num_parts, part_index), np.float64, delimiter, 0)
+        table = _fields(_rows_of_part(path, skip_rows, num_parts, part_index), dtype, delimiter, 0)
     first = _fields(path, str, delimiter, skip_rows, 1)
     if len(first) == 0:
         raise DataError("read csv", where=path, expected="at least one row", got="none")

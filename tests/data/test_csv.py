@@ -42,6 +42,12 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("a,b\n1,2\n", {"num_parts": 2}, "if they are names of columns, skip_rows=1 leaves them out"),
         ("\ufeffa,b\n1,2\n", {}, "got 'a', 'b'; if they are names of columns, skip_rows=1 leaves them out"),
         ("1;2\n", {}, "could not convert string '1;2'"),
+        ("1,2\n1e39,2\n", {}, "numbers of float32, up to 3.4e38, got '1e39' at row 1, column 1$"),
+        ("1,inf,2\n1,-1e400,2\n", {}, "got '-1e400' at row 1, column 2$"),
+        ("1,3e39\n", {"label_dtype": np.float32}, "got '3e39' at row 0, column 2$"),
+        ("about\n1,2\n1e39,2\n", {"skip_rows": 1, "num_parts": 1}, "got '1e39' at row 1, column 1$"),
+        ("1e39,2\n", {"num_parts": 2}, "got '1e39' at row 0, column 1$"),
+        ("1,1e39\n", {}, r"whole numbers below 2\*\*53 in column -1, got "),
         ("1,2,3\n", {"sample_shape": (3,)}, r"3 values a sample for \(3,\), got 2"),
         ("1,2,3\n", {"sample_shape": (-1, -2)}, "got 2"),
     ],
@@ -51,6 +57,12 @@ def test_faults_name_the_file(tmp_path: Path, text: str, args: dict, message: st
     path.write_text(text)
     with pytest.raises(DataError, match=rf"table\.csv.*{message}"):
         read_csv(path, **args)
+
+
+def test_what_is_written_as_infinite_is_so(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("inf,-Infinity,3.4028235e38,nan,1\n")
+    x = read_csv(tmp_path / "t.csv").x
+    np.testing.assert_array_equal(x, np.array([[np.inf, -np.inf, 3.4028235e38, np.nan]], np.float32))
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3])
