@@ -126,12 +126,33 @@ def test_a_forward_that_catches_the_error_is_refused_all_the_same(name):
     assert isinstance(net(np.ones((2, 3), np.float32)), Tensor)
 
 
-def test_what_is_not_a_tensor_is_not_returned():
-    net = Uses(lambda self, y: {"y": y})
+@pytest.mark.parametrize(
+    ("what", "got"),
+    [
+        (lambda self, y: {"y": y}, "dict"),
+        (lambda self, y: None, "None"),
+        (lambda self, y: (y, [y, y]), "list in a tuple"),
+        (lambda self, y: [y, None], "None in a list"),
+    ],
+)
+def test_what_is_not_a_tensor_is_not_returned(what, got):
+    line = inspect.getsourcelines(Uses.forward)[1]
+    message = (
+        rf"^trace \[{re.escape(__file__)}:{line}\]: expected a forward that returns a tensor, or a tuple or list of them, "
+        rf"got {got}; nested results, dicts and None are not supported; return one tuple of tensors, or call hybridize"
+    )
+    net = Uses(what)
     net.hybridize()
-    with pytest.raises(
-        HpcdpError, match="expected a forward that returns a tensor, or a tuple or list of them, got dict"
-    ):
+    for _ in range(2):
+        with pytest.raises(HpcdpError, match=message):
+            net(np.ones(3, np.float32))
+
+
+def test_of_a_container_the_line_that_calls_it_is_named():
+    net = nn.Sequential(Uses(lambda self, y: {"y": y}))
+    net.hybridize()
+    line = inspect.currentframe().f_lineno + 2
+    with pytest.raises(HpcdpError, match=rf"^trace \[{re.escape(__file__)}:{line}\]: .* got dict; nested"):
         net(np.ones(3, np.float32))
 
 

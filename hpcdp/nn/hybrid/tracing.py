@@ -40,6 +40,14 @@ def users_line() -> tuple[str, str]:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}", called
 
 
+def _defined(forward: Any) -> str:
+    """File and line where ``forward`` begins: it has returned, so that no frame tells the line of its result."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_filename.startswith(_OURS):
+        return users_line()[0]
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
 def _refuse(remedy: str = "", got: str = "") -> NoReturn:
     where, called = users_line()
     raise refusal(
@@ -135,9 +143,13 @@ class TracingRun:
             outputs = list(found) if isinstance(found, (tuple, list)) else [found]
             for each in outputs:
                 if not isinstance(each, Tensor):
+                    within = "" if self.graph.form == "one" else f" in a {self.graph.form}"
                     raise HpcdpError(
-                        "trace", expected="a forward that returns a tensor, or a tuple or list of them",
-                        got=type(each).__name__, remedy="call hybridize(False)",
+                        "trace", where=_defined(forward),
+                        expected="a forward that returns a tensor, or a tuple or list of them",
+                        got=("None" if each is None else type(each).__name__) + within,
+                        remedy="nested results, dicts and None are not supported; return one tuple of tensors, or call "
+                        "hybridize(False)",
                     )  # fmt: skip
             self.graph.outputs = tuple(self._source(each) for each in outputs)
         finally:
