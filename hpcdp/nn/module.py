@@ -143,7 +143,7 @@ class Module:
             The paths of both files.
 
         Raises:
-            ConfigError: as `graph`, or something in it cannot be written down.
+            ConfigError: as `graph`, or something in it cannot be written down, or ``path`` is a folder's (``"nets/"``).
             DataError: the files cannot be written.
         """
         from .symbol_block import export

@@ -25,11 +25,11 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
 
     Raises:
         DataError: they cannot be written.
-        ConfigError: the graph has something that cannot be written down.
+        ConfigError: the graph has something that cannot be written down, or ``path`` has no name.
     """
     from ..data.named_arrays import write_arrays
 
-    description, parameters = _files(path)
+    description, parameters = _files("export", path)
     arrays = arrays_of(graph)
     text = json.dumps(as_json(graph, arrays), indent=1)
     write_arrays(parameters, arrays)
@@ -42,7 +42,10 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     return description, parameters
 
 
-def _files(path: str | Path) -> tuple[Path, Path]:
+def _files(operation: str, path: str | Path) -> tuple[Path, Path]:
+    if os.path.basename(path) in ("", ".", ".."):  # files beside the folder would surprise
+        expected = "a path that ends in a name, such as folder/net"
+        raise ConfigError(operation, where=path, expected=expected, got="that of a folder")
     base = Path(path)
     if base.suffix == ".json":
         base = base.with_suffix("")
@@ -80,11 +83,12 @@ class SymbolBlock(Module):
         """The network that was exported to ``path``, with or without ``.json``. Its class is not needed.
 
         Raises:
+            ConfigError: ``path`` is a folder's.
             DataError: a file is missing, damaged, or not of the same export; names it.
         """
         from ..data.named_arrays import read_arrays
 
-        description, parameters = _files(path)
+        description, parameters = _files("load", path)
         try:
             read = json.loads(description.read_text())
         except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,7 @@
 """Networks that are exported and loaded again: the same bits elsewhere, and one line about files that are not right."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -117,6 +118,21 @@ def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     net(arrays(2, 6))
     with pytest.raises(DataError, match=r"absent/net\.h5.*expected a file that can be written"):
         net.export(tmp_path / "absent" / "net")
+
+
+@pytest.mark.parametrize("path", ["nets/", "nets/.", "..", "."])
+def test_the_path_of_a_folder_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets").mkdir()
+    net = nn.models.mlp(6, 3, (5,))
+    net.hybridize()
+    net(arrays(2, 6))
+    said = rf"\[{re.escape(path)}\]: expected a path that ends in a name, such as folder/net, got that of a folder"
+    with pytest.raises(ConfigError, match=f"export {said}"):
+        net.export(path)
+    with pytest.raises(ConfigError, match=f"load {said}"):
+        nn.SymbolBlock.load(path)
+    assert [each.name for each in tmp_path.rglob("*")] == ["nets"]
 
 
 def test_every_truncated_or_forged_description_is_refused_by_one_line(tmp_path):
