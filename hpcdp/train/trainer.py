@@ -352,15 +352,19 @@ def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], n
     return [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in params]
 
 
+def _marks(param: Parameter) -> str:
+    """What ranks must have alike of it, in the line about it: a difference then stands beside its like."""
+    accumulated = " grad_req='add'" if param.grad_req == "add" else ""
+    return accumulated + (" of a layer for all ranks together" if getattr(param, "is_joint", False) else "")
+
+
 def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
     """Raises `MismatchError` where ranks have given a Trainer other things; every rank must call."""
     places = ["" if is_host(param.data) else " on a GPU" for param in params]  # where gradients are summed follows
     items = [
-        f"{name} {shape} {dtype}{place}" for (name, shape, dtype), place in zip(described(params), places, strict=True)
+        f"{name} {shape} {dtype}{place}{_marks(param)}"
+        for param, (name, shape, dtype), place in zip(params, described(params), places, strict=True)
     ]
-    items += [f"{param.name} grad_req='add'" for param in params if param.grad_req == "add"]
-    joint = [param.name for param in params if getattr(param, "is_joint", False)]
-    items += [f"{name} of a layer for all ranks together" for name in joint]
     remedy = (
         "build the same model with the same options on every rank; for the stages of a pipeline, or layers that are "
         "split, pass their replicas as the world"
