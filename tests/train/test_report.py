@@ -102,6 +102,15 @@ def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
     ]  # fmt: skip
 
 
+def test_of_an_epoch_under_way_the_part_that_was_reached_is_shown(tmp_path):
+    run = write_run(tmp_path / "a", epochs=2, torn=True)  # killed while it wrote the records of step 20
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(each for each in metrics.read_text().splitlines(keepends=True) if '"step": 20' not in each))
+    assert main(["report", str(run)]) == 0
+    found = rows((run / "report.html").read_text())
+    assert found["epochs"] == ["1.5"] and found["steps"] == ["15"]
+
+
 @pytest.mark.parametrize("option", ["--output", "--png"])
 def test_a_place_in_a_folder_that_is_not_there_is_refused(option, tmp_path, capsys):
     run, missing = write_run(tmp_path / "a"), tmp_path / "missing"
