@@ -128,7 +128,9 @@ class HDF5Dataset(Dataset):
 
     def _require_open(self) -> None:
         if not self._file:
-            raise DataError("read HDF5", where=self.path, expected="an open data set", got="one that close() has closed")
+            raise DataError(
+                "read HDF5", where=self.path, expected="an open data set", got="one that close() has closed"
+            )
 
     def close(self) -> None:
         """Closes the file; to read from it afterwards is a `DataError`."""

@@ -138,8 +138,8 @@ def test_a_forward_that_catches_the_error_is_refused_all_the_same(name):
 def test_what_is_not_a_tensor_is_not_returned(what, got):
     line = inspect.getsourcelines(Uses.forward)[1]
     message = (
-        rf"^trace \[{re.escape(__file__)}:{line}\]: expected a forward that returns a tensor, or a tuple or list of them, "
-        rf"got {got}; nested results, dicts and None are not supported; return one tuple of tensors, or call hybridize"
+        rf"^trace \[{re.escape(__file__)}:{line}\]: expected a forward that returns a tensor, or a tuple or list of "
+        rf"them, got {got}; nested results, dicts and None are not supported; return one tuple of tensors, or call "
     )
     net = Uses(what)
     net.hybridize()

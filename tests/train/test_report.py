@@ -105,7 +105,8 @@ def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
 def test_of_an_epoch_under_way_the_part_that_was_reached_is_shown(tmp_path):
     run = write_run(tmp_path / "a", epochs=2, torn=True)  # killed while it wrote the records of step 20
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(each for each in metrics.read_text().splitlines(keepends=True) if '"step": 20' not in each))
+    lines = [each for each in metrics.read_text().splitlines(keepends=True) if '"step": 20' not in each]
+    metrics.write_text("".join(lines))
     assert main(["report", str(run)]) == 0
     found = rows((run / "report.html").read_text())
     assert found["epochs"] == ["1.5"] and found["steps"] == ["15"]
