@@ -9,6 +9,7 @@ import argparse
 
 import hpcdp
 from hpcdp import data, nn, optim
+from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
 
 
@@ -59,4 +60,8 @@ if __name__ == "__main__":
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--lr", type=float, default=0.05)
     args = parser.parse_args()
-    train(hpcdp.init(), args.epochs, args.batch_size, args.micro_batches, args.lr)
+    world = hpcdp.init()
+    try:
+        train(world, args.epochs, args.batch_size, args.micro_batches, args.lr)
+    except ConfigError as error:  # the same on every rank, such as ranks that two stages do not divide
+        parser.exit(2, f"pipeline.py: {error}\n" if world.rank == 0 else None)

@@ -10,6 +10,7 @@ import argparse
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
+from hpcdp.errors import ConfigError
 from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, split_world
 
 
@@ -61,4 +62,7 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.05)
     args = parser.parse_args()
     ranks = hpcdp.init()
-    train(ranks, args.parts or ranks.size, args.epochs, args.batch_size, args.lr)
+    try:
+        train(ranks, args.parts or ranks.size, args.epochs, args.batch_size, args.lr)
+    except ConfigError as error:  # the same on every rank, such as ranks that the parts do not divide
+        parser.exit(2, f"split.py: {error}\n" if ranks.rank == 0 else None)

@@ -46,6 +46,20 @@ def test_a_gpt_learns_on_three_ranks():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("pipeline.py", [], "Pipeline [world]: expected 1 rank, or a multiple of the 2 stages, got 3 ranks"),
+        ("split.py", ["--parts", "2"], "split_world [num_parts]: expected a number that divides the 3 ranks, got 2"),
+    ],
+)
+def test_ranks_that_the_parts_of_a_model_do_not_divide_are_one_line(name, arguments, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        start(name, 3, *arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"{name}: {said}\n"
+
+
 def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_after_a_restart(tmp_path):
     lines = start("reproducible.py", 1).splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["epoch 1", "epoch 2"] and len(lines) == 3
