@@ -5,9 +5,10 @@ large part of the time. For processors with AVX-512 it also has kernels that tak
 them only for products of up to a million multiplications (``sgemm_small_kernel_permit_skylakex.c``). So a larger
 product is given to it in tiles of that size, on one thread; with several, OpenBLAS shares out the whole.
 
-Measured on one core of an AMD Zen 4, whole and in tiles, in us: 32 x 320 by 320 x 1024, 269 and 196; 128 x 256 by the
-transpose of 576 x 256, 481 and 403; and with matrices that come from memory, 16 x 2048 by 2048 x 2048, 3800 and 2700;
-by its transpose, 4500 and 2600 (turned, 2900); the transpose of 16 x 2048 by 16 x 2048, 3500 and 2000.
+Measured on one core of an AMD EPYC, whole and in tiles, in us: 32 x 320 by 320 x 1024, 261 and 206; 128 x 256 by the
+transpose of 576 x 256, 441 and 407; and with matrices that come from memory, 16 x 2048 by 2048 x 2048, 3760 and 3220;
+by its transpose, 4130 and 2100 (turned round, 3050); the transpose of 16 x 2048 by 16 x 2048, 3830 and 2740. More is
+in docs/benchmarks.md.
 """
 
 from __future__ import annotations
