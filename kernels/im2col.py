@@ -1,5 +1,5 @@
 """Floor 0: convolution of NumPy arrays by blocked im2col and BLAS. Imports: numba, buffers,
-patches, products.
+patches, planes, products.
 
 `reference` is the specification. A block is as many images, or rows of an image, as keep their patches in the L2 cache:
 unfolding the whole batch at once was measured at a quarter of the speed.
@@ -14,7 +14,8 @@ import numba
 import numpy as np
 
 from .buffers import empty
-from .patches import ChannelsLast, Planes, Room, Shape
+from .patches import ChannelsLast
+from .planes import Planes, Room, Shape
 from .products import multiply
 
 _BLOCK_NBYTES = 512 * 1024
@@ -22,8 +23,8 @@ _BLOCK_POSITIONS = 512
 """A block has so many output positions at least: with fewer, passing over a deep layer's weights costs too much."""
 _OWN_PRODUCT_POSITIONS = 256
 """From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
-_SHALLOW = 16, 64
-"""Depths, and from the first on channels out, for which the product with patches as columns is slow."""
+_SHALLOW, _FEWEST_CHANNELS = range(16, 65), 16
+"""Depths, and from how many channels out on, for which the product with patches as columns is slow."""
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
@@ -133,7 +134,7 @@ class _Blocks:
         self.joined = plane < _OWN_PRODUCT_POSITIONS
         """Whether one product takes all images of a block, else each has its own, right where the results belong."""
         self.patches: ChannelsLast | Planes
-        shallow = unfolds_alone and _SHALLOW[0] <= depth <= _SHALLOW[1] and self._channels >= _SHALLOW[0]
+        shallow = unfolds_alone and depth in _SHALLOW and self._channels >= _FEWEST_CHANNELS
         if shape.kernel != (1, 1) and (shallow or (self.joined and self._batch * plane >= self._channels)):
             self.patches = ChannelsLast(x, weight, shape, columns, self.joined)
         else:

@@ -3,7 +3,7 @@ planes, runs.
 
 Two layouts, as Georganas et al. ("Anatomy of high-performance deep learning convolutions", 2018) discuss them.
 `ChannelsLast` moves runs of ``kernel width * channels`` elements, but has to bring images and weights into that order.
-`Planes` leaves all in the order it has.
+`planes.Planes` leaves all in the order it has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from .buffers import empty
-from .planes import Planes, Room, Shape
+from .planes import Shape
 from .runs import add_run, copy_run
 
 _OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
@@ -20,9 +20,6 @@ _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 
 Pair = tuple[int, int]
-
-
-__all__ = ["ChannelsLast", "Planes", "Room", "Shape"]
 
 
 @numba.njit(
@@ -85,7 +82,7 @@ class ChannelsLast:
 
     Args:
         columns: how many patches there is room for.
-        joined: as of `Room`.
+        joined: as of `planes.Room`.
     """
 
     def __init__(self, x: np.ndarray, weight: np.ndarray, shape: Shape, columns: int, joined: bool) -> None:
@@ -108,7 +105,7 @@ class ChannelsLast:
         dweight[...] = sums.reshape(outputs, *self._shape.kernel, inputs).transpose(0, 3, 1, 2)
 
     def room(self, images: int, rows: Pair) -> np.ndarray:
-        """Of the output ``rows`` (first, end) of so many images, ``depth`` high, as of `Room`; `fold` adds them."""
+        """Of the output ``rows`` (first, end) of so many images, as of `planes.Room`; `fold` adds them."""
         patches = self._rows(images, rows)
         return patches.T if self._joined else patches.reshape(images, -1, patches.shape[1]).swapaxes(1, 2)
 

@@ -48,14 +48,19 @@ class Parameter:
         self.grad_hook(self)
 
 
+def show_gpus(monkeypatch, count):
+    """Have the driver show so many GPUs."""
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+
 @pytest.fixture(params=[Way.NCCL, Way.CUDA_IPC, Way.HOST])
 def way(request, monkeypatch):
     """GPUs for the ranks of a machine to go that way."""
     if request.param is Way.CUDA_IPC and not shutil.which("g++"):
         pytest.skip("needs g++, which compiles kernels for this processor")
     count = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[request.param]
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    show_gpus(monkeypatch, count)
     monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
     return request.param
 
@@ -123,9 +128,17 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, ove
     threads.run(n, rank, nodes)
 
 
+def comes_without_waiting(reducer, bucket, streams):
+    """Whether the sum of a bucket, which is launched, is there before anything else is done."""
+    done = streams.event()
+    with streams.stream() as behind:
+        reducer.gpus.summed(bucket)
+        streams.record(done, behind)
+    return any(streams.query(done) for _ in range(2000))
+
+
 def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_host, monkeypatch):
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    show_gpus(monkeypatch, 2)
     computed = threading.Event()
 
     def rank(world):
@@ -133,17 +146,13 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         first, second = reducer.buckets[:2]
-        done = streams.event()
         with streams.stream() as compute:
             reducer.gpus.filled(first)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
             reducer.gpus.filled(second)
             drive(reducer.gpus.sum(first, None))
             world.barrier()  # now all have launched it
-            with streams.stream() as behind:
-                reducer.gpus.summed(first)
-                streams.record(done, behind)
-            found = any(streams.query(done) for _ in range(2000))
+            found = comes_without_waiting(reducer, first, streams)
             world.barrier()
             computed.set()
             drive(reducer.gpus.sum(second, None))
@@ -155,8 +164,7 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
 def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_that_some_have_begun(
     gpus_on_host, monkeypatch
 ):
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    show_gpus(monkeypatch, 2)
     computed = threading.Event()
 
     def rank(world):
@@ -164,7 +172,6 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         late, early = reducer.buckets[:2]
-        done = streams.event()
         with streams.stream() as compute:
             reducer.gpus.filled(early)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
@@ -173,10 +180,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
                 begun = Machine(reducer.gpus.sum(late, None))
                 assert not begun.advance()  # rank 1 is not ready for it
             drive(reducer.gpus.sum(early, None))
-            with streams.stream() as behind:
-                reducer.gpus.summed(early)
-                streams.record(done, behind)
-            found = any(streams.query(done) for _ in range(2000))
+            found = comes_without_waiting(reducer, early, streams)
             world.barrier()
             computed.set()
             if world.rank == 0:
@@ -190,8 +194,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
 
 
 def test_lanes_make_no_context_on_gpus_of_other_ranks(gpus_on_host, monkeypatch):
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    show_gpus(monkeypatch, 8)
 
     def rank(world):
         gpu(1 + world.place).use()
@@ -311,8 +314,7 @@ def test_codes_alone_go_through_the_host(gpus_on_host, monkeypatch):
 
 
 def test_codes_on_one_node_change_nothing_and_that_is_told(gpus_on_host, monkeypatch):
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    show_gpus(monkeypatch, 2)
 
     def rank(world):
         use_gpu(world, Way.NCCL)
