@@ -92,7 +92,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
         )
     whole = contiguous(a)
-    rows = whole.reshape(-1, w.shape[0])
+    rows = whole if whole.ndim == 2 else whole.reshape(-1, w.shape[0])
     out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
     called([product(rows, w, out)])
     added = None
@@ -128,7 +128,8 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             called([product(g, w.T, place.reshape(rows.shape))])
             dx.add(place)
 
-    return on_tape(out.reshape(*a.shape[:-1], w.shape[1]), (x, weight, bias), pullback, again)
+    value = out if a.ndim == 2 else out.reshape(*a.shape[:-1], w.shape[1])
+    return on_tape(value, (x, weight, bias), pullback, again)
 
 
 @operator("affine", ("a", "b", "bias"))

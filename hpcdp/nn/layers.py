@@ -63,9 +63,10 @@ class Dense(Module):
 
     def check(self, x: Tensor) -> None:
         """Refuse inputs of other shapes; the first one settles what was left open."""
-        if x.ndim >= 2:
-            deferred.settle(self.weight, x.shape[-1])
-        if x.ndim < 2 or x.shape[-1] != self.weight.shape[0]:
+        shape = x.shape
+        if len(shape) >= 2:
+            deferred.settle(self.weight, shape[-1])
+        if len(shape) < 2 or shape[-1] != self.weight.shape[0]:
             raise _refuse(self, f"(batch, {self.weight.shape[0]})", x)
 
     def describe(self) -> str:
@@ -182,10 +183,10 @@ class GlobalAvgPool2D(Module):
 
 
 class Flatten(Module):
-    """``(batch, ...)`` to ``(batch, elements of a sample)``."""
+    """``(batch, ...)`` to ``(batch, elements of a sample)``; what has two axes is given back as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        return x if x.ndim == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
 class ReLU(Module):

@@ -103,7 +103,7 @@ class Module:
         """``forward`` of the inputs, arrays among them made tensors; by a plan where the module is hybridized."""
         if self._hybrid is not None:
             return self._hybrid(inputs)
-        return self.forward(*[as_tensor(x) for x in inputs])
+        return self.forward(*map(as_tensor, inputs))
 
     def hybridize(self, active: bool = True) -> None:
         """From now on trace a call with inputs of new shapes or dtypes, and replay what it did for those that follow.
@@ -306,7 +306,7 @@ class Sequential(Module):
         return x
 
     def __iter__(self) -> Iterator[Module]:
-        return (module for _, module in self.children())
+        return iter([value for value in vars(self).values() if isinstance(value, Module)])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

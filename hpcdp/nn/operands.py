@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from .. import kernels
 from ..arrays import Array, array_namespace, is_half
 from ..autograd.registry import Call
@@ -19,8 +21,13 @@ def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
 
 def alike(operation: str, x: Array, *others: Array | None) -> Any:
     """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
-    given = [x, *(other for other in others if other is not None)]
-    if not (x.dtype.char in "fd" or is_half(x)) or any(each.dtype != x.dtype for each in given):
+    given = [x]
+    are_alike = x.dtype.char in "fd" or is_half(x)
+    for other in others:
+        if other is not None:
+            given.append(other)
+            are_alike = are_alike and other.dtype == x.dtype
+    if not are_alike:
         raise UnsupportedError(
             operation,
             where="dtype",
@@ -32,7 +39,9 @@ def alike(operation: str, x: Array, *others: Array | None) -> Any:
 
 
 def contiguous(gy: Array) -> Array:
-    return array_namespace(gy).ascontiguousarray(gy)
+    """``gy`` itself, or its elements in C order."""
+    is_so = type(gy) is np.ndarray and gy.flags.c_contiguous
+    return gy if is_so else array_namespace(gy).ascontiguousarray(gy)
 
 
 def refreshed(copy: Array, x: Array) -> list[Call]:
