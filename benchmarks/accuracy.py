@@ -13,9 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_name
 from ..nn.models import MODELS
-from ..train.config import check_name
 from ..train.metrics import Record, read_metrics
 from ..train.usual import SEQUENCE_MODELS
 from . import program

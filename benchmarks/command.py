@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, check_name
 from .options import COLLECTIVES, PAIRS, REDUCING, Settings, parse
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ def check(settings: Settings, world: World) -> None:
     from ..collectives import ALGORITHMS
     from ..comm.agreement import on_rank_0
     from ..comm.reductions import OPS, resolve
-    from ..train.config import check_name
     from .files import check_writable
     from .plot import check_drawable
 

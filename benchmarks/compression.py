@@ -18,10 +18,9 @@ import numpy as np
 
 from .. import comm
 from ..compression import CODECS, Compression, pays_below
-from ..errors import ConfigError
+from ..errors import ConfigError, check_name
 from ..gradients.rail import node_nbytes
 from ..launch.inside import launched_ranks
-from ..train.config import check_name
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe

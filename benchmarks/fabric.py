@@ -31,8 +31,7 @@ from .. import comm
 from ..collectives import ALGORITHMS, allreduce
 from ..collectives.select import choose
 from ..comm.reductions import resolve
-from ..errors import ConfigError, UnsupportedError
-from ..train.config import check_name
+from ..errors import ConfigError, UnsupportedError, check_name
 from . import program
 from .cluster import Cluster, ClusterError, obstacle
 from .collective import ours

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
-from ..train.config import check_name
+from ..errors import ConfigError, check_name
 
 COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
 PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")

@@ -21,9 +21,8 @@ import argparse
 from typing import Any
 
 from ..comm import World
-from ..errors import ConfigError
+from ..errors import ConfigError, check_name
 from ..launch.inside import launched_ranks
-from ..train.config import check_name
 from . import program
 from .options import Parser, at_least
 from .places import add_options, measure_models, measure_places, where

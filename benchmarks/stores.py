@@ -29,11 +29,11 @@ from threadpoolctl import threadpool_limits
 
 from .. import comm
 from ..autograd import Tensor
-from ..errors import ConfigError
+from ..errors import ConfigError, check_name
 from ..launch.inside import launched_ranks
 from ..nn.functional import softmax_cross_entropy
 from ..train import inputs
-from ..train.config import TrainConfig, check_name
+from ..train.config import TrainConfig
 from ..train.evaluate import evaluate
 from ..train.fit import fit
 from ..train.run import make_loader, make_trainer

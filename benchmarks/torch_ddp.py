@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from .. import comm
+from ..errors import check_name
 from ..launch.inside import launched_ranks
-from ..train.config import check_name
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core

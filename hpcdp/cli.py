@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import hpcdp
-from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError
+from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, check_name
 
 if TYPE_CHECKING:
     from hpcdp.benchmarks.options import Parser
@@ -107,7 +107,6 @@ def _main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     from hpcdp.benchmarks.options import Parser
-    from hpcdp.train.config import check_name
 
     if argv and argv[0] in _FORWARDING:
         return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])

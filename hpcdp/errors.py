@@ -6,7 +6,7 @@ Every error says, on one line, which operation failed, where, what was expected,
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -111,6 +111,21 @@ def whole_number(operation: str, where: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
         raise ConfigError(operation, where=where, expected=f"an integer >= {least}", got=repr(value))
     return operator.index(value)
+
+
+def check_name(kind: str, name: str, valid: Iterable[str], where: object = None) -> None:
+    """Raises `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
+    valid = list(valid)
+    if name in valid:
+        return
+    import difflib  # not before: this file is imported by all others
+
+    close = difflib.get_close_matches(name, valid, n=1)
+    raise ConfigError(
+        f"unknown {kind} {name!r}",
+        where=where,
+        remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
+    )
 
 
 def printable(text: str) -> str:

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_name
 from ..launch.batch_values import SLURM
-from ..train.config import check_name
 
 LAUNCHERS = ("srun", "mpirun")
 FILE = "hpcdp-site.toml"

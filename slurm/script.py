@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..train.config import check_name
+from ..errors import ConfigError, check_name
 from .profile import Profile
 
 TEMPLATES = {

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarks.options import Parser, at_least
-from ..errors import ConfigError, DataError, HpcdpError, printable
-from ..train.config import check_name
+from ..errors import ConfigError, DataError, HpcdpError, check_name, printable
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer

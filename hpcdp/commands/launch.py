@@ -8,11 +8,10 @@ import re
 from collections.abc import Sequence
 
 from ..benchmarks.options import Parser
-from ..errors import ConfigError
+from ..errors import ConfigError, check_name
 from ..launch import hosts, launchers
 from ..launch.job import BINDINGS, Job
 from ..launch.slurm_allocation import allocation
-from ..train.config import check_name
 
 _MOST_RANKS = 1_000_000
 _EPILOG = """\

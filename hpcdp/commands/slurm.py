@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarks.options import Parser, at_least
-from ..errors import ConfigError
-from ..train.config import check_name
+from ..errors import ConfigError, check_name
 
 if TYPE_CHECKING:
     from ..slurm.script import Script

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, check_name
 
+from .setting import check_range, parsed, setting, toml_value, typed
 from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
 
 AUTO = "auto"
@@ -22,26 +21,6 @@ AUTO = "auto"
 
 VIRTUAL_SHARDS = 8
 """The default of a reproducible run: what 8 ranks need, and 2 or 4 divide among them evenly."""
-
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-
-
-def _setting(
-    default: Any,
-    about: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    above: bool = False,
-    word: str | None = None,
-):
-    """A dataclass field with its help text, its valid names, or its smallest value (itself excluded if ``above``).
-
-    A number may be the ``word`` instead.
-    """
-    return dataclasses.field(
-        default=default, metadata={"help": about, "choices": choices, "least": least, "above": above, "word": word}
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,96 +31,96 @@ class TrainConfig:
     setting, what was got and what is valid.
     """
 
-    model: str = _setting("lenet", "network to train: char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar")
-    data: str = _setting(
+    model: str = setting("lenet", "network to train: char_lstm, gpt, lenet, mlp, resnet18, resnet18_cifar")
+    data: str = setting(
         None,
         "data set to train on: cifar10, digits, fashion_mnist, mnist, shakespeare (default: shakespeare for sequences, "
         "else digits)",
     )
-    data_dir: str | None = _setting(
+    data_dir: str | None = setting(
         None,
         "the folder that holds NAME/, e.g. ~/data for ~/data/mnist (default: HPCDP_DATA_DIR, or ~/.cache/hpcdp/data)",
     )
-    epochs: int = _setting(20, "passes over the training set", least=1)
-    early_stopping: int | None = _setting(
+    epochs: int = setting(20, "passes over the training set", least=1)
+    early_stopping: int | None = setting(
         None, "end after so many epochs without a lower test loss (default: all epochs)", least=1
     )
-    batch_size: int = _setting(32, "samples a step over all ranks together (the global batch)", least=1)
-    optimizer: str = _setting(
+    batch_size: int = setting(32, "samples a step over all ranks together (the global batch)", least=1)
+    optimizer: str = setting(
         None, "update rule (default: sgd, of sequences adamw)", choices=("sgd", "adam", "adamw", "lars")
     )
-    lr: float | None = _setting(None, f"learning rate at the global batch (default: {RATES})", least=0.0, above=True)
-    lr_batch_size: int | None = _setting(
+    lr: float | None = setting(None, f"learning rate at the global batch (default: {RATES})", least=0.0, above=True)
+    lr_batch_size: int | None = setting(
         None, "the global batch that lr is for, with another one it grows in proportion (default: lr stays)", least=1
     )
-    momentum: float = _setting(0.9, "momentum of sgd and lars; adam and adamw do not use it", least=0.0)
-    weight_decay: float = _setting(0.001, "weight decay per step, times the learning rate", least=0.0)
-    schedule: str = _setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
-    warmup_epochs: float = _setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
-    clip_norm: float | None = _setting(
+    momentum: float = setting(0.9, "momentum of sgd and lars; adam and adamw do not use it", least=0.0)
+    weight_decay: float = setting(0.001, "weight decay per step, times the learning rate", least=0.0)
+    schedule: str = setting("cosine", "how the learning rate falls", choices=("constant", "cosine"))
+    warmup_epochs: float = setting(1.0, "epochs in which the learning rate rises linearly from 0", least=0.0)
+    clip_norm: float | None = setting(
         None, "largest L2 norm of a step's mean gradient (default: any, of sequences 1)", least=0.0, above=True
     )
-    seed: int = _setting(0, "seed of the initial parameters and of the shuffles", least=0)
-    shift: int = _setting(
+    seed: int = setting(0, "seed of the initial parameters and of the shuffles", least=0)
+    shift: int = setting(
         None, "training images move by up to so many pixels, anew each epoch (default: 2, of sequences 0)", least=0
     )
-    flip: bool = _setting(False, "mirror about half of the training images left to right, anew each epoch")
-    ranks: int | None = _setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
-    kv_store: str | None = _setting(
+    flip: bool = setting(False, "mirror about half of the training images left to right, anew each epoch")
+    ranks: int | None = setting(None, "MPI ranks (default: those of the launcher, or 1)", least=1)
+    kv_store: str | None = setting(
         None,
         "train on a key-value store (default: in buckets, without)",
         choices=("local", "device", "dist", "dist_sync", "dist_device_sync", "dist_async"),
     )
-    work_load: str | None = _setting(
+    work_load: str | None = setting(
         None, "shares of the ranks in a batch, e.g. 3,1; or: measured, anew after each epoch (default: all alike)"
     )
-    staleness: int | None = _setting(
+    staleness: int | None = setting(
         None, "pushes by which a rank may lead the slowest one, with kv_store=dist_async (default: any)", least=0
     )
-    update_on_kvstore: bool = _setting(True, "the store updates, not every rank")
-    servers: int | None = _setting(None, "processes that serve keys beside the ranks (default: none)", least=0)
-    owner: str = _setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
-    compression: str | None = _setting(
+    update_on_kvstore: bool = setting(True, "the store updates, not every rank")
+    servers: int | None = setting(None, "processes that serve keys beside the ranks (default: none)", least=0)
+    owner: str = setting("auto", "who updates a parameter", choices=("auto", "rank", "shard"))
+    compression: str | None = setting(
         None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
     )
-    dtype: str = _setting(
+    dtype: str = setting(
         "float32", "of weights, activations and gradients; updates are in float32", choices=("float32", "float16")
     )
-    loss_scale: float | str | None = _setting(
+    loss_scale: float | str | None = setting(
         None,
         "how many times too large gradients are, or: dynamic (default: dynamic with dtype=float16, else 1)",
         least=0.0,
         above=True,
         word="dynamic",
     )
-    reproducible: bool = _setting(False, "the same bits on any number of ranks and nodes; slower")
-    virtual_shards: int | None = _setting(
+    reproducible: bool = setting(False, "the same bits on any number of ranks and nodes; slower")
+    virtual_shards: int | None = setting(
         None,
         "pieces of a global batch with reproducible, at least one a rank; they decide the bits (default: 8)",
         least=1,
     )
-    device: str = _setting(
+    device: str = setting(
         "auto",
         "where ranks compute; auto: on GPUs where every rank has one, and the other settings can be followed there",
         choices=("auto", "cpu", "gpu"),
     )
-    threads: int = _setting(1, "BLAS threads a rank; cores are used by more ranks", least=1)
-    eval_batch_size: int = _setting(256, "samples a rank evaluates at once", least=1)
-    run_dir: str | None = _setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
-    overwrite: bool = _setting(False, "replace the results of an earlier run in the run folder")
-    checkpoint_every: int | str | None = _setting(
+    threads: int = setting(1, "BLAS threads a rank; cores are used by more ranks", least=1)
+    eval_batch_size: int = setting(256, "samples a rank evaluates at once", least=1)
+    run_dir: str | None = setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")
+    overwrite: bool = setting(False, "replace the results of an earlier run in the run folder")
+    checkpoint_every: int | str | None = setting(
         None,
         "steps between checkpoints, or: epoch (default: one at the end, and where a run is stopped)",
         least=1,
         word="epoch",
     )
-    keep: int = _setting(3, "checkpoints that are kept, the newest ones", least=1)
-    keep_every: int | None = _setting(None, "keep those of every so many steps, too", least=1)
-    resume: str | None = _setting(None, "run folder to go on in; auto: where there is one to go on in, else start anew")
-    time_limit_s: float | None = _setting(
+    keep: int = setting(3, "checkpoints that are kept, the newest ones", least=1)
+    keep_every: int | None = setting(None, "keep those of every so many steps, too", least=1)
+    resume: str | None = setting(None, "run folder to go on in; auto: where there is one to go on in, else start anew")
+    time_limit_s: float | None = setting(
         None, "save and stop after so many seconds, with exit status 75", least=0.0, above=True
     )
-    trace: str | None = _setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
+    trace: str | None = setting(None, "write what every rank did when to this file, for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
         for name, value in usual(self.model, self.optimizer, self.kv_store).items():
@@ -150,10 +129,10 @@ class TrainConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
-                value = _typed(field.name, value)
+                value = typed(field, kind_of(field.name), value)
             object.__setattr__(self, field.name, value)
             if value is not None:
-                _check_range(field, value)
+                check_range(field, value)
         self._check_data()
         if self.compression is not None:
             from hpcdp.compression import Compression  # not before: NumPy would be loaded for --help, too
@@ -257,7 +236,7 @@ class TrainConfig:
     def to_toml(self) -> str:
         """One ``key = value`` line a setting, without those that are None; `load` reads it back."""
         given = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        return "".join(f"{key} = {_toml_value(value)}\n" for key, value in given.items())
+        return "".join(f"{key} = {toml_value(value)}\n" for key, value in given.items())
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -318,36 +297,7 @@ def _hints() -> dict[str, Any]:
 
 def parse(name: str, text: str | bool) -> Any:
     """The value of setting ``name`` from a command line; `ConfigError` where ``text`` is of another type."""
-    if text == _word_of(name):
-        return text
-    try:
-        return kind_of(name)(text)
-    except ValueError as error:
-        raise ConfigError(f"setting {name}", expected=_expected(name), got=repr(text)) from error
-
-
-def _word_of(name: str) -> str | None:
-    """What may stand in place of a setting's number."""
-    word: str | None = TrainConfig.__dataclass_fields__[name].metadata["word"]
-    return word
-
-
-def _expected(name: str) -> str:
-    word = _word_of(name)
-    return _TYPE_NAMES[kind_of(name)] + (f" or {word!r}" if word else "")
-
-
-def check_name(kind: str, name: str, valid: Iterable[str], where: object = None) -> None:
-    """Raises `ConfigError` with the closest and all valid names unless ``name`` is one of them."""
-    valid = list(valid)
-    if name in valid:
-        return
-    close = difflib.get_close_matches(name, valid, n=1)
-    raise ConfigError(
-        f"unknown {kind} {name!r}",
-        where=where,
-        remedy=(f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(valid)}",
-    )
+    return parsed(TrainConfig.__dataclass_fields__[name], kind_of(name), text)
 
 
 def check_inputs(config: TrainConfig) -> None:
@@ -368,42 +318,3 @@ def check_inputs(config: TrainConfig) -> None:
     inputs.augmentation(config, train_set)
     if config.trace is not None:
         check_path(config.trace)
-
-
-def _typed(name: str, value: Any) -> Any:
-    """``value`` as the setting's type: an int serves as float, nothing else is converted."""
-    kind = kind_of(name)
-    if kind is float and type(value) is int:
-        return float(value)
-    given: type = type(value)
-    if given is str and value == _word_of(name):
-        return value
-    if given is not kind:
-        raise ConfigError(f"setting {name}", expected=_expected(name), got=repr(value))
-    if kind is float and not math.isfinite(value):
-        raise ConfigError(f"setting {name}", expected="a finite number", got=value)
-    return value
-
-
-def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
-    if value == "":
-        raise ConfigError(f"setting {field.name}", expected="a name", got="''")
-    if field.metadata["choices"]:
-        check_name(field.name, value, field.metadata["choices"])
-    least = field.metadata["least"]
-    if (
-        least is not None
-        and not isinstance(value, str)
-        and (value < least or (field.metadata["above"] and value == least))
-    ):
-        bound = f"{'more than' if field.metadata['above'] else 'at least'} {least:g}"
-        raise ConfigError(f"setting {field.name}", expected=bound, got=value)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
-    return repr(value)
