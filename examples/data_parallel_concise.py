@@ -49,7 +49,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="ResNet-18 on small images, data-parallel with Trainer")
     parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
     parser.add_argument("--image-size", type=int, help="enlarge images to so many pixels; by default as they are")
-    parser.add_argument("--devices", type=int, default=1, help="virtual devices of each rank")
+    parser.add_argument(
+        "--devices", type=int, choices=range(1, 17), metavar="N", default=1, help="virtual devices a rank"
+    )
     parser.add_argument("--kv-store", choices=kvstore.KINDS, help="train on a key-value store")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all devices together")

@@ -130,7 +130,9 @@ def train(world, devices, train_set, test_set, epochs, batch_size, lr):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="LeNet on small images, data-parallel from scratch")
     parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
-    parser.add_argument("--devices", type=int, default=1, help="virtual devices of each rank")
+    parser.add_argument(
+        "--devices", type=int, choices=range(1, 17), metavar="N", default=1, help="virtual devices a rank"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a batch, all devices together")
     parser.add_argument("--lr", type=float, default=0.1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError, type_named, whole_number
 
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
@@ -42,11 +42,15 @@ class Augmentation:
             numbers: which samples of the data set they are, shape ``(count,)``.
 
         Raises:
-            ConfigError: a change is not for samples of this shape.
+            ConfigError: a change is not for samples of this shape, or returns no array, or those of one sample another
+                shape than those of the next.
         """
         generators = _Generators(self.seed, epoch)
         changed = [self._changed(each, generators.of(number)) for each, number in zip(x, numbers, strict=True)]
         if changed:
+            shapes = sorted({each.shape for each in changed})
+            if len(shapes) > 1:
+                raise ConfigError("Augmentation", expected="samples of one shape", got=f"{shapes[0]} and {shapes[1]}")
             return np.stack(changed)
         shape = self._changed(np.zeros(x.shape[1:], x.dtype), generators.of(0)).shape
         return np.empty((0, *shape), x.dtype)
@@ -54,6 +58,9 @@ class Augmentation:
     def _changed(self, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         for change in self.changes:
             sample = change(sample, rng)
+            if not isinstance(sample, np.ndarray):
+                name = getattr(change, "__name__", type(change).__name__)
+                raise ConfigError("Augmentation", where=name, expected="an array as its result", got=type_named(sample))
         return sample
 
 

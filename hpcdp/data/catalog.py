@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, listed
 from . import cifar
 from .datasets import Dataset, ImageDataset
 from .digits import read_digits
@@ -128,9 +128,29 @@ def _idx_pair(name: str, folder: Path, split: str) -> tuple[np.ndarray, np.ndarr
 
 def _cifar10(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     paths = [folder / file for file in (cifar.TRAIN if split == "train" else cifar.TEST)]
-    if not all(path.is_file() for path in paths):
-        archive = _obtain("cifar10", folder, cifar.ARCHIVE)
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        try:
+            archive = _obtain("cifar10", folder, cifar.ARCHIVE)
+        except DataError as error:
+            error.expected = f"{error.expected}, as {listed(missing)} (the binary version) is not in {folder}"
+            raise
         with folder_lock(folder):
             if not all(path.is_file() for path in paths):
                 cifar.unpack_cifar10(archive)
+    _require_equal_sizes(paths)
     return cifar.read_cifar10(*paths)
+
+
+def _require_equal_sizes(paths: list[Path]) -> None:
+    """Batches are equally long, which their files do not say: one that was cut between records shows beside others."""
+    sizes = [path.stat().st_size for path in paths]
+    if min(sizes) < max(sizes):
+        cut = sizes.index(min(sizes))
+        raise DataError(
+            "read CIFAR-10",
+            where=paths[cut],
+            expected=f"{max(sizes)} bytes, as {paths[sizes.index(max(sizes))].name} has",
+            got=f"{sizes[cut]} bytes",
+            remedy="delete the .bin files to fetch them again",
+        )

@@ -69,14 +69,20 @@ def read_csv(
     except (OSError, EOFError, ValueError) as error:
         if part_index == 0:
             _refuse_names(Path(path), delimiter, skip_rows)
+        of_part = f", counted in part {part_index} of {num_parts}" if num_parts > 1 else ""
         raise DataError(
-            "read csv", where=path, expected="rows of as many numbers each", got=_without_hint(error)
+            "read csv", where=path, expected="rows of as many numbers each", got=_without_hint(error) + of_part
         ) from error
     rows, columns = table.shape
     if columns < 2:
         raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
     if not -columns <= label_column < columns:
-        raise DataError("read csv", where=path, expected=f"a label in column {label_column}", got=f"{columns} columns")
+        raise DataError(
+            "read csv",
+            where=path,
+            expected=f"a label in column {label_column}, counted from 0",
+            got=f"{columns} columns",
+        )
     with np.errstate(over="ignore"):
         narrow = table.astype(np.float32)
     infinite = np.isinf(narrow)

@@ -8,6 +8,7 @@ import math
 from .. import kernels
 from ..arrays import Array, array_namespace, is_half
 from ..kernels import reference_norms
+from .optimizer import require_alike
 from .rules import SGD
 from .settings import count, number
 
@@ -53,6 +54,8 @@ class LARS(SGD):
 
     def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
         """As `Optimizer.update`, of ``param`` as one whole layer."""
+        if param.ndim != 1 or grad.shape != param.shape:  # norms are taken before the rule looks at them
+            require_alike("lars update", (param, grad))
         rule, scale = self.of_layer(step, scale, (squares(param), squares(grad)))
         rule.update(param, grad, state, step=step, scale=scale)
 

@@ -129,19 +129,20 @@ class Optimizer(Configurable, abc.ABC):
             raise ConfigError(operation, where="step", expected="an integer >= 1", got=step)
         name, coefficients = self.kernel(step, scale)
         if not is_host(param):
-            _check_alike(operation, arrays)
+            require_alike(operation, arrays)
             getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients)
             return
         if any(x.shape != param.shape for x in arrays):
-            _check_alike(operation, arrays)
+            require_alike(operation, arrays)
         try:
             getattr(kernels.load("update"), name)(*arrays, coefficients)
         except TypeError:  # Numba has no version for these types; checking them first would cost 10 us a call
-            _check_alike(operation, arrays)
+            require_alike(operation, arrays)
             raise
 
 
-def _check_alike(operation: str, arrays: tuple[Array, ...]) -> None:
+def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:
+    """Raises `UnsupportedError` unless all are flat, contiguous, and of one shape and dtype, float32 or float64."""
     array_namespace(*arrays)
     param = arrays[0]
     dtype = str(param.dtype)

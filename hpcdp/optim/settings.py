@@ -75,7 +75,8 @@ def number(where: str, value: object, *, low: float = 0.0, high: float = math.in
         got = math.inf
     if not (low <= got < high or (include_high and got == high)):
         upper = f"{high:g}{']' if include_high else ')'}"
-        bound = f"a number >= {low:g}" if high == math.inf else f"a number in [{low:g}, {upper}"
+        least = "> 0" if low == math.ulp(0.0) else f">= {low:g}"
+        bound = f"a number {least}" if high == math.inf else f"a number in [{low:g}, {upper}"
         raise ConfigError("argument", where=where, expected=bound, got=repr(value))
     return got
 

@@ -263,8 +263,12 @@ def _finite(record: Mapping[str, Any]) -> Record:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file anew, whole or not at all; text in UTF-8. Raises OSError."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-    os.replace(beside, path)
+    try:
+        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)  # what was written may be what fills the disk
+        raise
 
 
 def read_metrics(path: str | Path) -> list[Record]:

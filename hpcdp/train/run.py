@@ -142,7 +142,7 @@ def _last_words(result: dict[str, Any], checkpoints: Checkpoints, folder: RunFol
 
 
 def _at_its_end(run_dir: str | None) -> str:
-    return f"{run_dir}: all epochs are done, there is nothing to go on with"
+    return f"{run_dir}: this run is at its end, there is nothing to go on with"
 
 
 @contextlib.contextmanager

@@ -116,6 +116,14 @@ def test_transforms_see_augmented_samples_and_no_samples_have_their_shape():
     assert x.shape == (0, 3, 5, 5) and x.dtype == np.float32 and y.shape == (0,)
 
 
+def forgets(image, rng):
+    image[:] = 0
+
+
+def shrinks(image, rng):
+    return image[:, : rng.integers(1, 9)]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -127,6 +135,14 @@ def test_transforms_see_augmented_samples_and_no_samples_have_their_shape():
         (lambda: Augmentation(RandomCrop(padding=7))(IMAGES, ALL, 0), r"larger than 7 pixels, got samples of shape"),
         (lambda: Augmentation(RandomCrop(8))(IMAGES, ALL, 0), r"at least 8 pixels, got samples of shape \(3, 9, 7\)"),
         (lambda: Augmentation(RandomFlip())(np.zeros((4, 9)), np.arange(4), 0), r"images .*, got samples .*\(9,\)"),
+        (
+            lambda: Augmentation(forgets)(IMAGES, ALL, 0),
+            r"\[forgets\]: expected an array .*, got a None",
+        ),
+        (
+            lambda: Augmentation(shrinks)(IMAGES, ALL, 0),
+            r"expected samples of one shape, got \(.* and \(3, ",
+        ),
         (lambda: DataLoader(DATASET, ShardedSampler(40, 16), augment=RandomFlip()), r"augment\]: expected an Augment"),
     ],
 )

@@ -120,3 +120,17 @@ def test_cifar10_is_unpacked_once(tmp_path: Path, monkeypatch) -> None:
     (folder / cifar.ARCHIVE).unlink()
     x, y = data.load("cifar10", "test", root=tmp_path)[:]
     assert y.tolist() == [5] and np.allclose(x, 200 / 255)
+
+
+def test_a_cifar10_batch_that_lacks_records_or_a_file_is_named(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "cifar10"
+    folder.mkdir()
+    for i, name in enumerate(cifar.TRAIN):
+        (folder / name).write_bytes((bytes([i]) + bytes(3072)) * (3 if i == 1 else 10))
+    with pytest.raises(DataError, match=r"data_batch_2\.bin\]: expected 30730 bytes, as data_batch_1.*, got 9219"):
+        data.load("cifar10", "train", root=tmp_path)
+    (folder / "data_batch_4.bin").unlink()
+    monkeypatch.setattr(catalog, "_ADDRESSES", {"cifar10": ("http://127.0.0.1:9/",)})
+    with pytest.raises(DataError, match=r"as data_batch_4\.bin .*is not in .*cifar10, got") as caught:
+        data.load("cifar10", "train", root=tmp_path)
+    assert "\n" not in str(caught.value)

@@ -35,7 +35,7 @@ def test_samples_and_labels(tmp_path: Path) -> None:
         ("1,-99999999999999999999\n", {}, "in column -1, got -1"),
         ("1,2\n3,\n", {}, "row 1"),
         ("1,2\n3,four\n", {}, "'four'.*row 1"),
-        ("1,2\n", {"label_column": 2}, "label in column 2, got 2 columns"),
+        ("1,2\n", {"label_column": 2}, "label in column 2, counted from 0, got 2 columns"),
         ("1\n2\n", {}, "a label and at least one other column, got 1 column"),
         ("a,b,c,d\n1,2,3,4\n", {}, "numbers in the first row, got 'a', 'b', 'c' and 1 more; if they are names of"),
         ("about\na,b\n1,2\n", {"skip_rows": 1}, "got 'a', 'b'; if they are names of columns, skip_rows=2"),
@@ -156,7 +156,7 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
     empty = read_csv(path, num_parts=3, part_index=2)
     assert empty.x.shape == (0, 2) and empty.y.shape == (0,)
     path.write_text("1,2,0\n" * 10 + "1,2,3,0\n" * 10)
-    with pytest.raises(DataError, match="rows of as many numbers each, got 4 in part 1, and 3 in the first row"):
+    with pytest.raises(DataError, match="rows of as many numbers each, got 4 in part 1, and 3 in the first row, counted in part 1 of"):
         read_csv(path, num_parts=2, part_index=1)
     path.write_text("")
     with pytest.raises(DataError, match="at least one row, got none"):

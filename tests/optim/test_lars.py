@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hpcdp import optim
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, UnsupportedError
 
 
 def test_one_array_is_one_layer():
@@ -31,7 +31,7 @@ def test_it_travels_by_name():
         "name": "lars", "lr": 2.0, "momentum": 0.9, "nesterov": False, "weight_decay": 0.1, "trust": 0.001
     }  # fmt: skip
     assert optim.from_config(rule.config()) == rule
-    with pytest.raises(ConfigError, match=r"lars trust\]: expected a number >= .*got 0"):
+    with pytest.raises(ConfigError, match=r"lars trust\]: expected a number > 0, got 0"):
         optim.LARS(lr=2.0, trust=0)
 
 
@@ -41,3 +41,11 @@ def test_the_rate_grows_with_the_batch():
     for wrong in ((-0.1, 32), (0.1, 0), (0.1, 32, 0), (0.1, 32.5)):
         with pytest.raises(ConfigError, match="linear_scaling"):
             optim.linear_scaling(*wrong)
+
+
+@pytest.mark.parametrize(("shape", "of_gradient"), [((2, 2), (2, 2)), ((4,), (5,)), ((4,), (2, 2))])
+def test_other_than_flat_arrays_of_one_shape_are_refused(shape, of_gradient):
+    rule = optim.LARS(lr=1.0)
+    state = rule.init_state(np.ones(4, "f4"))
+    with pytest.raises(UnsupportedError, match=r"lars update: expected arrays of shape \(4,\) and dtype float32"):
+        rule.update(np.ones(shape, "f4"), np.ones(of_gradient, "f4"), state, step=1)

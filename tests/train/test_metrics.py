@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import math
@@ -7,6 +8,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from hpcdp.train.metrics import (
     number_correct,
     peak_memory_mb,
     read_metrics,
+    replace_file,
 )
 
 
@@ -165,3 +168,18 @@ def test_a_log_of_a_run_does_not_load_pytorch(tmp_path):
     code = "import sys; from pathlib import Path; from hpcdp.train.metrics import MetricsLog; "
     code += "MetricsLog(Path(sys.argv[1])).close(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    replace_file(path, "before")
+
+    def full_disk(beside, content):
+        with open(beside, "wb") as file:
+            file.write(content[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, "after")
+    assert path.read_text() == "before" and [each.name for each in tmp_path.iterdir()] == ["report.html"]

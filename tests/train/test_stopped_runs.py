@@ -75,7 +75,7 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
     finished = train(tmp_path, "--resume", "a")
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout == "a: all epochs are done, there is nothing to go on with\n"
+    assert finished.stdout == "a: this run is at its end, there is nothing to go on with\n"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
 
 

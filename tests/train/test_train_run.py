@@ -323,4 +323,4 @@ def test_early_stopping_ends_a_run_which_is_at_its_end_then(tmp_path):
         record["epoch"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl") if record["kind"] == "epoch"
     ] == [1, 2, 3]
     again = train(tmp_path, "--resume", "a")
-    assert (again.returncode, again.stdout) == (0, "a: all epochs are done, there is nothing to go on with\n")
+    assert (again.returncode, again.stdout) == (0, "a: this run is at its end, there is nothing to go on with\n")
