@@ -29,9 +29,10 @@ from .. import checkpoint, comm
 from . import program
 from .files import check_writable, write_json
 from .machine import describe
-from .measure import format_size, median_ratio, parse_size
+from .measure import median_ratio
 from .options import Parser, at_least
 from .peers import Gloo, gloo_or_reason
+from .sizes import format_size, parse_size
 
 RAW, OURS, TORCH, DCP = "raw", "hpcdp", "torch.save", "torch DCP"
 COPY, SHARE = "one copy of the state", "one copy of this rank's part"

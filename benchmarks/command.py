@@ -139,7 +139,7 @@ def check(settings: Settings, world: World) -> None:
 
 def _check_memory(settings: Settings, world: World) -> None:
     from ..launch.machine import memory_mib
-    from .measure import format_size
+    from .sizes import format_size
 
     arrays = 2 if settings.benchmark in PAIRS or settings.style == "nccl" else 1
     if settings.benchmark == "allgather":
@@ -213,7 +213,7 @@ def _limit(settings: Settings, world: World) -> tuple[str, float]:
 
     from . import point_to_point
     from .floor import Floor, copy_rates
-    from .measure import format_size
+    from .sizes import format_size
 
     if world.num_nodes > 1:
         how = point_to_point.Sweep("bandwidth", np.dtype(np.int8), warmup=1, validate=False, window=4)

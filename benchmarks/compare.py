@@ -27,22 +27,11 @@ from .files import as_json, check_writable, write, write_json
 from .floor import STAGED, Floor, limits_of
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core
-from .measure import (
-    Candidate,
-    FreshData,
-    Schedule,
-    alternate,
-    format_size,
-    gather,
-    median_ratio,
-    size_range,
-    sweep_parser,
-    turn_medians,
-    wrong,
-)
+from .measure import Candidate, FreshData, Schedule, alternate, gather, median_ratio, sweep_parser, turn_medians, wrong
 from .options import at_least
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
 from .run import Suite
+from .sizes import format_size, size_range
 from .verdicts import allreduce_rounds, best_peer_ratio, median_by_size
 
 OURS = ("hpcdp buckets", "hpcdp any array")

@@ -44,15 +44,14 @@ from .measure import (
     Schedule,
     alternate,
     bus_factor,
-    format_size,
     gather,
     median_ratio,
-    parse_size,
     turn_medians,
     wrong,
 )
 from .options import Parser, at_least
 from .peers import gloo_or_reason
+from .sizes import format_size, parse_size
 
 PEER = "MPI"
 _SIZES = "4,64K,1M,4M,16M,64M"

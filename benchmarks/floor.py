@@ -19,8 +19,9 @@ from ..errors import UnsupportedError
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
-from .measure import FreshData, Schedule, alternate, format_size, gather, size_range, timing, wrong
+from .measure import FreshData, Schedule, alternate, gather, timing, wrong
 from .options import Parser, at_least
+from .sizes import format_size, size_range
 
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""

@@ -30,8 +30,8 @@ from . import gpu_jobs, program
 from .files import check_writable, write_json
 from .gpu_kernels import Case, cases
 from .machine import describe
-from .measure import parse_size
 from .options import Parser, at_least
+from .sizes import parse_size
 from .train_lenet import step_of
 
 _CHECKED = 1 << 16

@@ -29,8 +29,9 @@ from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe
-from .measure import FreshData, parse_size
+from .measure import FreshData
 from .options import Parser
+from .sizes import parse_size
 from .train_lenet import step_of
 
 _TURNS, _STEPS, _BATCH, _WIDTH = 7, 8, 256, 2048

@@ -27,15 +27,14 @@ from .measure import (
     Schedule,
     alternate,
     count_wrong,
-    format_size,
     gather,
     median_ratio,
-    size_range,
     sweep_parser,
     turn_medians,
     wrong,
 )
 from .peers import Gloo, gloo_or_reason
+from .sizes import format_size, size_range
 
 OWNERS = "owners of shards"
 _LR, _MOMENTUM = 0.01, 0.9

@@ -27,9 +27,9 @@ from . import program, traffic
 from .cluster import Cluster, ClusterError, obstacle
 from .files import as_json, check_writable, write, write_json
 from .machine import describe
-from .measure import format_size, parse_size
 from .options import Parser, at_least
 from .plot import check_drawable
+from .sizes import format_size, parse_size
 
 _JOB_TIMEOUT_S = 300
 _MOST_HOSTS = 99

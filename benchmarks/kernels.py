@@ -24,7 +24,8 @@ from ..kernels import buffers, reference_cast, reference_norms, reference_quanti
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
-from .measure import Schedule, alternate, format_size, median_ratio, size_range, sweep_parser, turn_medians
+from .measure import Schedule, alternate, median_ratio, sweep_parser, turn_medians
+from .sizes import format_size, size_range
 
 _THRESHOLD = 0.5
 _LAYERS = 50  # as ResNet-50's

@@ -39,14 +39,13 @@ from .measure import (
     Schedule,
     alternate,
     count_wrong,
-    format_size,
     gather,
     median_ratio,
-    size_range,
     sweep_parser,
     turn_medians,
     wrong,
 )
+from .sizes import format_size, size_range
 
 IN_PLACE, APART = "in place", "to another array"
 RING, KEPT = "allreduce, ring", "allreduce, sum kept"

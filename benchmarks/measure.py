@@ -1,4 +1,4 @@
-"""Sizes, fresh data, alternating timings and what is computed from them."""
+"""Fresh data, alternating timings and what is computed from them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..comm import World
-from ..errors import ConfigError
 from .options import Parser, at_least
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 # A prime, so that a segment that ends at the wrong place never looks right.
 _PERIOD = 8191
@@ -22,45 +19,6 @@ _PERIOD = 8191
 # Gloo's threads still send to other ranks when a call has returned; a rank that spun for the next barrier at once would
 # keep them from the core. All candidates start their turns after the same pause.
 _SETTLE_S = 0.0005
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``"4"``, ``"64K"``, ``"16M"`` or ``"1G"`` (binary units, as OSU's and nccl-tests' flags have them).
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
-    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    if not digits.isdigit() or unit not in _UNITS:
-        raise ConfigError("size", expected="a number with K, M or G, e.g. 64K", got=repr(text))
-    return int(digits) * _UNITS[unit]
-
-
-def format_size(nbytes: int) -> str:
-    """The shortest of ``4``, ``64K``, ``16M``, ``1G``."""
-    for unit in ("G", "M", "K"):
-        if nbytes >= _UNITS[unit] and nbytes % _UNITS[unit] == 0:
-            return f"{nbytes // _UNITS[unit]}{unit}"
-    return str(nbytes)
-
-
-def size_range(text: str, factor: int = 2) -> list[int]:
-    """The sizes in bytes of ``"min:max"``, each ``factor`` times the one before.
-
-    Raises:
-        ConfigError: not ``min:max``, the minimum is zero or above the maximum, or the factor is below 2.
-    """
-    if factor < 2:
-        raise ConfigError("size factor", expected="2 or more", got=factor)
-    low, separator, high = text.partition(":")
-    sizes = []
-    size, last = (parse_size(low), parse_size(high)) if separator else (0, 0)
-    while 0 < size <= last:
-        sizes.append(size)
-        size *= factor
-    if not sizes:
-        raise ConfigError("size range", expected="MIN:MAX with 0 < MIN <= MAX, e.g. 4:64M", got=repr(text))
-    return sizes
 
 
 def bus_factor(ranks: int, collective: str = "allreduce") -> float:

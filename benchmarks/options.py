@@ -177,7 +177,7 @@ def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
     import numpy as np
 
-    from .measure import size_range
+    from .sizes import size_range
 
     itemsize = np.dtype(dtype).itemsize
     low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)

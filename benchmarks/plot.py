@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from .measure import format_size
 from .options import COLLECTIVES, Settings
+from .sizes import format_size
 
 _OURS, _PEER, _LIMIT, _GRID = "#3566a8", "#c8552b", "#6b6b6b", "#d9d9d9"
 

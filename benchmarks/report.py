@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .measure import format_size
+from .sizes import format_size
 from .verdicts import (
     allreduce_rounds,
     convolution_rows,

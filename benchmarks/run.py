@@ -25,9 +25,9 @@ from . import program
 from .cluster import obstacle
 from .files import as_json, check_writable, write
 from .machine import describe
-from .measure import parse_size
 from .options import Parser, at_least
 from .report import render
+from .sizes import parse_size
 
 _HERE = Path(__file__).resolve().parent
 _JOB_TIMEOUT_S = 600

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     """
     given = parser().parse_args(argv)
     from ..collectives import ALGORITHMS
-    from .measure import size_range
+    from .sizes import size_range
 
     for name in given.collectives:
         if name not in ALGORITHMS:
@@ -320,7 +320,7 @@ HEADING = f"{'# size':<8}{'chosen':<18}{'us':>10}{'predicted':>11}{'native us':>
 
 def line(row: dict[str, Any]) -> str:
     """One size of `tune`, at most 80 columns wide unless a result was wrong."""
-    from .measure import format_size
+    from .sizes import format_size
 
     name, us, predicted = row["chosen"], row["median_us"], row["predicted_us"]
     expected = {each: f"{predicted[each]:.1f}" if each in predicted else "-" for each in (name, LIBRARY)}
@@ -363,7 +363,7 @@ def _short(value: Any) -> str:
 
 
 def _as_ranges(found: Sequence[Sequence[Any]]) -> str:
-    from .measure import format_size
+    from .sizes import format_size
 
     parts = [f"{name} to {format_size(most)}" for most, name in found if most is not None]
     above = found[-1][1] if found and found[-1][0] is None else "the model's choice"

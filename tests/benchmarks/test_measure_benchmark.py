@@ -5,29 +5,29 @@ import time
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import measure
+from hpcdp.benchmarks import measure, sizes
 from hpcdp.benchmarks.measure import FreshData, Schedule, Series
 from hpcdp.errors import ConfigError
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("4", 4), ("64K", 65536), ("16m", 16 << 20), ("1G", 1 << 30)])
 def test_sizes_are_binary(text: str, nbytes: int) -> None:
-    assert measure.parse_size(text) == nbytes
-    assert measure.parse_size(measure.format_size(nbytes)) == nbytes
+    assert sizes.parse_size(text) == nbytes
+    assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "K", "4X", "-4", "1.5M"])
 def test_a_wrong_size_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="64K"):
-        measure.parse_size(text)
+        sizes.parse_size(text)
 
 
 def test_size_range_ends_at_its_maximum() -> None:
-    assert measure.size_range("4:64") == [4, 8, 16, 32, 64]
-    assert measure.size_range("1K:1M", 32) == [1 << 10, 1 << 15, 1 << 20]
+    assert sizes.size_range("4:64") == [4, 8, 16, 32, 64]
+    assert sizes.size_range("1K:1M", 32) == [1 << 10, 1 << 15, 1 << 20]
     for text in ("64", "0:4", "8:4"):
         with pytest.raises(ConfigError, match="MIN:MAX"):
-            measure.size_range(text)
+            sizes.size_range(text)
 
 
 def test_bus_factor_is_that_of_nccl_tests() -> None:

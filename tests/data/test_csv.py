@@ -156,7 +156,9 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
     empty = read_csv(path, num_parts=3, part_index=2)
     assert empty.x.shape == (0, 2) and empty.y.shape == (0,)
     path.write_text("1,2,0\n" * 10 + "1,2,3,0\n" * 10)
-    with pytest.raises(DataError, match="rows of as many numbers each, got 4 in part 1, and 3 in the first row, counted in part 1 of"):
+    with pytest.raises(
+        DataError, match="rows of as many numbers each, got 4 in part 1, and 3 in the first row, counted in part 1 of"
+    ):
         read_csv(path, num_parts=2, part_index=1)
     path.write_text("")
     with pytest.raises(DataError, match="at least one row, got none"):
