@@ -345,9 +345,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
 
         make_stream.from_external = lambda obj: Stream(gpus, obj.__cuda_stream__()[1])  # type: ignore[attr-defined]
 
-        def make_event(
-            block: bool = False, disable_timing: bool = False, interprocess: bool = False
-        ) -> Event:
+        def make_event(block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> Event:
             assert disable_timing
             with gpus.lock:
                 ptr = next(gpus.numbers)
