@@ -111,7 +111,7 @@ def missing(standin: Any, real: Any, own: set[str]) -> set[str]:
 
 def test_streams_events_and_copies_of_the_stand_in_are_those_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     real, runtime, nccl = cupy.cuda, cupy.cuda.runtime, importlib.import_module("cupy.cuda.nccl")
-    own = {"gpus", "cliques", "made", "enqueue", "failed", "aborted", "destroyed"}
+    own = {"gpus", "cliques", "made", "enqueue", "failed", "aborted", "destroyed", "running"}
     with gpu_on_host.installed(monkeypatch):
         cuda = importlib.import_module("cupy").cuda
         assert not missing(cuda, real, set())
