@@ -167,17 +167,16 @@ def nccl(world: World, count: int) -> Found:
         return {"told": "skipped: CuPy finds no NCCL", "share": None, "wrong": 0}
     x = np.empty(count, np.float32)
     data.write(x, 0)
-    group = Nccl(
-        world.node_comm, world.node_memory, streams, offered, [RowSize(count, _FLOAT), RowSize(8, _FLOAT)], world.rank
-    )
+    communicator = Nccl(world.node_comm, world.node_memory, streams, offered, world.rank)
+    group = communicator.group([RowSize(count, _FLOAT), RowSize(8, _FLOAT)])
     row, small = group.hand_out()
     taken, result = _sums(world, streams, row, streams.array(x))
     wrong = data.wrong(to_host(result), 0)
     at, no_such_rank = int(small.mine.data.ptr), 5
     told = []
     for act in (
-        lambda: group.launch(lambda comm, stream: comm.reduce(at, at, 8, 7, 0, no_such_rank, stream)),
-        group.check,
+        lambda: communicator.launch(lambda comm, stream: comm.reduce(at, at, 8, 7, 0, no_such_rank, stream)),
+        communicator.check,
     ):
         try:
             act()
@@ -197,7 +196,7 @@ def refused(world: World, count: int) -> Found:
         return {"told": "skipped: these ranks have GPUs of their own", "share": None, "wrong": 0}
     told, wrong = "", 1
     try:
-        Nccl(world.node_comm, world.node_memory, streams, offered, [RowSize(8, _FLOAT)], world.rank)
+        Nccl(world.node_comm, world.node_memory, streams, offered, world.rank)
     except DeviceError as error:
         told, wrong = str(error), 0
     _, way = node_groups.make(world, streams, [RowSize(8, _FLOAT)])

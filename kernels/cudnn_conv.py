@@ -34,7 +34,7 @@ def is_there() -> bool:
     if importlib.util.find_spec("cudnn") is None:
         return False
     try:
-        importlib.import_module("cudnn")
+        importlib.import_module("cudnn").backend_version()  # the frontend is imported without the library, too
     except (ImportError, OSError, RuntimeError) as error:
         warnings.warn(f"convolutions on GPUs go by im2col, for cuDNN does not start: {error}", stacklevel=2)
         return False
@@ -99,16 +99,16 @@ def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padd
     return True
 
 
-def _handle(cudnn: Any, device: int) -> int:
-    """That of this thread for the current GPU, which is ``device``."""
+def _handle(cudnn: Any, device: int) -> Any:
+    """That of this thread for the current GPU, which is ``device``; a number only in early releases of the frontend."""
     handles = vars(_of_thread).setdefault("handles", {})
     if device not in handles:
         handles[device] = cudnn.create_handle()
-    return int(handles[device])
+    return handles[device]
 
 
 def _plan(
-    cudnn: Any, handle: int, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
+    cudnn: Any, handle: Any, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
 ) -> tuple[Any, list[Any]] | None:
     """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
     kind = getattr(cudnn.data_type, _TYPES[str(out.dtype)])

@@ -34,6 +34,7 @@ from hpcdp.comm import ways
 
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
+_NO_MEMORY = 2
 DEFAULT = 0
 """The default stream."""
 
@@ -48,6 +49,7 @@ class _Event:
     def __init__(self, interprocess: bool) -> None:
         self.interprocess = interprocess
         self.recorded = self.passed = 0
+        self.destroyed = False
 
 
 class Gpus:
@@ -113,6 +115,9 @@ class Gpus:
         assert not self.fault, self.fault
 
     def event(self, ptr: int) -> _Event:
+        if self.events[ptr].destroyed:
+            self.fault = "an event is used that the process which made it has destroyed"
+        self.check()
         return self.events[ptr]
 
     def current(self) -> int:
@@ -148,6 +153,19 @@ class Stream:
     def synchronize(self) -> None:
         self._gpus.current()
         self._gpus.wait_until(lambda: not self._gpus.queues.get(self.ptr))
+
+
+class Event:
+    def __init__(self, gpus: Gpus, ptr: int) -> None:
+        self._gpus, self.ptr = gpus, ptr
+
+    def synchronize(self) -> None:
+        self._gpus.current()
+        made = self._gpus.events[self.ptr]
+        self._gpus.wait_until(lambda: made.passed >= made.recorded)
+
+    def __del__(self) -> None:
+        self._gpus.events[self.ptr].destroyed = True
 
 
 class _Device:
@@ -201,7 +219,7 @@ def _runtime(gpus: Gpus) -> ModuleType:
     def malloc(size: int) -> int:
         gpus.current()
         if size > gpus.room:
-            raise CUDARuntimeError(made.errorMemoryAllocation)
+            raise CUDARuntimeError(_NO_MEMORY)
         block = np.full(size, 0xA5, np.uint8)
         with gpus.lock:
             gpus.allocated[block.ctypes.data] = block
@@ -238,7 +256,7 @@ def _runtime(gpus: Gpus) -> ModuleType:
         return handle_of(event)
 
     vars(made).update(
-        memcpyDefault=4, errorMemoryAllocation=2, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
+        memcpyDefault=4, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
         malloc=malloc, free=free, ipcGetMemHandle=ipcGetMemHandle, ipcOpenMemHandle=ipcOpenMemHandle,
@@ -327,20 +345,12 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
 
         make_stream.from_external = lambda obj: Stream(gpus, obj.__cuda_stream__()[1])  # type: ignore[attr-defined]
 
-        def make_event(
-            block: bool = False, disable_timing: bool = False, interprocess: bool = False
-        ) -> SimpleNamespace:
+        def make_event(block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> Event:
             assert disable_timing
             with gpus.lock:
                 ptr = next(gpus.numbers)
                 gpus.events[ptr] = _Event(interprocess)
-            made = gpus.events[ptr]
-
-            def synchronize() -> None:
-                gpus.current()
-                gpus.wait_until(lambda: made.passed >= made.recorded)
-
-            return SimpleNamespace(ptr=ptr, synchronize=synchronize)
+            return Event(gpus, ptr)
 
         def current() -> Stream:
             return (getattr(gpus.of_thread, "streams", None) or [null])[-1]

@@ -1,7 +1,8 @@
 """NCCL without a GPU, for ranks that are threads: its collectives are work on the streams of `gpu_on_host`.
 
 What the real one answers with an error, with a hang or with nonsense is an error here: collectives in different orders,
-two ranks on one GPU, a communicator that is destroyed while others have something under way, or have given up.
+also of two communicators, two ranks on one GPU, a communicator that is destroyed while others have something under way,
+or have given up.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class NcclCommunicator:
     """See `gpu_on_host.Gpus`."""
     cliques: dict[bytes, _Clique]
     made: list[NcclCommunicator]
+    running: dict[int, tuple[NcclCommunicator, int]]
+    """By GPU the kernel that has begun there and waits for others of its kind: no room is left for those of another
+    communicator, as on a GPU that has much to do."""
 
     def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
         assert isinstance(commId, bytes) and len(commId) == 128
@@ -62,8 +66,11 @@ class NcclCommunicator:
         number, self._number = self._number, self._number + 1
         self._left += 1
         clique, rank = self._clique, self._rank
+        device, me = clique.devices[rank], (self, number)
 
         def ready() -> bool:
+            if self.running.setdefault(device, me) != me and not self.aborted:
+                return False
             met = clique.calls.setdefault(number, {})
             met[rank] = tuple((name, call[2:]) for name, call in calls), calls
             if any(alike != met[rank][0] for alike, _ in met.values()):
@@ -72,6 +79,8 @@ class NcclCommunicator:
 
         def run() -> None:
             self._left -= 1
+            if self.running.get(device) == me:
+                del self.running[device]
             if number not in clique.done and not self.aborted:
                 clique.done.add(number)
                 met = clique.calls[number]
@@ -154,6 +163,8 @@ def module(gpus: Any) -> ModuleType:
     vars(made).update(
         available=True, get_version=lambda: 22501, NcclError=NcclError, groupStart=groupStart, groupEnd=groupEnd,
         get_unique_id=lambda: next(gpus.numbers).to_bytes(128, "little"),
-        NcclCommunicator=type("NcclCommunicator", (NcclCommunicator,), {"gpus": gpus, "cliques": {}, "made": []}),
+        NcclCommunicator=type(
+            "NcclCommunicator", (NcclCommunicator,), {"gpus": gpus, "cliques": {}, "made": [], "running": {}}
+        ),
     )  # fmt: skip
     return made

@@ -32,6 +32,10 @@ class AgreedOrder:
         """What this rank is ready for, and nothing is decided about; where it decides."""
         self._num_decided = self._num_started = 0
 
+    def rounds(self, thing: int) -> int:
+        """How often this rank has been `ready` for ``thing``."""
+        return int(self._rounds[thing])
+
     def ready(self, thing: int) -> None:
         """Say that this rank is ready for ``thing``, a number below `THINGS`; again only when it has started it."""
         self._rounds[thing] += 1

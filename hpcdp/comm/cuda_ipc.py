@@ -36,6 +36,8 @@ from .steps import Steps, Until
 
 _LEADER = 0
 _BLOCK_NBYTES = 2 << 20
+_NO_MEMORY = 2
+"""``cudaErrorMemoryAllocation``, which CuPy's module has not among its names."""
 
 
 class CudaIpc:
@@ -68,6 +70,8 @@ class CudaIpc:
         self._allocated: list[int] = []
         self._mapped: list[int] = []
         self._opened: list[int] = []
+        self._events: list[Event] = []
+        """This rank's, until `close`: others may wait for one when this rank has forgotten its row."""
         made = on_every_rank(comm, lambda: self._told(lambda: [self._make(each) for each in sizes]))
         handles = comm.allgather_json([[each.hex() for each in handles] for _, _, handles in made])
         for stream in self._streams_of_rows:
@@ -106,6 +110,7 @@ class CudaIpc:
         self._allocated.append(at)
         runtime.memsetAsync(at, 0, nbytes, self.streams.current().ptr)
         event = self.streams.event(interprocess=True)
+        self._events.append(event)
         return at, event, (runtime.ipcGetMemHandle(at), runtime.ipcGetEventHandle(event.ptr))
 
     def _malloc(self, nbytes: int) -> int:
@@ -114,7 +119,7 @@ class CudaIpc:
         try:
             return int(runtime.malloc(nbytes))
         except runtime.CUDARuntimeError as error:
-            if error.status != runtime.errorMemoryAllocation:
+            if error.status != _NO_MEMORY:
                 raise
         self._cupy.get_default_memory_pool().free_all_blocks()
         try:
@@ -159,7 +164,8 @@ class CudaIpc:
                 runtime.eventDestroy(each)
             self._mapped.clear()
             self._opened.clear()
-            self.comm.barrier()  # memory must not be freed while others have it mapped
+            self.comm.barrier()  # memory must not be freed while others have it mapped, nor events while they are open
+            self._events.clear()
             for each in self._allocated:
                 runtime.free(each)
             self._allocated.clear()

@@ -48,36 +48,26 @@ _CASTS = {
 
 
 class Nccl:
-    """NCCL's communicator of a node's ranks, and their rows. All ranks of the node must make it together.
+    """NCCL's communicator of a node's ranks. All ranks of the node must make it together.
+
+    All that is summed on the same GPUs shares one (`node_groups`), with one order of launches: kernels of two that run
+    on some GPU may wait there for those of each other.
 
     Args:
         comm: the ranks of the node.
         memory: what they share.
         streams: of this rank's GPU.
         offers: of all ranks, see `ways.offers`.
-        sizes: of the rows, alike on all ranks.
         world_rank: this rank's number in the world, for messages.
 
     Raises:
         DeviceError: two ranks have one GPU, or NCCL does not start; on all ranks.
-        UnsupportedError: NCCL has no such numbers, or there are too many rows.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        memory: NodeMemory,
-        streams: Streams,
-        offers: Sequence[Offer],
-        sizes: Sequence[RowSize],
-        world_rank: int,
+        self, comm: Communicator, memory: NodeMemory, streams: Streams, offers: Sequence[Offer], world_rank: int
     ) -> None:
         refuse_shared(offers)
-        strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
-        if strange is not None:
-            raise UnsupportedError("NCCL", where="dtype", expected=" or ".join(_KINDS), got=strange)
-        if len(sizes) > THINGS:
-            raise UnsupportedError("NCCL", expected=f"at most {THINGS} rows", got=len(sizes))
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         self._memory, self._ranks, self._world_rank = memory, comm, world_rank
         self.streams = streams
@@ -90,20 +80,44 @@ class Nccl:
         with self._told(), streams.on_device():
             self._comm = self._nccl.NcclCommunicator(comm.size, bytes.fromhex(name), comm.rank)
         self._gone = ""
-        rows = [streams.zeros(each.count, each.dtype) for each in sizes]
-        streams.follow(self.stream)
-        self.rows = [NcclRows(self, number, *row) for number, row in enumerate(zip(rows, sizes, strict=True))]
-        self.users: weakref.WeakSet[object] = weakref.WeakSet(self.rows)
-        """See `hand_out`."""
+        self._num_groups = 0
+        self._free = list(range(THINGS))
+        """Numbers of rows that may be given, the same on all ranks."""
 
     def _new_name(self) -> str:
         with self._told():
             return bytes(self._nccl.get_unique_id()).hex()
 
-    def hand_out(self) -> list[NcclRows]:
-        """The rows, by number; once. They live as long as somebody has them, which `users` tells."""
-        rows, self.rows = self.rows, []
-        return rows
+    def is_common(self) -> bool:
+        """Whether no rank has given it up or ended it, and all have the same groups; every rank must call."""
+        mine = [not self._gone, self._num_groups, self._free]
+        return all(each == mine and each[0] for each in self._ranks.allgather_json(mine))
+
+    def group(self, sizes: Sequence[RowSize]) -> NcclGroup:
+        """New rows; every rank of the node must call.
+
+        Args:
+            sizes: of the rows, alike on all ranks.
+
+        Raises:
+            UnsupportedError: see `require_rows`; more rows than there are numbers left.
+        """
+        require_rows(sizes, len(self._free))
+        self._num_groups += 1
+        numbers, self._free = self._free[: len(sizes)], self._free[len(sizes) :]
+        made = [self.streams.zeros(each.count, each.dtype) for each in sizes]
+        self.streams.follow(self.stream)
+        rows = [NcclRows(self, *row) for row in zip(numbers, made, sizes, strict=True)]
+        return NcclGroup(self, numbers, rows)
+
+    def give_back(self, numbers: Sequence[int]) -> None:
+        """Those of a group that no rank uses any more; ends the communicator with the last. Every rank must call."""
+        rounds = [self.order.rounds(each) for each in numbers]
+        if all(each == rounds for each in self._ranks.allgather_json(rounds)):
+            self._free = sorted([*self._free, *numbers])  # else some rank was left behind, and waits for the others
+        self._num_groups -= 1
+        if self._num_groups == 0:
+            self.close()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -185,6 +199,40 @@ class Nccl:
                 self._comm.destroy()
 
 
+def require_rows(sizes: Sequence[RowSize], most: int = THINGS) -> None:
+    """Raises `UnsupportedError` where NCCL has no such numbers, or there are more than ``most`` rows."""
+    strange = next((each.dtype for each in sizes if each.dtype.name not in _KINDS), None)
+    if strange is not None:
+        raise UnsupportedError("NCCL", where="dtype", expected=" or ".join(_KINDS), got=strange)
+    if len(sizes) > most:
+        raise UnsupportedError("NCCL", expected=f"at most {most} rows", got=len(sizes))
+
+
+class NcclGroup:
+    """Rows that are made, and given back, together; see `Nccl.group`."""
+
+    def __init__(self, node: Nccl, numbers: Sequence[int], rows: list[NcclRows]) -> None:
+        self.node, self.rows = node, rows
+        self._numbers = numbers
+        self._memory = [(row.mine, row.summed) for row in rows]
+        """Which kernels may still write when nobody has the rows any more."""
+        self.users: weakref.WeakSet[object] = weakref.WeakSet(rows)
+        """See `hand_out`."""
+
+    def hand_out(self) -> list[NcclRows]:
+        """The rows, by number; once. They live as long as somebody has them, which `users` tells."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def close(self) -> None:
+        """Give all back; every rank of the node must call, when none uses the rows any more."""
+        self.node.give_back(self._numbers)
+        streams, done = self.node.streams, self.node.streams.event()
+        streams.record(done, self.node.stream)
+        streams.wait_event(streams.current(), done)  # to which CuPy's pool gives the memory next
+        self._memory.clear()
+
+
 class NcclRows:
     """See `node_rows.NodeRows`."""
 
@@ -192,7 +240,7 @@ class NcclRows:
         self.mine, self.size, self.stream = mine, size, node.stream
         self._node, self._number = node, number
         self._casts = _CASTS.get(size.dtype.name)
-        self._summed = (
+        self.summed = (
             mine if self._casts is None else node.streams.empty((size.count,), np.dtype(np.float32), node.stream)
         )
         """What NCCL adds up: the row itself, or its numbers in float32."""
@@ -214,19 +262,19 @@ class NcclRows:
         order.pass_on()
 
     def _sum(self, calls: Callable[[Any, int], None], first: int, last: int) -> None:
-        """Launch ``calls``, which sum `_summed`; the columns from ``first`` to ``last`` of the row get the sum."""
+        """Launch ``calls``, which sum `summed`; the columns from ``first`` to ``last`` of the row get the sum."""
         if self._casts is None:
             self._node.launch(calls)
             return
         widen, narrow = self._casts
         with self._node.streams.on_device(), self.stream:
-            widen(self.mine.view(np.uint16), self._summed)
+            widen(self.mine.view(np.uint16), self.summed)
         self._node.launch(calls)
         with self._node.streams.on_device(), self.stream:
-            narrow(self._summed[first:last], self.mine[first:last].view(np.uint16))
+            narrow(self.summed[first:last], self.mine[first:last].view(np.uint16))
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        alike, x, kind = _equal_part(parts), self._summed, _kind(self._summed)
+        alike, x, kind = _equal_part(parts), self.summed, _kind(self.summed)
 
         def calls(comm: Any, stream: int) -> None:
             if alike:
@@ -254,7 +302,7 @@ class NcclRows:
         yield from self._in_turn(lambda: self._node.launch(calls), after)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
-        at, count, kind = _at(self._summed, 0), self.size.count, _kind(self._summed)
+        at, count, kind = _at(self.summed, 0), self.size.count, _kind(self.summed)
 
         def calls(comm: Any, stream: int) -> None:
             comm.allReduce(at, at, count, kind, _SUM, stream)

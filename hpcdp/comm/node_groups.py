@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ..streams import Streams
 from .agreement import on_every_rank
 from .cuda_ipc import CudaIpc
-from .nccl import Nccl
+from .nccl import Nccl, NcclGroup, require_rows
 from .node_rows import NodeRows, RowSize, lone_rows
-from .ways import Way, choose, offers, own_offer
+from .ways import Offer, Way, choose, offers, own_offer
 from .world import World
 
 
@@ -26,7 +26,7 @@ from .world import World
 class _Given:
     """What a call of `make` has given this rank."""
 
-    group: Nccl | CudaIpc | None
+    group: NcclGroup | CudaIpc | None
     """None on a node of one rank."""
     users: weakref.WeakSet[object]
     """What must be gone before ``group`` is ended."""
@@ -61,15 +61,35 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
             warnings.warn(f"gradients on GPUs are summed {Way.HOST.value}: {reasons[0]}", stacklevel=6)
         return lone_rows(streams, sizes), Way.HOST
 
-    def make_group() -> Nccl | CudaIpc | None:
+    def make_group() -> NcclGroup | CudaIpc | None:
         if way is Way.NCCL:
-            return Nccl(comm, memory, streams, found, sizes, world.rank)
+            require_rows(sizes)
+            return _communicator(world, streams, found).group(sizes)
         return CudaIpc(comm, memory, streams, sizes) if way is Way.CUDA_IPC else None
 
     group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
+    if isinstance(group, NcclGroup):
+        _communicators(world)[_gpus_of(found)] = group.node
     rows: Sequence[NodeRows] = lone_rows(streams, sizes) if group is None else group.hand_out()
     given.append(_Given(group, weakref.WeakSet() if group is None else group.users))
     return rows, way
+
+
+def _communicators(world: World) -> dict[tuple[str, ...], Nccl]:
+    """Those that all ranks of the node have made, by the GPUs of these."""
+    return world.keep("communicators of NCCL", dict)
+
+
+def _gpus_of(found: Sequence[Offer]) -> tuple[str, ...]:
+    return tuple(each.bus_id for each in found)
+
+
+def _communicator(world: World, streams: Streams, found: Sequence[Offer]) -> Nccl:
+    """That of the node's GPUs; another one where a rank has lost it. Every rank of the node must call."""
+    made = _communicators(world).get(_gpus_of(found))
+    if made is not None and made.is_common():
+        return made
+    return Nccl(world.node_comm, world.node_memory, streams, found, world.rank)
 
 
 def _begin(world: World) -> list[_Given]:

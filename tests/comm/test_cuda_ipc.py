@@ -1,5 +1,6 @@
 """Rows of ranks that share a GPU, summed by the first of them; here on streams that do things as late as they may."""
 
+import gc
 import random
 import shutil
 import threading
@@ -135,6 +136,26 @@ def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monk
 
     assert threads.run(3, rank) == [(True, False)] * 3
     assert not gpus_on_host.allocated
+
+
+def test_who_forgets_a_row_first_leaves_its_events_to_the_others(gpus_on_host, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+
+    def rank(world):
+        (row,), _ = node_groups.make(world, Streams(gpu(0)), [RowSize(3, np.dtype("f4"))])
+        steps = Together([row.allreduce()])
+        if world.rank == 0:
+            steps.wait()
+            del row, steps
+            gc.collect()
+            forgotten.set()
+        else:
+            steps.test()
+            forgotten.wait()
+            steps.wait()
+
+    forgotten = threading.Event()
+    threads.run(2, rank)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])

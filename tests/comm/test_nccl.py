@@ -31,7 +31,7 @@ def values(rank, count, dtype):
 
 def make(world, *sizes):
     offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(world.local_size)]
-    return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, sizes, world.rank)
+    return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, world.rank).group(sizes)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -107,7 +107,7 @@ def test_ranks_that_are_ready_in_different_orders_launch_in_one(gpus_on_host):
 def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
     def rank(world):
         same = [Offer("0000:3b:00.0", "a", 22501)] * 2
-        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, [], world.rank)
+        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), same, world.rank)
 
     with pytest.raises(DeviceError, match=r"expected one rank on each GPU, got local ranks 0, 1; start as many ranks"):
         threads.run(2, rank)
@@ -116,7 +116,7 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(gpus_on_host):
 def test_an_error_at_the_start_says_where_more_is_told(gpus_on_host):
     def rank(world):
         offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(2)]
-        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, [], world.rank)  # in truth they share one
+        Nccl(world.node_comm, world.node_memory, Streams(gpu(0)), offers, world.rank)  # in truth they share one
 
     with pytest.raises(DeviceError, match=r"NCCL: got NCCL_ERROR_5: stand-in; NCCL_DEBUG=INFO in the environment"):
         threads.run(2, rank)
@@ -134,10 +134,10 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
         (row,) = group.rows
         drive(row.reduce_scatter(parts_of(8, 2, 2)))
         world.barrier()
-        group._comm.failed = True
+        group.node._comm.failed = True
         with pytest.raises(DeviceError, match="got NCCL_ERROR_6"):
             row.check()
-        assert group._comm.aborted
+        assert group.node._comm.aborted
         with pytest.raises(DeviceError, match=r"given up: .*NCCL_ERROR_6"):
             drive(row.allgather(parts_of(8, 2, 2)))
 
@@ -147,7 +147,7 @@ def test_an_error_while_it_sums_ends_the_wait_and_gives_nccl_up(gpus_on_host):
 def test_a_call_that_nccl_refuses_is_an_error_of_its_rank(gpus_on_host):
     def rank(world):
         group = make(world, RowSize(8, np.dtype("f4")))
-        monkey = group._comm
+        monkey = group.node._comm
         monkey.check_async_error = lambda: None
         monkey.failed = True
         with pytest.raises(DeviceError, match="rank 0: NCCL: got NCCL_ERROR_1") as caught:
@@ -168,7 +168,7 @@ def test_who_waits_for_a_rank_that_is_gone_ends_its_kernels(gpus_on_host):
             while True:
                 group.rows[0].check()
         except WorldAborted:
-            aborted.append(group._comm.aborted)
+            aborted.append(group.node._comm.aborted)
             raise
 
     with pytest.raises(ValueError, match="lost"):
@@ -220,6 +220,65 @@ def test_rows_are_given_back_when_no_rank_has_them_any_more_and_others_are_made(
     assert sum(name == "nccl allReduce" for name in gpus_on_host.log) == 2 * 4
 
 
+def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        sizes, chance = [RowSize(count, np.dtype("f4")) for count in (8, 300)], random.Random(world.rank)
+        rows = [row for _ in range(3) for row in node_groups.make(world, Streams(gpu(world.place)), sizes)[0]]
+        for step in range(3):
+            for row in rows:
+                row.mine[...] = to_gpu(step + values(world.rank, row.size.count, "f4"))
+            Together([row.allreduce() for row in chance.sample(rows, len(rows))]).wait()
+            rows[0].stream.synchronize()
+            for row in rows:
+                wanted = sum(step + values(each, row.size.count, "f4") for each in range(world.size))
+                np.testing.assert_array_equal(row.mine.to_host(), wanted)
+        return len({id(row._node) for row in rows})
+
+    assert threads.run(3, rank) == [1] * 3
+
+
+def test_numbers_of_rows_are_given_again_when_no_rank_has_them_any_more(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        def make_rows(number):
+            return node_groups.make(world, Streams(gpu(world.place)), [RowSize(8, np.dtype("f4"))] * number)[0]
+
+        (kept,) = make_rows(1)
+        for _ in range(3):
+            rows = make_rows(600)  # of 1024
+            drive(rows[-1].allreduce())
+            del rows
+        with pytest.raises(UnsupportedError, match="NCCL: expected at most 1023 rows, got 1024"):
+            make_rows(1024)
+        drive(kept.allreduce())
+
+    threads.run(2, rank)
+
+
+def test_where_it_was_given_up_others_get_a_new_one(gpus_on_host, monkeypatch):
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+    def rank(world):
+        streams, size = Streams(gpu(world.place)), RowSize(8, np.dtype("f4"))
+        (first,) = node_groups.make(world, streams, [size])[0]
+        world.barrier()
+        if world.rank == 1:
+            first._node._comm.failed = True
+            with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
+                first.check()
+        (second,) = node_groups.make(world, streams, [size])[0]
+        drive(second.allreduce())
+        return second._node is first._node
+
+    assert threads.run(3, rank) == [False] * 3
+
+
 def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(4))
     monkeypatch.setattr(gpus, "visible", lambda: found)
@@ -239,11 +298,11 @@ def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
 def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
     def rank(world):
         group = make(world, RowSize(8, np.dtype("f4")))
-        group._comm.failed = True
+        group.node._comm.failed = True
         with pytest.raises(DeviceError):
-            group.check()
+            group.node.check()
         group.close()
-        assert not group._comm.destroyed
+        assert not group.node._comm.destroyed
 
     threads.run(2, rank)
 
@@ -254,16 +313,16 @@ def test_where_one_rank_has_given_up_all_give_up_and_none_waits_for_it(gpus_on_h
         group = make(world, RowSize(8, np.dtype("f4")))
         if under_way and world.rank == 0:  # a kernel that waits for those of other ranks, which never begin
             at = group.rows[0].mine.data.ptr
-            group._nccl.groupStart()
-            group._comm.allReduce(at, at, 8, 7, 0, group.stream.ptr)
-            group._nccl.groupEnd()
+            group.node._nccl.groupStart()
+            group.node._comm.allReduce(at, at, 8, 7, 0, group.node.stream.ptr)
+            group.node._nccl.groupEnd()
         world.barrier()
         if world.rank == world.size - 1:
-            group._comm.failed = True
+            group.node._comm.failed = True
             with pytest.raises(DeviceError, match="NCCL_ERROR_6"):
-                group.check()
+                group.node.check()
         group.close()
-        return group._comm.aborted, group._comm.destroyed
+        return group.node._comm.aborted, group.node._comm.destroyed
 
     assert threads.run(3, rank) == [(True, False)] * 3
 
@@ -274,13 +333,13 @@ def test_who_waits_for_its_turn_hears_that_another_rank_has_given_up(gpus_on_hos
     def rank(world):
         group = make(world, RowSize(8, np.dtype("f4")))
         if world.rank == 1:
-            group._comm.failed = True
+            group.node._comm.failed = True
             with pytest.raises(DeviceError):
-                group.check()
+                group.node.check()
             return
         with pytest.raises(DeviceError, match=f"rank {world.rank}: NCCL: got rank 1 has given it up"):
             drive(group.rows[0].allreduce())
-        told.append(group._comm.aborted)
+        told.append(group.node._comm.aborted)
 
     threads.run(3, rank)
     assert told == [True, True]

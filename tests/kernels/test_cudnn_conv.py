@@ -20,6 +20,13 @@ class NotSupported(Exception):
     pass
 
 
+class Handle:
+    """cuDNN's, which early releases of the frontend give as a number; later ones refuse numbers."""
+
+
+HANDLE = Handle()
+
+
 class Tensor:
     def __init__(self, dim=None, stride=None, data_type=None):
         self.dim, self.stride, self.data_type, self.output = dim, stride, data_type, False
@@ -53,7 +60,7 @@ class Graph:
     """Calls in the order that cuDNN's frontend wants them in; what is left out then counts."""
 
     def __init__(self, made, *, io_data_type, intermediate_data_type, compute_data_type, handle):
-        assert io_data_type == intermediate_data_type == compute_data_type and handle == 77
+        assert io_data_type == intermediate_data_type == compute_data_type and handle is HANDLE
         self.made, self.done, self.left_out = made, [], set()
         made.graphs.append(self)
 
@@ -102,7 +109,7 @@ class Graph:
         return 0
 
     def execute(self, at, workspace, handle):
-        assert self.done[-1] == "built" and handle == 77 and type(workspace) is int
+        assert self.done[-1] == "built" and handle is HANDLE and type(workspace) is int
         assert self.made.stream is not None
         first, second = (each.at(at[each]) for each in self.given)
         out = self.out.at(at[self.out])
@@ -125,8 +132,14 @@ def cudnn(gpus_on_host, monkeypatch):
     notes = "TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC", "WINOGRAD"
     made.numerical_note = types.SimpleNamespace(**{name: name for name in notes})
     made.cudnnGraphNotSupportedError = NotSupported
-    made.create_handle = lambda: 77
-    made.set_stream = lambda *, handle, stream: setattr(made, "stream", stream)
+    made.backend_version = lambda: 92801
+    made.create_handle = lambda: HANDLE
+
+    def set_stream(*, handle, stream):
+        assert handle is HANDLE
+        made.stream = stream
+
+    made.set_stream = set_stream
     made.pygraph = lambda **options: Graph(made, **options)
     monkeypatch.setitem(sys.modules, "cudnn", made)
     vars(cudnn_conv._of_thread).clear()
@@ -183,6 +196,17 @@ def test_a_plan_is_built_once_for_arrays_of_one_kind_and_leaves_out_what_rounds_
     assert cudnn.graphs[0].left_out == wanted
     cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
     assert len(cudnn.graphs) == 2
+
+
+def test_a_frontend_without_the_library_is_none(cudnn):
+    """`import cudnn` works then; what asks the library for something fails."""
+
+    def missing():
+        raise RuntimeError("Unable to find symbol cudnnGetVersion")
+
+    cudnn.backend_version = missing
+    with pytest.warns(UserWarning, match="go by im2col, for cuDNN does not start: Unable to find symbol"):
+        assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
 
 
 def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
