@@ -30,7 +30,7 @@ import cupy_on_host
 import nccl_on_host
 import numpy as np
 
-from hpcdp.comm import ways
+from hpcdp.comm import threads, ways
 
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
@@ -376,3 +376,24 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
         yield gpus
+
+
+def let_messages_reach(monkeypatch: Any, cupy: Any) -> None:
+    """Let messages take arrays on GPUs: MPI's real ones, which read and write host memory, and those of thread ranks.
+
+    Both do so at once, whatever streams have still to do.
+    """
+
+    def interface(x: Any) -> dict[str, Any]:
+        return {"shape": x.shape, "typestr": x.dtype.str, "data": (x._held.ctypes.data, False), "version": 3}
+
+    def there(method: Any) -> Any:
+        def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(self, x._held if isinstance(x, cupy.Array) else x, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(cupy.Array, "__cuda_array_interface__", property(interface), raising=False)
+    for name in ("isend", "irecv"):
+        method = getattr(threads.ThreadCommunicator, name)
+        monkeypatch.setattr(threads.ThreadCommunicator, name, there(method))

@@ -5,7 +5,8 @@ What `Reducer` and `Rail` do with rows in a node's memory, for rows on GPUs::
     backward | reduce-scatter in the node | own part: host, rail, host | allgather in the node | update
 
 Streams are ordered by events; only the rail makes the host wait. On one node it is one allreduce. With compression the
-own part stays on the GPU and its codes go to the host and over the rail.
+own part stays on the GPU and its codes go to the host and over the rail. Where messages take arrays on GPUs
+(`cuda_aware`), and without compression, nothing goes to the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..collectives.progress import Steps
-from ..comm import Communicator, Request, World, node_groups
+from ..comm import Communicator, Request, World, cuda_aware, node_groups
 from ..comm.agreement import on_every_rank
 from ..comm.communicator import make_tag
 from ..comm.node_rows import SUMMED_KINDS, NodeRows, Part, RowSize, lone_rows, parts_of
@@ -29,6 +30,7 @@ from ..streams import Event, Streams
 from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .code_staging import CodeStaging, Share
+from .direct import Direct
 from .rail import padding, summed
 from .staging import Staging
 
@@ -47,6 +49,7 @@ class DeviceSums:
 
     Raises:
         DeviceError: another device is current; on all ranks. And see `node_groups.make`.
+        ConfigError: see `cuda_aware.agreed`; on all ranks.
         UnsupportedError: parameters on several GPUs, on all ranks; dtypes that no node can send to others. And see
             `node_groups.make`.
     """
@@ -80,13 +83,19 @@ class DeviceSums:
         self.on_one_node = not alone and world.num_nodes == 1
         """Whether GPUs alone sum, and no message is sent."""
         self._across = comm if alone else rail
+        self.goes_direct = False
+        """Whether messages go from and to GPUs' memory, and not through the host; alike on all ranks."""
         self._staging: Staging | None = None
+        self._direct: Direct | None = None
         self.codes: CodeStaging | None = None
         """What encodes this rank's part of each bucket; None without compression, or where it sends none."""
         if not self.on_one_node:
             _require_sums_on_the_host(sizes)
+            self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
             if self._across is not None and compression is not None:
                 self.codes = CodeStaging(streams, self._shares(layout), compression, self._across)
+            elif self._across is not None and self.goes_direct:
+                self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
         self._signature = signature
@@ -120,6 +129,8 @@ class DeviceSums:
         tag = make_tag(self._signature % across.signatures, number)
         if self.codes is not None:
             return (yield from self.codes.sum(number, row, tag, turn))
+        if self._direct is not None:
+            return (yield from self._direct.sum(number, self._part(number), row, tag, turn))
         assert self._staging is not None
 
         def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
