@@ -108,7 +108,9 @@ class BucketTrainer(Trainer):
             param.data[...] = from_host(values, param.data)
         show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
-        self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
+        self.reducer = Reducer(
+            ours, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard"
+        )
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
