@@ -45,8 +45,9 @@ class CUDARuntimeError(RuntimeError):
 
 
 class _Event:
-    def __init__(self, interprocess: bool) -> None:
-        self.interprocess = interprocess
+    def __init__(self, interprocess: bool, timed: bool) -> None:
+        self.interprocess, self.timed = interprocess, timed
+        self.at_ms = 0.0
         self.recorded = self.passed = 0
 
 
@@ -130,6 +131,13 @@ class Gpus:
             held = held.base
         return SimpleNamespace(id=self.made_on[held.ctypes.data])
 
+    def take_ms(self, ms: float) -> None:
+        """Let the clock that events of this thread read go on."""
+        self.of_thread.now_ms = self.now_ms() + ms
+
+    def now_ms(self) -> float:
+        return getattr(self.of_thread, "now_ms", 0.0)
+
     def process(self) -> str:
         return threading.current_thread().name
 
@@ -184,7 +192,19 @@ def _runtime(gpus: Gpus) -> ModuleType:
         recorded = gpus.event(event)
         recorded.recorded += 1
         number = recorded.recorded
-        gpus.push(stream, lambda: setattr(recorded, "passed", number), name="event")
+
+        def passes() -> None:
+            recorded.passed, recorded.at_ms = number, gpus.now_ms()
+
+        gpus.push(stream, passes, name="event")
+
+    def eventElapsedTime(start: int, end: int) -> float:
+        gpus.current()
+        first, last = gpus.event(start), gpus.event(end)
+        assert first.timed and last.timed, "cudaErrorInvalidResourceHandle"
+        if any(each.passed < each.recorded for each in (first, last)):
+            raise CUDARuntimeError(NOT_READY)
+        return last.at_ms - first.at_ms
 
     def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
         gpus.current()
@@ -241,6 +261,7 @@ def _runtime(gpus: Gpus) -> ModuleType:
         memcpyDefault=4, errorMemoryAllocation=2, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
+        eventElapsedTime=eventElapsedTime,
         malloc=malloc, free=free, ipcGetMemHandle=ipcGetMemHandle, ipcOpenMemHandle=ipcOpenMemHandle,
         ipcCloseMemHandle=gpus.mapped.remove, ipcGetEventHandle=ipcGetEventHandle, ipcOpenEventHandle=opened,
         eventDestroy=lambda event: None,
@@ -330,10 +351,10 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         def make_event(
             block: bool = False, disable_timing: bool = False, interprocess: bool = False
         ) -> SimpleNamespace:
-            assert disable_timing
+            assert not interprocess or disable_timing
             with gpus.lock:
                 ptr = next(gpus.numbers)
-                gpus.events[ptr] = _Event(interprocess)
+                gpus.events[ptr] = _Event(interprocess, not disable_timing)
             made = gpus.events[ptr]
 
             def synchronize() -> None:

@@ -18,6 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -144,6 +145,8 @@ class Reducer:
             param.grad_hook = self._written
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
         self._overwriting: dict[str, str] | None = None
@@ -365,6 +368,10 @@ class Reducer:
 
         Every rank must call. Without overlap, all must have left backward.
         """
+        with self.waiting():
+            self._reduce_shards()
+
+    def _reduce_shards(self) -> None:
         if self.beside is not None:
             for bucket in reversed(self.buckets):
                 self.beside.wait(bucket)
@@ -423,12 +430,13 @@ class Reducer:
         """Bring shards of buckets on GPUs from their owners to the node's other ranks, where those have them not."""
         if self.gpus is None or not self.gpus.sharded:
             return
-        for bucket in self.buckets:
-            self.gpus.filled(bucket)
-        with self._watchdog.watching("allgather", lambda: "shards on GPUs"):
-            Together([self.gpus.gather(bucket) for bucket in self.buckets]).wait()
-        for bucket in self.buckets:
-            self.gpus.summed(bucket)
+        with self.waiting():
+            for bucket in self.buckets:
+                self.gpus.filled(bucket)
+            with self._watchdog.watching("allgather", lambda: "shards on GPUs"):
+                Together([self.gpus.gather(bucket) for bucket in self.buckets]).wait()
+            for bucket in self.buckets:
+                self.gpus.summed(bucket)
 
     def share(self, flats: Sequence[Array]) -> None:
         """Bring each shard of the parameters from its owner to the node's other ranks; every rank must call.
