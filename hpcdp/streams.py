@@ -80,10 +80,15 @@ class Streams:
         with self.on_device():
             return self._cuda.get_current_stream()
 
-    def event(self, *, interprocess: bool = False) -> Event:
-        """A new event; until it is recorded, nobody waits for it."""
+    def event(self, *, interprocess: bool = False, timed: bool = False) -> Event:
+        """A new event; until it is recorded, nobody waits for it. If ``timed``, it is for `seconds_between`."""
         with self.on_device():
-            return self._cuda.Event(disable_timing=True, interprocess=interprocess)
+            return self._cuda.Event(disable_timing=not timed, interprocess=interprocess)
+
+    def seconds_between(self, first: Event, last: Event) -> float:
+        """From when ``first`` has passed until ``last`` has: two timed events that both have, on this GPU."""
+        with self.on_device():
+            return float(self._runtime.eventElapsedTime(first.ptr, last.ptr)) / 1e3
 
     def zeros(self, count: int, dtype: np.dtype) -> Array:
         """A new array on the GPU, shape ``(count,)``; it is zero for what `current` is given from now on."""

@@ -30,7 +30,7 @@ import cupy_on_host
 import nccl_on_host
 import numpy as np
 
-from hpcdp.comm import ways
+from hpcdp.comm import threads, ways
 
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
@@ -46,8 +46,9 @@ class CUDARuntimeError(RuntimeError):
 
 
 class _Event:
-    def __init__(self, interprocess: bool) -> None:
-        self.interprocess = interprocess
+    def __init__(self, interprocess: bool, timed: bool) -> None:
+        self.interprocess, self.timed = interprocess, timed
+        self.at_ms = 0.0
         self.recorded = self.passed = 0
         self.destroyed = False
 
@@ -135,6 +136,13 @@ class Gpus:
             held = held.base
         return SimpleNamespace(id=self.made_on[held.ctypes.data])
 
+    def take_ms(self, ms: float) -> None:
+        """Let the clock that events of this thread read go on."""
+        self.of_thread.now_ms = self.now_ms() + ms
+
+    def now_ms(self) -> float:
+        return getattr(self.of_thread, "now_ms", 0.0)
+
     def process(self) -> str:
         return threading.current_thread().name
 
@@ -202,7 +210,19 @@ def _runtime(gpus: Gpus) -> ModuleType:
         recorded = gpus.event(event)
         recorded.recorded += 1
         number = recorded.recorded
-        gpus.push(stream, lambda: setattr(recorded, "passed", number), name="event")
+
+        def passes() -> None:
+            recorded.passed, recorded.at_ms = number, gpus.now_ms()
+
+        gpus.push(stream, passes, name="event")
+
+    def eventElapsedTime(start: int, end: int) -> float:
+        gpus.current()
+        first, last = gpus.event(start), gpus.event(end)
+        assert first.timed and last.timed, "cudaErrorInvalidResourceHandle"
+        if any(each.passed < each.recorded for each in (first, last)):
+            raise CUDARuntimeError(NOT_READY)
+        return last.at_ms - first.at_ms
 
     def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
         gpus.current()
@@ -256,9 +276,10 @@ def _runtime(gpus: Gpus) -> ModuleType:
         return handle_of(event)
 
     vars(made).update(
-        memcpyDefault=4, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
+        memcpyDefault=4, errorMemoryAllocation=2, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
+        eventElapsedTime=eventElapsedTime,
         malloc=malloc, free=free, ipcGetMemHandle=ipcGetMemHandle, ipcOpenMemHandle=ipcOpenMemHandle,
         ipcCloseMemHandle=gpus.mapped.remove, ipcGetEventHandle=ipcGetEventHandle, ipcOpenEventHandle=opened,
         eventDestroy=lambda event: None,
@@ -346,10 +367,10 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         make_stream.from_external = lambda obj: Stream(gpus, obj.__cuda_stream__()[1])  # type: ignore[attr-defined]
 
         def make_event(block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> Event:
-            assert disable_timing
+            assert not interprocess or disable_timing
             with gpus.lock:
                 ptr = next(gpus.numbers)
-                gpus.events[ptr] = _Event(interprocess)
+                gpus.events[ptr] = _Event(interprocess, not disable_timing)
             return Event(gpus, ptr)
 
         def current() -> Stream:
@@ -386,3 +407,24 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
         yield gpus
+
+
+def let_messages_reach(monkeypatch: Any, cupy: Any) -> None:
+    """Let messages take arrays on GPUs: MPI's real ones, which read and write host memory, and those of thread ranks.
+
+    Both do so at once, whatever streams have still to do.
+    """
+
+    def interface(x: Any) -> dict[str, Any]:
+        return {"shape": x.shape, "typestr": x.dtype.str, "data": (x._held.ctypes.data, False), "version": 3}
+
+    def there(method: Any) -> Any:
+        def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(self, x._held if isinstance(x, cupy.Array) else x, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(cupy.Array, "__cuda_array_interface__", property(interface), raising=False)
+    for name in ("isend", "irecv"):
+        method = getattr(threads.ThreadCommunicator, name)
+        monkeypatch.setattr(threads.ThreadCommunicator, name, there(method))

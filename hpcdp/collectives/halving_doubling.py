@@ -32,8 +32,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Communicator, Reduction
-from ..comm.communicator import bounds, split
+from ..arrays import Array, array_namespace
+from ..comm import Reduction
+from ..comm.communicator import Messages, bounds, split
 from .progress import MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
 SEGMENT_NBYTES = 2 * MESSAGE_NBYTES
@@ -52,7 +53,7 @@ class _Exchange:
 class _Folded:
     """The ranks of ``comm`` as a power of two, ``p``: pairs (2 i, 2 i + 1) count once for i < n - p."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Messages) -> None:
         n = comm.size
         self.p = 1 << n.bit_length() - 1
         self.pairs = n - self.p
@@ -83,21 +84,22 @@ class _Folded:
         return steps
 
 
-def _fold(total: np.ndarray, op: Reduction, folded: _Folded, comm: Communicator, tag: int) -> Steps:
+def _fold(total: Array, op: Reduction, folded: _Folded, comm: Messages, tag: int) -> Steps:
     """Reduce ``total`` over this rank's pair, into that of the even rank."""
     if folded.other is None:
         return
     lower, upper = split(total, 2)
     mine, given = (lower, upper) if folded.active else (upper, lower)
-    received = np.empty_like(mine)
+    received = array_namespace(mine).empty_like(mine)
     yield [comm.isend(given, folded.other, tag), comm.irecv(received, folded.other, tag)]
     op.into(mine, received)
     yield [comm.irecv(upper, folded.other, tag) if folded.active else comm.isend(upper, folded.other, tag)]
 
 
-def _halve(total: np.ndarray, steps: Sequence[_Exchange], op: Reduction, comm: Communicator, tag: int) -> Steps:
+def _halve(total: Array, steps: Sequence[_Exchange], op: Reduction, comm: Messages, tag: int) -> Steps:
     """Reduce what the last step keeps of ``total`` over all active ranks; the rest is left as partial results."""
-    received = np.empty(max((step.kept.stop - step.kept.start for step in steps), default=0), total.dtype)
+    count = max((step.kept.stop - step.kept.start for step in steps), default=0)
+    received = array_namespace(total).empty(count, total.dtype)
     for step in steps:
         mine = total[step.kept]
         incoming = received[: mine.size]
@@ -105,13 +107,13 @@ def _halve(total: np.ndarray, steps: Sequence[_Exchange], op: Reduction, comm: C
         op.into(mine, incoming)
 
 
-def _double(x: np.ndarray, steps: Sequence[_Exchange], comm: Communicator, tag: int) -> Steps:
+def _double(x: Array, steps: Sequence[_Exchange], comm: Messages, tag: int) -> Steps:
     """Complete ``x`` from what the last of ``steps`` kept: the same way back."""
     for step in reversed(steps):
         yield [comm.isend(x[step.kept], step.partner, tag), comm.irecv(x[step.given], step.partner, tag)]
 
 
-def _allreduce_segment(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+def _allreduce_segment(x: Array, op: Reduction, comm: Messages, tag: int) -> Steps:
     folded, total = _Folded(comm), op.widened(x)
     yield from _fold(total, op, folded, comm, tag)
     if folded.active:
@@ -125,17 +127,22 @@ def _allreduce_segment(x: np.ndarray, op: Reduction, comm: Communicator, tag: in
         yield [comm.isend(x, folded.other, tag) if folded.active else comm.irecv(x, folded.other, tag)]
 
 
-def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``."""
+    yield from together(lanes(x, op, comm, tag))
 
-    def segment(piece: np.ndarray, own_tag: int) -> Steps:
+
+def lanes(x: Array, op: Reduction, comm: Messages, tag: int) -> list[Steps]:
+    """The machines that reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm`` in segments."""
+
+    def segment(piece: Array, own_tag: int) -> Steps:
         return _allreduce_segment(piece, op, comm, own_tag)
 
-    yield from together(in_lanes(segments(x, SEGMENT_NBYTES), segment, tag))
+    return in_lanes(segments(x, SEGMENT_NBYTES), segment, tag)
 
 
 def _reduce_scatter_segment(
-    parts: Sequence[np.ndarray], out: np.ndarray, op: Reduction, comm: Communicator, tag: int
+    parts: Sequence[np.ndarray], out: np.ndarray, op: Reduction, comm: Messages, tag: int
 ) -> Steps:
     """Reduce ``parts[r]`` into ``out`` of rank r, for every r; ``parts`` stay as they are."""
     folded, total = _Folded(comm), op.widened(np.concatenate(parts))
@@ -153,7 +160,7 @@ def _reduce_scatter_segment(
     op.finish(total[own], comm.size, out)
 
 
-def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part (see `split`) into ``out``."""
     count = max(1, -(-x.nbytes // SEGMENT_NBYTES))
     pieces = zip(*(split(part, count) for part in split(x, comm.size)), strict=True)

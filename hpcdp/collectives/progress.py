@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..arrays import Array
 from ..comm import Communicator, Request, World
 from ..comm.communicator import LANE_BITS, OPERATION_BITS, make_tag, split
 from ..comm.steps import Steps, wait_for
@@ -157,7 +158,7 @@ MESSAGE_NBYTES = 60 << 10
 until the receiver, which may be busy or asleep, has answered."""
 
 
-def segments(x: np.ndarray, nbytes: int) -> list[np.ndarray]:
+def segments(x: Array, nbytes: int) -> list[Array]:
     """``x``, shape ``(count,)``, in nearly equal pieces of at most about ``nbytes`` bytes; at least one."""
     return split(x, max(1, -(-x.nbytes // nbytes)))
 

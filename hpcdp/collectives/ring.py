@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..comm import Communicator, Reduction, Request
-from ..comm.communicator import split
+from ..arrays import Array, array_namespace
+from ..comm import Reduction, Request
+from ..comm.communicator import Messages, split
 from .progress import LANES, MESSAGE_NBYTES, Steps, in_lanes, segments, together
 
 
@@ -30,14 +31,14 @@ from .progress import LANES, MESSAGE_NBYTES, Steps, in_lanes, segments, together
 class Ring:
     """One rank's place in a ring through all ranks of ``comm``."""
 
-    comm: Communicator
+    comm: Messages
     size: int
     position: int
     left: int
     right: int
 
     @classmethod
-    def through(cls, comm: Communicator, order: Sequence[int] | None = None) -> Ring:
+    def through(cls, comm: Messages, order: Sequence[int] | None = None) -> Ring:
         """The ring that visits the ranks in ``order``, default 0 to n - 1."""
         n = comm.size
         if order is None:
@@ -46,10 +47,10 @@ class Ring:
         return cls(comm, n, position, order[position - 1], order[(position + 1) % n])
 
 
-def reduce_shards(shards: Sequence[np.ndarray], op: Reduction, ring: Ring, tag: int) -> Steps:
+def reduce_shards(shards: Sequence[Array], op: Reduction, ring: Ring, tag: int) -> Steps:
     """Reduce ``shards[p]`` into the accumulator of position p, for every p; the others are left as partial results."""
     n, me, comm = ring.size, ring.position, ring.comm
-    received = np.empty(max(shard.size for shard in shards), shards[0].dtype)
+    received = array_namespace(shards[0]).empty(max(shard.size for shard in shards), shards[0].dtype)
     for step in range(1, n):
         mine, sent = shards[(me - step - 1) % n], shards[(me - step) % n]
         incoming = received[: mine.size]
@@ -57,7 +58,7 @@ def reduce_shards(shards: Sequence[np.ndarray], op: Reduction, ring: Ring, tag: 
         op.into(mine, incoming)
 
 
-def gather_shards(shards: Sequence[np.ndarray], ring: Ring, tag: int) -> Steps:
+def gather_shards(shards: Sequence[Array], ring: Ring, tag: int) -> Steps:
     """Bring ``shards[p]`` of position p to everybody, for every p."""
     n, me, comm = ring.size, ring.position, ring.comm
     for step in range(n - 1):
@@ -65,7 +66,7 @@ def gather_shards(shards: Sequence[np.ndarray], ring: Ring, tag: int) -> Steps:
         yield [comm.isend(sent, ring.right, tag), comm.irecv(incoming, ring.left, tag)]
 
 
-def allreduce_segment(x: np.ndarray, op: Reduction, ring: Ring, tag: int) -> Steps:
+def allreduce_segment(x: Array, op: Reduction, ring: Ring, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over the ring, in one go."""
     n, me = ring.size, ring.position
     if n == 1:
@@ -79,24 +80,22 @@ def allreduce_segment(x: np.ndarray, op: Reduction, ring: Ring, tag: int) -> Ste
     yield from gather_shards(final, ring, tag)
 
 
-def _rotated(chunks: list[np.ndarray]) -> list[np.ndarray]:
+def _rotated(chunks: list[Array]) -> list[Array]:
     return chunks[1:] + chunks[:1]  # chunk i is complete at position i - 1
 
 
-def allreduce(x: np.ndarray, op: Reduction, comm: Communicator, tag: int, turn: Request | None = None) -> Steps:
+def allreduce(x: np.ndarray, op: Reduction, comm: Messages, tag: int, turn: Request | None = None) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over all ranks of ``comm``; segments begin when it is its ``turn``."""
     yield from together(lanes(x, op, Ring.through(comm), tag, turn=turn))
 
 
-def lanes(
-    x: np.ndarray, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None
-) -> list[Steps]:
+def lanes(x: Array, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn: Request | None = None) -> list[Steps]:
     """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
     pieces = segments(x, MESSAGE_NBYTES * ring.size)
     return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most, turn)
 
 
-def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communicator, tag: int) -> Steps:
+def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, over all ranks, this rank's part into ``out``; ``x`` is overwritten."""
     shards = split(op.widened(x), comm.size)
     if comm.size > 1:
@@ -105,7 +104,7 @@ def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Communic
     op.finish(shards[comm.rank], comm.size, out)
 
 
-def allgather(out: np.ndarray, comm: Communicator, tag: int) -> Steps:
+def allgather(out: np.ndarray, comm: Messages, tag: int) -> Steps:
     """Complete ``out``, shape ``(count,)``, in which every rank has written its own part."""
     if comm.size > 1:
         ring, shards = Ring.through(comm), split(out, comm.size)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..arrays import Array
 from ..errors import MismatchError
 
 LANE_BITS, OPERATION_BITS = 6, 9
@@ -62,11 +63,32 @@ class Request(Protocol):
         ...
 
 
-class Communicator(Protocol):
-    """A group of ranks that exchange messages. Arrays are contiguous NumPy arrays."""
+class Messages(Protocol):
+    """What algorithms of collectives need: messages between some ranks. Arrays are contiguous."""
 
     rank: int
     size: int
+
+    def isend(self, x: Array, dest: int, tag: int = 0) -> Request:
+        """Send ``x`` to ``dest``; ``x`` must not change before the request is complete."""
+        ...
+
+    def irecv(self, x: Array, source: int, tag: int = 0) -> Request:
+        """Receive into ``x`` from ``source``, which must have sent as many bytes.
+
+        Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.
+        """
+        ...
+
+
+class Communicator(Messages, Protocol):
+    """A group of ranks that exchange messages.
+
+    Arrays are NumPy's; where `cuda_aware.agreed` says so `isend` and `irecv` take CuPy's, too. No work on the GPU may
+    then still write to what is sent, or use what is to be received into, and what comes is there when the request is
+    complete.
+    """
+
     signatures: int
     """How many different signatures its tags can carry."""
     lost: set[int]
@@ -77,17 +99,6 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
-        ...
-
-    def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> Request:
-        """Send ``x`` to ``dest``; ``x`` must not change before the request is complete."""
-        ...
-
-    def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
-        """Receive into ``x`` from ``source``, which must have sent as many bytes.
-
-        Waiting raises MismatchError where it sent something else of this operation: see `make_tag`.
-        """
         ...
 
     def takes_note(self, error: Exception) -> bool:
@@ -163,7 +174,7 @@ def bounds(count: int, n: int) -> list[int]:
     return [count * part // n for part in range(n + 1)]
 
 
-def split(flat: np.ndarray, n: int) -> list[np.ndarray]:
+def split(flat: Array, n: int) -> list[Array]:
     """``n`` nearly equal parts of ``flat``, shape ``(count,)``: views."""
     ends = bounds(flat.size, n)
     return [flat[first:last] for first, last in itertools.pairwise(ends)]

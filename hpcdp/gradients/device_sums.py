@@ -5,7 +5,8 @@ What `Reducer` and `Rail` do with rows in a node's memory, for rows on GPUs::
     backward | reduce-scatter in the node | own part: host, rail, host | allgather in the node | update
 
 Streams are ordered by events; only the rail makes the host wait. On one node it is one allreduce. With compression the
-own part stays on the GPU and its codes go to the host and over the rail.
+own part stays on the GPU and its codes go to the host and over the rail. Where messages take arrays on GPUs
+(`cuda_aware`), and without compression, nothing goes to the host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..collectives.progress import Steps
-from ..comm import Communicator, Request, World, node_groups
+from ..comm import Communicator, Request, World, cuda_aware, node_groups
 from ..comm.agreement import on_every_rank
 from ..comm.communicator import make_tag
 from ..comm.node_rows import SUMMED_KINDS, NodeRows, Part, RowSize, lone_rows, parts_of
@@ -29,6 +30,7 @@ from ..streams import Event, Streams
 from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .code_staging import CodeStaging, Share
+from .direct import Direct
 from .rail import padding, summed
 from .staging import Staging
 
@@ -44,9 +46,11 @@ class DeviceSums:
         rail: of `World.rail_comm`, for messages; None where this rank has none.
         signature: see `make_tag`.
         compression: how what goes between nodes is compressed, or with its ``inside_nodes`` between ranks. None: not.
+        sharded: leave each part of the sums with its owner in the node, until `gather` brings it to the others.
 
     Raises:
         DeviceError: another device is current; on all ranks. And see `node_groups.make`.
+        ConfigError: see `cuda_aware.agreed`; on all ranks.
         UnsupportedError: parameters on several GPUs, on all ranks; dtypes that no node can send to others. And see
             `node_groups.make`.
     """
@@ -60,7 +64,9 @@ class DeviceSums:
         rail: Communicator | None,
         signature: int,
         compression: Compression | None,
+        sharded: bool = False,
     ) -> None:
+        self.sharded = sharded
         self._streams = streams = on_every_rank(world.comm, lambda: _streams_of(params))
         self._counts = layout.counts
         sizes = [
@@ -80,37 +86,66 @@ class DeviceSums:
         self.on_one_node = not alone and world.num_nodes == 1
         """Whether GPUs alone sum, and no message is sent."""
         self._across = comm if alone else rail
+        self.goes_direct = False
+        """Whether messages go from and to GPUs' memory, and not through the host; alike on all ranks."""
         self._staging: Staging | None = None
+        self._direct: Direct | None = None
         self.codes: CodeStaging | None = None
         """What encodes this rank's part of each bucket; None without compression, or where it sends none."""
         if not self.on_one_node:
             _require_sums_on_the_host(sizes)
+            self.goes_direct = compression is None and cuda_aware.agreed(world)[0]
             if self._across is not None and compression is not None:
                 self.codes = CodeStaging(streams, self._shares(layout), compression, self._across)
+            elif self._across is not None and self.goes_direct:
+                self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
         self._signature = signature
         self._filled, self._done = ([streams.event() for _ in sizes] for _ in range(2))
+        self._behind: list[Sequence[Event]] = [() for _ in sizes]
+        """Of each bucket the events behind what was last done with it."""
+        self.copies = (1, 0)
+        """How many ranks have this rank's part of the sums, and which of them it is."""
+        if alone:
+            self.copies = (world.size, world.rank)
+        elif rail is not None:
+            self.copies = (rail.size, rail.rank)
 
     def rows(self, number: int) -> Array:
         """Where the gradients of bucket ``number`` are to be written, shape ``(1, count)``."""
         return self._rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
 
     def filled(self, bucket: Bucket) -> None:
-        """Its gradients are given to this thread's current stream; called before `sum`."""
+        """What is in its row is given to this thread's current stream; called before `sum` and `gather`."""
         self._streams.record(self._filled[bucket.number], self._streams.current())
 
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU."""
         number, filled = bucket.number, (self._filled[bucket.number],)
         row, parts = self._rows[number], self._parts[number]
-        if self.on_one_node:
+        if self.on_one_node and not self.sharded:
             yield from row.allreduce(filled)
+            self._note(number)
+            return
+        yield from row.reduce_scatter(parts, filled)
+        self._note(number)
+        summed_over_nodes = () if self.on_one_node else (yield from self._sum_over_nodes(number, row, turn))
+        if self.sharded:
+            self._behind[number] = (*self._behind[number], *summed_over_nodes)
         else:
-            yield from row.reduce_scatter(parts, filled)
-            summed_over_nodes = yield from self._sum_over_nodes(number, row, turn)
             yield from row.allgather(parts, summed_over_nodes)
-        self._streams.record(self._done[number], row.stream)
+            self._note(number)
+
+    def gather(self, bucket: Bucket) -> Steps:
+        """Bring each part of a bucket from its owner's row to those of the node's other ranks, as `sum` does."""
+        number = bucket.number
+        yield from self._rows[number].allgather(self._parts[number], (self._filled[number],))
+        self._note(number)
+
+    def _note(self, number: int) -> None:
+        self._streams.record(self._done[number], self._rows[number].stream)
+        self._behind[number] = (self._done[number],)
 
     def _sum_over_nodes(self, number: int, row: NodeRows, turn: Request | None) -> StepsTo[Sequence[Event]]:
         """Sum this rank's part; returns the events behind which the sum is there."""
@@ -120,6 +155,8 @@ class DeviceSums:
         tag = make_tag(self._signature % across.signatures, number)
         if self.codes is not None:
             return (yield from self.codes.sum(number, row, tag, turn))
+        if self._direct is not None:
+            return (yield from self._direct.sum(number, self._part(number), row, tag, turn))
         assert self._staging is not None
 
         def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
@@ -128,8 +165,15 @@ class DeviceSums:
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 
     def summed(self, bucket: Bucket) -> None:
-        """What this thread's current stream is given from now on finds the sums; called after `sum`."""
-        self._streams.wait_event(self._streams.current(), self._done[bucket.number])
+        """What this thread's current stream is given from now on finds what `sum` or `gather` has made; called after
+        those."""
+        self._streams.wait_events(self._streams.current(), self._behind[bucket.number])
+
+    def shard(self, number: int) -> Part:
+        """The columns of a bucket that this rank owns in its node; all where every rank gets all sums."""
+        count = self._counts[number]
+        first, last = self._parts[number][self._rank] if self.sharded else (0, count)
+        return min(first, count), min(last, count)
 
     def _part(self, number: int) -> Array:
         return self._rows[number].mine[slice(*self._parts[number][self._rank])]

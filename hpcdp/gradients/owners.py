@@ -232,7 +232,8 @@ class ShardOwner(_Flat):
     There are as many shards as the smallest node has ranks; further ranks of larger nodes own none.
 
     Nothing is gathered inside the node: when the owners are done, every rank sees the new parameters (Rajbhandari et
-    al., "ZeRO", 2020, stage 1, with the allgather replaced by shared memory).
+    al., "ZeRO", 2020, stage 1, with the allgather replaced by shared memory). On GPUs each rank has parameters of its
+    own, and they are gathered.
     """
 
     def _home(self, bucket: Bucket) -> Array:
@@ -291,4 +292,4 @@ class ShardOwner(_Flat):
 
     def update(self, step: int, scale: float) -> None:
         self._update_all(step, scale)
-        self.reducer.gate.barrier()
+        self.reducer.share(self.flats)

@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from .. import kernels
-from ..arrays import from_host, to_host
+from ..arrays import Array, from_host, to_host
 from ..collectives import compressed, halving_doubling, ring
-from ..collectives.progress import Steps
-from ..comm import Communicator, Request, World
-from ..comm.communicator import make_tag
+from ..collectives.progress import Steps, together
+from ..comm import Communicator, Reduction, Request, World
+from ..comm.communicator import Messages, make_tag
 from ..comm.reductions import resolve
 from ..compression import Compression, ErrorFeedback
 from .bucket import Bucket
@@ -105,11 +105,14 @@ class Rail:
 
 def summed(x: np.ndarray, comm: Communicator, tag: int, turn: Request | None) -> Steps:
     """Sum ``x``, shape ``(count,)``, in place over all ranks of ``comm``, uncompressed; long ones wait for ``turn``."""
-    total = resolve("reduction", "sum", x.dtype)
+    yield from together(lanes_of_sum(x, resolve("reduction", "sum", x.dtype), comm, tag, turn))
+
+
+def lanes_of_sum(x: Array, total: Reduction, comm: Messages, tag: int, turn: Request | None) -> list[Steps]:
+    """The machines of `summed`, which add up by ``total``."""
     if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
-        yield from halving_doubling.allreduce(x, total, comm, tag)
-    else:
-        yield from ring.allreduce(x, total, comm, tag, turn)
+        return halving_doubling.lanes(x, total, comm, tag)
+    return ring.lanes(x, total, ring.Ring.through(comm), tag, turn=turn)
 
 
 def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:

@@ -18,6 +18,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -64,6 +65,7 @@ class Reducer:
         compression: how messages are compressed. None: not at all.
         virtual_shards: into how many pieces global batches are cut, for sums alike on any number of ranks, all of whose
             arrays are on the host; not with ``compression``. None: one a rank.
+        sharded: sum on GPUs, too, each shard for its owner in the node alone, as in memory that ranks share.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Reducer:
         overlap: bool | None = None,
         compression: Compression | None = None,
         virtual_shards: int | None = None,
+        sharded: bool = False,
     ) -> None:
         self.layout = layout
         self.world = world
@@ -112,7 +115,14 @@ class Reducer:
         self.gpus: DeviceSums | None = None
         """How buckets on GPUs are summed."""
         if on_gpus and everyone is not None:
-            self.gpus = DeviceSums(params, layout, world, everyone, between_nodes, self._signature, compression)
+            self.gpus = DeviceSums(
+                params, layout, world, everyone, between_nodes, self._signature, compression, sharded
+            )
+        self.copies = (1, 0) if rail is None else (rail.size, rail.rank)
+        """How many ranks sum this rank's shards, and which of them it is."""
+        if self.gpus is not None and sharded:
+            self.copies = self.gpus.copies
+            self.is_counted = self.copies[1] == 0
         sends_nothing = self.on_one_node if self.gpus is None else self.gpus.on_one_node
         if compression is not None and sends_nothing and world.rank == 0 and world.size > 1:
             warnings.warn(
@@ -135,6 +145,8 @@ class Reducer:
             param.grad_hook = self._written
         self.num_missing = len(params)
         """Gradients that backward has still to write in this step."""
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
         self._overwriting: dict[str, str] | None = None
@@ -171,8 +183,11 @@ class Reducer:
             rows = self._namespace.zeros((1, count), dtype=dtype)
         else:
             rows = self.memory.alloc((self.memory.size, count), dtype)
-        owns_some = self.memory.rank < self.num_shards
-        shard = self.layout.shard(number, self.num_shards, self.memory.rank) if owns_some else (0, 0)
+        if self.gpus is not None:
+            shard = self.gpus.shard(number)
+        else:
+            owns_some = self.memory.rank < self.num_shards
+            shard = self.layout.shard(number, self.num_shards, self.memory.rank) if owns_some else (0, 0)
         slots = [slot for slot in self.layout.slots if slot.bucket == number]
         return Bucket(number, slots, rows, self.memory.rank, shard)
 
@@ -353,6 +368,10 @@ class Reducer:
 
         Every rank must call. Without overlap, all must have left backward.
         """
+        with self.waiting():
+            self._reduce_shards()
+
+    def _reduce_shards(self) -> None:
         if self.beside is not None:
             for bucket in reversed(self.buckets):
                 self.beside.wait(bucket)
@@ -399,9 +418,39 @@ class Reducer:
                 bucket.state = State.REDUCED
         else:
             self.reduce_shards()
+            self._gather_on_gpus()
             for bucket, shard in self.shards():
                 for other in range(self.memory.size):
                     if other != self.memory.rank:
                         bucket.rows[other, slice(*bucket.shard)] = shard
         self.gate.barrier()
         self.holds_sums = True
+
+    def _gather_on_gpus(self) -> None:
+        """Bring shards of buckets on GPUs from their owners to the node's other ranks, where those have them not."""
+        if self.gpus is None or not self.gpus.sharded:
+            return
+        with self.waiting():
+            for bucket in self.buckets:
+                self.gpus.filled(bucket)
+            with self._watchdog.watching("allgather", lambda: "shards on GPUs"):
+                Together([self.gpus.gather(bucket) for bucket in self.buckets]).wait()
+            for bucket in self.buckets:
+                self.gpus.summed(bucket)
+
+    def share(self, flats: Sequence[Array]) -> None:
+        """Bring each shard of the parameters from its owner to the node's other ranks; every rank must call.
+
+        It overwrites the gradients on GPUs; of others nothing is left to do, which have the parameters once.
+
+        Args:
+            flats: the parameters of each bucket, of which this rank has updated its shard.
+        """
+        if self.gpus is not None and self.gpus.sharded:
+            for (_, shard), bucket, flat in zip(self.shards(), self.buckets, flats, strict=True):
+                shard[...] = flat[slice(*bucket.shard)]
+            self._gather_on_gpus()
+            for bucket, flat in zip(self.buckets, flats, strict=True):
+                first, last = bucket.shard
+                flat[:first], flat[last:] = bucket.mine[:first], bucket.mine[last:]
+        self.gate.barrier()

@@ -20,8 +20,8 @@ def optimizer_states(owner: Owner, reducer: Reducer) -> dict[str, dict[str, Shar
 
     Parts are views of what the owner has. Waits for updates under way.
     """
-    rail, world = reducer.rail, reducer.world
-    copies, copy = (1, 0) if rail is None else (rail.comm.size, rail.comm.rank)
+    world = reducer.world
+    copies, copy = reducer.copies
     if owner.holds_all:
         copies, copy = world.size, world.rank
     found: dict[str, dict[str, Sharded]] = {}

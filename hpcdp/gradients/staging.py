@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..arrays import Array
-from ..collectives.progress import LANES, Steps, segments, together
+from ..collectives.progress import LANES, Steps, in_lanes, segments, together
 from ..comm import Request
 from ..comm.node_rows import NodeRows
 from ..comm.steps import StepsTo, Until
@@ -68,11 +68,10 @@ class Staging:
         streams.wait_event(self._down, self._ready[number])
         pieces = segments(part, SEGMENT_NBYTES)
 
-        def one_after_another(lane: int) -> Steps:
-            for piece in pieces[lane::SLOTS]:
-                yield from self._through(slots[lane], piece, row, total, tag + lane * LANES, turn)
+        def through(piece: Array, lane: int) -> Steps:
+            return self._through(slots[lane], piece, row, total, tag + lane * LANES, turn)
 
-        yield from together([one_after_another(lane) for lane in range(min(SLOTS, len(pieces)))])
+        yield from together(in_lanes(pieces, through, 0, SLOTS))
         return tuple(slot.returned for slot in slots[: len(pieces)])
 
     def _through(self, slot: _Slot, piece: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None) -> Steps:

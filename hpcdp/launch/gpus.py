@@ -30,13 +30,9 @@ print("CuPy", cupy.__version__, f"NCCL {release}" if number else "without NCCL")
 _CUDA_AWARE = """
 import ctypes, sys
 import hpcdp
+from hpcdp.comm import cuda_aware
 world = hpcdp.init()
-library, said = ctypes.CDLL(sys.argv[1]), ctypes.c_int()
-if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI
-    said.value = library.MPIX_Query_cuda_support()
-elif hasattr(library, "MPIX_GPU_query_support"):  # MPICH
-    library.MPIX_GPU_query_support(0, ctypes.byref(said))
-if not said.value:
+if not cuda_aware.says(ctypes.CDLL(sys.argv[1])):
     answer = "no, it says"
 else:
     import cupy

@@ -42,7 +42,7 @@ class DistributedDataParallel(torch.nn.Module):
         world: the ranks; default `hpcdp.init()`.
         owner: ``"rank"``: every rank gets all averages, and updates everything, with any optimizer. ``"shard"``: a
             `ShardedOptimizer` is to follow, which sums and updates in one; with overlap there is one backward for each
-            of its steps, or all but the last are within `no_sync`. On the CPU.
+            of its steps, or all but the last are within `no_sync`.
         broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
             Those on a GPU go through the host, which waits for them.
         find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
@@ -57,8 +57,7 @@ class DistributedDataParallel(torch.nn.Module):
         MismatchError: the ranks' parameters or settings differ; on every rank, naming ranks and the first difference.
         ConfigError: no trainable parameters, an unknown owner or codec.
             Or the module is on a GPU, and there is no CuPy.
-        UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are; or
-            ``owner="shard"`` on a GPU.
+        UnsupportedError: a parameter that is not dense and of a floating dtype, or not where the others are.
 
     Source: Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020, section 3.
     """
@@ -88,7 +87,7 @@ class DistributedDataParallel(torch.nn.Module):
                 "DistributedDataParallel", where="module", expected="at least one parameter that requires a gradient",
                 got="none",
             )  # fmt: skip
-        self.device = _one_device(trained, owner)
+        self.device = _one_device(trained)
         """The GPU that the module is on, None on the host."""
         settings = Compression.of(compression)
         self.module = module
@@ -106,7 +105,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
         with exchange.on_torchs_stream(self.device):
-            reducer = Reducer(trained, layout, self.world, overlap, settings)
+            reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
         self.backward_pass.turns.events["forward"] = self._share_buffers
 
@@ -261,19 +260,14 @@ class DistributedDataParallel(torch.nn.Module):
             backward.syncing = before
 
 
-def _one_device(trained: Sequence[TorchParameter], owner: str) -> Device | None:
-    """Where all parameters are; `UnsupportedError` where there is no such place, or ``owner`` is not for it."""
+def _one_device(trained: Sequence[TorchParameter]) -> Device | None:
+    """Where all parameters are; `UnsupportedError` where there is no such place."""
     device = trained[0].device
     odd = next((param for param in trained if param.device != device), None)
     if odd is not None:
         raise UnsupportedError(
             "DistributedDataParallel", where=odd.name, expected=f"all parameters on {trained[0].tensor.device}",
             got=odd.tensor.device, remedy="module.to(device), with a GPU for each rank",
-        )  # fmt: skip
-    if device is not None and owner != "rank":
-        raise UnsupportedError(
-            "DistributedDataParallel", where="owner", expected="'rank' with parameters on a GPU", got=repr(owner),
-            remedy="take an optimizer of torch's own, not a ShardedOptimizer",
         )  # fmt: skip
     return device
 

@@ -13,7 +13,7 @@ from ..comm.agreement import on_every_rank, require_same
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..gradients import ShardOwner, norms
 from ..optim import SGD, Adam, AdamW, Optimizer
-from . import sharded_state
+from . import exchange, sharded_state
 from .distributed import DistributedDataParallel
 
 _UNSUPPORTED = ("dampening", "maximize", "amsgrad", "differentiable")
@@ -23,12 +23,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """SGD, Adam or AdamW of which every rank does its part, with the numbers of ``torch.optim``.
 
     The node's ranks hold the parameters once, in memory that they share, and each updates its shard of them by a fused
-    kernel, in the same pass that sums the gradients; it holds 1/n of the optimizer's state. Every rank must make it,
-    and must call `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`. Learning rates and the like may be
-    changed in ``param_groups`` between steps, by torch's schedulers, too.
+    kernel, in the same pass that sums the gradients; it holds 1/n of the optimizer's state. On GPUs each rank has all
+    parameters, and gets from the others of its node what those have updated. Every rank must make it, and must call
+    `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`. Learning rates and the like may be changed in
+    ``param_groups`` between steps, by torch's schedulers, too.
 
     Args:
-        model: wrapped with ``owner="shard"``. From now on its parameters are views of shared memory.
+        model: wrapped with ``owner="shard"``. From now on its parameters are views of shared memory, on
+            a GPU of flat arrays.
         optimizer_class: ``torch.optim.SGD``, ``torch.optim.Adam`` or ``torch.optim.AdamW``.
         params: parameters, or dicts of parameters and settings, as torch's optimizers take them; None: all.
         settings: as ``optimizer_class`` takes them.
@@ -80,7 +82,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups = self._whole.param_groups
         rules = self._rules_by_name()
         self._require_same_groups("ShardedOptimizer")
-        self._owner = ShardOwner(self._backward.reducer, self._rules[0], rules)
+        self._device = model.device
+        with exchange.on_torchs_stream(self._device):
+            self._owner = ShardOwner(self._backward.reducer, self._rules[0], rules)
         self._places = {name: each.tensor.data_ptr() for name, each in self._backward.params.items()}
         self._backward.awaits_step = True
         self._steps = 0
@@ -176,13 +180,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._scale is None:
                 self._close(numbers)
                 self._steps += 1
-                self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
+                with exchange.on_torchs_stream(self._device):
+                    self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
             else:
                 _, alike = self._backward.reducer.closing.tally_alike(numbers)
                 if not alike:
                     self._backward.refuse(numbers)
                 self._steps += 1
-                self._shards.update(self._steps, self._scale)
+                with exchange.on_torchs_stream(self._device):
+                    self._shards.update(self._steps, self._scale)
             self._shards.pass_over()
         finally:
             self._drop()
@@ -250,7 +256,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _norm(self, operation: str, setting: float) -> float:
         """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
         reducer = self._backward.reducer
-        (squares,), alike = reducer.closing.tally_alike((setting,), norms.of_shards(reducer))
+        with exchange.on_torchs_stream(self._device):
+            own = norms.of_shards(reducer)
+        (squares,), alike = reducer.closing.tally_alike((setting,), own)
         if not alike:
             require_same(self._world.comm, operation, [f"{operation} by {setting!r}"], "pass the same on all ranks")
         return math.sqrt(squares)
@@ -259,7 +267,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Sum the gradients over all ranks, unless they are; what the sums are to be multiplied with."""
         if self._scale is None:
             self._close(())
-            self._shards.reduce()
+            with exchange.on_torchs_stream(self._device):
+                self._shards.reduce()
             self._scale = 1.0 / self._backward.turns.divisor
         return self._scale
 
@@ -278,7 +287,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call."""
-        return sharded_state.give(self._whole, self._backward, self._shards, self._steps)
+        with exchange.on_torchs_stream(self._device):
+            return sharded_state.give(self._whole, self._backward, self._shards, self._steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call.
@@ -293,7 +303,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_same(self._world.comm, "load_state_dict", described, "load the same on all ranks")
         self._whole.load_state_dict(state_dict)
         self.param_groups = self._whole.param_groups
-        self._steps = sharded_state.take(self._whole, self._backward, self._shards)
+        with exchange.on_torchs_stream(self._device):
+            self._steps = sharded_state.take(self._whole, self._backward, self._shards)
         self._shards.set_rules(self._rules_by_name())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arrays import from_host, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..errors import ConfigError
@@ -33,7 +34,8 @@ def give(whole: torch.optim.Optimizer, backward: Backward, owner: ShardOwner, st
         if not made or id(tensor) not in updated:
             continue
         state: dict[str, Any] = {
-            _NAMES[name]: torch.from_numpy(_part(array, slot).copy()) for name, array in flat[slot.bucket].items()
+            _NAMES[name]: torch.from_numpy(_part(array, slot).copy()).to(tensor.device)
+            for name, array in flat[slot.bucket].items()
         }
         if "exp_avg" in state:
             state["step"] = torch.tensor(float(made))
@@ -112,7 +114,7 @@ def described(state_dict: dict[str, Any]) -> list[str]:
 def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor) or not value.dim():
         return str(value)
-    return f"crc32 {zlib.crc32(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()):08x}"
+    return f"crc32 {zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()):08x}"
 
 
 def take(whole: torch.optim.Optimizer, backward: Backward, owner: ShardOwner) -> int:
@@ -125,9 +127,9 @@ def take(whole: torch.optim.Optimizer, backward: Backward, owner: ShardOwner) ->
             for slot in bucket.slots:
                 state = whole.state.get(backward.params[slot.name].tensor, {})
                 if state.get(_NAMES[name]) is not None:
-                    _part(full, slot)[...] = state[_NAMES[name]].numpy()
+                    _part(full, slot)[...] = state[_NAMES[name]].cpu().numpy()
                     steps[slot.name] = int(state.get("step", 1))
-            mine[...] = full[first:last]
+            mine[...] = from_host(full[first:last], mine)
     most = max(steps.values())
     owner.passed_over = {name: most - each for name, each in steps.items() if each < most}
     whole.state.clear()
@@ -142,7 +144,7 @@ def _gathered(bucket: Bucket, backward: Backward, owner: ShardOwner) -> dict[str
     for name, mine in owner.states[bucket.number].items():
         full = np.zeros(bucket.mine.shape, bucket.mine.dtype)
         if backward.reducer.is_counted:
-            full[first:last] = mine
+            full[first:last] = to_host(mine)
         found[name] = allreduce(full, "sum", world)
     return found
 

@@ -17,15 +17,16 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """As ``torch.nn.SyncBatchNorm``: in training, mean and variance are those of the batches of all ranks together.
 
     Input of shape ``(N, C, ...)``, where N may differ between ranks and be 0 on some. Every rank must run the same
-    forwards and backwards. Evaluation needs no other rank.
+    forwards and backwards. Evaluation needs no other rank. As torch's it normalises by the biased variance, and keeps
+    the unbiased one in ``running_var``, both over all ranks.
 
     Args:
         world: the ranks; default `hpcdp.init()`. The others are those of ``torch.nn.BatchNorm2d``.
 
     Raises:
         ValueError: an input of fewer than two dimensions; no rank has more than one value for a channel.
-        UnsupportedError: an input that is neither in CPU memory nor on a CUDA GPU. From there the sums of each forward
-            and backward go through the host, which waits for them.
+        UnsupportedError: an input that is neither in CPU memory nor on a CUDA GPU. From there two sums a
+            channel of each forward, their count, and two of each backward, go through the host, which waits for them.
 
     Source: Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1, over the global batch.
     """

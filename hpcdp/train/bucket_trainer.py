@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from .. import autograd
-from ..arrays import from_host, to_host
+from ..arrays import from_host, is_cupy, to_host
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..compression import Compression, Settings
+from ..devices import Device
 from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
 from ..gradients.bucket import Parameter
@@ -23,7 +24,9 @@ from ..gradients.buckets import plan
 from ..gradients.critical_path import BucketTimes
 from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
+from ..streams import Streams
 from . import trainer_states
+from .gpu_times import EXPOSED, GpuTimes
 from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, stale_anywhere
@@ -108,16 +111,32 @@ class BucketTrainer(Trainer):
             param.data[...] = from_host(values, param.data)
         show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
-        self.reducer = Reducer(ours, layout, self.world, overlap, self.compression, self.virtual_shards)
+        self.reducer = Reducer(
+            ours, layout, self.world, overlap, self.compression, self.virtual_shards, sharded=owner == "shard"
+        )
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
+        self._on_host = True
         self._stale: list[str] = []
         """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
         enter_shard(None)  # that of an earlier trainer
         shards = self.reducer.virtual_shards
         self._reproducible = None if shards is None else ReproducibleSteps(shards, params, self.world)
+
+    def measure_on_gpu(self) -> GpuTimes | None:
+        if not all(is_cupy(param.data) for param in self.reducer.params.values()):
+            return None
+
+        def read(name: str, seconds: float) -> None:
+            if name == EXPOSED:
+                self.stats.waited_on_gpu(seconds)
+
+        times = GpuTimes(Streams(Device.of(next(iter(self.reducer.params.values())).data)), read)
+        self.reducer.waiting = lambda: times.part(EXPOSED)
+        self._on_host = False
+        return times
 
     def _somebody_shares(self) -> bool:
         """Whether the ranks of some node hold the buckets together; every rank must call: nodes may differ."""
@@ -348,7 +367,7 @@ class BucketTrainer(Trainer):
 
     def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
-        self.stats.waited(began_ns, time.perf_counter_ns())
+        self.stats.waited(began_ns, time.perf_counter_ns(), self._on_host)
         self.stats.ran((each.launched_ns, each.done_ns) for each in self.bucket_times)
 
     def _refuse_unfinished(self, operation: str) -> None:

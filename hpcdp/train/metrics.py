@@ -32,7 +32,9 @@ _TAGS = {
 class Timer:
     """Seconds of wall time over several intervals, as the document's ``Timer``; also a context manager.
 
-    ``times`` holds one number of seconds an interval.
+    ``times`` holds one number of seconds an interval. They are the host's, which gives a GPU its work and goes on: let
+    it wait for what the GPU has made (``float(loss)``) before `stop`, or look at what `fit` records of steps, which are
+    measured by the GPU's own events.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpcdp.gradients.critical_path import (
 )
 from hpcdp.trace import Span, Trace
 
+from .gpu_times import GpuTimes
 from .metrics import Record
 from .trainer import Trainer
 
@@ -35,17 +37,25 @@ DATA, FORWARD, BACKWARD, STEP = "data", "forward", "backward", "step"
 
 
 class Phase:
-    """One part of a step, entered again in every step: adds up its time, and is a span of the trace if there is one."""
+    """One part of a step, entered again in every step: adds up its time, and is a span of the trace if there is one.
 
-    def __init__(self, name: str, trace: Trace | None) -> None:
+    Args:
+        times: where that part of the step is computed on a GPU, what measures it there, too.
+    """
+
+    def __init__(self, name: str, trace: Trace | None, times: GpuTimes | None = None) -> None:
         self.name = name
         self.total_ns = 0
-        """Since the last `StepReport.start_epoch`."""
+        """Of the host, since the last `StepReport.start_epoch`."""
         self.start_ns = self.end_ns = 0
-        self._trace = trace
+        self._trace, self._times = trace, times
         self._span: Span | None = None
+        self._part: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
+        if self._times is not None:
+            self._part = self._times.part(self.name)
+            self._part.__enter__()
         if self._trace is not None:
             self._span = self._trace.span(self.name)
             self._span.__enter__()
@@ -58,17 +68,21 @@ class Phase:
         self.total_ns += self.end_ns - self.start_ns
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
+        self._part.__exit__(None, None, None)
 
 
 class StepReport:
     """Measures the steps of this rank, and compares them with those of others once an epoch.
 
-    Use ``with report.phase["data"]:`` and so on around each phase of a step, then `end_step`.
+    Use ``with report.phase["data"]:`` and so on around each phase of a step, then `end_step`. What is computed on a GPU
+    is measured there, by events, which are read without waiting for it, but for the last ones of an epoch.
     """
 
     def __init__(self, trainer: Trainer, world: World) -> None:
         trace: Trace | None = world.kept.get(Trace)
-        self.phase = {name: Phase(name, trace) for name in (DATA, FORWARD, BACKWARD, STEP)}
+        self._times = trainer.measure_on_gpu()
+        self.phase = {name: Phase(name, trace, self._times) for name in (FORWARD, BACKWARD, STEP)}
+        self.phase[DATA] = Phase(DATA, trace)
         self._trainer, self._world = trainer, world
         self._backwards: deque[tuple[int, int]] = deque(maxlen=3)  # updates may end a step late
         self._seen: Sequence[BucketTimes] = trainer.bucket_times
@@ -78,6 +92,8 @@ class StepReport:
         """Forget what was measured."""
         for phase in self.phase.values():
             phase.total_ns = 0
+        if self._times is not None:
+            self._times.start()
         self._steps = 0
         self._exposed_s = self._trainer.stats.exposed_s
         self._buckets: dict[int, deque[tuple[float, float]]] = {}
@@ -85,6 +101,9 @@ class StepReport:
     def end_step(self) -> None:
         """Take in what the trainer knows of its last step."""
         self._steps += 1
+        if self._times is not None:
+            self._times.end_step()
+            return  # when buckets were ready on the GPU is not known: those are times of the host
         backward = self.phase[BACKWARD]
         if not self._backwards or self._backwards[-1][0] != backward.start_ns:
             self._backwards.append((backward.start_ns, backward.end_ns))
@@ -109,6 +128,9 @@ class StepReport:
     def _summary(self) -> dict[str, Any]:
         alone = self._world.size == 1
         found: dict[str, Any] = {name: phase.total_ns / 1e9 for name, phase in self.phase.items()}
+        if self._times is not None:
+            self._times.finish()
+            found |= {name: self._times.seconds[name] for name in (FORWARD, BACKWARD, STEP)}
         return found | {
             "host": socket.gethostname(),
             "steps": self._steps,

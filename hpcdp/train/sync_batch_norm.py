@@ -16,7 +16,12 @@ class SyncBatchNorm(BatchNorm):
 
     Batches may differ in size and be empty. Every rank must run the same forwards and backwards, those without samples
     on an empty batch, as `fit` does. Prediction needs no other rank. The gradients of ``gamma`` and ``beta`` are those
-    of this rank's samples, which a `Trainer` sums as others; running statistics stay alike on all ranks.
+    of this rank's samples, which a `Trainer` sums as others; running statistics stay alike on all ranks. As those of
+    `nn.BatchNorm` they take the biased variance of the whole batch (divided by its number of values), while
+    ``torch.nn.SyncBatchNorm`` and `hpcdp.torch.SyncBatchNorm` keep the unbiased one (divided by one less).
+
+    Of a batch on a GPU two sums a channel and their count go through the host, in float64, and in backward two sums a
+    channel; the host waits for both.
 
     Args:
         world: the ranks; default `hpcdp.init()`. The others are those of `nn.BatchNorm`.

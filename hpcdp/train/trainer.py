@@ -28,6 +28,7 @@ from .policy import Policy
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
+    from .gpu_times import GpuTimes
 
 _WAITS_KEPT = 256
 """So many of the last waits can cover what ran beside them: those of a step or two, one for each bucket."""
@@ -51,16 +52,26 @@ class CommunicationStats:
         """The share of communication that ran beside computation, 0 to 1."""
         return 1.0 - self.exposed_s / self.total_s if self.total_s else 0.0
 
-    def waited(self, begin_ns: int, end_ns: int) -> None:
-        """This rank has waited from then to then; what it waited within that was told before."""
+    def waited_on_gpu(self, seconds: float) -> None:
+        """The GPU has waited for so long, as its events say."""
+        self.exposed_s += seconds
+        self.total_s += seconds
+
+    def waited(self, begin_ns: int, end_ns: int, on_host: bool = True) -> None:
+        """This rank has waited from then to then; what it waited within that was told before.
+
+        Args:
+            on_host: computes there. Else the wait is no loss by itself, and only what ran beside it is not hidden.
+        """
         added_ns = end_ns - begin_ns
         while self._waits and self._waits[-1][1] > begin_ns:
             inner_begin_ns, inner_end_ns = self._waits.pop()
             added_ns -= inner_end_ns - inner_begin_ns
             begin_ns = min(begin_ns, inner_begin_ns)
         self._waits.append((begin_ns, end_ns))
-        self.exposed_s += added_ns / 1e9
-        self.total_s += added_ns / 1e9
+        if on_host:
+            self.exposed_s += added_ns / 1e9
+            self.total_s += added_ns / 1e9
 
     def ran(self, spans: Iterable[tuple[int, int]]) -> None:
         """Something was under way in these spans, told in the order of steps: hidden, where no wait covers it."""
@@ -107,8 +118,8 @@ class Trainer:
         policy: what to do about unused parameters and gradients that are not finite.
         owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
             optimizer's state for n ranks on the smallest node (`nbytes` tells). ``"auto"``: ``"shard"`` where the
-            node's ranks share memory, else ``"rank"``. The numbers are the same to the bit. This and all that follows
-            is not for stores.
+            node's ranks share memory, else, and on GPUs, ``"rank"``. The numbers are the same to the bit. This and all
+            that follows is not for stores.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
             1 to 25.
         clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
@@ -201,6 +212,13 @@ class Trainer:
         """Bytes of this rank: its share of the ``"parameters"``, its ``"gradients"``, with the sums of virtual shards
         where it is reproducible, its part of the ``"state"``, unless a store has it."""
         raise NotImplementedError
+
+    def measure_on_gpu(self) -> GpuTimes | None:
+        """What measures steps from now on where they are computed on a GPU; None where they are not, and for stores.
+
+        Parts that wait for other ranks it calls `EXPOSED`; they count in `stats`.
+        """
+        return None
 
     def step(self, count: int) -> int:
         """Reduce the gradients over all ranks and update; every rank must call. Changes parameters in place.

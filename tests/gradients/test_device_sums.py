@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from parameters_on_gpus import SHAPES, Parameter, bring_to_host, device_of, gradient, show_gpus, use_gpu, wanted
 
 import hpcdp
 from hpcdp import optim
@@ -24,34 +25,11 @@ from hpcdp.kernels import cuda_compress
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
-SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
 STEPS = 3
 THOROUGH = pytest.mark.thorough
 ORDERS = [(0, False), (1, True), pytest.param(1, False, marks=THOROUGH), pytest.param(0, True, marks=THOROUGH)]
 """In which streams take turns, and whether gradients are summed while others are computed."""
-
-
-class Parameter:
-    """What a reducer asks of a parameter, on this rank's GPU."""
-
-    def __init__(self, name, shape, dtype="f4"):
-        import cupy
-
-        self.name, self.data = name, cupy.zeros(shape, dtype)
-        self.grad, self.grad_req, self.grad_hook, self.data_hook = None, "write", None, None
-
-    def write(self, values):
-        import cupy
-
-        self.grad[...] = cupy.asarray(values)
-        self.grad_hook(self)
-
-
-def show_gpus(monkeypatch, count):
-    """Have the driver show so many GPUs."""
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
 
 
 @pytest.fixture(params=[Way.NCCL, Way.CUDA_IPC, Way.HOST])
@@ -65,33 +43,10 @@ def way(request, monkeypatch):
     return request.param
 
 
-def use_gpu(world, way):
-    device_of(world, way).use()
-
-
-def device_of(world, way):
-    return gpu(world.place if way is Way.NCCL else 0)
-
-
-def gradient(rank, step, shape):
-    return np.random.default_rng([rank, step, *shape]).integers(-99, 99, shape).astype("f4") / 8
-
-
-def wanted(n, step, shape):
-    return sum(gradient(rank, step, shape) for rank in range(n))
-
-
 def make(world, overlap, dtype="f4", compression=None):
     params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
     layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
     return Reducer(params, layout, world, overlap, Compression.of(compression)), params
-
-
-def bring_to_host(params):
-    """Parameters of a machine without GPUs."""
-    for param in params:
-        param.data = param.data.to_host()
-        param.write = lambda values, param=param: (param.grad.__setitem__(..., values), param.grad_hook(param))
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
@@ -284,9 +239,9 @@ def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, way, n, nodes, codec,
 
     host = threads.run(n, lambda world: rank(world, False, False), nodes)
     there = threads.run(n, lambda world: rank(world, True, n % 2 == 0), nodes)
-    for (steps, sent), (wanted, sent_by_host) in zip(there, host, strict=True):
+    for (steps, sent), (steps_of_host, sent_by_host) in zip(there, host, strict=True):
         assert sent == sent_by_host and sent[0] > 0
-        for mine, theirs in zip(steps, wanted, strict=True):
+        for mine, theirs in zip(steps, steps_of_host, strict=True):
             for x, y in zip(mine, theirs, strict=True):
                 np.testing.assert_array_equal(x, y)
     assert "copy" in gpus_on_host.log

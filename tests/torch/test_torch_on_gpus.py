@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from pairs import pairs
 from torch import nn
 from toy import SEEDING, add_average, loss_of
 
@@ -22,6 +23,7 @@ from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, Unsuppo
 from hpcdp.streams import Streams
 from hpcdp.torch import DistributedDataParallel, exchange
 
+SEEN = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
 NODES = [(1, None), (2, None), (3, None), (4, 2)]
 
 
@@ -30,8 +32,7 @@ def on_gpus(gpus_on_host, monkeypatch):
     """Tensors are on the GPU that is this thread's current one."""
     import cupy
 
-    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8))
-    monkeypatch.setattr(gpus, "visible", lambda: found)
+    monkeypatch.setattr(gpus, "visible", lambda: SEEN)
     monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(getattr(gpus_on_host.of_thread, "device", 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
@@ -193,13 +194,57 @@ def test_compression_goes_through_the_host(on_gpus):
             np.testing.assert_allclose(mine, param.grad.numpy(), rtol=2e-3, atol=1e-3)
 
 
-def test_what_gpus_cannot_do_is_named(on_gpus, monkeypatch):
-    def rank(world):
-        world.device.use()
-        with pytest.raises(UnsupportedError, match=r"\[owner\]: expected 'rank' with parameters on a GPU, got 'shard'"):
-            DistributedDataParallel(network(), world, owner="shard")
+def groups(model):
+    params = list(model.parameters())
+    return [{"params": params[:3]}, {"params": params[3:], "lr": 0.03}]
 
-    threads.run(2, rank)
+
+@pytest.mark.parametrize(
+    ("layout", "seen", "rule", "clip"),
+    pairs([*NODES, (5, (2, 3)), (2, 1)], [8, 1, 0], [torch.optim.SGD, torch.optim.AdamW], [None, 0.3]),
+)
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+def test_each_rank_updates_its_shard(on_gpus, monkeypatch, layout, seen, rule, clip):
+    """Of parameters that all have, with the numbers of torch, by NCCL, CUDA IPC, or each for itself."""
+    (n, nodes), overlap = layout, clip is not None
+    settings = {"lr": 0.1, "momentum": 0.9} if rule is torch.optim.SGD else {"lr": 0.01, "eps": 0.01}
+    monkeypatch.setattr(gpus, "visible", lambda: SEEN[:seen])
+
+    def rank(world):
+        model = wrapped(world, owner="shard", broadcast_buffers=False, overlap=overlap)
+        reference = network()
+        ours = hpcdp.torch.ShardedOptimizer(model, rule, groups(model), **settings)
+        theirs = rule(groups(reference), **settings)
+        with with_another_stream_of_cupys(world, on_gpus):
+            for step in range(4):
+                theirs.zero_grad()
+                ours.zero_grad()
+                loss_of(model, step, world.rank).backward()
+                add_average(reference, step, n)
+                if clip is not None:
+                    before = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+                    assert float(ours.clip_grad_norm_(clip)) == pytest.approx(float(before), rel=1e-4)
+                ours.step()
+                theirs.step()
+                for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+                    np.testing.assert_allclose(mine.detach().numpy(), wanted.detach().numpy(), rtol=1e-4, atol=1e-5)
+                if step == 1:
+                    mine, torchs = ours.state_dict(), theirs.state_dict()
+                    for number, state in torchs["state"].items():
+                        for name, wanted in state.items():
+                            np.testing.assert_allclose(mine["state"][number][name], wanted, rtol=1e-3, atol=1e-6)
+                    ours.load_state_dict(torchs)
+        owned = sum(bucket.shard[1] - bucket.shard[0] for bucket in model.backward_pass.reducer.buckets)
+        held = ours._shards.nbytes_state // len(ours._rules[0].state_names()) // 4
+        return held, owned, sum(flat.size for flat in ours._shards.flats)
+
+    found = threads.run(n, rank, nodes)
+    assert all(held == owned for held, owned, _ in found)
+    if seen and nodes is None:  # one node: each element has one owner
+        assert sum(held for held, _, _ in found) == found[0][2]
+
+
+def test_what_gpus_cannot_do_is_named(on_gpus, monkeypatch):
     net = network()
     elsewhere = {id(each): number for number, each in enumerate(net.parameters())}
     monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(elsewhere[id(tensor)] // 4))

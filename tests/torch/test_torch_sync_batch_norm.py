@@ -80,6 +80,35 @@ def test_a_wrapped_model_learns_as_one_process_with_the_whole_batch(overlap):
     threads.run(3, lambda world: rank(world, start), 1 if overlap else None)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_from_a_gpu_sums_alone_go_through_the_host(monkeypatch, n):
+    """``cpu()`` of a tensor on a GPU is a copy, here of one in host memory, too."""
+    moved = []
+
+    def copied(tensor):
+        moved.append(tensor.numel())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+
+    def rank(world):
+        torch.set_num_threads(1)
+        reference, ours = nn.BatchNorm2d(6), hpcdp.torch.SyncBatchNorm(6, world=world)
+        pieces = [samples(other, (4, 3), 0) for other in range(n)]
+        whole = torch.cat([x for x, _ in pieces]).requires_grad_()
+        mine = pieces[world.rank][0].clone().requires_grad_()
+        place = slice(sum(SAMPLES[: world.rank]), sum(SAMPLES[: world.rank + 1]))
+        expected, found = reference(whole), ours(mine)
+        expected.backward(torch.cat([gradient for _, gradient in pieces]))
+        found.backward(pieces[world.rank][1])
+        assert torch.allclose(found, expected[place], atol=1e-5)
+        assert torch.allclose(mine.grad, whole.grad[place], atol=1e-5)
+        assert torch.allclose(ours.running_var, reference.running_var, atol=1e-5)
+
+    threads.run(n, rank)
+    assert sorted(moved) == [2 * 6] * n + [2 * 6 + 1] * n
+
+
 def test_inputs_that_have_no_statistics_are_refused():
     def rank(world):
         layer = hpcdp.torch.SyncBatchNorm(6, world=world)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdp import checkpoint, data, kernels, nn, optim
-from hpcdp.arrays import to_host
+from hpcdp.arrays import from_host, to_host
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.train.checkpoints import Checkpoints
@@ -99,6 +99,53 @@ def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, n, before, a
     place(after)
     found = threads.run(n, lambda world: train(world, folder=tmp_path, resume=True))
     assert_same_run(found, [(kind, records[1:], arrays) for kind, records, arrays in wanted])
+
+
+@pytest.mark.parametrize(("n", "nodes"), [(2, None), (3, 1), (4, 2)])
+def test_each_rank_updates_its_shard_and_a_run_goes_on_from_its_checkpoint(place, tmp_path, n, nodes):
+    options = {"owner": "shard", "clip_norm": 1.0}
+    place("host")
+    wanted = threads.run(n, lambda world: train(world, **options), nodes)
+    place("gpu")
+    assert_same_run(threads.run(n, lambda world: train(world, **options), nodes), wanted)
+    threads.run(n, lambda world: train(world, epochs=1, folder=tmp_path, **options), nodes)
+    after = [(kind, records[1:], arrays) for kind, records, arrays in wanted]
+    assert_same_run(threads.run(n, lambda world: train(world, folder=tmp_path, resume=True, **options), nodes), after)
+
+
+def test_states_of_shards_on_gpus_are_saved_whole(place, tmp_path):
+    def rank(world, **options):
+        net = nn.Dense(8, 16)
+        for param in net.parameters():
+            param.data[...] = 0.5
+        world.device.use()
+        trainer = Trainer(net.to(world.device).parameters(), optim.Adam(lr=0.1), world, **options)
+        for step in range(3):
+            for number, param in enumerate(net.parameters()):
+                values = np.random.default_rng([world.rank, step, number]).standard_normal(param.data.shape)
+                param.grad[...] = from_host(values.astype("f4"), param.grad)
+                param.grad_hook(param)
+            if step == 1:
+                trainer.allreduce_grads()
+                trainer.update(1)
+            else:
+                trainer.step(1)
+        path = tmp_path / f"{options['owner']}.npz"
+        trainer.save_states(path)
+        trainer.load_states(path)
+        found = [trainer.nbytes["state"], *(to_host(param.data).copy() for param in net.parameters())]
+        return found, {name: x.copy() for name, x in np.load(path).items() if x.ndim}
+
+    place("gpu")
+    everywhere = threads.run(4, lambda world: rank(world, owner="rank"), 2)
+    by_shards = threads.run(4, lambda world: rank(world, owner="shard"), 2)
+    assert sum(found[0] for found, _ in by_shards) == sum(found[0] for found, _ in everywhere) // 2
+    for (mine, saved), (theirs, wanted) in zip(by_shards, everywhere, strict=True):
+        for x, y in zip(mine[1:], theirs[1:], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+        assert saved.keys() == wanted.keys()
+        for name, x in saved.items():
+            np.testing.assert_allclose(x, wanted[name], rtol=1e-5, atol=1e-7)
 
 
 def test_nothing_waits_for_the_gpu_in_each_step(place, monkeypatch):

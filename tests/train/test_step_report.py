@@ -119,7 +119,9 @@ def test_phases_of_fit_are_in_the_trace():
 def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
     """Also where the trainer knows their times a step later; those of a step without samples are left out."""
     world, _ = threads.run(2, lambda world: world)
-    trainer = SimpleNamespace(bucket_times=[], stats=SimpleNamespace(exposed_s=0.0), policy=None)
+    trainer = SimpleNamespace(
+        bucket_times=[], measure_on_gpu=lambda: None, stats=SimpleNamespace(exposed_s=0.0), policy=None
+    )
     report = StepReport(trainer, world)
     now = iter(range(0, 10**12, 10**9)).__next__
     monkeypatch.setattr(step_report.time, "perf_counter_ns", now)
@@ -142,7 +144,7 @@ def test_buckets_count_for_the_backward_that_made_them(monkeypatch):
 
 def test_of_a_long_epoch_one_step_in_eight_is_looked_at():
     world, _ = threads.run(2, lambda world: world)
-    trainer = SimpleNamespace(bucket_times=[], stats=SimpleNamespace(exposed_s=0.0))
+    trainer = SimpleNamespace(bucket_times=[], measure_on_gpu=lambda: None, stats=SimpleNamespace(exposed_s=0.0))
     report = StepReport(trainer, world)
     durations = [7] * 8 + [1] * 88  # looked at: the first eight, and eleven of the others
     for duration in durations:

@@ -59,6 +59,46 @@ def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, shape, 
     threads.run(n, rank)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_of_a_batch_on_a_gpu_sums_alone_go_through_the_host(gpus_on_host, monkeypatch, n):
+    import cupy
+
+    moved = []
+    for name in ("to_host", "get"):
+        copied = getattr(cupy.Array, name)
+        monkeypatch.setattr(cupy.Array, name, lambda x, _c=copied: moved.append(x.size) or _c(x))
+
+    def rank(world, there):
+        layer = SyncBatchNorm(6, world=world)
+        x, gy = samples(world.rank, (4, 3), 0, "f4")
+        if not there:
+            return [*through(layer, x, gy), layer.running_mean.data, layer.running_var.data]
+        for each in (layer.gamma, layer.beta, layer.running_mean, layer.running_var):
+            each.data = cupy.array(each.data)
+            each.grad = None if each.grad is None else cupy.array(each.grad)
+        return [*through(layer, cupy.array(x), cupy.array(gy)), layer.running_mean.data, layer.running_var.data]
+
+    host = threads.run(n, lambda world: rank(world, False))
+    found = threads.run(n, lambda world: rank(world, True))
+    assert sorted(moved) == [2 * 6] * n + [2 * 6 + 1] * n
+    for mine, theirs in zip(found, host, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(x._held, y, rtol=1e-4, atol=1e-5)
+
+
+def test_running_variance_is_biased():
+    def rank(world):
+        layer = SyncBatchNorm(6, momentum=0.0, world=world)
+        x, gy = samples(world.rank, (), 0, "f4")
+        through(layer, x, gy)
+        return x, layer.running_var.data
+
+    found = threads.run(3, rank)
+    whole = np.concatenate([x for x, _ in found])
+    for _, variance in found:
+        np.testing.assert_allclose(variance, whole.var(axis=0), rtol=1e-5)
+
+
 def test_a_mean_far_from_zero_costs_no_digits():
     def rank(world):
         layer = SyncBatchNorm(1, world=world)

@@ -1,0 +1,97 @@
+"""Whether messages go from and to a GPU's memory itself: some MPI libraries take arrays there (CUDA-aware ones).
+
+What a library says of itself may be wrong: it then crashes, or sends something else. So where it says yes, two ranks of
+a job of their own try it, as in `hpcdp info`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ConfigError
+from .world import World
+
+SETTING = "HPCDP_GPU_MESSAGES"
+MESSAGES = ("auto", "direct", "staged")
+"""The valid values of ``HPCDP_GPU_MESSAGES``: direct where it was tried, direct untried, through host memory."""
+
+_LIMIT_S = 120.0
+"""Of the try, which ends itself after 60 s."""
+
+_TRY = "from hpcdp.launch import gpus; print(gpus.cuda_aware())"
+_YES = "yes"
+_OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
+"""How variables begin by which launchers tell a process that it is a rank, and of which job."""
+_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_", "PRTE_ALLOW_")
+"""What a user sets begins so, and has to do with what a library can."""
+_OF_OPEN_MPI_4 = ("OMPI_MCA_ess_", "OMPI_MCA_orte_")
+
+
+def says(library: ctypes.CDLL) -> bool:
+    """Whether an MPI library says that it takes arrays in a GPU's memory."""
+    said = ctypes.c_int()
+    if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI
+        said.value = library.MPIX_Query_cuda_support()
+    elif hasattr(library, "MPIX_GPU_query_support"):  # MPICH
+        library.MPIX_GPU_query_support(0, ctypes.byref(said))
+    return bool(said.value)
+
+
+def agreed(world: World) -> tuple[bool, str]:
+    """Whether messages of ``world`` take arrays in GPUs' memory as they are, and why, or why not.
+
+    Every rank must call, and all have the same answer, that of the first call: all libraries say so, and on each node
+    it was tried; or what ``HPCDP_GPU_MESSAGES`` of rank 0 says.
+
+    Raises:
+        ConfigError: it says something else than `MESSAGES`; on all ranks.
+    """
+    return world.keep("messages of GPUs", lambda: _agree(world))
+
+
+def _agree(world: World) -> tuple[bool, str]:
+    setting = world.comm.allgather_json(os.environ.get(SETTING) or "auto")[0]
+    if setting not in MESSAGES:
+        raise ConfigError("reduction", where=SETTING, expected=" or ".join(MESSAGES), got=repr(setting))
+    if setting != "auto":
+        return setting == "direct", f"{SETTING}={setting}"
+    if not all(world.comm.allgather_json(library_says())):
+        return False, "no, the MPI library says"
+    answers = world.comm.allgather_json(tried() if world.local_rank == 0 else _YES)
+    no = next((each for each in answers if not each.startswith(_YES)), None)
+    return no is None, answers[0] if no is None else no
+
+
+def library_says() -> bool:
+    """Whether that which this process has loaded does; not where there is none."""
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    return any(says(ctypes.CDLL(each)) for each in sorted(mapped) if Path(each).name.startswith("libmpi"))
+
+
+def tried() -> str:
+    """What two ranks on this machine have found, as `hpcdp info` tells it: it begins with ``yes``, or else says why
+    not. For a process that may itself be a rank."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRY], env=outside_of_jobs(os.environ), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=_LIMIT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no: it cannot be tried, {error}"
+    if done.returncode:
+        return f"no: it cannot be tried, {(done.stderr.splitlines() or [f'status {done.returncode}'])[-1]}"
+    return done.stdout.splitlines()[-1]
+
+
+def outside_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what tells a process that it is a rank of a job."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_OF_A_RANK) or (name.startswith(_SETTINGS) and not name.startswith(_OF_OPEN_MPI_4))
+    }

@@ -1,0 +1,198 @@
+"""Sums over nodes by messages from and to GPUs' memory: the staging's bits, on late streams, by real messages."""
+
+import sys
+
+import gpu_on_host
+import numpy as np
+import pytest
+from parameters_on_gpus import SHAPES, Parameter, device_of, gradient, show_gpus, use_gpu, wanted
+
+import hpcdp
+from hpcdp.comm import cuda_aware, threads
+from hpcdp.comm.ways import Way
+from hpcdp.errors import ConfigError, DeviceError
+from hpcdp.gradients import Reducer, buckets, rail, staging
+from hpcdp.streams import Streams
+
+COUNTS = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}
+RUNS = [
+    (Way.NCCL, 2, 1, "f4", False),
+    (Way.NCCL, 3, 1, "f2", True),
+    (Way.NCCL, 4, 2, "f4", True),
+    (Way.CUDA_IPC, 4, 2, "f8", False),
+    (Way.CUDA_IPC, 5, (2, 3), "f4", True),
+    (Way.NCCL, 4, 1, "i4", False),
+    (Way.HOST, 2, None, "f4", False),
+    (Way.HOST, 3, None, "f4", True),
+]
+STEPS = 2
+
+
+@pytest.fixture
+def reached(gpus_on_host, monkeypatch):
+    """Streams and GPUs, whose memory messages reach."""
+    gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 5000)
+    return gpus_on_host
+
+
+def values(rank, step, shape, dtype):
+    """Of which each order of adding up has another sum."""
+    x = np.random.default_rng([rank, step, *shape]).standard_normal(shape) * 1000
+    return x.astype(dtype)
+
+
+def sums_of(world, way, dtype, overlap):
+    use_gpu(world, way)
+    params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
+    layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+    reducer = Reducer(params, layout, world, overlap)
+    streams, found = Streams(device_of(world, way)), []
+    with streams.stream() as compute:
+        for step in range(STEPS):
+            for param in reversed(params):
+                param.write(values(world.rank, step, param.data.shape, dtype))
+            reducer.launch_rest()
+            reducer.closing.tally(0)
+            reducer.reduce_everywhere()
+            compute.synchronize()
+            found += [param.grad.to_host() for param in params]
+            reducer.reset()
+    return found, reducer.gpus.goes_direct
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize("short_nbytes", [0, 64 << 10])
+@pytest.mark.parametrize(("way", "n", "nodes", "dtype", "overlap"), RUNS)
+def test_sums_have_the_bits_of_those_through_the_host(
+    reached, monkeypatch, way, n, nodes, dtype, overlap, short_nbytes
+):
+    show_gpus(monkeypatch, COUNTS[way])
+    monkeypatch.setattr(rail, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
+    through_host = []
+    copy = Streams.copy_async
+
+    def noted(self, target, source, stream):
+        through_host.extend(x.nbytes for x in (target, source) if isinstance(x, np.ndarray))
+        copy(self, target, source, stream)
+
+    monkeypatch.setattr(Streams, "copy_async", noted)
+    found = {}
+    for setting in ("staged", "direct"):
+        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        through_host.clear()
+        found[setting] = threads.run(n, lambda world: sums_of(world, way, dtype, overlap), nodes)
+        assert bool(through_host) == (setting == "staged")
+    for (direct, is_direct), (staged, is_staged) in zip(found["direct"], found["staged"], strict=True):
+        assert is_direct and not is_staged
+        for mine, theirs in zip(direct, staged, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):
+    show_gpus(monkeypatch, 0)
+    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    monkeypatch.setattr(Streams, "query", lambda *_: False)  # a GPU that has been stuck
+
+    def check(self):
+        raise DeviceError("NCCL", got="a rank that is gone")
+
+    monkeypatch.setattr("hpcdp.comm.node_rows.LoneRow.check", check)
+    with pytest.raises(DeviceError, match="a rank that is gone"), pytest.warns(UserWarning, match="gradients on GPUs"):
+        threads.run(2, lambda world: sums_of(world, Way.HOST, "f4", False))
+
+
+def agreed_by(n, nodes=None):
+    def rank(world):
+        return cuda_aware.agreed(world)
+
+    return threads.run(n, rank, nodes)
+
+
+def test_a_library_that_says_no_is_not_tried(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "library_says", lambda: False)
+    monkeypatch.setattr(cuda_aware, "tried", lambda: pytest.fail("tried"))
+    assert agreed_by(2, 1) == [(False, "no, the MPI library says")] * 2
+
+
+def test_all_nodes_must_be_able_and_each_is_tried_once(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
+    tries = []
+
+    def answers(*given):
+        left = iter(given)
+
+        def tried():
+            tries.append(next(left))
+            return tries[-1]
+
+        monkeypatch.setattr(cuda_aware, "tried", tried)
+
+    answers("yes, it says and does", "yes, it says and does")
+    assert agreed_by(4, 2) == [(True, "yes, it says and does")] * 4
+    assert len(tries) == 2
+    answers("yes, it says and does", "no: it hangs")
+    assert agreed_by(4, 2) == [(False, "no: it hangs")] * 4
+
+
+def test_the_setting_of_rank_0_counts_and_a_wrong_one_is_told_on_all(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "library_says", lambda: pytest.fail("asked"))
+    for setting, there in (("direct", True), ("staged", False)):
+        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        assert agreed_by(3, 1) == [(there, f"HPCDP_GPU_MESSAGES={setting}")] * 3
+    monkeypatch.setenv(cuda_aware.SETTING, "fast")
+    told = []
+
+    def rank(world):
+        with pytest.raises(ConfigError) as caught:
+            cuda_aware.agreed(world)
+        told.append(str(caught.value))
+
+    threads.run(3, rank, 1)
+    assert told == ["reduction [HPCDP_GPU_MESSAGES]: expected auto or direct or staged, got 'fast'"] * 3
+
+
+def test_what_cannot_be_tried_is_a_no(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "_TRY", "raise SystemExit('mpirun: none')")
+    assert cuda_aware.tried() == "no: it cannot be tried, mpirun: none"
+    monkeypatch.setattr(cuda_aware, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(cuda_aware, "_TRY", "import time; time.sleep(60)")
+    assert cuda_aware.tried().startswith("no: it cannot be tried, Command")
+
+
+def test_an_environment_outside_of_jobs_keeps_what_a_user_has_set():
+    kept = {"OMPI_MCA_pml": "ucx", "PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+    of_jobs = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "0",
+               "OMPI_MCA_ess_base_vpid": "1", "OMPI_MCA_orte_ess_num_procs": "2"}  # fmt: skip
+    assert cuda_aware.outside_of_jobs({**kept, **of_jobs}) == kept
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, overlap):
+    show_gpus(monkeypatch, 0)
+    monkeypatch.setenv(cuda_aware.SETTING, "direct")
+    world = hpcdp.init()
+    monkeypatch.setitem(world.kept, "messages of GPUs", cuda_aware._agree(world))  # for this test alone
+    for dtype in ("f4", "f2"):
+        params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
+        layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+        reducer = Reducer(params, layout, world, overlap)
+        assert world.size == 1 or reducer.gpus.goes_direct
+        for step in range(STEPS):
+            for param in reversed(params):
+                param.write(gradient(world.rank, step, param.data.shape).astype(dtype))
+            reducer.launch_rest()
+            reducer.closing.tally(0)
+            reducer.reduce_everywhere()
+            for param in params:
+                np.testing.assert_array_equal(param.grad.to_host(), wanted(world.size, step, param.data.shape))
+            reducer.reset()
+
+
+@pytest.mark.mpi
+def test_a_rank_of_a_job_can_start_the_try():
+    world = hpcdp.init()
+    said = cuda_aware.tried() if world.rank == 0 else ""
+    assert world.comm.allgather_json(said)[0] == "no, it says"  # of the wheel that is tested with

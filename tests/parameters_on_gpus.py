@@ -1,0 +1,55 @@
+"""Parameters on the GPUs of ranks that go some way, without a network, and gradients for them."""
+
+import numpy as np
+
+from hpcdp.comm import gpus
+from hpcdp.comm.gpus import Gpu
+from hpcdp.comm.ways import Way
+from hpcdp.devices import gpu
+
+SHAPES = [(7, 3), (5,), (40, 30), (1,), (3000,)]
+
+
+class Parameter:
+    """What a reducer asks of a parameter, on this rank's GPU."""
+
+    def __init__(self, name, shape, dtype="f4"):
+        import cupy
+
+        self.name, self.data = name, cupy.zeros(shape, dtype)
+        self.grad, self.grad_req, self.grad_hook, self.data_hook = None, "write", None, None
+
+    def write(self, values):
+        import cupy
+
+        self.grad[...] = cupy.asarray(values)
+        self.grad_hook(self)
+
+
+def show_gpus(monkeypatch, count):
+    """Have the driver show so many GPUs."""
+    found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(count))
+    monkeypatch.setattr(gpus, "visible", lambda: found)
+
+
+def use_gpu(world, way):
+    device_of(world, way).use()
+
+
+def device_of(world, way):
+    return gpu(world.place if way is Way.NCCL else 0)
+
+
+def gradient(rank, step, shape):
+    return np.random.default_rng([rank, step, *shape]).integers(-99, 99, shape).astype("f4") / 8
+
+
+def wanted(n, step, shape):
+    return sum(gradient(rank, step, shape) for rank in range(n))
+
+
+def bring_to_host(params):
+    """Parameters of a machine without GPUs."""
+    for param in params:
+        param.data = param.data.to_host()
+        param.write = lambda values, param=param: (param.grad.__setitem__(..., values), param.grad_hook(param))
