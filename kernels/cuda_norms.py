@@ -1,14 +1,16 @@
 """Norms and the search for infinities and NaNs for CuPy arrays. Imports: cuda.
 
 `reference_norms` is the specification: same names, same arguments, the same sums up to rounding in float64. What
-returns a number waits for the current stream.
+returns numbers waits for the current stream.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, to_host
 from . import cuda
 
 _DTYPES = ("uint16", "float32", "float64")
@@ -26,12 +28,23 @@ def all_finite(x: Array) -> bool:
 
 def sum_of_squares(x: Array) -> float:
     """See `reference_norms.sum_of_squares`."""
+    return sums_of_squares((x,))[0]
+
+
+def sums_of_squares(xs: Iterable[Array]) -> list[float]:
+    """See `reference_norms.sums_of_squares`; waits once for all."""
+    sums = [_sum_of_squares(x) for x in xs]
+    return to_host(array_namespace(*sums).concatenate(sums)).tolist() if sums else []
+
+
+def _sum_of_squares(x: Array) -> Array:
+    """Shape ``(1,)``, on the GPU."""
     of_type = cuda.type_name("sum_of_squares", _DTYPES, x.size, x)
     xp, blocks = array_namespace(x), cuda.blocks(-(-x.nbytes // 16))
     partial, out = xp.empty(blocks, dtype=np.float64), xp.empty(1, dtype=np.float64)
     cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
     cuda.launch("norms", "add_partials", 1, partial, np.int64(blocks), out)
-    return float(out[0])
+    return out
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:

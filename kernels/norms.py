@@ -1,4 +1,4 @@
-"""Sums of squares and the search for infinities and NaNs, for NumPy arrays. Imports: reduce, numba.
+"""Sums of squares and the search for infinities and NaNs, for NumPy arrays. Imports: arrays, reduce, numba.
 
 `reference_norms` is the specification: same names, same arguments, the same sums up to rounding in float64. A sum may
 be reassociated so that it runs in several vectors at once; its order depends on the compiled code and the number of
@@ -7,12 +7,14 @@ elements alone, so the same run gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
 from numba import boolean, float32, float64, int64, njit, types
 from numba.extending import intrinsic
 
+from ..arrays import Array
 from .reduce import widen
 
 _options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
@@ -84,6 +86,11 @@ def sum_of_squares(x):  # type: ignore[no-untyped-def]
         last = float64(widen(x[x.size - 1]))
         other += last * last
     return total + other
+
+
+def sums_of_squares(xs: Iterable[Array]) -> list[float]:
+    """See `reference_norms.sums_of_squares`."""
+    return [float(sum_of_squares(x)) for x in xs]
 
 
 @njit(**_options)

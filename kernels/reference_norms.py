@@ -6,6 +6,8 @@ Arrays are 1-D and contiguous, float32, float64 or the bits of float16 in uint16
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..arrays import Array, array_namespace
 
 
@@ -27,6 +29,11 @@ def sum_of_squares(x: Array) -> float:
     xp = array_namespace(x)
     wide = _floats(x).astype(xp.float64)
     return float((wide * wide).sum())
+
+
+def sums_of_squares(xs: Iterable[Array]) -> list[float]:
+    """`sum_of_squares` of each."""
+    return [float(sum_of_squares(x)) for x in xs]
 
 
 def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> None:

@@ -32,7 +32,7 @@ def of_shards(reducer: Reducer) -> float:
     """
     if not reducer.is_counted:
         return 0.0
-    return sum(squares(run) for bucket in reducer.buckets for run in _counted(reducer, bucket, *bucket.shard))
+    return sum(squares([run for bucket in reducer.buckets for run in _counted(reducer, bucket, *bucket.shard)]))
 
 
 def of_model(reducer: Reducer) -> float:
@@ -42,8 +42,8 @@ def of_model(reducer: Reducer) -> float:
     not finite where some gradient is not.
     """
     if reducer.virtual_shards is not None and reducer.holds_sums:  # by shards its bits would depend on their number
-        runs = (run for bucket in reducer.buckets for run in _counted(reducer, bucket, 0, bucket.mine.size))
-        total = sum(map(squares, runs))
+        runs = [run for bucket in reducer.buckets for run in _counted(reducer, bucket, 0, bucket.mine.size)]
+        total = sum(squares(runs))
     else:
         total = reducer.closing.tally(of_shards(reducer))[0]
     for comm in (reducer.world.part_comm, reducer.world.model_comm):
@@ -64,12 +64,16 @@ def of_layers(
     """
     slots = [slot for slot in reducer.layout.slots if len(slot.shape) > 1]
     found = np.zeros((len(slots), 2))
-    for row, slot in zip(found, slots, strict=True):
+    had: list[int] = []
+    runs: list[Array] = []
+    for number, slot in enumerate(slots):
         bucket = reducer.buckets[slot.bucket]
         first, last = (0, bucket.mine.shape[0]) if reducer.holds_sums else span(bucket)
         part = slice(max(first, slot.offset), min(last, slot.offset + slot.count))
         if part.start < part.stop and (reducer.holds_sums or reducer.is_counted):
-            row[:] = squares(flats[slot.bucket][part]), squares(bucket.mine[part])
+            had.append(number)
+            runs += [flats[slot.bucket][part], bucket.mine[part]]
+    found[had] = np.reshape(squares(runs), (-1, 2))
     if reducer.holds_sums:
         reducer.gate.barrier()  # before others update what this rank has read
     else:

@@ -1,12 +1,14 @@
 """CUDA norms against their specification, on this processor (`cupy_on_host`)."""
 
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpcdp import optim
 from hpcdp.kernels import cuda_norms, reference_norms
+from hpcdp.optim import lars
 
 DTYPES = [np.float16, np.float32, np.float64]
 
@@ -55,6 +57,23 @@ def test_segment_squares(dtype: type, cupy: ModuleType) -> None:
     on_device = cupy.asarray(out)
     cuda_norms.segment_squares(*(cupy.asarray(x) for x in (params, grads, bounds)), on_device)
     np.testing.assert_allclose(on_device.to_host(), expected, rtol=1e-14)
+
+
+def test_many_sums_wait_for_the_gpu_once(on_host: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    for name in ("__float__", "__int__", "item", "tolist", "to_host"):
+        method = getattr(on_host.Array, name)
+
+        def counted(x: Any, name: str = name, method: Any = method) -> Any:
+            waits.append(name)
+            return method(x)
+
+        monkeypatch.setattr(on_host.Array, name, counted)
+    xs = [np.random.default_rng(size).standard_normal(size).astype(np.float32) for size in (0, 1, 33, 5003)]
+    found = lars.squares([on_host.asarray(x) for x in xs])
+    assert waits == ["to_host"]
+    assert found == pytest.approx([reference_norms.sum_of_squares(x) for x in xs], rel=1e-14)
+    assert lars.squares([]) == []
 
 
 def test_lars_takes_its_norms_from_them(cupy: ModuleType) -> None:
