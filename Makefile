@@ -8,6 +8,7 @@ MODEL ?= lenet
 DATA ?= digits
 TORCH ?= torch==2.13.0
 CUDA ?= cuda13
+CUPY ?= cupy-cuda13x==14.2.0
 ARGS ?=
 
 VENV_openmpi := .venv
@@ -25,7 +26,7 @@ bracketed = $(if $(strip $(1)),[$(subst $(empty) $(empty),$(comma),$(strip $(1))
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-torch test-thorough test-cluster test-gpu check bench clean
+.PHONY: help install train test test-torch test-thorough test-cluster test-gpu test-cupy check bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target about; do \
@@ -36,6 +37,7 @@ help:  ## list the targets
 	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
 	@echo '  TORCH=...                 what pip is to install for the tests (now $(TORCH))'
 	@echo '  CUDA=cuda12|cuda13        what the driver of the GPU can do, for make test-gpu (now $(CUDA))'
+	@echo '  CUPY=...                  what pip is to install for make test-cupy (now $(CUPY))'
 	@echo '  ARGS="..."                further arguments of hpcdp train, or of pytest'
 
 install: $(VENV)/installed  ## make the environment and install hpcdp in it
@@ -63,6 +65,11 @@ test-gpu:  ## run the tests of CUDA kernels and graphs on an NVIDIA GPU
 	else $(MAKE) --no-print-directory $(VENV)/installed-$(CUDA) && \
 		HPCDP_TEST_GPU=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs $(ON_GPUS) $(ARGS); fi
 
+test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for values
+	@$(MAKE) --no-print-directory VENV=$(VENV)-cupy $(VENV)-cupy/installed-cupy
+	@HPCDP_TEST_CUPY=1 $(VENV)-cupy/bin/python -m pytest -q -p no:cacheprovider -rs \
+		tests/kernels/test_cupy_names.py tests/fake_gpu $(ARGS)
+
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to fifteen quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
@@ -73,7 +80,7 @@ check: $(VENV)/installed-dev  ## lint, formatting, types, floors
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_floors.py
 
 clean:  ## remove the environments and caches, never a run
-	rm -rf .venv .venv-mpich .venv-system build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(foreach venv,.venv .venv-mpich .venv-system,$(venv) $(venv)-cupy) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -95,6 +102,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-cuda%: $(VENV)/installed-dev
 	@echo "installing CuPy into $(VENV), for the GPU"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.$(call bracketed,$(EXTRAS) dev cuda$*)'
+	@touch $@
+
+$(VENV)/installed-cupy: $(VENV)/installed-cuda13
+	@$(BIN)/pip install --quiet --disable-pip-version-check '$(CUPY)'
 	@touch $@
 
 $(VENV)/installed-torch: $(VENV)/installed-dev

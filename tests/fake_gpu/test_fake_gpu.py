@@ -1,0 +1,69 @@
+"""CuPy on the fake GPU: what the fake refuses, how often a step waits for its GPU, the benchmark to its end."""
+
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+HERE = Path(__file__).parent
+PER_STEP = {"lars": 1, "clip_norm": 1}
+"""How often the host waits in a step, for numbers that it needs; in others it does not (docs/gpu.md)."""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "with cupy.cuda.Device(1): stream.record()",
+        "cupy.cuda.Device(1).use(); cupy.cuda.driver.launchKernel(of_device_0, *(1,) * 6, 0, stream.ptr, 0, 0)",
+        "with stream: stream.begin_capture(); stream.synchronize()",
+        "cupy.cuda.runtime.memcpyAsync(x.data.ptr + 4096, x.data.ptr, 1 << 20, 3, 0)",
+        "cupy.cuda.runtime.ipcOpenMemHandle(cupy.cuda.runtime.ipcGetMemHandle(x.data.ptr))",
+        "module.get_function('another')",
+        "kernel((1,), (2048,), (x,))",
+        "cupy.cuda.runtime.profilerStart()",
+    ],
+)
+def test_what_a_gpu_refuses_is_an_error(on_fake_gpu: Run, wrong: str) -> None:
+    program = """
+        import cupy
+        stream, x = cupy.cuda.Stream(non_blocking=True), cupy.zeros(8)
+        module = cupy.RawModule(code='extern "C" __global__ void nothing(double* x) {}')
+        kernel = module.get_function("nothing")
+        kernel((1,), (1,), (x,))
+        of_device_0 = kernel.kernel.ptr
+        stream.record()
+        print("so far")
+    """
+    done = on_fake_gpu("-c", f"{textwrap.dedent(program)}{wrong}")
+    assert done.returncode == 1 and done.stdout == "so far\n"
+    assert "Error: " in done.stderr.splitlines()[-1] and "CUDA" in done.stderr.upper()
+
+
+def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> None:
+    done = on_fake_gpu("-c", "import fake_gpu; fake_gpu.WRITTEN_FOR = '9.0.'; import cupy")
+    assert done.stderr.splitlines()[-1].startswith(
+        "fake_gpu.Unsuitable: the fake GPU was written for CuPy 9.0.*, this is"
+    )
+
+
+def test_a_step_waits_for_its_gpu_only_for_a_number(on_fake_gpu: Run) -> None:
+    done = on_fake_gpu(HERE / "steps.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["device"] == "gpu(0)" and len(found["waits"]) == 16
+    expected = {name: 5 * sum(PER_STEP.get(word, 0) for word in name.split()) for name in found["waits"]}
+    assert found["waits"] == expected
+
+
+def test_the_benchmark_ends(on_fake_gpu: Run, tmp_path: Path) -> None:
+    """With 1, which is for wrong values: all are."""
+    path = tmp_path / "gpu.json"
+    arguments = ("-m", "hpcdp.benchmarks.gpu", "-m", "256K", "--batch", "2", "--json", path)
+    done = on_fake_gpu(*arguments, limit_s=280, FAKE_GPUS="1")
+    assert done.returncode == 1 and "| what | target | measured |" in done.stdout, done.stderr
+    assert "FAILED" not in done.stdout and "skipped" not in done.stdout
+    assert json.loads(path.read_text())["device"]["gpu"] == "fake GPU"
