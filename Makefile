@@ -67,7 +67,7 @@ test-gpu:  ## run the tests of CUDA kernels and graphs on an NVIDIA GPU
 
 test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for values
 	@$(MAKE) --no-print-directory VENV=$(VENV)-cupy $(VENV)-cupy/installed-cupy
-	@HPCDP_TEST_CUPY=1 $(VENV)-cupy/bin/python -m pytest -q -p no:cacheprovider -rs \
+	@HPCDP_TEST_CUPY=1 HPCDP_TEST_LIMIT_S=300 $(VENV)-cupy/bin/python -m pytest -q -p no:cacheprovider -rs \
 		tests/kernels/test_cupy_names.py tests/fake_gpu $(ARGS)
 
 bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to fifteen quiet minutes)

@@ -369,6 +369,9 @@ Status ncclCommInitRank(Communicator **result, int size, UniqueId id, int rank) 
     (*result)->size = size;
     return OK;
 }
+Status ncclCommInitRankConfig(Communicator **result, int size, UniqueId id, int rank, void *config) {
+    return ncclCommInitRank(result, size, id, rank);
+}
 Status ncclCommGetAsyncError(Communicator *communicator, int *error) { *error = OK; return OK; }
 Status ncclReduce(const void *from, void *to, size_t count, int type, int op, int root, Communicator *communicator,
                   Stream *stream) {

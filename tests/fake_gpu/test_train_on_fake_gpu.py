@@ -18,7 +18,8 @@ def check(run: Run, folder: Path, arguments: str, **environ: str) -> None:
     done = run(*command, folder / "run", **environ)
     ranks = int(arguments.partition("--ranks ")[2].split()[0])
     assert done.returncode == 0, done.stderr
-    assert f"{min(ranks, int(environ.get('FAKE_GPUS', 4)))} x fake GPU" in done.stdout
+    seen = 2 if environ == TWO_NODES else 1 if environ == ONE else ranks
+    assert f"{seen} x fake GPU" in done.stdout
     assert not done.stderr
 
 
