@@ -197,7 +197,6 @@ def test_calls_that_end_are_no_hang_however_many():
         last = False
         while not last:
             last = allreduce(np.array([time.monotonic() - begin > 1.6], "i4"), "min", world)[0] == 1
-            time.sleep(0.001)  # hundreds of calls are as many as millions
         dog.end()
 
     threads.run(2, rank)
