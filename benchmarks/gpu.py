@@ -133,7 +133,7 @@ def verdicts(jobs: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[
     for what, least, rows in rated:
         share, name = min(((row.get("share") or 0.0, row["name"]) for row in rows), default=(0.0, "not measured"))
         lines.append(f"| {what} | at least {least:.0%} | {share:.0%} at worst ({name}) | {_met(share >= least)} |")
-    training = [each for each in jobs if each["case"] == "training"]
+    training = [each for each in jobs if each["case"] in ("training", "codes")]
     other = [each["name"] for each in training if gpu_jobs.failed(each)]
     bits = ", ".join(other) if other else "same bits" if training else "not measured"
     lines.append(f"| training with and without overlap | same bits | {bits} | {_met(bool(training) and not other)} |")

@@ -2,13 +2,15 @@
 
 ``hpcdp launch -n 4 -- python -m hpcdp.benchmarks.gpu_sums shared -m 256M`` lets one rank sum what four have on the GPU
 that they share (CUDA IPC). ``staging`` brings an array through the host and back as sums over nodes do, without a
-network. ``training`` trains with and without overlap, with ``HPCDP_RANKS_PER_NODE=2`` on virtual nodes. ``nccl`` sums
-with one rank, and lets NCCL refuse a call; ``refused`` offers it two ranks on one GPU. All compare what comes out.
+network. ``training`` trains with and without overlap, with ``HPCDP_RANKS_PER_NODE=2`` on virtual nodes, and ``codes``
+does so by each codec between those. ``nccl`` sums with one rank, and lets NCCL refuse a call; ``refused`` offers it two
+ranks on one GPU. All compare what comes out.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +38,7 @@ from .train_lenet import step_of
 
 _TURNS, _STEPS, _BATCH, _WIDTH = 7, 8, 256, 2048
 _FLOAT = np.dtype(np.float32)
+_CODECS = ("2bit", "1bit", "fp16", "topk")
 
 Found = dict[str, Any]
 """``told``: the figures in a few words; ``share`` of what the device can do at most, None where nothing is rated;
@@ -134,29 +137,48 @@ def staging(world: World, count: int) -> Found:
 
 def training(world: World, count: int) -> Found:
     """Steps of a network of about ``count`` parameters, reduced behind and beside backward; the same bits."""
+    (behind, beside), wrong, way = _both_ways(world, count, None)
+    told = f"{way}: step {1e3 * behind:.1f} ms, with overlap {1e3 * beside:.1f}"
+    return {"told": told, "share": None, "wrong": wrong, "seconds": {"behind": behind, "beside": beside}}
+
+
+def codes(world: World, count: int) -> Found:
+    """As `training`, by each codec between nodes, with a quarter of the parameters; on one node they change nothing."""
+    found, wrong, told = {}, 0, []
+    for codec in _CODECS:
+        (behind, beside), differ, _ = _both_ways(world, max(1, count // len(_CODECS)), codec)
+        found[codec], wrong = {"behind": behind, "beside": beside}, wrong + differ
+        told.append(f"{codec} {1e3 * behind:.1f} ms, {1e3 * beside:.1f}")
+    return {"told": "step, with overlap: " + "; ".join(told), "share": None, "wrong": wrong, "seconds": found}
+
+
+def _both_ways(world: World, count: int, codec: str | None) -> tuple[tuple[float, float], int, str]:
+    """Seconds of a step without and with overlap, how many parameters of all ranks differ between them, or from those
+    of rank 0, and how sums go."""
+    behind, beside = (_trained(world, count, overlap, codec) for overlap in (False, True))
+    differ = sum(int(np.count_nonzero(a != b)) for a, b in zip(behind[1], beside[1], strict=True))
+    sums = world.comm.allgather_json([zlib.crc32(each.tobytes()) for each in beside[1]])
+    return (behind[0], beside[0]), sum(world.comm.allgather_json(differ + (sums[world.rank] != sums[0]))), beside[2]
+
+
+def _trained(world: World, count: int, overlap: bool, codec: str | None) -> tuple[float, list[np.ndarray], str]:
+    """Seconds of a step, the parameters after some, and how sums go."""
     hidden = max(1, count // _WIDTH)
     rng = np.random.default_rng(world.rank)
     streams = Streams(world.device)
     x, y = streams.array(rng.standard_normal((_BATCH, _WIDTH), np.float32)), streams.array(rng.integers(0, 10, _BATCH))
-    found: dict[bool, Any] = {}
-    for overlap in (False, True):
-        net = nn.models.mlp(_WIDTH, 10, (hidden,), seed=0).to(world.device)
-        trainer = Trainer(net.parameters(), optim.SGD(lr=0.01), world=world, overlap=overlap)
-        step = step_of(net, trainer, [(x, y)])
-        taken = []
-        for number in range(_STEPS + 1):
-            world.comm.barrier()
-            begin = time.perf_counter()
-            step(number)
-            taken.append(max(world.comm.allgather_json(time.perf_counter() - begin)))
-        gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
-        way = "host" if gpus is None else gpus.way.name
-        found[overlap] = float(np.median(taken[1:])), [to_host(each.data).copy() for each in net.parameters()], way
-    behind, beside = found[False], found[True]
-    differ = [int(np.count_nonzero(a != b)) for a, b in zip(behind[1], beside[1], strict=True)]
-    wrong = sum(world.comm.allgather_json(sum(differ)))
-    told = f"{beside[2]}: step {1e3 * behind[0]:.1f} ms, with overlap {1e3 * beside[0]:.1f}"
-    return {"told": told, "share": None, "wrong": wrong, "seconds": {"behind": behind[0], "beside": beside[0]}}
+    net = nn.models.mlp(_WIDTH, 10, (hidden,), seed=0).to(world.device)
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.01), world=world, overlap=overlap, compression=codec)
+    step = step_of(net, trainer, [(x, y)])
+    taken = []
+    for number in range(_STEPS + 1):
+        world.comm.barrier()
+        begin = time.perf_counter()
+        step(number)
+        taken.append(max(world.comm.allgather_json(time.perf_counter() - begin)))
+    gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
+    way = "host" if gpus is None else gpus.way.name + ", MPI on its memory" * gpus.goes_direct
+    return float(np.median(taken[1:])), [to_host(each.data).copy() for each in net.parameters()], way
 
 
 def nccl(world: World, count: int) -> Found:
@@ -204,7 +226,7 @@ def refused(world: World, count: int) -> Found:
     return {"told": f"NCCL refuses, {way.name} is taken", "share": None, "wrong": wrong, "errors": [told]}
 
 
-CASES = {each.__name__: each for each in (shared, staging, training, nccl, refused)}
+CASES = {each.__name__: each for each in (shared, staging, training, codes, nccl, refused)}
 """By name: each takes the world and how many elements, and every rank must call it."""
 
 

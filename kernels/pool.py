@@ -63,7 +63,8 @@ def average_pool_gradient(gy, dx, kernel, stride, padding):  # type: ignore[no-u
                         dx[n, c, 2 * y, 2 * z + 1] = part
                     for z in range(2 * gy.shape[3], dx.shape[3]):
                         dx[n, c, 2 * y, z] = 0
-                    dx[n, c, 2 * y + 1, :] = dx[n, c, 2 * y, :]
+                    for z in range(dx.shape[3]):  # a slice would make Numba compile what shapes that differ raise
+                        dx[n, c, 2 * y + 1, z] = dx[n, c, 2 * y, z]
                 dx[n, c, 2 * gy.shape[2] :, :] = 0
                 continue
             dx[n, c, :, :] = 0

@@ -276,7 +276,7 @@ def _runtime(gpus: Gpus) -> ModuleType:
         return handle_of(event)
 
     vars(made).update(
-        memcpyDefault=4, errorMemoryAllocation=2, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
+        memcpyDefault=4, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
         eventElapsedTime=eventElapsedTime,

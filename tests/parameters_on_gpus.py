@@ -48,6 +48,19 @@ def wanted(n, step, shape):
     return sum(gradient(rank, step, shape) for rank in range(n))
 
 
+def check_steps(world, reducer, params, steps):
+    """Sums of all ranks' gradients in each step, are what they should be on this rank."""
+    for step in range(steps):
+        for param in reversed(params):
+            param.write(gradient(world.rank, step, param.data.shape).astype(param.data.dtype))
+        reducer.launch_rest()
+        reducer.closing.tally(0)
+        reducer.reduce_everywhere()
+        for param in params:
+            np.testing.assert_array_equal(param.grad.to_host(), wanted(world.size, step, param.data.shape))
+        reducer.reset()
+
+
 def bring_to_host(params):
     """Parameters of a machine without GPUs."""
     for param in params:

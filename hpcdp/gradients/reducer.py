@@ -30,7 +30,8 @@ from ..comm import Communicator, Request, World
 from ..comm.shared import NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
-from ..errors import ConfigError, StaleGradientError
+from ..errors import ConfigError
+from .arrivals import Arrivals
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
 from .buckets import Layout
@@ -143,17 +144,14 @@ class Reducer:
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
             param.grad_hook = self._written
-        self.num_missing = len(params)
-        """Gradients that backward has still to write in this step."""
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
         """Whether every rank's row of every bucket is the sum over all ranks."""
-        self._overwriting: dict[str, str] | None = None
-        self._held = False
-        self._bucket_of = {slot.name: self.buckets[slot.bucket] for slot in layout.slots}
         self.beside = None if lane is None else Beside(world, self.memory, self.buckets, self.params, lane)
         """What runs beside computation; None without overlap."""
+        self.arrivals = Arrivals(self.params, self.buckets, self.beside)
+        """Which gradients backward has written in this step."""
         if self.beside is not None:
             world.endings.append(weakly(self.settle))  # a rank that left earlier would leave others waiting
 
@@ -199,125 +197,42 @@ class Reducer:
         kernels.load("cast")
 
     def _written(self, param: Parameter) -> None:
-        bucket = self._bucket_of[param.name]
-        if bucket.state in (State.LAUNCHED, State.REDUCED):
-            raise StaleGradientError(
-                "backward", where=param.name, expected="one backward before each step()", got="another one",
-                remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
-                "step(0) on all ranks drops what it wrote",
-            )  # fmt: skip
         if self.virtual_shards is not None and param.grad_req == "add":
             raise ConfigError(
                 "backward", where=param.name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
             )
-        if param.name in bucket.missing:
-            bucket.missing.remove(param.name)
-            self.num_missing -= 1
-        bucket.awaited.discard(param.name)
-        if bucket.awaited:
-            bucket.state = State.FILLING
-        else:
-            bucket.state = State.READY
-            if self.overlap and not self._another_follows:
-                bucket.ready_ns = time.perf_counter_ns()
-                self._launch(bucket)
+        bucket = self.arrivals.note(param.name)
+        if bucket.state is State.READY and self.overlap and not self._another_follows:
+            bucket.ready_ns = time.perf_counter_ns()
+            self._launch(bucket)
 
     @property
     def _another_follows(self) -> bool:
         """Whether this is not the last backward of the step, so that it launches nothing."""
-        return self._held or (self.virtual_shards is not None and not self.virtual_shards.is_last)
+        return self.arrivals.are_held or (self.virtual_shards is not None and not self.virtual_shards.is_last)
 
     @property
     def sums_rows(self) -> bool:
         """Whether gradients are summed over the rows of the buckets, without messages, when all have left backward."""
         return self.on_one_node and not self.overlap and self.virtual_shards is None
 
-    @property
-    def missing(self) -> list[str]:
-        """Parameters that backward has not written since the last step, in the model's order."""
-        if not self.num_missing:
-            return []
-        return [slot.name for slot in self.layout.slots if slot.name in self.buckets[slot.bucket].missing]
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nothing was written or launched since the last `reset`."""
-        return self.num_missing == len(self.params) and all(each.state is State.FILLING for each in self.buckets)
-
-    def is_missing(self, name: str) -> bool:
-        """Whether backward has still to write the gradient of parameter ``name`` in this step."""
-        return name in self._bucket_of[name].missing
-
-    def takes(self, name: str) -> bool:
-        """Whether the gradient of parameter ``name`` may still be written in this step."""
-        return self._bucket_of[name].state in (State.FILLING, State.READY)
-
-    def fill_missing_with_zeros(self) -> None:
-        """Make gradients that backward has not written zero, so that they add nothing."""
-        if not self.num_missing:
-            return
-        for bucket in self.buckets:
-            if bucket.missing and self.beside is not None:
-                self.beside.settle(bucket)
-            for slot in bucket.slots:
-                if slot.name in bucket.missing:
-                    bucket.view(slot)[...] = 0
-            if bucket.state is State.FILLING:
-                bucket.state = State.READY
-
     def reset(self) -> None:
         """Begin a step: every gradient is to be written anew."""
         if self.beside is not None:
             self.beside.begin_step()
-        self._await_all()
+        self.arrivals.begin()
         self.holds_sums = False
         if self.virtual_shards is not None:
             self.virtual_shards.begin()
 
-    def _await_all(self) -> None:
-        for bucket in self.buckets:
-            bucket.missing = bucket.awaited = set(bucket.names)
-            bucket.state = State.FILLING
-        self.num_missing = len(self.params)
-
     def next_virtual_shard(self) -> None:
         """Keep this virtual shard's gradients, and begin the next one: every gradient is to be written anew."""
         assert self.virtual_shards is not None
-        self.fill_missing_with_zeros()
+        self.arrivals.fill_with_zeros()
         for bucket in self.buckets:
             self.virtual_shards.take(bucket)
         self.virtual_shards.next()
-        self._await_all()
-
-    def accumulate(self) -> None:
-        """From now on backward adds to the gradients, and launches nothing until `launch_again`.
-
-        What it has not written in this step counts as zero.
-        """
-        self._held = True
-        if self._overwriting is None:
-            self._overwriting = {name: param.grad_req for name, param in self.params.items()}
-            self.fill_missing_with_zeros()
-            for param in self.params.values():
-                param.grad_req = "add"
-
-    def launch_again(self) -> None:
-        """The next backward is the last one of this step, and may launch reductions."""
-        self._held = False
-        for bucket in self.buckets:
-            bucket.awaited = set(bucket.names)
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether backward adds to the gradients."""
-        return self._overwriting is not None
-
-    def overwrite(self) -> None:
-        """Undo `accumulate`."""
-        if self._overwriting is not None:
-            for name, grad_req in self._overwriting.items():
-                self.params[name].grad_req = grad_req
-            self._overwriting = None
+        self.arrivals.begin()
 
     def _launch(self, bucket: Bucket) -> None:
         assert self.beside is not None
@@ -336,8 +251,8 @@ class Reducer:
             for bucket in self.buckets:
                 self.virtual_shards.take(bucket)
         if self.overlap:
-            if not self.accumulating:
-                self.fill_missing_with_zeros()
+            if not self.arrivals.accumulating:
+                self.arrivals.fill_with_zeros()
             for bucket in self.buckets:
                 if bucket.state in (State.FILLING, State.READY):
                     bucket.ready_ns = time.perf_counter_ns()

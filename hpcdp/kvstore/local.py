@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array, is_host
+from ..arrays import Array, is_cupy, is_host
 from ..compression import Compression
+from ..devices import Device
 from ..engine import Engine
 from ..engine.tasks import throw
 from ..state import Part
@@ -14,9 +15,10 @@ from .compress import Codes, check_codable
 from .entry import Entry
 from .keeps_state import residuals_of
 from .kinds import KINDS
-from .placed import carry, computing, fill, like, sum_into
+from .placed import carry, computing, fill, like, moved, sum_into
 from .pulled import Pulled
 from .store import KVStore
+from .updaters import ByOptimizer
 
 _LANE = "key-value store"
 
@@ -32,6 +34,10 @@ class LocalStore(KVStore):
         self._sums_on_devices = KINDS[kind].sums == "device"
         self._compression: Compression | None = None
         self._codes: dict[Key, Codes] = {}
+        self._settled: set[Key] = set()
+        """Keys whose GPU is not to change any more; see `_place`."""
+        self._loads: dict[Device, int] = {}
+        """Bytes of these keys on each GPU."""
 
     def barrier(self) -> None:
         self.wait()
@@ -86,8 +92,7 @@ class LocalStore(KVStore):
         failure: BaseException | None = None
         received = like(entry.stored)
         sum_into(received, arrays)
-        while not self._engine.hold(entry.variable):  # another thread of the program has it
-            self._settle()
+        self._hold(entry)
         try:
             with computing(entry.stored):
                 self._updater.update(entry.key, received, entry.stored)
@@ -95,6 +100,36 @@ class LocalStore(KVStore):
             failure = error  # for who waits for the key
         finally:
             self._engine.release(entry.variable, failure)
+
+    def _hold(self, entry: Entry) -> None:
+        while not self._engine.hold(entry.variable):  # another thread of the program has it
+            self._settle()
+
+    def _place(self, entry: Entry, arrays: list[Array]) -> None:
+        """Where a push comes from several GPUs, let each of them keep about as many bytes of keys, the largest first.
+
+        Keys that were pushed before, or have a state, stay where they are.
+
+        Source: Apache MXNet, ``src/kvstore/comm.h``, ``CommDevice::InitMergeBuffer``.
+        """
+        devices = [Device.of(x) for x in arrays if is_cupy(x)]
+        if entry.key in self._settled or is_host(entry.stored) or len(set(devices)) < 2:
+            return
+        loads = self._loads
+        for device in devices:
+            loads.setdefault(device, 0)
+        entries = [each for key, each in self._entries.items() if key not in self._settled and is_cupy(each.stored)]
+        stateful = self._updater.states if isinstance(self._updater, ByOptimizer) else {}
+        for each in sorted(entries, key=lambda each: -int(each.stored.nbytes)):
+            device = Device.of(each.stored)
+            if each.pushes == 0 and each.key not in stateful:
+                device = min(devices, key=loads.__getitem__)
+            loads[device] = loads.get(device, 0) + int(each.stored.nbytes)
+            if device != Device.of(each.stored):
+                self._hold(each)
+                each.stored = moved(each.stored, device)
+                self._engine.release(each.variable)
+            self._settled.add(each.key)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         if is_host(entry.stored):

@@ -42,12 +42,13 @@ def brought(x: Array, like: Array) -> Array:
     if is_host(like):
         return to_host(x)
     if is_cupy(x) and is_cupy(like):
-        return _from_other_gpu(x, Device.of(like))
+        return moved(x, Device.of(like))
     with computing(like):
         return from_host(to_host(x), like)
 
 
-def _from_other_gpu(x: Array, device: Device) -> Array:
+def moved(x: Array, device: Device) -> Array:
+    """A copy of ``x``, which is on a GPU, on another one."""
     source, target = Streams(Device.of(x)), Streams(device)
     ready, come = source.event(), target.event()
     with source.on_device():

@@ -61,6 +61,9 @@ class KVStore(KeepsState):
         """Whether a key that begins with an array on a device is kept there."""
         return False
 
+    def _place(self, entry: Entry, arrays: list[Array]) -> None:
+        """Choose where a key is kept from now on, before ``arrays`` are pushed to it."""
+
     @abc.abstractmethod
     def _assign(self, values: dict[Key, Array]) -> None:
         """Overwrite keys, of which this worker has nothing on its way."""
@@ -337,6 +340,8 @@ class KVStore(KeepsState):
     def _pushable(self, key: Any, value: Any) -> list[tuple[Entry, list[Any]]]:
         """The keys of a push and their arrays, which the updater can take, where the keys are kept."""
         named = self._named("push", key, value)
+        for entry, arrays in named:
+            self._place(entry, arrays)
         pushed = [(entry, [brought(each, entry.stored) for each in arrays]) for entry, arrays in named]
         if isinstance(self._updater, ByOptimizer):
             for entry, _ in pushed:

@@ -102,7 +102,7 @@ class Backward:
         self._held = set()
         self._queued = self._reached = False
         reducer = self.reducer
-        if not reducer.is_untouched:
+        if not reducer.arrivals.is_untouched:
             if reducer.overlap:
                 with exchange.on_torchs_stream(self._device):
                     reducer.launch_rest()
@@ -131,12 +131,12 @@ class Backward:
             self._held.add(param.name)
             return
         self.watch_end()
-        if not self.awaits_step and not self.reducer.is_missing(param.name):
+        if not self.awaits_step and not self.reducer.arrivals.is_missing(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one gradient of a parameter in each backward",
                 got="a second one", remedy="checkpoint with use_reentrant=False",
             )  # fmt: skip
-        if not self.reducer.takes(param.name):
+        if not self.reducer.arrivals.takes(param.name):
             raise StaleGradientError(
                 "backward", where=param.name, expected="one backward before each step of a ShardedOptimizer",
                 got="another one", remedy="call step() or zero_grad() in between, or all but the last within no_sync()",
@@ -156,7 +156,7 @@ class Backward:
     def _end(self) -> None:
         self._queued = False
         # As in torch.autograd.grad, which leaves parameters alone.
-        nothing_written = self.reducer.num_missing == len(self.params) and not self._held and not self._reached
+        nothing_written = self.reducer.arrivals.num_missing == len(self.params) and not self._held and not self._reached
         self._reached = False
         if nothing_written or self.awaits_step:
             return
@@ -190,7 +190,7 @@ class Backward:
             MismatchError: the settings differ; on every rank.
         """
         reducer, held, following = self.reducer, self._held, self.turns.following
-        missing = reducer.missing
+        missing = reducer.arrivals.missing
         self._held = set()
         unused = [name for name in missing if name not in held]
         with exchange.on_torchs_stream(self._device):

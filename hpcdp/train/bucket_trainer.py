@@ -260,7 +260,7 @@ class BucketTrainer(Trainer):
         self._refuse_reproducible("allreduce_grads", "let step() sum them")
         self._refuse_sums("allreduce_grads")
         began_ns = time.perf_counter_ns()
-        self._close_step(0 if self.reducer.num_missing == len(self.reducer.params) else 1)
+        self._close_step(0 if self.reducer.arrivals.num_missing == len(self.reducer.params) else 1)
         self.reducer.reduce_everywhere()
         self._account(began_ns)
 
@@ -275,7 +275,7 @@ class BucketTrainer(Trainer):
         shards = self.reducer.virtual_shards
         if shards is None:
             return
-        if shards.current != shards.run.start or not self.reducer.is_untouched:
+        if shards.current != shards.run.start or not self.reducer.arrivals.is_untouched:
             raise StaleGradientError(
                 operation, expected="the end of a step", got=f"gradients of virtual shard {shards.current} under way",
                 remedy="call it after the step of the last of own_virtual_shards, or drop this one by step(0) for each",
@@ -307,14 +307,14 @@ class BucketTrainer(Trainer):
     def no_sync(self) -> Iterator[None]:
         """See `Trainer.no_sync`."""
         self._refuse_reproducible("no_sync", "make the global batch larger")
-        self.reducer.accumulate()
+        self.reducer.arrivals.accumulate()
         before, self._syncing = self._syncing, False
         try:
             yield
         finally:
             self._syncing = before
             if before:
-                self.reducer.launch_again()
+                self.reducer.arrivals.launch_again()
 
     def _close_step(self, count: int) -> int:
         """The step's one small exchange: when it returns, every rank has left backward. The global count."""
@@ -323,7 +323,7 @@ class BucketTrainer(Trainer):
         count += self._held_count
         stale = list(dict.fromkeys(stale))  # a name may be missing in several virtual shards
         if not stale:
-            self.reducer.fill_missing_with_zeros()
+            self.reducer.arrivals.fill_with_zeros()
         self.reducer.launch_rest()
         settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
         met = () if self._reproducible is None else (self._reproducible.met_stranger,)
@@ -344,7 +344,7 @@ class BucketTrainer(Trainer):
 
     def _refused(self, count: int) -> list[str]:
         """Parameters without a gradient, although this rank had ``count`` samples, where that is an error."""
-        return self._unwritten.refused(self.reducer.missing) if count else []
+        return self._unwritten.refused(self.reducer.arrivals.missing) if count else []
 
     def _refuse(self, settings: tuple[float, float]) -> None:
         """Raise that ranks would go different ways, on all of them."""
@@ -359,7 +359,7 @@ class BucketTrainer(Trainer):
 
     def _begin_step(self) -> None:
         self.reducer.reset()
-        self.reducer.overwrite()
+        self.reducer.arrivals.overwrite()
         self._held_count = 0
         self._stale = []
         if self._reproducible is not None:
@@ -375,7 +375,7 @@ class BucketTrainer(Trainer):
 
         def check() -> None:
             self._refuse_half_a_step(operation)
-            if self._held_count or self.reducer.accumulating or self.reducer.holds_sums:
+            if self._held_count or self.reducer.arrivals.accumulating or self.reducer.holds_sums:
                 raise unfinished(operation)
 
         on_every_rank(self.world.comm, check)

@@ -274,6 +274,8 @@ def test_predictions_stand_beside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prediction.tuning, "crowded", lambda world: "")
+    if name not in ("latency", "allreduce"):  # one of messages and one collective measure links, as all would
+        monkeypatch.setattr(prediction.probe, "probe", lambda world: ETHERNET)
     report = tmp_path / "report.json"
     assert bench(2, name, "-m", "4K:1M", "--factor", "256", "--predict", "--json", str(report)) == [0] * 2
     lines = capsys.readouterr().out.splitlines()

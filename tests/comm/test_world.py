@@ -15,6 +15,8 @@ import hpcdp
 from hpcdp.comm import mpi
 from hpcdp.comm.agreement import require_same
 from hpcdp.comm.shared import Gate
+from hpcdp.comm.watchdog import Watchdog
+from hpcdp.comm.world import _world_of
 from hpcdp.errors import ConfigError, LaunchError, MismatchError
 
 
@@ -104,34 +106,32 @@ def launched(n, code, **environ):
     )
 
 
-SHARED_SUM = """
-    import numpy as np, hpcdp
-    from hpcdp.comm.shared import Gate
-    world = hpcdp.init()
-    x = world.node_memory.alloc((world.node_memory.size,), np.int64)
-    gate = Gate(world.node_memory)
-    x[world.node_memory.rank] = 10 ** world.rank
+@pytest.mark.mpi
+@pytest.mark.parametrize(("sharing", "per_node"), [("memfd", None), ("window", None), ("none", None), ("auto", 2)])
+def test_every_way_of_sharing_and_virtual_nodes(sharing, per_node, world, monkeypatch):
+    monkeypatch.setenv("HPCDP_SHARED_MEMORY", sharing)
+    other = _world_of(world.comm.mpi.Dup(), per_node)
+    x = other.node_memory.alloc((other.node_memory.size,), np.int64)
+    gate = Gate(other.node_memory)
+    x[other.node_memory.rank] = 10**other.rank
     gate.barrier()
-    sums = world.comm.allgather_json([int(x.sum()), world.node, world.local_rank, world.num_rails])
-    if world.rank == 0: print(sums)
-"""
-
-
-@pytest.mark.parametrize("sharing", [pytest.param("memfd", marks=pytest.mark.thorough), "window", "none"])
-def test_every_way_of_sharing(sharing):
-    """The usual one, memfd, is that of the next test, too."""
-    result = launched(3, SHARED_SUM, HPCDP_SHARED_MEMORY=sharing)
-    assert result.returncode == 0, result.stderr
-    expected = [[111, 0, 0, 3], [111, 0, 1, 3], [111, 0, 2, 3]]
+    per_node = per_node or other.size
+    node, place = divmod(other.rank, per_node)
+    members = [rank for rank in range(other.size) if rank // per_node == node]
+    num_rails = other.size - per_node * (other.num_nodes - 1)  # as many as the last node has, the smallest
     if sharing == "none":
-        expected = [[1, 0, 0, 1], [10, 0, 1, 1], [100, 0, 2, 1]]
-    assert eval(result.stdout) == expected
+        members, num_rails = [other.rank], 1
+    found = (int(x.sum()), other.node, other.local_rank, other.num_rails, other.num_nodes)
+    assert found == (sum(10**rank for rank in members), node, place, num_rails, -(-other.size // per_node))
+    gate.barrier()  # else one would give up memory that another looks at
+    other.kept[Watchdog].end()
 
 
-def test_virtual_nodes_split_a_machine():
-    result = launched(3, SHARED_SUM, HPCDP_RANKS_PER_NODE="2")
+def test_virtual_nodes_are_what_the_environment_says():
+    code = "world = hpcdp.init(); print(world.comm.allgather_json([world.node, world.local_rank]))"
+    result = launched(3, f"import hpcdp; {code}", HPCDP_RANKS_PER_NODE="2")
     assert result.returncode == 0, result.stderr
-    assert eval(result.stdout) == [[11, 0, 0, 1], [11, 0, 1, 1], [100, 1, 0, 1]]
+    assert result.stdout == "[[0, 0], [0, 1], [1, 0]]\n" * 3
 
 
 def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback():
@@ -150,13 +150,18 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback():
     assert "ValueError: only here" in result.stderr
 
 
+MEETS = """
+    import sys, time, hpcdp
+    from hpcdp.comm.watchdog import Watchdog
+    def meet():  # as world.barrier, but what waits leaves others the core
+        with Watchdog.of(world).watching("a barrier"): world.comm.allgather_json(0)
+"""
 LEAVES = """
-    import sys, numpy as np, hpcdp
     world = hpcdp.init()
     try: sys.exit(9)
     except SystemExit as error: assert error.code == 9 and type(error).__name__ == "SystemExit"
     if world.rank == world.size - 1: {}
-    while True: world.barrier()
+    meet()
 """
 
 
@@ -168,14 +173,14 @@ LEAVES = """
     ],
 )
 def test_a_rank_that_leaves_alone_ends_the_job(n, leaves, status, says):
-    result = launched(n, LEAVES.format(leaves))
+    result = launched(n, MEETS + LEAVES.format(leaves))
     assert result.returncode == status, result.stderr
     assert re.search(says, result.stderr, re.MULTILINE), result.stderr
 
 
 def test_the_status_of_a_program_that_ends_by_its_main_is_noted():
     """``sys.exit`` is looked up before ``main`` has called `hpcdp.init`."""
-    main = "def main(): world = hpcdp.init(); world.rank and world.barrier(); return 3"
+    main = "def main(): world = hpcdp.init(); world.rank and world.comm.allgather_json(0); return 3"
     result = launched(2, f"import sys, hpcdp\n{main}\nsys.exit(main())")
     assert result.returncode == 3, result.stderr
     assert re.search("^rank 0 of 2 has left with status 3, and others go on$", result.stderr, re.MULTILINE)
@@ -183,8 +188,8 @@ def test_the_status_of_a_program_that_ends_by_its_main_is_noted():
 
 def test_the_status_of_a_rank_that_others_have_waited_for_is_that_of_the_job():
     """The watchdog, too, ends a job that waits for a rank that has left, later and with another status."""
-    code = "world = hpcdp.init(); world.rank or (time.sleep(1.2), sys.exit(3)); world.barrier()"
-    result = launched(2, f"import sys, time, hpcdp; {code}")
+    code = "    world = hpcdp.init(); world.rank or (time.sleep(1.2), sys.exit(3)); meet()"
+    result = launched(2, MEETS + code)
     assert result.returncode == 3, result.stderr
     assert "watchdog" not in result.stderr
 
@@ -207,33 +212,23 @@ def test_a_rank_that_leaves_early_waits_also_where_the_library_does_not(status, 
     assert (result.returncode, result.stdout, result.stderr) == (status, "[True, True, True]\n", "")
 
 
+THREAD_LEAVES = "from threading import Thread; t = Thread(target=lambda: sys.exit(3)); t.start(); t.join()"
+
+
 @pytest.mark.parametrize(
     ("leaves", "status"),
     [
         ("sys.exit(75)", 75),
         pytest.param("sys.exit(0)", 0, marks=pytest.mark.thorough),  # as of the test above
-        ("raise SystemExit(4)", 4),
+        (f"{THREAD_LEAVES}; raise SystemExit(4)", 4),
     ],
 )
 def test_ranks_that_all_leave_end_as_they_would(leaves, status):
+    """Threads that leave end themselves alone."""
     code = f"import sys, time, hpcdp; world = hpcdp.init(); time.sleep(world.rank / 5); {leaves}"
     result = launched(3, f"import atexit; atexit.register(lambda: print('at its end'))\n{code}")
     assert (result.returncode, result.stdout) == (status, "at its end\n" * 3), result.stderr
-    assert "has left" not in result.stderr
-
-
-def test_a_thread_that_leaves_ends_itself_alone():
-    result = launched(
-        2,
-        """
-        import sys, threading, hpcdp
-        world = hpcdp.init()
-        thread = threading.Thread(target=lambda: sys.exit(3))
-        thread.start(), thread.join()
-        world.barrier()
-        """,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    assert "has left" not in result.stderr and "Traceback" not in result.stderr
 
 
 def test_wrong_settings_are_refused_by_name(monkeypatch):

@@ -16,7 +16,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 def start(name: str, ranks: int, *arguments: str) -> str:
     """What ``hpcdp launch -n RANKS -- python examples/NAME ARGUMENTS`` prints; what it raises is raised."""
-    code = compile((EXAMPLES / name).read_text(), name, "exec")
+    return start_code((EXAMPLES / name).read_text(), name, ranks, *arguments)
+
+
+def start_code(source: str, name: str, ranks: int, *arguments: str) -> str:
+    """As `start` for a program that is given by its text."""
+    code = compile(source, name, "exec")
     own, said = threading.local(), io.StringIO()
 
     def rank(world: hpcdp.World) -> None:

@@ -15,12 +15,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from started import start_code
+
+import hpcdp
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = re.compile(
     "python examples/|--predict|hpcdp tune|--reproducible|--compression|--staleness|lenet .* --epochs|--resume auto"
     "|bench allreduce .* -f|bench bandwidth|launch -n 2 -- hpcdp bench|hpcdp train mlp .* --epochs 5"
+    "|mpirun .* hpcdp train"
 )
 """Commands of several seconds, whose parts other tests run."""
 PLAN = {"Cluster", "Breadth", "GPU"}
@@ -70,50 +74,78 @@ def python_blocks(page):
 COLLECTIVES = python_blocks(ROOT / "docs" / "collectives.md")
 
 
+STEP = "            trainer.step(len(labels))\n"
+PROGRAMS = """
+import runpy, sys
+for name in sys.argv[1:]:
+    try:
+        runpy.run_path(name)
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+"""
+"""One after the other in one process, for its imports take most of the time."""
+
+
+def start_pages(n, names, folder):
+    (folder / "programs.py").write_text(PROGRAMS)
+    run(f"hpcdp launch -n {n} -- python programs.py {' '.join(names)}", folder)
+
+
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_examples_of_collectives_and_stores_and_compression_run(n, tmp_path):
-    stores, (compression,) = (python_blocks(ROOT / "docs" / f"{name}.md") for name in ("kvstore", "compression"))
-    assert len(stores) == 3
-    collectives = [block for block in COLLECTIVES if not block.startswith("# hpcdp/")]
-    (tmp_path / "page.py").write_text("\n".join([*collectives, *stores, compression]))
-    run(f"hpcdp launch -n {n} -- python page.py", tmp_path)
-
-
-def test_examples_with_pytorch_run(tmp_path):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    last_blocks = [python_blocks(page)[-1] for page in (ROOT / "README.md", ROOT / "docs" / "from-ddp.md")]
-    assert all("hpcdp.torch" in code for code in last_blocks)
-    (tmp_path / "page.py").write_text("\n".join(last_blocks))
-    run("hpcdp launch -n 2 -- python page.py", tmp_path)
-
-
-def test_the_examples_of_hybrid_programming_run(tmp_path):
-    (tmp_path / "page.py").write_text("\n".join(python_blocks(ROOT / "docs" / "hybrid.md")))
-    run("python page.py", tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["lenet.h5", "lenet.json", "lenet.svg", "page.py"]
-
-
-def test_the_example_of_checkpoints_goes_on_where_it_ended(tmp_path):
-    (code,) = python_blocks(ROOT / "docs" / "checkpoints.md")
-    (tmp_path / "page.py").write_text(code)
-    step = "            trainer.step(len(labels))\n"
-    ending = f"{step}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
-    assert step in code
-    (tmp_path / "ended.py").write_text(code.replace(step, ending))
-    run("hpcdp launch -n 1 -- python ended.py", tmp_path)
-    assert [each.name for each in (tmp_path / "checkpoints").glob("step-*")] == ["step-0000000010"]
-    run("hpcdp launch -n 2 -- python page.py", tmp_path)
-    assert (tmp_path / "checkpoints" / "step-0000000020" / "manifest.json").exists()
-
-
-def test_the_example_of_stopping_goes_on_where_it_ended(tmp_path):
-    (code,) = [block for block in python_blocks(ROOT / "docs" / "training.md") if "Checkpoints(" in block]
-    (tmp_path / "page.py").write_text(code)
-    (tmp_path / "ended.py").write_text(code.replace("epochs=3", "epochs=2"))
-    run("hpcdp launch -n 1 -- python ended.py", tmp_path)
-    run("hpcdp launch -n 2 -- python page.py", tmp_path)
+def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n, tmp_path):
+    """Those of collectives, stores and compression; of checkpoints, and of stopping, first on one rank."""
+    stores, (compression,), (checkpoints,), training = (
+        python_blocks(ROOT / "docs" / f"{name}.md") for name in ("kvstore", "compression", "checkpoints", "training")
+    )
+    assert len(stores) == 3 and STEP in checkpoints
+    (stopping,) = [block for block in training if "Checkpoints(" in block]
+    assert "epochs=3" in stopping
+    ending = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
+    programs = {
+        "page.py": "\n".join(
+            [*(each for each in COLLECTIVES if not each.startswith("# hpcdp/")), *stores, compression]
+        ),
+        "checkpoints.py": checkpoints.replace('"checkpoints"', '"saved"'),
+        "checkpoints_ended.py": checkpoints.replace('"checkpoints"', '"saved"').replace(STEP, ending),
+        "stopping.py": stopping,
+        "stopping_ended.py": stopping.replace("epochs=3", "epochs=2"),
+    }
+    for name, code in programs.items():
+        (tmp_path / name).write_text(code)
+    start_pages(1, ["checkpoints_ended.py", "stopping_ended.py"], tmp_path)
+    assert [each.name for each in (tmp_path / "saved").glob("step-*")] == ["step-0000000010"]
+    assert (tmp_path / "checkpoints" / "step-0000000016").exists()
+    start_pages(n, ["page.py", "checkpoints.py", "stopping.py"], tmp_path)
+    assert (tmp_path / "saved" / "step-0000000020" / "manifest.json").exists()
     names = sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*"))
     assert names == ["step-0000000016", "step-0000000020", "step-0000000024"]
+
+
+def pages_with_pytorch():
+    last_blocks = [python_blocks(page)[-1] for page in (ROOT / "README.md", ROOT / "docs" / "from-ddp.md")]
+    assert all("hpcdp.torch" in code for code in last_blocks)
+    return "\n".join(last_blocks)
+
+
+def test_examples_with_pytorch_run_on_threads(monkeypatch):
+    """In place of ranks, and of what each would import."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    monkeypatch.setattr("hpcdp.torch.distributed.init", lambda: hpcdp.init())  # the world of the thread
+    start_code(pages_with_pytorch(), "pages", 2)
+
+
+@pytest.mark.thorough
+def test_examples_with_pytorch_run(tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (tmp_path / "page.py").write_text(pages_with_pytorch())
+    run("hpcdp launch -n 2 -- python page.py", tmp_path)
+
+
+def test_the_examples_of_hybrid_programming_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hpcdp.train.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
+    start_code("\n".join(python_blocks(ROOT / "docs" / "hybrid.md")), "hybrid", 1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["lenet.h5", "lenet.json", "lenet.svg"]
 
 
 def test_quotations_are_what_the_files_say():

@@ -90,23 +90,23 @@ def test_a_hybridized_network_computes_the_same_and_is_exported(tmp_path):
 
 
 def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
-    said = {ranks: start("pipeline.py", ranks, "--epochs", "2") for ranks in (1, 4)}
+    said = {ranks: start("pipeline.py", ranks, "--epochs", "1") for ranks in (1, 4)}
     losses, accuracies = (
         {ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()}
         for what in ("loss", "accuracy")
     )
-    assert len(accuracies[1]) == 2 and accuracies[1][-1] > 0.75
+    assert len(accuracies[1]) == 1 and accuracies[1][-1] > 0.5
     assert accuracies[4] == pytest.approx(accuracies[1], abs=0.012)
     assert losses[4] == pytest.approx(losses[1], rel=0.02)  # of both copies together
 
 
 def test_a_model_split_by_channels_learns_the_same_on_one_rank_and_on_parts_times_copies():
-    said = {ranks: start("split.py", ranks, "--epochs", "2", "--parts", parts) for ranks, parts in ((1, "1"), (4, "2"))}
+    said = {ranks: start("split.py", ranks, "--epochs", "1", "--parts", parts) for ranks, parts in ((1, "1"), (4, "2"))}
     for what, tolerance in (("loss", 0.02), ("accuracy", 0.02)):
         found = {
             ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()
         }
-        assert len(found[1]) == 2 and found[4] == pytest.approx(found[1], rel=tolerance)
+        assert len(found[1]) == 1 and found[4] == pytest.approx(found[1], rel=tolerance)
     held = {ranks: sorted({int(each) for each in re.findall(r"has (\d+) of", text)}) for ranks, text in said.items()}
     assert held[1] == [129068] and held[4] == [64564]
 

@@ -5,7 +5,17 @@ import threading
 
 import numpy as np
 import pytest
-from parameters_on_gpus import SHAPES, Parameter, bring_to_host, device_of, gradient, show_gpus, use_gpu, wanted
+from parameters_on_gpus import (
+    SHAPES,
+    Parameter,
+    bring_to_host,
+    check_steps,
+    device_of,
+    gradient,
+    show_gpus,
+    use_gpu,
+    wanted,
+)
 
 import hpcdp
 from hpcdp import optim
@@ -362,15 +372,7 @@ def test_real_ranks_sum_through_pinned_memory(gpus_on_host, monkeypatch, overlap
     monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
     world = hpcdp.init()
     reducer, params = make(world, overlap)
-    for step in range(STEPS):
-        for param in reversed(params):
-            param.write(gradient(world.rank, step, param.data.shape))
-        reducer.launch_rest()
-        reducer.closing.tally(0)
-        reducer.reduce_everywhere()
-        for param in params:
-            np.testing.assert_array_equal(param.grad.to_host(), wanted(world.size, step, param.data.shape))
-        reducer.reset()
+    check_steps(world, reducer, params, STEPS)
 
 
 def test_parameters_on_several_gpus_are_refused(gpus_on_host):

@@ -308,3 +308,59 @@ def test_a_trainer_on_a_store_of_gpus(gpus_on_host, monkeypatch, kind, n, update
     wanted = threads.run(n, train)
     for mine, theirs in zip(found[0], wanted[0], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+SIZES = {"small": 10, "large": 1000, "middle": 600, "tiny": 1, "other": 500}
+
+
+def pushes_of_gpus(store, count, updates):
+    """Keys that begin on the first GPU, are pushed from each of several, and pulled to each."""
+    place = []
+    for number in range(count):
+        gpu(number).use()
+        place.append({key: on_gpu(np.arange(size, dtype="f4") + number) for key, size in SIZES.items()})
+    gpu(0).use()
+    store.init(list(SIZES), [on_gpu(np.full(size, 5, "f4")) for size in SIZES.values()])
+    if updates:
+        store.set_optimizer(optim.SGD(lr=0.5, momentum=0.9))
+    found = []
+    for _ in range(2):
+        for key in SIZES:
+            store.push(key, [each[key] for each in place])
+            outs = []
+            for number in range(count):
+                gpu(number).use()
+                outs.append(on_gpu(np.zeros(SIZES[key], "f4")))
+            gpu(0).use()
+            store.pull(key, out=outs)
+            found += [on_host(out) for out in outs]
+    return found
+
+
+@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_keys_that_several_gpus_push_are_spread_over_them_by_size(gpus_on_host, count, updates):
+    store, on_cpu = kvstore.create("device"), kvstore.create("local")
+    found = pushes_of_gpus(store, count, updates)
+    wanted = {1: {"large": 0, "middle": 0, "other": 0, "small": 0, "tiny": 0},
+              2: {"large": 0, "middle": 1, "other": 1, "small": 0, "tiny": 0},
+              3: {"large": 0, "middle": 1, "other": 2, "small": 2, "tiny": 2}}[count]  # fmt: skip
+    assert {key: Device.of(store._entries[key].stored).index for key in SIZES} == wanted
+    for mine, theirs in zip(found, pushes_of_gpus(on_cpu, count, updates), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_a_key_with_a_state_stays_on_its_gpu(gpus_on_host):
+    store = kvstore.create("device")
+    gpu(0).use()
+    store.init(["a", "b"], [on_gpu(np.zeros(8, "f4")), on_gpu(np.zeros(4, "f4"))])
+    store.set_optimizer(optim.SGD(lr=0.5, momentum=0.9))
+    store.push("b", on_gpu(np.ones(4, "f4")))
+    gpu(1).use()
+    there = on_gpu(np.ones(8, "f4"))
+    gpu(0).use()
+    store.push("a", [there, on_gpu(np.ones(8, "f4"))])  # the first of the two GPUs with the least gets the largest key
+    store.push("b", on_gpu(np.ones(4, "f4")))
+    assert [Device.of(store._entries[key].stored).index for key in "ab"] == [1, 0]
+    for key, wanted in (("a", -1.0), ("b", -0.5 - 0.95)):
+        np.testing.assert_allclose(on_host(store._entries[key].stored), wanted, rtol=1e-6)

@@ -155,7 +155,7 @@ def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
     first = run(5)
     assert run(5) == first
     if ranks > 1:
-        assert len({repr(run(seed)) for seed in range(4)}) > 1
+        assert any(run(seed) != first for seed in range(4))
 
 
 def test_replay_is_for_thread_ranks():

@@ -98,7 +98,9 @@ def raises_between_steps(world, options):
 
 
 def note_time():
-    Path(sys.argv[2], "fault").write_text(str(time.time()))
+    part = Path(sys.argv[2], f"fault.part-{os.getpid()}")
+    part.write_text(str(time.time()))
+    part.rename(part.with_name("fault"))
 
 
 class StopsItself(optim.SGD):
@@ -117,11 +119,13 @@ class StopsItself(optim.SGD):
 
 
 def stops_in_an_update(world, options):
-    """Two trainings of the same; in the second one rank 1 is stopped."""
+    """With overlap, then without: two trainings of the same, and in the second one rank 1 is stopped."""
     results = []
-    for stops_at in (-1, 4):
-        StopsItself.updates, StopsItself.stops_at = 0, stops_at if world.rank == 1 else -1
-        results.append(train_for_ever(world, options | {"steps": 6}, rule=StopsItself(lr=0.05, momentum=0.9)))
+    for overlap in (True, False):
+        for stops_at in (-1, 4):
+            StopsItself.updates, StopsItself.stops_at = 0, stops_at if world.rank == 1 else -1
+            rule = StopsItself(lr=0.05, momentum=0.9)
+            results.append(train_for_ever(world, options | {"overlap": overlap, "steps": 6}, rule=rule))
     return [result.tobytes().hex() for result in results]
 
 

@@ -1,5 +1,6 @@
 """Training with compressed gradients: through the trainer, its states, and the settings of a run."""
 
+import functools
 import re
 import warnings
 
@@ -35,19 +36,25 @@ def parameters(params):
     return np.concatenate([param.data.reshape(-1) for param in params])
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
-def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compression(codec, n, per_node):
-    def rank(world, compression, **options):
+@functools.cache
+def trained(n, per_node, compression=None, **options):
+    """Each rank's parameters after some steps."""
+
+    def rank(world):
         params, trainer = make(world, compression, **options)
         steps(params, trainer, world, 12)
         trainer.reducer.settle()
         return parameters(params)
 
-    exact = threads.run(n, lambda world: rank(world, None), per_node)[0]
+    return threads.run(n, rank, per_node)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2), (5, 2)])
+def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compression(codec, n, per_node):
+    exact = trained(n, per_node)[0]
     runs = [
-        threads.run(n, lambda world, options=options: rank(world, codec, **options), per_node)
-        for options in ({"overlap": True}, {"overlap": False}, {"owner": "rank"})
+        trained(n, per_node, codec, **options) for options in ({"overlap": True}, {"overlap": False}, {"owner": "rank"})
     ]
     for found in (each for run in runs for each in run):
         np.testing.assert_array_equal(found, runs[0][0])

@@ -1,5 +1,6 @@
 """Training with reductions under backward and updates under the next forward: the same bits, and nothing forgotten."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def backward(net, x, y, with_all=True):
     loss.backward()
 
 
-def train(world, split="even", steps=5, with_all=None, micro=1, optimizer=None, late=None, **options):
+def train(world, split="even", steps=3, with_all=None, micro=1, optimizer=None, late=None, **options):
     """The parameters after some steps, flat; a bucket for each layer."""
     net = Net()
     for number, param in enumerate(net.parameters()):
@@ -82,7 +83,8 @@ def train(world, split="even", steps=5, with_all=None, micro=1, optimizer=None, 
     return np.concatenate([np.array(param.data).reshape(-1) for param in net.parameters()])
 
 
-def samples_of_all(split, n, steps=5):
+@functools.cache
+def samples_of_all(split, n, steps=3):
     """The same training on one rank that gets everybody's samples."""
 
     def rank(world):
@@ -117,7 +119,7 @@ OPTIONS = {
     "accumulated": {"micro": 3},
     "one that counts": {"policy": Policy(nonfinite="count")},
     "unused": {"policy": Policy(unused="zero"), "with_all": lambda rank, step: (rank + step) % 2 == 0},
-    "unused by all": {"policy": Policy(unused="zero"), "with_all": lambda rank, step: step > 2},
+    "unused by all": {"policy": Policy(unused="zero"), "with_all": lambda rank, step: step > 1},
     "adam": {"optimizer": lambda: optim.AdamW(lr=0.01)},
     "late": {"late": lambda rank, step: 0.004 * ((rank + step) % 3)},
 }

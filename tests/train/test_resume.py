@@ -1,5 +1,7 @@
 """Runs that are killed, or stopped, and go on from their checkpoints: to the bit as if nothing had happened."""
 
+import functools
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,13 @@ def whole_run(ranks: int, folder: Path, **arguments):
     return threads.run(ranks, lambda world: train(world, folder, **arguments))[0]
 
 
+@functools.cache
+def undisturbed(ranks: int, **arguments):
+    """A whole run that several tests compare with."""
+    with tempfile.TemporaryDirectory() as folder:
+        return whole_run(ranks, Path(folder), **arguments)
+
+
 def assert_goes_on_as(whole, resumed) -> None:
     """To the bit: the records from where it went on, and the parameters at the end."""
     listen, params, *_ = resumed
@@ -129,7 +138,7 @@ def assert_goes_on_as(whole, resumed) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_killed_run_goes_on_to_the_bit(ranks, optimizer, tmp_path):
-    whole = whole_run(ranks, tmp_path / "whole", optimizer=optimizer)
+    whole = undisturbed(ranks, optimizer=optimizer)
     kill_at = int(np.random.default_rng([ranks, len(optimizer)]).integers(9, EPOCHS * STEPS))
     killed(ranks, tmp_path / "a", optimizer=optimizer, every=4, kill_at=kill_at)
     results = threads.run(ranks, lambda world: train(world, tmp_path / "a", optimizer=optimizer, resume=True))
@@ -143,20 +152,20 @@ def test_a_killed_run_goes_on_to_the_bit(ranks, optimizer, tmp_path):
 @pytest.mark.parametrize(("owner", "overlap"), [("rank", False), ("shard", True)])
 def test_with_either_owner_and_overlap(owner, overlap, tmp_path):
     options = {"owner": owner, "overlap": overlap}
-    whole = whole_run(2, tmp_path / "whole", **options)
+    whole = undisturbed(2, **options)
     killed(2, tmp_path / "a", every=5, kill_at=17, **options)
     assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, **options))
 
 
 def test_where_short_batches_roll_over(tmp_path):
-    whole = whole_run(2, tmp_path / "whole", last="rollover")
+    whole = undisturbed(2, last="rollover")
     killed(2, tmp_path / "a", every=2, kill_at=17, last="rollover")
     assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, last="rollover"))
 
 
 @pytest.mark.parametrize("stop_at", [1, 5, STEPS - 1, STEPS + 7])
 def test_a_rank_that_is_asked_to_stop_stops_all(stop_at, tmp_path):
-    whole = whole_run(3, tmp_path / "whole")
+    whole = undisturbed(3)
     results = threads.run(3, lambda world: train(world, tmp_path / "a", stop_at=stop_at))
     for _, _, stopped, steps in results:
         assert stopped.reason is Reason.PROGRAM
@@ -169,7 +178,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all(stop_at, tmp_path):
 
 
 def test_a_run_is_stopped_again_and_again(tmp_path):
-    whole = whole_run(2, tmp_path / "whole", optimizer="adam")
+    whole = undisturbed(2, optimizer="adam")
     records: list[dict] = []
     for stop_at in (3, 11, 13, 30, None):
         listen, params, stopped, _ = whole_run(
@@ -184,7 +193,7 @@ def test_a_run_is_stopped_again_and_again(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (3, 4)])
 def test_a_reproducible_run_goes_on_with_other_ranks(before, after, tmp_path):
-    whole = whole_run(2, tmp_path / "whole", reproducible=True)
+    whole = undisturbed(2, reproducible=True)
     killed(before, tmp_path / "a", reproducible=True, every=5, kill_at=18)
     for resumed in threads.run(after, lambda world: train(world, tmp_path / "a", reproducible=True, resume=True)):
         assert_goes_on_as(whole, resumed)
@@ -192,7 +201,7 @@ def test_a_reproducible_run_goes_on_with_other_ranks(before, after, tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
 def test_any_run_goes_on_with_other_ranks(before, after, tmp_path):
-    whole = whole_run(before, tmp_path / "whole")
+    whole = undisturbed(before)
     assert threads.run(before, lambda world: train(world, tmp_path / "a", stop_at=STEPS + 4))[0][2]
     listen, *_ = whole_run(after, tmp_path / "a", resume=True)
     records = whole[0].records[-len(listen.records) :]
@@ -220,7 +229,7 @@ def test_a_checkpoint_an_epoch_has_its_numbers_and_the_last_is_of_the_end(tmp_pa
 
 
 def test_a_run_that_was_stopped_after_its_last_step_is_done_when_it_has_gone_on(tmp_path):
-    whole = whole_run(2, tmp_path / "whole")
+    whole = undisturbed(2)
     stopped = whole_run(2, tmp_path / "a", stop_at=EPOCHS * STEPS - 1)
     assert stopped[2].position == (EPOCHS, STEPS, EPOCHS * STEPS)
     resumed = whole_run(2, tmp_path / "a", resume=True)
@@ -230,7 +239,7 @@ def test_a_run_that_was_stopped_after_its_last_step_is_done_when_it_has_gone_on(
 
 
 def test_more_epochs_go_on_after_the_last(tmp_path):
-    whole = whole_run(2, tmp_path / "whole", optimizer="adam", epochs=3)
+    whole = undisturbed(2, optimizer="adam", epochs=3)
     whole_run(2, tmp_path / "a", optimizer="adam", epochs=2)
     assert_goes_on_as(whole, whole_run(2, tmp_path / "a", optimizer="adam", epochs=3, resume=True))
 
@@ -254,7 +263,7 @@ def test_the_users_own_entries_are_saved_and_restored(tmp_path):
 
 
 def test_on_a_synchronous_store(tmp_path):
-    whole = whole_run(2, tmp_path / "whole", kvstore="dist_sync")
+    whole = undisturbed(2, kvstore="dist_sync")
     assert whole_run(2, tmp_path / "a", kvstore="dist_sync", stop_at=STEPS + 4)[2]
     assert_goes_on_as(whole, whole_run(2, tmp_path / "a", resume=True, kvstore="dist_sync"))
 

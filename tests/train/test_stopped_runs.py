@@ -4,52 +4,27 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from train_command import RUN, ranks_in, start, train
 
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.launch import watch
 from hpcdp.train import config as settings
 from hpcdp.train.metrics import read_metrics
 
-ENVIRONMENT = {
-    key: value
-    for key, value in os.environ.items()
-    if not key.startswith(("OMPI_", "PMI", "PRTE", "SLURM_", "TTY_")) and key != "COLUMNS"
-}
-RUN = ("mlp", "--data", "digits", "--ranks", "2", "--epochs", "12", "--batch-size", "50")
 SAME = ("kind", "step", "epoch", "loss", "accuracy", "samples", "learning_rate", "test_loss", "test_accuracy")
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hpcdp.cli", "train", *arguments]
-
-
-def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
 
 
 def numbers(run_dir: Path) -> list[list[object]]:
     return [[record.get(name) for name in SAME] for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
-@pytest.fixture(scope="module")
-def whole(made_once) -> Path:
-    def fill(folder: Path) -> None:
-        done = train(folder, *RUN, "--run-dir", "a")
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return made_once("whole-run", fill) / "a"
-
-
 def started(folder: Path, *arguments: str, epochs: int) -> subprocess.Popen[str]:
     """A run that has done so many epochs."""
-    process = subprocess.Popen(
-        command(*arguments), cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = start(folder, *arguments)
     deadline = time.monotonic() + 90
     assert process.stdout is not None
     while process.stdout.readline()[:6] != "epoch " or (epochs := epochs - 1):
@@ -57,35 +32,41 @@ def started(folder: Path, *arguments: str, epochs: int) -> subprocess.Popen[str]
     return process
 
 
-def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(whole, tmp_path):
+def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_had_happened(finished, tmp_path):
+    whole, _ = finished
     process = started(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto", epochs=1)
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGUSR1)
     shown, errors = process.communicate(timeout=100)
     assert process.returncode == 75
     assert "Traceback" not in errors
-    (step,) = [path.name for path in (tmp_path / "a" / "checkpoints").glob("step-*")]
-    assert f"stopped early after step {int(step[5:])} (SIGUSR1): a checkpoint is in a" in shown
+    (stopped,) = saved(tmp_path / "a")
+    assert f"stopped early after step {stopped} (SIGUSR1): a checkpoint is in a" in shown
     assert (tmp_path / "a" / "curves.png").exists()
-    again = train(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert numbers(tmp_path / "a") == numbers(whole)
     assert (tmp_path / "a" / "config.toml").read_text() == (whole / "config.toml").read_text()
+
+    process = started(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto", "--checkpoint-every", "40", epochs=3)
+    os.kill(ranks_in(tmp_path)[1], signal.SIGKILL)
+    process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert saved(tmp_path / "a")[-1] > stopped
+
+    again = train(tmp_path, "--resume", "a")
+    assert again.returncode == 0, again.stderr[-3000:]
     assert "going on in a\n" in again.stdout
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
-    finished = train(tmp_path, "--resume", "a")
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout == "a: this run is at its end, there is nothing to go on with\n"
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
+    assert numbers(tmp_path / "a") == numbers(whole)
+    assert not list((tmp_path / "a" / "checkpoints").glob("*.tmp"))
+
+
+def saved(run_dir: Path) -> list[int]:
+    """The steps of its checkpoints."""
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*[0-9]"))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["the launcher", "mpirun", "ranks"])
 def test_a_signal_while_it_starts_is_not_lost_and_ends_nobody(moment, tmp_path):
-    process = subprocess.Popen(
-        command(*RUN, "--epochs", "4000", "--run-dir", "a"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = start(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a")
     deadline = time.monotonic() + 90
     while not has_come_to(moment, process.pid):
         assert process.poll() is None and time.monotonic() < deadline
@@ -103,22 +84,6 @@ def has_come_to(moment: str, launcher: int) -> bool:
     return any(watch._ranks_below(launcher))
 
 
-def test_a_second_job_touches_nothing_of_a_run_that_goes_on(tmp_path):
-    process = started(tmp_path, *RUN, "--epochs", "4000", "--run-dir", "a", "--checkpoint-every", "30", epochs=3)
-    files = {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()}
-    for arguments in (("--resume", "a"), ("mlp", "--run-dir", "a")):
-        refused = train(tmp_path, *arguments)
-        assert refused.returncode == 2
-        assert refused.stdout == ""
-        assert refused.stderr.count("\n") == 1
-        named = "got process" in refused.stderr and "another folder" in refused.stderr
-        assert named or arguments[0] == "mlp"
-    assert {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()} == files
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=100)
-    assert process.returncode == 75
-
-
 @pytest.mark.thorough
 def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path):
     (tmp_path / "a" / "checkpoints").mkdir(parents=True)
@@ -130,30 +95,6 @@ def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path
                                      f"that saves here, got process {os.getpid()} of ")  # fmt: skip
     assert refused.stdout == ""
     assert [path.name for path in (tmp_path / "a").rglob("*")] == ["checkpoints", "writer.lock"]
-
-
-def test_a_run_with_a_killed_rank_goes_on_from_its_last_checkpoint(whole, tmp_path):
-    run = (*RUN, "--run-dir", "a", "--checkpoint-every", "40", "--keep", "2")
-    process = started(tmp_path, *run, epochs=3)
-    (rank,) = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/environ")
-        if b"\0OMPI_COMM_WORLD_RANK=1\0" in _bytes(path) and f"PWD={tmp_path}\0".encode() in _bytes(path)
-    ]
-    os.kill(rank, signal.SIGKILL)
-    process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGKILL
-    again = train(tmp_path, "--resume", "a")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert numbers(tmp_path / "a") == numbers(whole)
-    assert not list((tmp_path / "a" / "checkpoints").glob("*.tmp"))
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return b"\0" + path.read_bytes()
-    except OSError:
-        return b""
 
 
 def test_a_time_limit(tmp_path):

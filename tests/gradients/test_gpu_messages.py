@@ -5,7 +5,7 @@ import sys
 import gpu_on_host
 import numpy as np
 import pytest
-from parameters_on_gpus import SHAPES, Parameter, device_of, gradient, show_gpus, use_gpu, wanted
+from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
 
 import hpcdp
 from hpcdp.comm import cuda_aware, threads
@@ -180,15 +180,7 @@ def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, o
         layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
         reducer = Reducer(params, layout, world, overlap)
         assert world.size == 1 or reducer.gpus.goes_direct
-        for step in range(STEPS):
-            for param in reversed(params):
-                param.write(gradient(world.rank, step, param.data.shape).astype(dtype))
-            reducer.launch_rest()
-            reducer.closing.tally(0)
-            reducer.reduce_everywhere()
-            for param in params:
-                np.testing.assert_array_equal(param.grad.to_host(), wanted(world.size, step, param.data.shape))
-            reducer.reset()
+        check_steps(world, reducer, params, STEPS)
 
 
 @pytest.mark.mpi

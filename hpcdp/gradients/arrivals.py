@@ -1,0 +1,118 @@
+"""Which gradients of a step backward has written, and whether it adds to what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import StaleGradientError
+from .beside import Beside
+from .bucket import Bucket, Parameter, State
+
+
+class Arrivals:
+    """The gradients that backward writes into buckets.
+
+    Args:
+        params: all of them by name, in the model's order.
+        buckets: where their gradients are.
+        beside: what may still read a bucket of the step before; None without overlap.
+    """
+
+    def __init__(self, params: Mapping[str, Parameter], buckets: Sequence[Bucket], beside: Beside | None) -> None:
+        self._params, self._buckets, self._beside = params, buckets, beside
+        self._bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
+        self.num_missing = len(params)
+        """Gradients that backward has still to write in this step."""
+        self._overwriting: dict[str, str] | None = None
+        self.are_held = False
+        """Whether another backward of the step follows, so that this one launches nothing."""
+
+    def begin(self) -> None:
+        """Every gradient is to be written anew."""
+        for bucket in self._buckets:
+            bucket.missing = bucket.awaited = set(bucket.names)
+            bucket.state = State.FILLING
+        self.num_missing = len(self._params)
+
+    def note(self, name: str) -> Bucket:
+        """The gradient of parameter ``name`` is written. Returns its bucket, which is READY if that was its last.
+
+        Raises:
+            StaleGradientError: the bucket is on its way to other ranks, or summed.
+        """
+        bucket = self._bucket_of[name]
+        if not self.takes(name):
+            raise StaleGradientError(
+                "backward", where=name, expected="one backward before each step()", got="another one",
+                remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
+                "step(0) on all ranks drops what it wrote",
+            )  # fmt: skip
+        if name in bucket.missing:
+            bucket.missing.remove(name)
+            self.num_missing -= 1
+        bucket.awaited.discard(name)
+        bucket.state = State.FILLING if bucket.awaited else State.READY
+        return bucket
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters that backward has not written since the last step, in the model's order."""
+        if not self.num_missing:
+            return []
+        return [name for name in self._params if name in self._bucket_of[name].missing]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was written or launched since the step began."""
+        return self.num_missing == len(self._params) and all(each.state is State.FILLING for each in self._buckets)
+
+    def is_missing(self, name: str) -> bool:
+        """Whether backward has still to write the gradient of parameter ``name`` in this step."""
+        return name in self._bucket_of[name].missing
+
+    def takes(self, name: str) -> bool:
+        """Whether the gradient of parameter ``name`` may still be written in this step."""
+        return self._bucket_of[name].state in (State.FILLING, State.READY)
+
+    def fill_with_zeros(self) -> None:
+        """Make gradients that backward has not written zero, so that they add nothing."""
+        if not self.num_missing:
+            return
+        for bucket in self._buckets:
+            if bucket.missing and self._beside is not None:
+                self._beside.settle(bucket)
+            for slot in bucket.slots:
+                if slot.name in bucket.missing:
+                    bucket.view(slot)[...] = 0
+            if bucket.state is State.FILLING:
+                bucket.state = State.READY
+
+    def accumulate(self) -> None:
+        """From now on backward adds to the gradients, and launches nothing until `launch_again`.
+
+        What it has not written in this step counts as zero.
+        """
+        self.are_held = True
+        if self._overwriting is None:
+            self._overwriting = {name: param.grad_req for name, param in self._params.items()}
+            self.fill_with_zeros()
+            for param in self._params.values():
+                param.grad_req = "add"
+
+    def launch_again(self) -> None:
+        """The next backward is the last one of this step, and may launch reductions."""
+        self.are_held = False
+        for bucket in self._buckets:
+            bucket.awaited = set(bucket.names)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether backward adds to the gradients."""
+        return self._overwriting is not None
+
+    def overwrite(self) -> None:
+        """Undo `accumulate`."""
+        if self._overwriting is not None:
+            for name, grad_req in self._overwriting.items():
+                self._params[name].grad_req = grad_req
+            self._overwriting = None
