@@ -12,6 +12,8 @@ from typing import Any
 
 from .. import comm
 
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
+"""Vectors by the flag with which Linux tells of them, the widest first."""
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -52,17 +54,22 @@ def versions() -> dict[str, str]:
 
 
 def processor() -> dict[str, Any]:
-    """The processor's name, the number of cores, and the caches of core 0 (level and type to size)."""
-    model = platform.processor() or platform.machine()
+    """The processor's name, its widest vectors, the number of cores, and the caches of core 0."""
+    model, flags = platform.processor() or platform.machine(), ""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             model = line.partition(":")[2].strip()
+        elif line.startswith(("flags", "Features")):
+            flags = line
             break
+    vectors = next((name for flag, name in _VECTORS.items() if f" {flag} " in f"{flags} "), "")
     caches = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
         caches[f"L{level} {kind}"] = size
-    return {"model": model, "cores": os.cpu_count(), "caches": caches, "system": platform.platform()}
+    return {
+        "model": model, "vectors": vectors, "cores": os.cpu_count(), "caches": caches, "system": platform.platform()
+    }  # fmt: skip
 
 
 def describe(world: comm.World | None = None) -> dict[str, Any]:

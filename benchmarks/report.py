@@ -168,25 +168,35 @@ def _cores(results: dict[str, Any]) -> int:
     return int(results["machine"]["processor"]["cores"])
 
 
+def _processor(processor: dict[str, Any]) -> str:
+    caches = ", ".join(f"{name} {size}" for name, size in processor["caches"].items())
+    vectors = f"{processor['vectors']}, " if processor.get("vectors") else ""
+    return f"{processor['model']}, {vectors}{processor['cores']} cores ({caches})"
+
+
 def _measured_again(results: dict[str, Any]) -> dict[str, list[str]]:
-    """By commit, the kinds that were measured at another one than the suite."""
+    """By commit, and processor if that is another one, the kinds that were measured later than the suite."""
     machine = results["machine"]
     found: dict[str, list[str]] = {}
     for kind in results.keys() - {"machine", "skipped", "failures"}:
-        commits = {report.get("machine", machine)["commit"] for report in results[kind]}
-        for commit in commits - {machine["commit"]}:
-            found.setdefault(commit, []).append(kind)
-    return {commit: sorted(kinds) for commit, kinds in found.items()}
+        machines = [report.get("machine", machine) for report in results[kind]]
+        for each in {f"{each['commit']}{_on_another(each, machine)}" for each in machines} - {machine["commit"]}:
+            found.setdefault(each, []).append(kind)
+    return {which: sorted(kinds) for which, kinds in found.items()}
+
+
+def _on_another(machine: dict[str, Any], usual: dict[str, Any]) -> str:
+    is_usual = machine["processor"]["caches"] == usual["processor"]["caches"]
+    return "" if is_usual else f" on another machine ({_processor(machine['processor'])})"
 
 
 def _about(results: dict[str, Any]) -> str:
     """What the figures were measured on."""
     machine = results["machine"]
     processor = machine["processor"]
-    caches = ", ".join(f"{name} {size}" for name, size in processor["caches"].items())
     found = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in machine["versions"].items())]
     found += sorted({each["library"] for each in results.get("allreduce", [])})
-    text = f"{processor['model']}, {_cores(results)} cores ({caches}), {processor['system']}; {', '.join(found)}; "
+    text = f"{_processor(processor)}, {processor['system']}; {', '.join(found)}; "
     text += f"commit {machine['commit']}, {machine['date']}.\n"
     for commit, kinds in _measured_again(results).items():
         text += f"\nMeasured again at commit {commit}: {', '.join(kinds)}.\n"

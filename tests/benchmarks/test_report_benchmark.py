@@ -171,7 +171,9 @@ def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     def pretend(command: list[str]) -> subprocess.CompletedProcess[str]:
         started.append(command)
-        report = {"ranks": 2, "import_s": 0.01, "launch_s": 0.4, "machine": {"commit": "later"}}
+        processor = results["machine"]["processor"] | {"model": "B", "vectors": "AVX2", "caches": {"L2": "9K"}}
+        machine = {"commit": "later", "processor": processor if len(started) > 1 else results["machine"]["processor"]}
+        report = {"ranks": 2, "import_s": 0.01, "launch_s": 0.4, "machine": machine}
         Path(command[command.index("--json") + 1]).write_text(json.dumps(report))
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -181,6 +183,11 @@ def test_a_part_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     now = json.loads((tmp_path / "results.json").read_text())
     assert now["allreduce"] == results["allreduce"] and now["machine"] == results["machine"]
     assert "Measured again at commit later: startup." in (tmp_path / "RESULTS.md").read_text()
+    assert run.main(["--only", "startup", "--into", str(tmp_path)]) == 0
+    told = (
+        f"commit later on another machine (B, AVX2, {results['machine']['processor']['cores']} cores (L2 9K)): startup."
+    )
+    assert told in (tmp_path / "RESULTS.md").read_text()
     with pytest.raises(ConfigError, match=r"expected some of startup, .*, got starting, up$"):
         run.main(["--only", "up,startup,starting", "--into", str(tmp_path)])
 
