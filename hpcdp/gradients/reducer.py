@@ -176,15 +176,10 @@ class Reducer:
     def _make_bucket(self, number: int) -> Bucket:
         count, dtype = self.layout.counts[number], self.layout.dtypes[number]
         if self.gpus is not None:
-            rows = self.gpus.rows(number)
-        elif self.memory.size == 1:
-            rows = self._namespace.zeros((1, count), dtype=dtype)
+            rows, shard = self.gpus.rows(number), self.gpus.shard(number)
         else:
-            rows = self.memory.alloc((self.memory.size, count), dtype)
-        if self.gpus is not None:
-            shard = self.gpus.shard(number)
-        else:
-            owns_some = self.memory.rank < self.num_shards
+            n, owns_some = self.memory.size, self.memory.rank < self.num_shards
+            rows = self.memory.alloc((n, count), dtype) if n > 1 else self._namespace.zeros((1, count), dtype=dtype)
             shard = self.layout.shard(number, self.num_shards, self.memory.rank) if owns_some else (0, 0)
         slots = [slot for slot in self.layout.slots if slot.bucket == number]
         return Bucket(number, slots, rows, self.memory.rank, shard)

@@ -112,8 +112,10 @@ class LocalStore(KVStore):
 
         Source: Apache MXNet, ``src/kvstore/comm.h``, ``CommDevice::InitMergeBuffer``.
         """
+        if entry.key in self._settled or is_host(entry.stored) or len(arrays) < 2:
+            return
         devices = [Device.of(x) for x in arrays if is_cupy(x)]
-        if entry.key in self._settled or is_host(entry.stored) or len(set(devices)) < 2:
+        if len(set(devices)) < 2:
             return
         loads = self._loads
         for device in devices:
