@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 
 import pytest
 
@@ -11,24 +12,16 @@ from hpcdp.errors import ConfigError
 
 
 def test_deferred_tasks_hold_their_variables_until_somebody_says_that_they_are_done(engine):
-    var, dones, log = engine.variable(), [], []
-    begun = threading.Event()
-
-    def start(done):
-        dones.append(done)
-        begun.set()
-
-    engine.push_deferred(start, writes=[var])
-    engine.push(lambda: log.append("read"), reads=[var])
-    engine.push(lambda: log.append("free"))  # the lane is not blocked
-    assert begun.wait(10)
-    while not log:
-        time.sleep(0.001)
-    assert log == ["free"]
-    dones[0]()
-    dones[0](OSError("too late"))
+    var, dones, log = engine.variable(), SimpleQueue(), SimpleQueue()
+    engine.push_deferred(dones.put, writes=[var])
+    engine.push(lambda: log.put("read"), reads=[var])
+    engine.push(lambda: log.put("free"))  # the lane is not blocked
+    done = dones.get(timeout=10)
+    assert log.get(timeout=10) == "free" and log.empty()
+    done()
+    done(OSError("too late"))
     engine.waitall()
-    assert log == ["free", "read"]
+    assert log.get(timeout=10) == "read"
 
 
 @pytest.mark.parametrize("raised", [True, False])
@@ -122,15 +115,12 @@ def test_a_function_that_raises_after_it_has_said_done_is_heard_of(engine):
         engine.waitall()
 
 
-def test_a_deferred_task_ends_with_an_exception_or_nothing():
-    engine, dones = Engine(synchronous=False), []
-    var = engine.variable()
-    engine.push_deferred(dones.append, writes=[var], name="exchange")
-    while not dones:
-        time.sleep(0.001)
+def test_a_deferred_task_ends_with_an_exception_or_nothing(engine):
+    var, dones = engine.variable(), SimpleQueue()
+    engine.push_deferred(dones.put, writes=[var], name="exchange")
+    done = dones.get(timeout=10)
     with pytest.raises(ConfigError, match=r"done \[exchange\]: expected nothing, or an exception, got 'failed'"):
-        dones[0]("failed")
-    dones[0](OSError("failed"))
+        done("failed")
+    done(OSError("failed"))
     with pytest.raises(OSError, match="failed"):
         engine.wait_to_read(var)
-    engine.shutdown()

@@ -141,7 +141,7 @@ def test_push_blocks_at_max_inflight():
 
 
 def test_a_lane_may_push_beyond_the_bound():
-    engine, var = Engine(max_inflight=1), None
+    engine = Engine(max_inflight=1)
     var = engine.variable()
     engine.push(lambda: engine.push(lambda: None, writes=[var]))
     engine.waitall()
@@ -159,18 +159,9 @@ def test_a_task_cannot_wait_for_a_later_one_of_its_lane(engine):
             seen.append(str(error))
 
     engine.push(wait)
-    deadline = time.monotonic() + 5
-    while len(seen) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    engine.waitall()
     assert "a task of lane io; read the variable, or use another engine" in seen[0]
     assert seen[1] == "later"
-
-
-def test_wrong_lane_and_bound_are_refused_by_name(engine):
-    with pytest.raises(ConfigError, match=r"push \[lane\]: expected io or other, got gpu"):
-        engine.push(lambda: None, lane="gpu")
-    with pytest.raises(ConfigError, match="max_inflight"):
-        Engine(max_inflight=0)
 
 
 def test_two_readers_in_one_lane_of_two_threads_meet():
@@ -234,13 +225,15 @@ def test_the_environment_chooses_the_mode(monkeypatch):
         Engine()
 
 
-def test_lanes_are_refused_by_name(engine):
+def test_lanes_and_bounds_are_refused_by_name(engine):
+    with pytest.raises(ConfigError, match=r"push \[lane\]: expected io or other, got gpu"):
+        engine.push(lambda: None, lane="gpu")
+    with pytest.raises(ConfigError, match="several names"):
+        Engine(lanes="io")
     with pytest.raises(ConfigError, match=r"add_lane \[name\]: expected none of io, other, got io"):
         engine.add_lane("io")
     with pytest.raises(ConfigError, match=r"threads of polling.*1 with idle, got 2"):
         engine.add_lane("polling", threads=2, idle=lambda: False)
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        Engine({"io": 0})
     for wrong in ("a", 1.5, 0):
         with pytest.raises(ConfigError, match=f"max_inflight.: expected an integer, at least 1, got {wrong!r}"):
             Engine(max_inflight=wrong)
@@ -278,8 +271,3 @@ def test_what_is_no_variable_of_the_engine_is_refused_and_the_engine_goes_on(eng
             with pytest.raises(ConfigError, match=f"wait_to_read: expected a variable that .*{got}"):
                 engine.wait_to_read(var)
     engine.waitall()
-
-
-def test_one_name_is_no_list_of_lanes():
-    with pytest.raises(ConfigError, match="several names"):
-        Engine(lanes="io")

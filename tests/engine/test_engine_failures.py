@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 import traceback
+from queue import SimpleQueue
 
 import pytest
 from programs import script
@@ -68,11 +69,9 @@ def test_the_observer_is_told_of_every_task_and_its_failure_is_not_the_task_s(en
     var = engine.variable()
     engine.push(lambda: time.sleep(0.01), name="nap")
     engine.push(lambda: None, writes=[var], lane="other", name="short")
-    dones = []
-    engine.push_deferred(dones.append, name="exchange")
-    while not dones:
-        time.sleep(0.001)
-    dones[0]()
+    dones = SimpleQueue()
+    engine.push_deferred(dones.put, name="exchange")
+    dones.get(timeout=10)()
     engine.waitall()
     end = time.perf_counter_ns()
     assert {(name, lane) for name, lane, *_ in seen} == {("nap", "io"), ("short", "other"), ("exchange", "io")}
@@ -100,8 +99,9 @@ def test_the_exit_of_a_task_reaches_who_waits():
 def test_a_failure_that_nobody_has_seen_is_printed_at_exit():
     running = script("""
         from hpcdp.engine import default_engine
-        default_engine().push(lambda: 1 / 0, name="lost")
-        time.sleep(0.2)
+        begun = threading.Event()
+        default_engine().push(lambda: begun.set() or 1 / 0, name="lost")
+        begun.wait()
     """)
     errors = running.communicate(timeout=20)[1]
     assert "nobody waited for it" in errors and "ZeroDivisionError" in errors and 'Task "lost"' in errors

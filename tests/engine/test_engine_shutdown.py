@@ -11,19 +11,23 @@ from hpcdp.errors import ConfigError
 
 
 def test_shutdown_ends_threads_and_releases_waiters():
-    engine, gate, var = Engine(), threading.Event(), None
+    engine, gate = Engine(lanes=("ending",)), threading.Event()
     var = engine.variable("v")
-    engine.push(gate.wait)
-    engine.push(lambda: None, writes=[var])
-    threading.Timer(0.05, gate.set).start()
+    engine.push(gate.wait, lane="ending")
+    engine.push(lambda: None, writes=[var], lane="ending")
     closer = threading.Thread(target=engine.shutdown)
     closer.start()
     with pytest.raises(ConfigError, match="got a shutdown"):
         engine.wait_to_read(var)
+    closer.join(0.05)
+    assert closer.is_alive()  # it waits for what runs
+    assert "hpcdp-ending" in {thread.name for thread in threading.enumerate()}
+    gate.set()
     closer.join(10)
-    assert not any(thread.name == "hpcdp-io" and thread.is_alive() for thread in [closer])
+    assert not closer.is_alive()
+    assert "hpcdp-ending" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(ConfigError, match="one that was shut down"):
-        engine.push(lambda: None)
+        engine.push(lambda: None, lane="ending")
 
 
 def test_shutdown_drops_what_becomes_ready_after_it():
@@ -59,13 +63,13 @@ def test_a_process_exits_although_tasks_run_and_wait(leave):
     running = script(f"""
         from hpcdp.engine import Engine, default_engine, process
         process.EXIT_LIMIT_S = 0.3
-        other = Engine({{"compute": 2}})
+        other, begun = Engine({{"compute": 2}}), threading.Barrier(3)
         for engine, lane in ((default_engine(), "io"), (other, "compute")):
             var = engine.variable()
-            engine.push(lambda: {SPIN}, writes=[var], lane=lane)
+            engine.push(lambda: (begun.wait(), {SPIN}), writes=[var], lane=lane)
             engine.push(lambda: print("never"), writes=[var], lane=lane)
             engine.push_deferred(lambda done: None, writes=[var], lane=lane)
-        time.sleep(0.2)
+        begun.wait()
         {leave}
     """)
     output, errors = running.communicate(timeout=20)
@@ -81,8 +85,9 @@ def test_a_child_of_fork_has_an_engine_of_its_own():
         from hpcdp.errors import ConfigError
         parent = default_engine()
         var = parent.variable("v")
-        parent.push(lambda: time.sleep(0.5), writes=[var])
-        time.sleep(0.1)
+        begun, go_on = threading.Event(), threading.Event()
+        parent.push(lambda: (begun.set(), go_on.wait(10)), writes=[var])
+        begun.wait()
         child = os.fork()
         if child == 0:
             engine, fresh, ran = default_engine(), default_engine().variable(), []
@@ -95,8 +100,10 @@ def test_a_child_of_fork_has_an_engine_of_its_own():
                 except ConfigError:
                     refused += 1
             sys.exit(0 if engine is not parent and ran == [1] and refused == 2 else 1)
+        status = os.waitpid(child, 0)[1]
+        go_on.set()
         parent.wait_to_read(var)
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        sys.exit(os.waitstatus_to_exitcode(status))
     """)
     errors = running.communicate(timeout=20)[1]
     assert running.returncode == 0, errors
@@ -108,7 +115,7 @@ def test_the_default_engine_is_made_once():
 
 
 def test_two_tasks_that_shut_down_do_not_wait_for_each_other():
-    engine, met = Engine(lanes=("a", "b"), synchronous=False), threading.Barrier(2)
+    engine, met = Engine(lanes=("a", "b"), synchronous=False), threading.Barrier(3, timeout=10)
 
     def ends():
         met.wait()
@@ -116,8 +123,8 @@ def test_two_tasks_that_shut_down_do_not_wait_for_each_other():
 
     for lane in "ab":
         engine.push(ends, lane=lane)
+    met.wait()
     ended = threading.Thread(target=engine.shutdown)
-    time.sleep(0.1)
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
