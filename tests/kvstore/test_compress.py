@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import standin
+from small_stores import added, full
 
 import hpcdp
 from hpcdp import kvstore, optim
@@ -237,3 +238,45 @@ def test_on_real_ranks():
         store.pushpull("w", np.full((300, 70), value, "f4"), out)
         assert (out == 1 + times * 0.5 * 0.25 * world.size).all()
     store.barrier()
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (3, None), (2, 1), (3, 2), (4, 1)])
+def test_the_documents_two_bit_numbers(ranks, per_node, split):
+    """t = 0.5, rate 2: pushes of 0.4, 0.1, 0.2 and 0.3 add 0, t r n, nothing, and t r n."""
+
+    def one(world, dtype):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(0, dtype=dtype))
+        store.set_updater(added)
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        found = []
+        for value in (0.4, 0.1, 0.2, 0.3):
+            store.push("w", full(value, dtype=dtype))
+            store.barrier()
+            found.append(np.asarray(store.pull("w")))
+            store.barrier()
+        return found
+
+    for dtype in ("f4", "f8"):
+        for found in threads.run(ranks, partial(one, dtype=dtype), per_node):
+            step = 0.5 * 2 * ranks
+            for value, wanted in zip(found, (0, step, step, 2 * step), strict=True):
+                assert (value == wanted).all()
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "1bit:threshold=0,magnitude=1.5", "topk:ratio=0.5"])
+def test_other_codecs_send_all_in_the_end(codec):
+    """Error feedback: what pushes of one value add up to is off by no more than a few of them."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(64, "f4"))
+        store.set_updater(added)
+        store.set_gradient_compression(codec)
+        for _ in range(40):
+            store.push("w", np.linspace(-1, 1, 64, dtype="f4"))
+        store.barrier()
+        return np.asarray(store.pull("w"))
+
+    for found in threads.run(2, one, 1):
+        np.testing.assert_allclose(found / 160, np.linspace(-1, 1, 64), atol=0.12)
