@@ -7,6 +7,8 @@ from hpcdp.comm import threads
 
 WORLDS = [(1, None), (2, None), (3, None), (4, None), (2, 1), (3, 1), (3, 2), (4, 2), (5, 2)]
 """Ranks, and ranks per node."""
+LAYOUTS = [(*world, split) for world in WORLDS for split in (False, True) if world[1] or not split]
+"""With whether keys are cut, for the fixture of this name; on one node they never are."""
 SHAPE = (2, 3)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from small_stores import SHAPE, WORLDS, added, full
+from small_stores import LAYOUTS, SHAPE, added, full
 
 import hpcdp
 from hpcdp import kvstore, optim
@@ -23,16 +23,7 @@ def mixed(key, received, stored):
     stored[...] = (stored * 31 + received) % PRIME
 
 
-def half(key, received, stored):
-    stored[0] = 77
-    raise ZeroDivisionError("by nothing")
-
-
-def fails(key, received, stored):
-    raise ZeroDivisionError("by nothing")
-
-
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+@pytest.mark.parametrize(("ranks", "per_node", "split"), LAYOUTS, indirect=["split"])
 def test_every_push_counts_once(ranks, per_node, split):
     """Key starts at 1, each rank pushes ones * (rank + 1) at rate 2: after i rounds exactly 1 + i 2 n (n + 1) / 2."""
 
@@ -126,21 +117,6 @@ def test_a_counter_gives_each_number_to_one_worker():
         assert sorted(taken) == list(range(50 * ranks))
 
 
-def test_stores_do_not_meet_each_other():
-    def one(world):
-        stores = [kvstore.create("dist_async", world) for _ in range(3)]
-        for number, store in enumerate(stores):
-            store.init("key", full(number))
-            store.set_updater(added)
-        for number, store in enumerate(stores if world.rank % 2 else stores[::-1]):
-            store.push("key", full(number + 1 if world.rank % 2 else 3 - number))
-        for store in stores:
-            store.barrier()
-        return [float(store.pull("key")[0, 0]) for store in stores]
-
-    assert threads.run(3, one, ranks_per_node=1) == [[6.0, 13.0, 20.0]] * 3
-
-
 def test_no_updater_is_an_error_with_the_remedy():
     def one(world):
         store = kvstore.create("dist_async", world)
@@ -203,43 +179,6 @@ def test_a_store_that_is_dropped_leaves_nothing_behind():
 
     for early, late in threads.run(2, one):
         assert late <= early
-
-
-@pytest.mark.parametrize("per_node", [None, 1])
-def test_an_updater_that_fails_half_way_has_changed_nothing(per_node):
-    def one(world):
-        store = kvstore.create("dist_async", world)
-        store.init("w", full(1))
-        store.set_updater(half)
-        if world.rank:
-            store.push("w", full(1))
-            with pytest.raises((ZeroDivisionError, HpcdpError), match="by nothing"):
-                store.pull("w").wait()
-        world.barrier()
-        if world.rank == 0:
-            assert (store.pull("w")[...] == 1).all() and store.pull("w").version == 0
-        world.barrier()
-
-    threads.run(2, one, per_node)
-
-
-@pytest.mark.parametrize("per_node", [None, 1])
-def test_an_updater_that_fails_tells_who_pushed(per_node):
-    def one(world):
-        store = kvstore.create("dist_async", world)
-        store.init("w", full(1))
-        store.set_updater(fails)
-        if world.rank:
-            store.push("w", full(1))
-            with pytest.raises((ZeroDivisionError, HpcdpError), match="by nothing"):
-                store.pull("w").wait()
-        store.set_updater(added)
-        if world.rank:
-            store.push("w", full(1))
-        store.barrier()
-        return float(store.pull("w")[0, 0]), store.pull("w").version
-
-    assert threads.run(3, one, per_node) == [(5.0, 2)] * 3
 
 
 def test_what_is_refused():
@@ -314,7 +253,7 @@ def test_an_idle_server_needs_no_core():
         store.push("w", full(1))
         store.barrier()
         began, cpu = time.perf_counter(), time.process_time()
-        time.sleep(1.0)
+        time.sleep(0.5)
         return (time.process_time() - cpu) / (time.perf_counter() - began)
 
     assert max(threads.run(2, one, 1)) < 0.25  # of both servers together

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from small_stores import full
+from small_stores import added, full
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
@@ -388,3 +388,32 @@ def test_a_barrier_is_one_for_a_worker_whose_push_has_failed_too(kind, per_node)
 
     found = threads.run(3, one, per_node) if kind == "dist_async" else threads.run(3, one)
     assert all(np.array_equal(value, full(5)) for value in found)
+
+
+def half(key, received, stored):
+    stored[0] = 77
+    raise ZeroDivisionError("by nothing")
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_half_an_update_of_another_worker_is_undone_and_another_updater_goes_on(per_node):
+    """The key lies with the first worker, on another node or not."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_updater(half)
+        if world.rank:
+            store.push("w", full(1))
+            with pytest.raises((ZeroDivisionError, HpcdpError), match="by nothing"):
+                store.pull("w").wait()
+        world.barrier()
+        if world.rank == 0:
+            assert (store.pull("w")[...] == 1).all() and store.pull("w").version == 0
+        store.set_updater(added)
+        if world.rank:
+            store.push("w", full(1))
+        store.barrier()
+        return float(store.pull("w")[0, 0]), store.pull("w").version
+
+    assert threads.run(3, one, per_node) == [(5.0, 2)] * 3

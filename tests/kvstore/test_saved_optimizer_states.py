@@ -8,50 +8,42 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import HpcdpError
 
+SIZES = [((3, 2), (2, None)), ((1, None), (4, 2)), ((2, 1), (3, 1))]
+"""Ranks, and ranks per node, that save, and that load."""
 
-@pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (2, None)), ((1, None), (4, 2)), ((2, 1), (3, 1))])
-def test_states_go_on_with_another_number_of_ranks(saved, loaded, tmp_path):
+
+def local(*keys):
+    """A store of one process with some of the keys."""
+    store = kvstore.create("local")
+    for key in keys:
+        store.init(key, full(1, (33, 7)) if key == "w" else full(0))
+    store.set_optimizer(optim.Adam(lr=0.1))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "loaded", "split"),
+    [
+        *(("dist_sync", *sizes, False) for sizes in SIZES),
+        *(("dist_async", *sizes, split) for sizes in SIZES for split in (False, True)),
+    ],
+    indirect=["split"],
+)
+def test_states_go_on_with_another_number_of_ranks(kind, saved, loaded, split, tmp_path):
     path = str(tmp_path / "states.npz")
     gradient = np.random.default_rng(1).standard_normal((33, 7)).astype("f4")
 
     def some(world, steps, value=None):
-        store = kvstore.create("dist_sync", world)
+        store = kvstore.create(kind, world)
         store.init("w", full(1, (33, 7)) if value is None else value)
         store.init("never", full(0))
         store.set_optimizer(optim.Adam(lr=0.1))
         if value is not None:
             store.load_optimizer_states(path)
         for _ in range(steps):
-            store.push("w", gradient / world.size)
-        value = store.pull("w").wait()
-        store.save_optimizer_states(path)
-        return value
-
-    wanted = threads.run(1, lambda world: some(world, 5))[0]
-    value = threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])[0]
-    for found in threads.run(loaded[0], lambda world: some(world, 3, value), ranks_per_node=loaded[1]):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    local = kvstore.create("local")
-    local.init("w", full(1, (33, 7)))
-    local.set_optimizer(optim.Adam(lr=0.1))
-    local.load_optimizer_states(path)  # of any kind of store
-    local.save_optimizer_states(path)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [((3, 2), (2, None)), ((1, None), (4, 2)), ((2, 1), (3, 1))])
-def test_states_of_asynchronous_stores_go_on_with_another_number_of_ranks(saved, loaded, tmp_path, split):
-    path = str(tmp_path / "states.npz")
-    gradient = np.random.default_rng(1).standard_normal((33, 7)).astype("f4")
-
-    def some(world, steps, value=None):
-        store = kvstore.create("dist_async", world)
-        store.init("w", full(1, (33, 7)) if value is None else value)
-        store.init("never", full(0))
-        store.set_optimizer(optim.Adam(lr=0.1))
-        if value is not None:
-            store.load_optimizer_states(path)
-        if world.rank == world.size - 1:
-            for _ in range(steps):
+            if kind == "dist_sync":
+                store.push("w", gradient / world.size)
+            elif world.rank == world.size - 1:
                 store.push("w", gradient)
         store.save_optimizer_states(path)
         return store.pull("w").wait()
@@ -60,13 +52,9 @@ def test_states_of_asynchronous_stores_go_on_with_another_number_of_ranks(saved,
     value = threads.run(saved[0], lambda world: some(world, 2), ranks_per_node=saved[1])[0]
     for found in threads.run(loaded[0], lambda world: some(world, 3, value), ranks_per_node=loaded[1]):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    local = kvstore.create("local")
-    local.init("w", full(1, (33, 7)))
-    local.set_optimizer(optim.Adam(lr=0.1))
+    local("w", "never").load_optimizer_states(path)  # of any kind of store
     with pytest.raises(HpcdpError, match="states of this store's keys"):
-        local.load_optimizer_states(path)
-    local.init("never", full(0))
-    local.load_optimizer_states(path)
+        local("never").load_optimizer_states(path)
 
 
 @pytest.mark.parametrize("saved_by", ["dist_sync", "dist_async"])

@@ -4,7 +4,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from small_stores import WORLDS, full
+from pairs import pairs
+from small_stores import LAYOUTS, WORLDS, full
 
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import threads
@@ -70,9 +71,10 @@ def test_a_batch_on_n_workers_is_one_machine_with_n_batches():
             np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(40_000,), (3,)])
-@pytest.mark.parametrize("rate", [int, np.float32, optim.ConstantSchedule], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("at_once", [True, False], ids=["pushpull", "push"])
+@pytest.mark.parametrize(
+    ("rate", "shape", "at_once"),
+    pairs([int, np.float32, optim.ConstantSchedule], [(40_000,), (3,)], [True, False]),
+)
 def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
     def one(world):
         store = kvstore.create("dist_sync", world)
@@ -90,7 +92,7 @@ def test_rates_that_differ_are_told_whatever_they_are(rate, shape, at_once):
         threads.run(2, one)
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
+@pytest.mark.parametrize(("ranks", "per_node", "split"), LAYOUTS, indirect=["split"])
 def test_an_optimizer_and_a_rate_that_is_assigned(ranks, per_node, split):
     """SGD without momentum: the order of pushes matters to the rounding alone."""
     rng = np.random.default_rng(3)
@@ -128,7 +130,11 @@ CHANGED = optim.ConstantSchedule(0.0)
 
 
 @pytest.mark.parametrize("rates", list(RATES))
-@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(1, None, 0), (2, 1, 0), (2, None, 1), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "num_servers", "split"),
+    [(1, None, 0, False), (2, 1, 0, False), (2, 1, 0, True), (2, None, 1, False), (3, 1, 2, False), (3, 1, 2, True)],
+    indirect=["split"],
+)
 def test_whatever_rate_a_worker_assigns_is_that_of_its_pushes(ranks, per_node, num_servers, rates, split):
     """The last worker pushes; the others have assigned another rate, with which nothing is pushed."""
     rate_at, start = RATES[rates], np.zeros(7)

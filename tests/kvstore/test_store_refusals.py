@@ -14,48 +14,48 @@ def halved(key, received, stored):
     stored += np.asarray(0.5, stored.dtype) * received
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda store: kvstore.create("dist-sync"), "expected one of local, device, dist_sync, dist, dist_device_sync"),
-        (lambda store: store.init("w", full(1)), r"init \[key 'w'\]: expected a new key, got one that was made before"),
-        (lambda store: store.init(3, full(1)), r"init \[key 3\]: expected keys that are all int or all str, got both"),
-        (lambda store: store.init(True, full(1)), r"init \[key\]: expected an int, a str or a list of them, got True"),
-        (lambda store: store.init("x", [full(1), full(2)]), r"init \[key 'x'\]: expected one array"),
-        (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got a float"),
-        (
-            lambda store: store.push("x", full(1)),
-            r"push \[key 'x'\]: expected one of the keys that init\(\) has made: 'w'",
-        ),
-        (
-            lambda store: store.push(["w", "w"], [full(1)]),
-            r"push \[value\]: expected a list of 2, one for each key, got 1",
-        ),
-        (
-            lambda store: store.push(["w"], full(1)),
-            r"push \[value\]: expected a list of 1, one for each key, got ndarray",
-        ),
-        (lambda store: store.push("w", full(1), priority=0.5), r"push \[priority\]: expected an integer, got 0.5"),
-        (lambda store: store.set_updater(3), "set_updater: expected a function of key, received, stored, got 3"),
-        (lambda store: store.set_optimizer("sgd"), "set_optimizer: expected an optimizer, e.g"),
-        (lambda store: store.load_state_dict({}), r"load_state_dict: expected what state_dict\(\) .* got {}"),
-        (lambda store: store.load_state_dict(None), r"load_state_dict: expected what state_dict\(\) .* got None"),
-        (lambda store: store.num_dead_node(-1), r"num_dead_node \[timeout_s\]: expected a positive number"),
-        (lambda store: store.init("c", np.zeros(2, "c8")), r"init \[key 'c'\]: expected a NumPy array of uint8, .*<c8"),
-        (lambda store: store.init("o", np.array([None])), r"init \[key 'o'\]: expected a NumPy array of"),
-        (lambda store: store.save_optimizer_states("x"), "expected a store with an optimizer, got none"),
-    ],
-)
-def test_what_is_refused(kind, make, said):
+REFUSED = [
+    (lambda store: kvstore.create("dist-sync"), "expected one of local, device, dist_sync, dist, dist_device_sync"),
+    (lambda store: store.init("w", full(1)), r"init \[key 'w'\]: expected a new key, got one that was made before"),
+    (lambda store: store.init(3, full(1)), r"init \[key 3\]: expected keys that are all int or all str, got both"),
+    (lambda store: store.init(True, full(1)), r"init \[key\]: expected an int, a str or a list of them, got True"),
+    (lambda store: store.init("x", [full(1), full(2)]), r"init \[key 'x'\]: expected one array"),
+    (lambda store: store.init("x", 1.0), r"init \[key 'x'\]: expected one array, got a float"),
+    (
+        lambda store: store.push("x", full(1)),
+        r"push \[key 'x'\]: expected one of the keys that init\(\) has made: 'w'",
+    ),
+    (
+        lambda store: store.push(["w", "w"], [full(1)]),
+        r"push \[value\]: expected a list of 2, one for each key, got 1",
+    ),
+    (
+        lambda store: store.push(["w"], full(1)),
+        r"push \[value\]: expected a list of 1, one for each key, got ndarray",
+    ),
+    (lambda store: store.push("w", full(1), priority=0.5), r"push \[priority\]: expected an integer, got 0.5"),
+    (lambda store: store.set_updater(3), "set_updater: expected a function of key, received, stored, got 3"),
+    (lambda store: store.set_optimizer("sgd"), "set_optimizer: expected an optimizer, e.g"),
+    (lambda store: store.load_state_dict({}), r"load_state_dict: expected what state_dict\(\) .* got {}"),
+    (lambda store: store.load_state_dict(None), r"load_state_dict: expected what state_dict\(\) .* got None"),
+    (lambda store: store.num_dead_node(-1), r"num_dead_node \[timeout_s\]: expected a positive number"),
+    (lambda store: store.init("c", np.zeros(2, "c8")), r"init \[key 'c'\]: expected a NumPy array of uint8, .*<c8"),
+    (lambda store: store.init("o", np.array([None])), r"init \[key 'o'\]: expected a NumPy array of"),
+    (lambda store: store.save_optimizer_states("x"), "expected a store with an optimizer, got none"),
+]
+
+
+def test_what_is_refused(kind):
     def refused(store):
         store.init("w", full(1))
-        with pytest.raises((ConfigError, UnsupportedError), match=said):
-            make(store)
+        for call, said in REFUSED:
+            with pytest.raises((ConfigError, UnsupportedError), match=said):
+                call(store)
 
     on_one_worker(kind, refused)
 
 
-@pytest.mark.parametrize("name", list(kvstore.KINDS))
+@pytest.mark.parametrize("name", ["local", "dist_sync"])
 def test_what_is_no_world_is_refused(name):
     with pytest.raises(
         ConfigError, match=r"kvstore.create \[world\]: expected what hpcdp.init\(\) returns, .* got 'w'"
