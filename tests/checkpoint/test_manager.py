@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import samples
 from on_threads import caught, restore, save
+from pairs import pairs
 
 from hpcdp import checkpoint
 from hpcdp.checkpoint import Manager, Part, Sharded, verify
@@ -17,9 +18,7 @@ from hpcdp.errors import ConfigError, DataError, UnsupportedError
 SIZES = [1, 2, 3, 4, 6]
 
 
-@pytest.mark.parametrize("into", [lambda world: None, samples.blank])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("saved_on", SIZES)
+@pytest.mark.parametrize(("saved_on", "size", "into"), pairs(SIZES, SIZES, [lambda world: None, samples.blank]))
 def test_any_number_of_ranks_restores(saved_on, size, into, tmp_path):
     save(tmp_path, 0, saved_on)
     for rank, restored in enumerate(restore(tmp_path, size, into)):
@@ -33,10 +32,17 @@ def test_any_number_of_ranks_restores(saved_on, size, into, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"compression": "gzip"}, {"compression": "lzf"}, {"shards": "node"}, {"atomic_rename": False}]
+    ("options", "wait"),
+    [
+        ({"compression": "gzip"}, True),
+        ({"compression": "lzf"}, False),
+        ({"shards": "node"}, True),
+        ({"shards": "node"}, False),
+        ({"atomic_rename": False}, True),
+        ({"atomic_rename": False}, False),
+    ],
 )
-@pytest.mark.parametrize("wait", [True, False])
-def test_other_ways_to_write(wait, options, tmp_path):
+def test_other_ways_to_write(options, wait, tmp_path):
     def one(world):
         with Manager(tmp_path, world, **options) as manager:
             for step in (7, 14, 14):
