@@ -12,6 +12,7 @@ import pytest
 from pairs import pairs
 from reproducible_networks import SET, epoch, network, sampler_of, train, trainer_of
 
+import hpcdp
 from hpcdp import Trainer, nn, optim
 from hpcdp.comm import threads
 from hpcdp.data import DataLoader, ShardedSampler, VirtualShardSampler
@@ -124,9 +125,16 @@ def test_records_of_fit_and_evaluation_are_alike_on_any_number_of_ranks():
         assert threads.run(ranks, records, ranks_per_node=per_node) == [wanted] * ranks
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [False, True])
+def test_real_ranks_have_the_bits_of_one(overlap):
+    found = epoch(hpcdp.init(), overlap=overlap, clip_norm=0.5)
+    assert found == threads.run(1, lambda world: epoch(world, clip_norm=0.5))[0]
+
+
 @pytest.mark.slow
-def test_the_loss_curve_of_the_digits_is_the_same_on_real_ranks(tmp_path):
-    """On 2, 4 and 8 of them: ``python -m hpcdp.benchmarks.reproducible``."""
+def test_the_loss_curve_of_a_command_is_the_same_on_real_ranks(tmp_path):
+    """LeNet's on up to 8 of them: ``python -m hpcdp.benchmarks.reproducible``."""
 
     def curve(ranks, *flags, per_node=None):
         folder = tmp_path / f"{ranks}-{per_node}"
@@ -134,8 +142,9 @@ def test_the_loss_curve_of_the_digits_is_the_same_on_real_ranks(tmp_path):
         environment = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
         if per_node:
             environment["HPCDP_RANKS_PER_NODE"] = str(per_node)
-        command = [sys.executable, "-m", "hpcdp.cli", "train", "lenet", "--reproducible", "--batch-size", "128"]
-        command += ["--epochs", "1", "--clip-norm", "5", "--ranks", str(ranks), "--run-dir", str(folder), *flags]
+        command = [sys.executable, "-m", "hpcdp.cli", "train", "mlp", "--reproducible", "--batch-size", "128"]
+        command += ["--data", "digits", "--epochs", "1", "--clip-norm", "5"]
+        command += ["--ranks", str(ranks), "--run-dir", str(folder), *flags]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
