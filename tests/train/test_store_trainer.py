@@ -143,9 +143,12 @@ def test_frozen_parameters_are_no_keys():
         frozen.grad_req = "null"
         before = frozen.data.copy()
         store = kvstore.create("dist_sync", world)
-        hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=store)
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=store)
         assert store.keys == list(range(len(others)))
+        last = others[-1].asnumpy().copy()
         backward(net, 0, [0])
+        trainer.step(1)
+        assert (others[-1].asnumpy() != last).any()
         np.testing.assert_array_equal(frozen.data, before)
 
     threads.run(2, rank)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from written_gradients import SHAPES, backward, model
 
 from hpcdp import optim
@@ -134,10 +135,14 @@ def test_other_settings_are_a_mismatch_too():
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"owner": "boss"}, "expected auto or rank or shard, got 'boss'"),
     ({"clip_norm": 0}, "expected a positive norm, got 0"),
+    ({"clip_norm": "1"}, "a positive norm, got '1'"),
+    ({"overlap": "yes"}, "True, False or None, got 'yes'"),
+    ({"overlap": 2}, "True, False or None, got 2"),
+    ({"bucket_cap_mb": "x"}, "a positive size, got 'x'"),
     ({"compression": "3bit"}, "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
     ({"params": []}, "expected at least one trainable parameter, got none"),
 ])  # fmt: skip
-def test_wrong_arguments_are_refused(arguments, message):
+def test_wrong_arguments_are_refused_by_name(arguments, message):
     arguments = {"params": model(0)} | arguments
     with pytest.raises(ConfigError, match=message):
         threads.run(1, lambda world: Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
@@ -160,9 +165,9 @@ def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_tha
         threads.run(2, rank)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("what", ["learning rate 0.2", "loss scale 8.0"])
+@pytest.mark.parametrize(
+    ("what", "n", "overlap"), pairs(["learning rate 0.2", "loss scale 8.0"], [2, 3], [True, False])
+)
 def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
     def rank(world):
         params = model(0)
@@ -181,21 +186,6 @@ def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
         assert trainer.step(1) == n
 
     threads.run(n, rank)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"overlap": "yes"}, "True, False or None, got 'yes'"),
-        ({"overlap": 2}, "True, False or None, got 2"),
-        ({"clip_norm": "1"}, "a positive norm, got '1'"),
-        ({"bucket_cap_mb": "x"}, "a positive size, got 'x'"),
-    ],
-)
-def test_options_of_the_wrong_kind_are_refused_by_name(options, message):
-    (world,) = threads.run(1, lambda world: world)
-    with pytest.raises(ConfigError, match=message):
-        Trainer(model(0), optim.SGD(lr=0.1), world, **options)
 
 
 def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
