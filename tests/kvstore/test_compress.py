@@ -236,7 +236,16 @@ def test_on_real_ranks():
 
 @pytest.mark.parametrize(
     ("ranks", "per_node", "split"),
-    [(3, None, False), (2, 1, False), (2, 1, True), (3, 2, False), (3, 2, True), (4, 1, False), (4, 1, True)],
+    [
+        (1, None, False),
+        (3, None, False),
+        (2, 1, False),
+        (2, 1, True),
+        (3, 2, False),
+        (3, 2, True),
+        (4, 1, False),
+        (4, 1, True),
+    ],
     indirect=["split"],
 )
 def test_two_bits_of_pushes_that_do_not_wait_for_each_other(ranks, per_node, split):
