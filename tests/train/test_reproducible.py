@@ -126,9 +126,8 @@ def test_records_of_fit_and_evaluation_are_alike_on_any_number_of_ranks():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [False, True])
-def test_real_ranks_have_the_bits_of_one(overlap):
-    found = epoch(hpcdp.init(), overlap=overlap, clip_norm=0.5)
+def test_real_ranks_have_the_bits_of_one():
+    found = epoch(hpcdp.init(), clip_norm=0.5)
     assert found == threads.run(1, lambda world: epoch(world, clip_norm=0.5))[0]
 
 
