@@ -17,7 +17,7 @@ from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..compression import Compression, Settings
 from ..devices import Device
-from ..errors import ConfigError, HpcdpError, NonFiniteGradientError, StaleGradientError
+from ..errors import HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
@@ -26,24 +26,15 @@ from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
 from ..streams import Streams
 from . import trainer_states
+from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
+from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
 from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
-from .trainer import (
-    CommunicationStats,
-    Trainer,
-    checked_count,
-    described,
-    require_alike,
-    show_to_profiler,
-    trained,
-    unfinished,
-)
+from .trainer import Trainer, checked_count, described, require_alike, show_to_profiler, trained, unfinished
 
-OWNERS = ("auto", "rank", "shard")
-"""The valid values of ``owner``."""
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
 
@@ -71,20 +62,7 @@ class BucketTrainer(Trainer):
         params = list(params)
         ours = trained(params, world)
         adding = [param.name for param in ours if param.grad_req == "add"]
-        if kvstore is not None or update_on_kvstore is not None:
-            raise ConfigError("Trainer", where="update_on_kvstore", expected="None without a kvstore",
-                              got=repr(update_on_kvstore))  # fmt: skip
-        if owner not in OWNERS:
-            raise ConfigError("Trainer", where="owner", expected=" or ".join(OWNERS), got=repr(owner))
-        if clip_norm is not None and not (isinstance(clip_norm, int | float) and clip_norm > 0):
-            raise ConfigError("Trainer", where="clip_norm", expected="a positive norm", got=repr(clip_norm))
-        if not (overlap is None or isinstance(overlap, bool)):
-            raise ConfigError("Trainer", where="overlap", expected="True, False or None", got=repr(overlap))
-        if overlap and adding:
-            raise ConfigError(
-                "Trainer", where=adding[0], expected="grad_req='write' with overlap", got="grad_req='add'",
-                remedy="add up within no_sync(), or pass overlap=False",
-            )  # fmt: skip
+        check_settings(kvstore, update_on_kvstore, owner, clip_norm, overlap, adding)
         self.compression = Compression.of(compression)
         self.world: World = init() if world is None else world
         self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, ours, self.compression, self.world)
@@ -192,7 +170,7 @@ class BucketTrainer(Trainer):
             self._held_count += count
             return self._held_count
         if count:
-            self._refuse_sums("step")
+            refuse_sums("step", self.reducer)
         began_ns = time.perf_counter_ns()
         if self._reproducible is not None:
             self._reproducible.leave(count)
@@ -257,36 +235,12 @@ class BucketTrainer(Trainer):
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
-        self._refuse_reproducible("allreduce_grads", "let step() sum them")
-        self._refuse_sums("allreduce_grads")
+        refuse_reproducible("allreduce_grads", self.reducer, "let step() sum them")
+        refuse_sums("allreduce_grads", self.reducer)
         began_ns = time.perf_counter_ns()
         self._close_step(0 if self.reducer.arrivals.num_missing == len(self.reducer.params) else 1)
         self.reducer.reduce_everywhere()
         self._account(began_ns)
-
-    def _refuse_reproducible(self, operation: str, remedy: str) -> None:
-        if self.virtual_shards is not None:
-            raise ConfigError(
-                operation, expected="a Trainer without reproducible=True", got="one with it",
-                remedy=f"{remedy}, or train without it",
-            )  # fmt: skip
-
-    def _refuse_half_a_step(self, operation: str) -> None:
-        shards = self.reducer.virtual_shards
-        if shards is None:
-            return
-        if shards.current != shards.run.start or not self.reducer.arrivals.is_untouched:
-            raise StaleGradientError(
-                operation, expected="the end of a step", got=f"gradients of virtual shard {shards.current} under way",
-                remedy="call it after the step of the last of own_virtual_shards, or drop this one by step(0) for each",
-            )  # fmt: skip
-
-    def _refuse_sums(self, operation: str) -> None:
-        if self.reducer.holds_sums:
-            raise StaleGradientError(
-                operation, expected="gradients of this rank", got="those that allreduce_grads() has summed",
-                remedy="call update(count), or step(0) to drop them",
-            )  # fmt: skip
 
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
@@ -306,7 +260,7 @@ class BucketTrainer(Trainer):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Trainer.no_sync`."""
-        self._refuse_reproducible("no_sync", "make the global batch larger")
+        refuse_reproducible("no_sync", self.reducer, "make the global batch larger")
         self.reducer.arrivals.accumulate()
         before, self._syncing = self._syncing, False
         try:
@@ -374,7 +328,7 @@ class BucketTrainer(Trainer):
         """Refuse what would lose gradients; every rank must call."""
 
         def check() -> None:
-            self._refuse_half_a_step(operation)
+            refuse_half_a_step(operation, self.reducer)
             if self._held_count or self.reducer.arrivals.accumulating or self.reducer.holds_sums:
                 raise unfinished(operation)
 
@@ -396,14 +350,14 @@ class BucketTrainer(Trainer):
     def save_states(self, path: str | Path) -> None:
         """See `Trainer.save_states`."""
         require_whole("save_states", list(self.reducer.params.values()), _SAVED_WHOLE)
-        on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("save_states"))
+        on_every_rank(self.world.comm, lambda: refuse_half_a_step("save_states", self.reducer))
         self.reducer.settle()
         trainer_states.save(self, Path(path))
 
     def load_states(self, path: str | Path) -> None:
         """See `Trainer.load_states`."""
         require_whole("load_states", list(self.reducer.params.values()), _SAVED_WHOLE)
-        on_every_rank(self.world.comm, lambda: self._refuse_half_a_step("load_states"))
+        on_every_rank(self.world.comm, lambda: refuse_half_a_step("load_states", self.reducer))
         self.reducer.settle()
         trainer_states.load(self, Path(path))
         if self._reproducible is not None:

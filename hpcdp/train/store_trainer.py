@@ -30,11 +30,12 @@ from ..kvstore import KINDS, KVStore, create
 from ..kvstore.asynchronous import AsyncStore
 from ..optim import Optimizer, require_by_elements
 from . import store_states
+from .communication_stats import CommunicationStats
 from .loss_scale import first_scale
 from .parts import require_whole
 from .policy import Policy, Unwritten, stale, stale_anywhere
 from .store_checks import check_precision, check_settings, check_unused
-from .trainer import CommunicationStats, Trainer, checked_count, require_alike, show_to_profiler, trained
+from .trainer import Trainer, checked_count, require_alike, show_to_profiler, trained
 
 
 class StoreTrainer(Trainer):

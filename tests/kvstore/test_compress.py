@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import standin
+from small_stores import added, full
 
 import hpcdp
 from hpcdp import kvstore, optim
@@ -47,12 +48,6 @@ def test_two_bits_add_up_what_reaches_the_threshold(ranks, per_node, dtype):
     wanted = [(1 + step * times,) * 2 for times in (0, 1, 1, 2)]
     for shape in ((2, 3), (41, 17), ()):
         assert threads.run(ranks, partial(one, shape=shape), ranks_per_node=per_node) == [wanted] * ranks
-
-
-def test_the_dtype_of_what_is_kept_is_the_keys():
-    """0.4 + 0.1 is 0.5 in float16; what float16 makes of both, added in float32, stays below."""
-    assert np.float16(0.4) + np.float16(0.1) == 0.5
-    assert np.float32(np.float16(0.4)) + np.float32(np.float16(0.1)) < 0.5
 
 
 def gradient(rank, turn, size, dtype):
@@ -237,3 +232,58 @@ def test_on_real_ranks():
         store.pushpull("w", np.full((300, 70), value, "f4"), out)
         assert (out == 1 + times * 0.5 * 0.25 * world.size).all()
     store.barrier()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "split"),
+    [
+        (1, None, False),
+        (3, None, False),
+        (2, 1, False),
+        (2, 1, True),
+        (3, 2, False),
+        (3, 2, True),
+        (4, 1, False),
+        (4, 1, True),
+    ],
+    indirect=["split"],
+)
+def test_two_bits_of_pushes_that_do_not_wait_for_each_other(ranks, per_node, split):
+    """t = 0.5, rate 2: pushes of 0.4, 0.1, 0.2 and 0.3 add 0, t r n, nothing, and t r n."""
+
+    def one(world, dtype):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(0, dtype=dtype))
+        store.set_updater(added)
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        found = []
+        for value in (0.4, 0.1, 0.2, 0.3):
+            store.push("w", full(value, dtype=dtype))
+            store.barrier()
+            found.append(np.asarray(store.pull("w")))
+            store.barrier()
+        return found
+
+    for dtype in ("f4", "f8"):
+        for found in threads.run(ranks, partial(one, dtype=dtype), per_node):
+            step = 0.5 * 2 * ranks
+            for value, wanted in zip(found, (0, step, step, 2 * step), strict=True):
+                assert (value == wanted).all()
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "1bit:threshold=0,magnitude=1.5", "topk:ratio=0.5"])
+def test_codes_that_do_not_wait_for_each_other_send_all_in_the_end(codec):
+    """Error feedback: what pushes of one value add up to is off by no more than a few of them."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", np.zeros(64, "f4"))
+        store.set_updater(added)
+        store.set_gradient_compression(codec)
+        for _ in range(40):
+            store.push("w", np.linspace(-1, 1, 64, dtype="f4"))
+        store.barrier()
+        return np.asarray(store.pull("w"))
+
+    for found in threads.run(2, one, 1):
+        np.testing.assert_allclose(found / 160, np.linspace(-1, 1, 64), atol=0.12)

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from small_stores import added, full
 
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
@@ -336,3 +337,83 @@ def test_settings_that_one_rank_has_wrong_are_told_to_all(wrong):
 
     (said,) = {*threads.run(3, one)}
     assert said.startswith("rank 1: kvstore.create [")
+
+
+def test_an_updater_that_fails_is_told_to_every_rank_that_waits():
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", full(1))
+        store.set_updater(_fails)
+        store.push("w", full(1))
+        try:
+            store.pull("w").wait()
+        except ZeroDivisionError:
+            return "own"
+        except HpcdpError as error:
+            return str(error).split("\n")[0]
+
+    found = threads.run(3, one)
+    assert (
+        sorted(map(str, found)) == ["own"] + ["push [key 'w']: expected an update, got ZeroDivisionError on rank 0"] * 2
+    )
+
+
+def _fails(key, received, stored):
+    raise ZeroDivisionError
+
+
+def fails_on_rank_1(key, received, stored):
+    if received.flat[0] == 2:
+        raise ValueError("two")
+    stored += received
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_barrier_is_one_for_a_worker_whose_push_has_failed_too(kind, per_node):
+    def one(world):
+        store = kvstore.create(kind, world)
+        store.init("w", full(0))
+        store.set_updater(fails_on_rank_1)
+        store.push("w", full(2.0 if kind == "dist_async" and world.rank == 1 else 1.0))
+        failed = False
+        try:
+            store.barrier()
+        except Exception as error:
+            failed = "two" in str(error)
+        assert failed == (kind == "dist_async" and world.rank == 1)
+        store.assign("w", full(5))  # and goes on from there
+        store.barrier()
+        return store.pull("w").wait()
+
+    found = threads.run(3, one, per_node) if kind == "dist_async" else threads.run(3, one)
+    assert all(np.array_equal(value, full(5)) for value in found)
+
+
+def half(key, received, stored):
+    stored[0] = 77
+    raise ZeroDivisionError("by nothing")
+
+
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_half_an_update_of_another_worker_is_undone_and_another_updater_goes_on(per_node):
+    """The key lies with the first worker, on another node or not."""
+
+    def one(world):
+        store = kvstore.create("dist_async", world)
+        store.init("w", full(1))
+        store.set_updater(half)
+        if world.rank:
+            store.push("w", full(1))
+            with pytest.raises((ZeroDivisionError, HpcdpError), match="by nothing"):
+                store.pull("w").wait()
+        world.barrier()
+        if world.rank == 0:
+            assert (store.pull("w")[...] == 1).all() and store.pull("w").version == 0
+        store.set_updater(added)
+        if world.rank:
+            store.push("w", full(1))
+        store.barrier()
+        return float(store.pull("w")[0, 0]), store.pull("w").version
+
+    assert threads.run(3, one, per_node) == [(5.0, 2)] * 3

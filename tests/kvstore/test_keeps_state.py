@@ -8,19 +8,11 @@ from whole_state import held, joined, restore
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore import placement
 from hpcdp.kvstore.together import serve
 
 SHAPES = {3: (33, 7), 11: (), 12: (5,), 40: (1, 3)}
 DTYPES = {3: "f4", 11: "f8", 12: "f2", 40: "i4"}
 WORLDS = [(1, None), (2, None), (4, 2), (3, 1), (3, 2)]
-
-
-@pytest.fixture(params=[False, True], ids=["whole", "split"])
-def split(request, monkeypatch):
-    """Whether keys of dist_async are cut over all servers."""
-    if request.param:
-        monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
 
 
 def make(kind, world, rule=None, compression=None, keys=SHAPES):

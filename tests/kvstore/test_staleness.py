@@ -9,7 +9,7 @@ import hpcdp
 from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.kvstore import delay, placement
+from hpcdp.kvstore import delay
 from hpcdp.kvstore.together import serve
 
 WORLDS = [(2, None, 0), (3, None, 0), (3, 1, 0), (4, 2, 0), (2, 1, 1), (3, 2, 2)]
@@ -25,12 +25,6 @@ def notes(key, received, stored):
     if who >= 0:  # the first part
         leads.append(counts[who] - counts.min())
         counts[who] += 1
-
-
-@pytest.fixture(params=[False, True], ids=["whole", "split"])
-def split(request, monkeypatch):
-    if request.param:
-        monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "num_servers"), WORLDS)

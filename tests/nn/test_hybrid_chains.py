@@ -11,7 +11,6 @@ from hpcdp.autograd import Tensor
 from hpcdp.nn.hybrid import plan as plans_of
 from hpcdp.nn.hybrid.chains import _lies_in_order
 from hpcdp.nn.hybrid.formulas import BACKWARD, FORWARD
-from hpcdp.nn.hybrid.plan import Plan
 from hpcdp.nn.hybrid.program import Program
 from hpcdp.nn.tokens import gelu
 
@@ -83,14 +82,6 @@ def kernel_calls(plan):
     """How often a replay calls the kernel of chains, or a program that does."""
     runs = {each.entry_point for each in kernels.load("chain").run.overloads.values()} | {Program.run}
     return sum(getattr(function, "__func__", function) in runs for step in plan._steps for function, _ in step.calls)
-
-
-@pytest.fixture
-def plans(monkeypatch):
-    made = []
-    before = Plan.__init__
-    monkeypatch.setattr(Plan, "__init__", lambda self, *args: before(self, *args) or made.append(self))
-    return made
 
 
 def test_every_operator_of_chains_is_tested():

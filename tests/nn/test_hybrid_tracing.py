@@ -180,3 +180,34 @@ def test_shapes_numbers_and_rows_are_known_while_tracing():
         found, expected = net(x).data, plain(x).data
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
+
+
+class Counts(nn.Module):
+    """Changes a tensor of its own in place."""
+
+    def __init__(self, how):
+        self.seen = Tensor(np.zeros(2, np.float32))
+        self.__dict__["how"] = how
+
+    def forward(self, x):
+        self.how(self.seen)
+        return x + 1
+
+
+def overwritten(seen):
+    seen[...] = 3
+
+
+def added(seen):
+    seen += 1
+
+
+@pytest.mark.parametrize("how", [overwritten, added])
+def test_state_that_a_replay_would_not_change_is_refused(how):
+    net = Counts(how)
+    net(np.ones(2, np.float32))
+    net.hybridize()
+    with pytest.raises(HpcdpError, match=r"_tracing\.py:\d+.*got a change in place; return what is to be kept"):
+        net(np.ones(2, np.float32))
+    net.hybridize(False)
+    net(np.ones(2, np.float32))

@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from test_trainer import backward, model
+from written_gradients import backward, model
 
 import hpcdp
 from hpcdp import optim

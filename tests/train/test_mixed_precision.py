@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import standin
 from whole_state import held, joined, restore
+from written_gradients import Parameter
 
 import hpcdp
 from hpcdp import data, nn, optim
@@ -22,13 +23,6 @@ SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (30
 SINGLE = "norm.gamma"
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (5, 2)]
 LARGEST = 65504.0
-
-
-class Parameter:
-    """What the trainer asks of a parameter, without a tape."""
-
-    def __init__(self, name, data):
-        self.name, self.data, self.grad, self.grad_req, self.grad_hook = name, data, None, "write", None
 
 
 def model(asarray=np.asarray):

@@ -7,6 +7,7 @@ import pytest
 import standin
 from pairs import pairs
 from whole_state import held, joined, restore
+from written_gradients import Parameter
 
 from hpcdp import nn, optim
 from hpcdp.comm import threads
@@ -16,13 +17,6 @@ from hpcdp.train.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "conv.bias": (20,), "dense.weight": (300, 41), "dense.bias": (7,), "scale": ()}
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (3, [1, 2])]
-
-
-class Parameter:
-    """What the trainer asks of a parameter, without a tape."""
-
-    def __init__(self, name, data):
-        self.name, self.data, self.grad, self.grad_req, self.grad_hook = name, data, None, "write", None
 
 
 def model(asarray=np.asarray):

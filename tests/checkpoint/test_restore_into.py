@@ -1,0 +1,225 @@
+"""Restored into what is there: arrays filled in place, objects that take over their states, and what does not fit."""
+
+import warnings
+
+import numpy as np
+import pytest
+from on_threads import restore, save
+
+from hpcdp import nn
+from hpcdp.checkpoint import Part, PerRank, Sharded
+from hpcdp.errors import ConfigError, UnsupportedError
+
+SIZES = [1, 2, 3, 4, 6]
+
+
+def arrays():
+    base = np.random.default_rng(5).integers(0, 200, (6, 8))
+    found = {
+        f"{dtype}": base.astype(dtype) for dtype in ("?", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "F", "D", ">f4")
+    }
+    found |= {"0-d": np.array(2.5), "empty": np.zeros((3, 0), "f2"), "columns": base[:, ::3], "transposed": base.T}
+    found |= {"reversed": base[::-1], "fortran": np.asfortranarray(base), "0-d of columns": base[3:4, 2].reshape(())}
+    return found
+
+
+def test_arrays_of_all_kinds_are_filled_in_place(tmp_path):
+    read_only = np.broadcast_to(np.float32(3), (4, 4))
+    save(tmp_path, 1, 2, lambda step, world: arrays() | {"read-only": read_only, "number": np.float32(1.5)})
+    into = [arrays() | {"read-only": np.zeros((4, 4), "f4"), "number": np.float32(0)} for _ in range(3)]
+    for each in into:
+        for array in each.values():
+            if isinstance(array, np.ndarray):
+                array[...] = 0
+    for rank, restored in enumerate(restore(tmp_path, 3, lambda world: into[world.rank])):
+        for name, saved in (arrays() | {"read-only": read_only}).items():
+            assert restored.state[name] is into[rank][name] and np.array_equal(saved, restored.state[name])
+        assert restored.state["number"] == 1.5 and type(restored.state["number"]) is np.float32
+    with pytest.raises(ConfigError, match=r"restore \[read-only\]: expected an array to write to, got a read-only one"):
+        restore(tmp_path, 2, lambda world: into[world.rank] | {"read-only": read_only})
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("saved_on", [1, 2, 4])
+def test_shares_of_a_sum_are_dealt_anew(saved_on, size, tmp_path):
+    def residuals(world, values):
+        return {"a": Sharded((world.size, 6), np.dtype("f8"), [Part(6 * world.rank, values)], shares=True)}
+
+    save(tmp_path, 1, saved_on, lambda step, world: residuals(world, np.arange(6.0) * 12 * (world.rank + 1)))
+    rows = [np.empty(6) for _ in range(size)]
+    restore(tmp_path, size, lambda world: residuals(world, rows[world.rank]))
+    total = np.arange(6.0) * 12 * sum(range(1, saved_on + 1))
+    for rank in range(size):
+        expected = np.arange(6.0) * 12 * (rank + 1) if size == saved_on else total / size
+        assert np.array_equal(rows[rank], expected)
+
+
+class Counter:
+    """An object with a state, as torch and others have them."""
+
+    def __init__(self, value: int) -> None:
+        self.array, self.value, self.loaded = np.full(4, float(value)), value, 0
+
+    def state_dict(self):
+        return {"array": self.array, "value": self.value, "groups": [{"lr": 0.1 * self.value}]}
+
+    def load_state_dict(self, state):
+        assert state["array"] is self.array
+        self.value, self.loaded = state["value"], self.loaded + 1
+        assert state["groups"] == [{"lr": 0.1 * self.value}]
+
+
+def test_objects_take_over_their_states(tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {
+        "one": Counter(5), "two": [Counter(6)], "rng": PerRank(np.random.default_rng(world.rank))
+    })  # fmt: skip
+    made = [{"one": Counter(0), "two": [Counter(0)], "rng": PerRank(np.random.default_rng(9))} for _ in range(2)]
+    for rank, restored in enumerate(restore(tmp_path, 2, lambda world: made[world.rank])):
+        one, two = restored.state["one"], restored.state["two"][0]
+        assert one is made[rank]["one"] and (one.value, one.loaded, one.array[0]) == (5, 1, 5.0)
+        assert (two.value, two.loaded, two.array[3]) == (6, 1, 6.0)
+        assert restored.state["rng"] is made[rank]["rng"].value
+        assert restored.state["rng"].random() == np.random.default_rng(rank).random()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_networks_with_averaged_statistics(n, tmp_path):
+    def net(value):
+        made = nn.Sequential(nn.Dense(3, 4), nn.BatchNorm(4))
+        for _, buffer in made.named_buffers():
+            buffer.data[...] = value
+        for _, parameter in made.named_parameters():
+            parameter.data[...] = np.arange(parameter.data.size).reshape(parameter.data.shape)
+        return made
+
+    save(tmp_path, 1, n, lambda step, world: {"net": net(world.rank)})
+    made = [net(77) for _ in range(2)]
+    for _, parameter in made[0].named_parameters():
+        parameter.data[...] = 0
+    restore(tmp_path, 2, lambda world: {"net": made[world.rank]})
+    for name, buffer in made[1].named_buffers():
+        assert np.allclose(buffer.data, (n - 1) / 2), name
+    first, second = (dict(each.named_parameters()) for each in made)
+    assert all(np.array_equal(first[name].data, second[name].data) for name in first)
+
+
+def test_what_is_missing_and_left_over(tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": np.ones(2), "old": {"x": np.full(2, 2.0), "y": 3}, "gone": 4})
+    into = lambda world: {"a": np.zeros(2), "new": {"x": np.zeros(2), "y": 0}, "more": np.full(1, 9.0)}  # noqa: E731
+    with pytest.raises(ConfigError, match=r"got new, more missing, .*old/x, old/y, gone left over; .*strict=False"):
+        restore(tmp_path, 2, into)
+    for restored in restore(tmp_path, 3, into, strict=False):
+        assert (restored.missing, restored.left_over) == (["new", "more"], ["old/x", "old/y", "gone"])
+        assert restored.state["a"][0] == 1 and restored.state["more"][0] == 9 and restored.state["new"]["y"] == 0
+    for restored in restore(tmp_path, 2, into, strict=False, rename={"old": "new"}):
+        assert (restored.missing, restored.left_over) == (["more"], ["gone"])
+        assert restored.state["new"]["x"][1] == 2 and restored.state["new"]["y"] == 3
+    for restored in restore(tmp_path, 1, rename=lambda name: name.replace("old", "other")):
+        assert restored.state["other"]["y"] == 3
+
+
+HISTORY = {"losses": [3.0, 2.0], "phases": ({"at": 1, "of": [5]}, 2), "notes": {"a": 1, "b": {"c": None}}, "net": 1}
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        HISTORY,
+        {"losses": [], "phases": (), "notes": {}, "net": 0},
+        {"losses": [1, 2, 3], "phases": ["x"], "notes": {"a": 0, "gone": 2, "b": {"d": "text"}}, "net": 0},
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_plain_lists_and_dicts_come_back_as_they_were(strict, into, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: HISTORY)
+    for restored in restore(tmp_path, 2, lambda world: into, strict=strict):
+        assert restored.state == HISTORY and (restored.missing, restored.left_over) == ([], [])
+    with pytest.raises(ConfigError, match="got more missing, net left over"):
+        restore(tmp_path, 2, lambda world: {"more": 1} | {key: into[key] for key in into if key != "net"})
+
+
+def test_a_list_of_arrays_of_another_length(tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": [np.ones(2), np.ones(3)], "b": 5})
+    into = [{"a": [np.zeros(2)], "b": 0} for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"restore \[a\]: expected 1 elements, got 2 in the checkpoint"):
+        restore(tmp_path, 2, lambda world: into[world.rank])
+    for own, restored in zip(into, restore(tmp_path, 2, lambda world: into[world.rank], strict=False), strict=True):
+        assert (restored.missing, restored.left_over) == (["a"], ["a"]) and restored.state["b"] == 5
+        assert restored.state["a"] is own["a"] and not own["a"][0].any()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.zeros(3), r"\[a\]: expected shape \(3,\) float64, got shape \(2,\) float64 in the checkpoint"),
+        (np.zeros(2, "f4"), r"expected shape \(2,\) float32, got"),
+        ([1, 2], r"\[a\]"),
+        ({"b": 1}, r"\[a\]"),
+        (Sharded((2,), np.dtype("f4"), []), r"\[a\]: expected shape \(2,\) float32"),
+        (Sharded((4,), np.dtype("f8"), []), r"\[a\]: expected shape \(4,\) float64"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(value, message, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"first": np.ones(2), "a": np.ones(2), "last": np.ones(2)})
+    fits = [[np.zeros(2), np.zeros(2)] for _ in range(2)]
+    with pytest.raises(ConfigError, match=message):
+        restore(tmp_path, 2, lambda world: {"first": fits[world.rank][0], "a": value, "last": fits[world.rank][1]})
+    assert not np.any(fits)
+
+
+@pytest.mark.parametrize("into", [[1], np.zeros(2)])
+def test_a_state_of_another_kind_does_not_fit(into, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": np.ones(2)})
+    with pytest.raises(ConfigError, match=r"\[the state\]"):
+        restore(tmp_path, 2, lambda world: into)
+
+
+@pytest.mark.parametrize(
+    ("saved", "into", "message"),
+    [
+        (3, "text", r"restore \[a\]: expected a text, got 3 in the checkpoint"),
+        ("text", 3.0, "expected a number, got 'text'"),
+        ("text", True, "expected a number, got 'text'"),
+        (3, object(), "expected an object, got 3"),
+        (np.ones(2), 3, r"expected a number, got shape \(2,\) float64"),
+        (np.ones(0), 3, r"expected a number, got shape \(0,\) float64"),
+        (np.ones(1), "text", r"expected a str, got a tensor of shape \(1,\)"),
+        (3, 0.5, None), (0.5, 3, None), (float("inf"), 3, None), (True, 3, None), (np.float32(3), 1, None),
+        (None, 3, None), (None, "text", None), (3, None, None), ("text", None, None), (np.ones(()), 0.5, None),
+    ],
+)  # fmt: skip
+def test_kinds_of_plain_values(saved, into, message, tmp_path):
+    save(tmp_path, 1, 2, lambda step, world: {"a": saved, "b": {"c": saved}})
+    if message is None:
+        for restored in restore(tmp_path, 2, lambda world: {"a": into, "b": {"c": into}}):
+            assert restored.state == {"a": saved, "b": {"c": saved}}
+    else:
+        for own in ({"a": into, "b": {"c": None}}, {"a": None, "b": {"c": into}}):
+            with pytest.raises(ConfigError, match=message.replace(r"\[a\]", r"\[(a|b/c)\]")):
+                restore(tmp_path, 2, lambda world, own=own: own)
+
+
+@pytest.mark.parametrize("count", [5, 40_000, 3_000_000])  # parts of a block, and many blocks
+def test_destinations_that_share_memory(count, tmp_path):
+    def numbers(seed):
+        return np.random.default_rng(seed).random(count, np.float32)
+
+    save(tmp_path, 1, 2, lambda step, world: {"a": numbers(0), "b": numbers(0), "c": numbers(1), "d": numbers(2)})
+    for _ in range(3):
+        tied, memory = np.zeros(count, np.float32), np.zeros(count + 2, np.float32)
+        into = {"a": tied, "b": tied, "c": memory[:count], "d": memory[2:]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (restored,) = restore(tmp_path, 1, lambda world, into=into: into)
+        assert restored.state["a"] is restored.state["b"] is tied and np.array_equal(tied, numbers(0))
+        assert np.array_equal(memory[2:], numbers(2)) and np.array_equal(memory[:2], numbers(1)[:2])
+
+
+def test_masked_arrays_are_refused(tmp_path):
+    masked = np.ma.masked_array(np.arange(4.0), [False, True, False, True])
+    with pytest.raises(UnsupportedError, match=r"save \[a\]: .* got MaskedArray; save its data and its mask"):
+        save(tmp_path / "masked", 1, 2, lambda step, world: {"a": masked})
+    assert not (tmp_path / "masked").exists()
+    save(tmp_path, 1, 2, lambda step, world: {"a": masked.data})
+    with pytest.raises(ConfigError, match=r"restore \[a\]: expected a MaskedArray, got a tensor of shape \(4,\)"):
+        restore(tmp_path, 2, lambda world: {"a": masked})

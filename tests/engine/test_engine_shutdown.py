@@ -1,0 +1,130 @@
+"""How an engine ends: by shutdown, with its process, and in a child made by fork."""
+
+import threading
+import time
+
+import pytest
+from programs import SPIN, script
+
+from hpcdp.engine import Engine, default_engine, process
+from hpcdp.errors import ConfigError
+
+
+def test_shutdown_ends_threads_and_releases_waiters():
+    engine, gate = Engine(lanes=("ending",)), threading.Event()
+    var = engine.variable("v")
+    engine.push(gate.wait, lane="ending")
+    engine.push(lambda: None, writes=[var], lane="ending")
+    closer = threading.Thread(target=engine.shutdown)
+    closer.start()
+    with pytest.raises(ConfigError, match="got a shutdown"):
+        engine.wait_to_read(var)
+    closer.join(0.05)
+    assert closer.is_alive()  # it waits for what runs
+    assert "hpcdp-ending" in {thread.name for thread in threading.enumerate()}
+    gate.set()
+    closer.join(10)
+    assert not closer.is_alive()
+    assert "hpcdp-ending" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ConfigError, match="one that was shut down"):
+        engine.push(lambda: None, lane="ending")
+
+
+def test_shutdown_drops_what_becomes_ready_after_it():
+    engine, begun, gate, log = Engine(lanes=("io", "other")), threading.Event(), threading.Event(), []
+    var = engine.variable("v")
+
+    def first():
+        begun.set()
+        gate.wait(10)
+        log.append("first")
+
+    engine.push(first, writes=[var])
+    engine.push(lambda: log.append("second"), writes=[var])
+    engine.push(lambda: log.append("third"), writes=[var], lane="other")
+    assert begun.wait(10)
+    closer = threading.Thread(target=engine.shutdown)
+    closer.start()
+    with pytest.raises(ConfigError, match="got a shutdown"):
+        engine.wait_to_read(var)
+    gate.set()
+    closer.join(10)
+    waiter = threading.Thread(target=engine.waitall, daemon=True)
+    waiter.start()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert log == ["first"]
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("leave", ["", "sys.exit(3)", "raise ValueError('left')"])
+def test_a_process_exits_although_tasks_run_and_wait(leave):
+    begin = time.monotonic()
+    running = script(f"""
+        from hpcdp.engine import Engine, default_engine, process
+        process.EXIT_LIMIT_S = 0.3
+        other, begun = Engine({{"compute": 2}}), threading.Barrier(3)
+        for engine, lane in ((default_engine(), "io"), (other, "compute")):
+            var = engine.variable()
+            engine.push(lambda: (begun.wait(), {SPIN}), writes=[var], lane=lane)
+            engine.push(lambda: print("never"), writes=[var], lane=lane)
+            engine.push_deferred(lambda done: None, writes=[var], lane=lane)
+        begun.wait()
+        {leave}
+    """)
+    output, errors = running.communicate(timeout=20)
+    assert running.returncode == {"": 0, "sys.exit(3)": 3}.get(leave, 1), errors
+    assert output == ""
+    assert ("ValueError: left" in errors) == ("ValueError" in leave)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_child_of_fork_has_an_engine_of_its_own():
+    running = script("""
+        from hpcdp.engine import default_engine
+        from hpcdp.errors import ConfigError
+        parent = default_engine()
+        var = parent.variable("v")
+        begun, go_on = threading.Event(), threading.Event()
+        parent.push(lambda: (begun.set(), go_on.wait(10)), writes=[var])
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            engine, fresh, ran = default_engine(), default_engine().variable(), []
+            engine.push(lambda: ran.append(1), writes=[fresh])
+            engine.wait_to_read(fresh)
+            refused = 0
+            for call in (lambda: parent.push(print), lambda: parent.wait_to_read(var)):
+                try:
+                    call()
+                except ConfigError:
+                    refused += 1
+            sys.exit(0 if engine is not parent and ran == [1] and refused == 2 else 1)
+        status = os.waitpid(child, 0)[1]
+        go_on.set()
+        parent.wait_to_read(var)
+        sys.exit(os.waitstatus_to_exitcode(status))
+    """)
+    errors = running.communicate(timeout=20)[1]
+    assert running.returncode == 0, errors
+
+
+def test_the_default_engine_is_made_once():
+    assert default_engine() is default_engine()
+    assert process.EXIT_LIMIT_S <= 10
+
+
+def test_two_tasks_that_shut_down_do_not_wait_for_each_other():
+    engine, met = Engine(lanes=("a", "b"), synchronous=False), threading.Barrier(3, timeout=10)
+
+    def ends():
+        met.wait()
+        engine.shutdown()
+
+    for lane in "ab":
+        engine.push(ends, lane=lane)
+    met.wait()
+    ended = threading.Thread(target=engine.shutdown)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()

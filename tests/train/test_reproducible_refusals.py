@@ -1,0 +1,148 @@
+"""What a reproducible run refuses, by name: settings, states, arrays, loaders, and ranks that differ."""
+
+import numpy as np
+import pytest
+import standin
+from reproducible_networks import IMAGES, LABELS, SET, backward, network, trainer_of
+
+from hpcdp import nn
+from hpcdp.comm import threads
+from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler, VirtualShardSampler
+from hpcdp.errors import ConfigError, DataError, MismatchError
+from hpcdp.train import reproducible
+from hpcdp.train.fit import fit
+
+
+def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
+    def save(world, num):
+        trainer = trainer_of(network(), world, virtual_shards=num)
+        trainer.save_states(tmp_path / f"{num}.npz")
+        trainer_of(network(), world, reproducible=False).save_states(tmp_path / "plain.npz")
+
+    threads.run(2, lambda world: save(world, 5))
+
+    def load(world):
+        trainer = trainer_of(network(), world)
+        trainer.load_states(tmp_path / "plain.npz")  # nothing is known against it
+        trainer.load_states(tmp_path / "5.npz")
+
+    with pytest.raises(DataError, match=r"expected states of 8 virtual shards, got states of 5.*virtual_shards=5"):
+        threads.run(2, load)
+
+
+def test_states_from_another_processor_are_taken_with_a_warning(tmp_path, monkeypatch):
+    path = tmp_path / "states.npz"
+    threads.run(1, lambda world: trainer_of(network(), world).save_states(path))
+    monkeypatch.setattr("hpcdp.train.trainer_states.arithmetic", lambda: "an abacus")
+    with pytest.warns(
+        UserWarning, match=r"saved where arithmetic was NumPy .*, and here it is an abacus: last bits may"
+    ):
+        threads.run(2, lambda world: trainer_of(network(), world).load_states(path))
+
+
+def test_ranks_that_compute_differently_are_told(monkeypatch):
+    kinds = iter(("hard", "soft", "soft"))
+    monkeypatch.setattr(reproducible, "arithmetic", lambda: next(kinds))
+    with pytest.raises(MismatchError, match=r"arithmetic (hard|soft) as on rank 0.*take nodes of one kind"):
+        threads.run(3, lambda world: trainer_of(network(), world))
+
+
+def test_reproducible_on_some_ranks_only_is_told():
+    with pytest.raises(
+        MismatchError, match=r"expected virtual_shards=8 as on rank 0, got virtual_shards=None on rank 1"
+    ):
+        threads.run(2, lambda world: trainer_of(network(), world, reproducible=world.rank == 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reproducible": 1}, r"\[reproducible\]: expected True or False, got 1"),
+        (
+            {"reproducible": False, "virtual_shards": 8},
+            r"\[virtual_shards\]: expected None without reproducible=True, got 8",
+        ),
+        ({"virtual_shards": True}, r"\[virtual_shards\]: expected an integer >= 1, got True"),
+        ({"virtual_shards": 0}, r"\[virtual_shards\]: expected an integer >= 1, got 0"),
+        ({"virtual_shards": 2.0}, r"\[virtual_shards\]: expected an integer >= 1, got 2.0"),
+        ({"virtual_shards": 2}, r"\[virtual_shards\]: expected at least one for each of 3 ranks, got 2"),
+        ({"compression": "2bit"}, r"\[compression\]: expected none, since what a node leaves out depends on"),
+    ],
+)
+def test_settings_that_would_break_it_are_refused_by_name(options, said):
+    with pytest.raises(ConfigError, match=said):
+        threads.run(3, lambda world: trainer_of(network(), world, **options))
+
+
+def test_gradients_that_are_added_up_are_refused():
+    net = network()
+    net[0].weight.grad_req = "add"
+    with pytest.raises(ConfigError, match=r"\[0.weight\]: expected grad_req='write', got grad_req='add'"):
+        threads.run(1, lambda world: trainer_of(net, world))
+
+
+def test_arrays_on_a_device_are_refused():
+    net = nn.Sequential(nn.Dense(3, 2)).to(like=standin.asarray(np.zeros(1, np.float32)))
+    with pytest.raises(
+        ConfigError, match=r"\[params\]: expected NumPy arrays, since sums on devices have no fixed order"
+    ):
+        threads.run(1, lambda world: trainer_of(net, world))
+
+
+@pytest.mark.parametrize("operation", ["no_sync", "allreduce_grads"])
+def test_operations_that_have_no_fixed_order_are_refused(operation):
+    def one(world):
+        trainer = trainer_of(network(), world)
+        if operation == "no_sync":
+            with trainer.no_sync():
+                pass
+        else:
+            trainer.allreduce_grads()
+
+    with pytest.raises(ConfigError, match=f"{operation}: expected a Trainer without reproducible=True"):
+        threads.run(2, one)
+
+
+def test_gradients_that_are_to_be_added_up_later_are_refused_too():
+    def one(world):
+        net = network()
+        trainer = trainer_of(net, world)
+        net[0].weight.grad_req = "add"
+        backward(net, IMAGES[:4], LABELS[:4])
+        trainer.step(4)
+
+    with pytest.raises(ConfigError, match=r"backward \[0.weight\]: expected grad_req='write' with reproducible=True"):
+        threads.run(1, one)
+
+
+def test_a_loader_for_another_trainer_is_refused():
+    def one(world, sampler, **options):
+        net = network()
+        fit(net, trainer_of(net, world, **options), DataLoader(SET, sampler, prefetch=0), epochs=1, world=world)
+
+    sampler = ShardedSampler(75, 32)
+    with pytest.raises(ConfigError, match="for shards 0 to 7 of 8, got one of whole batches"):
+        threads.run(1, lambda world: one(world, sampler))
+    for options in ({"virtual_shards": 5}, {"reproducible": False}):
+        with pytest.raises(ConfigError, match="got that of a VirtualShardSampler for shards 0 to 7 of 8"):
+            threads.run(1, lambda world, o=options: one(world, VirtualShardSampler(75, 32, 8), **o))
+    said = "for shards 0 to 3 of 8, got that of a VirtualShardSampler for shards 4 to 7 of 8"
+    with pytest.raises(ConfigError, match=said):
+        threads.run(2, lambda world: one(world, VirtualShardSampler(75, 32, 8, 2, 1 - world.rank)))
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_an_empty_data_set_is_refused(reproducible):
+    def one(world, **options):
+        net = network()
+        trainer = trainer_of(net, world, **options)
+        empty = ArrayDataset(IMAGES[:0], LABELS[:0])
+        sampler = (
+            VirtualShardSampler(0, 32, 8, world.size, world.rank) if trainer.virtual_shards else ShardedSampler(0, 32)
+        )
+        with pytest.raises(
+            ConfigError, match=r"fit \[loader\]: expected an epoch of at least one batch, got none on any"
+        ):
+            fit(net, trainer, DataLoader(empty, sampler), epochs=1, world=world)
+
+    threads.run(2, lambda world: one(world, reproducible=reproducible))

@@ -1,0 +1,198 @@
+"""What a trainer refuses, on every rank: settings, gradients that are missing or summed, and ranks that differ."""
+
+import numpy as np
+import pytest
+from pairs import pairs
+from written_gradients import SHAPES, backward, model
+
+from hpcdp import optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
+from hpcdp.train.trainer import Trainer
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "four", None])
+def test_a_count_that_is_none_is_refused(count):
+    with pytest.raises(ConfigError, match=r"step \[count\]: expected a number of samples, 0 or more"):
+        threads.run(1, lambda world: Trainer(model(0), optim.SGD(lr=0.1), world).step(count))
+
+
+@pytest.mark.parametrize("kvstore", [None, "dist_sync"])
+def test_what_is_no_optimizer_is_refused(kvstore):
+    with pytest.raises(ConfigError, match=r"Trainer: expected an optimizer, e\.g\. .*SGD\(lr=0\.1\), got 'sgd'"):
+        threads.run(1, lambda world: Trainer(model(0), "sgd", world, kvstore=kvstore))
+
+
+def test_an_update_without_the_sum_is_refused():
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        backward(params, 0, [0])
+        trainer.update(1)
+
+    with pytest.raises(StaleGradientError, match=r"expected gradients that allreduce_grads\(\) has summed"):
+        threads.run(2, rank)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sums_are_neither_written_over_nor_summed_again_before_the_update(overlap):
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world, overlap=overlap)
+        backward(params, world.rank, [0])
+        trainer.allreduce_grads()
+        with pytest.raises(StaleGradientError, match=r"expected one backward before each step.*got another one"):
+            backward(params, world.rank, [1])
+        for again in (trainer.allreduce_grads, lambda: trainer.step(1)):
+            with pytest.raises(StaleGradientError, match=r"call update\(count\), or step\(0\) to drop them"):
+                again()
+        trainer.step(0)
+        assert trainer.step_count == 0
+        backward(params, world.rank, [1])
+        trainer.allreduce_grads()
+        assert trainer.update(1) == world.size
+        assert trainer.step_count == 1
+
+    threads.run(2, rank, ranks_per_node=1 if overlap else None)
+
+
+def test_ranks_that_step_and_update_at_once_are_told_so():
+    told = []
+
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        backward(params, world.rank, [0])
+        trainer.allreduce_grads()
+        try:
+            trainer.update(1) if world.rank else trainer.step(0)
+        except MismatchError:
+            told.append(world.rank)
+
+    threads.run(2, rank)
+    assert sorted(told) == [0, 1]
+
+
+def test_a_missing_gradient_is_an_error_on_every_rank():
+    messages = []
+
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        for param in params[1:] if world.rank == 1 else params:
+            param.write(np.zeros(param.data.shape, "f4"))
+        try:
+            trainer.step(1)
+        except StaleGradientError as error:
+            messages.append(str(error))
+
+    threads.run(3, rank)
+    assert len(messages) == 3
+    assert len(set(messages)) == 1
+    assert "step [rank 1]" in messages[0]
+    assert "got none for conv.weight" in messages[0]
+
+
+def test_a_second_step_without_backward_is_an_error():
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world)
+        backward(params, 0, [0])
+        trainer.step(1)
+        trainer.step(1)
+
+    with pytest.raises(StaleGradientError, match=r"none for conv.weight, conv.bias, dense.weight"):
+        threads.run(2, rank)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"dense.bias": (8,)}, r"item 4 of 8 on rank 0\]: expected dense.bias \(7,\) float32 as on rank 0, "
+                           r"got dense.bias \(8,\) float32 on rank 1"),
+    ({"extra": (1,)}, r"item 5 of 8 on rank 0\]: expected optimizer .* got extra \(1,\) float32 on rank 1"),
+])  # fmt: skip
+def test_ranks_with_other_models_are_told_on_every_rank(change, message):
+    errors = []
+
+    def rank(world):
+        shapes = SHAPES | change if world.rank == 1 else SHAPES
+        try:
+            Trainer(model(0, shapes), optim.SGD(lr=0.1), world)
+        except MismatchError as error:
+            errors.append(error)
+
+    threads.run(3, rank)
+    assert len(errors) == 3
+    for error in errors:
+        with pytest.raises(MismatchError, match=message):
+            raise error
+
+
+def test_other_settings_are_a_mismatch_too():
+    with pytest.raises(MismatchError, match=r"'lr': 0.1.*on rank 0, got optimizer.*'lr': 0.2.*on rank 1"):
+        threads.run(2, lambda world: Trainer(model(0), optim.SGD(lr=0.1 * (world.rank + 1)), world))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"owner": "boss"}, "expected auto or rank or shard, got 'boss'"),
+    ({"clip_norm": 0}, "expected a positive norm, got 0"),
+    ({"clip_norm": "1"}, "a positive norm, got '1'"),
+    ({"overlap": "yes"}, "True, False or None, got 'yes'"),
+    ({"overlap": 2}, "True, False or None, got 2"),
+    ({"bucket_cap_mb": "x"}, "a positive size, got 'x'"),
+    ({"compression": "3bit"}, "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
+    ({"params": []}, "expected at least one trainable parameter, got none"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_by_name(arguments, message):
+    arguments = {"params": model(0)} | arguments
+    with pytest.raises(ConfigError, match=message):
+        threads.run(1, lambda world: Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
+
+
+def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_that_names_it():
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1, weight_decay=0.1), world)
+        used = params[:2] + params[3:]
+        with trainer.no_sync():
+            for param in used[::-1]:
+                param.write(param.data)
+            trainer.step(1)
+        for param in used[::-1]:
+            param.write(param.data)
+        trainer.step(1)
+
+    with pytest.raises(StaleGradientError, match=r"got none for dense\.weight"):
+        threads.run(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("what", "n", "overlap"), pairs(["learning rate 0.2", "loss scale 8.0"], [2, 3], [True, False])
+)
+def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world, overlap=overlap)
+        backward(params, 0, [world.rank])
+        trainer.step(1)
+        if world.rank == 1:
+            trainer.optimizer.lr, trainer.loss_scale = (0.2, 1.0) if what.startswith("learning") else (0.1, 8.0)
+        before = [param.data.copy() for param in params]
+        backward(params, 1, [world.rank])
+        with pytest.raises(MismatchError, match=f"got {what} on rank 1; change them alike"):
+            trainer.step(1)
+        assert all((param.data == was).all() for param, was in zip(params, before, strict=True))
+        trainer.optimizer.lr, trainer.loss_scale = 0.1, 1.0
+        backward(params, 1, [world.rank])
+        assert trainer.step(1) == n
+
+    threads.run(n, rank)
+
+
+def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
+    def rank(world):
+        params = model(0)
+        params[1].grad_req = "add" if world.rank else "write"
+        with pytest.raises(MismatchError, match="grad_req='add' on rank 1"):
+            Trainer(params, optim.SGD(lr=0.1), world)
+
+    threads.run(2, rank)
