@@ -67,7 +67,7 @@ def _compiled_by_nvrtc(program: str) -> dict[int, bytes]:
         speed = None if OPTIMISED else "max"
         options = ProgramOptions(
             std="c++17", fma=False, arch=f"sm_{number}", ofast_compile=speed,
-            device_as_default_execution_space=True,  # as CuPy, without which CUDA 12 takes generic lambdas for the host's
+            device_as_default_execution_space=True,  # as CuPy: CUDA 12 takes generic lambdas for the host's
         )  # fmt: skip
         return bytes(Program(program, "c++", options).compile("cubin").code)
 
