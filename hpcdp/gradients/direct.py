@@ -8,7 +8,11 @@ complete::
     event                              | passes                 | passes                 | passes
     MPI                                | send, receive          | send, receive          | send ...
 
-Segments and the order of each sum are those of `staging`, and so are the bits; messages are longer.
+Segments and the order of each sum are those of `staging`, and so are the bits. But a message is a whole chunk of a
+segment: of n nodes the n-th part of 2 MiB. Short messages (`collectives.progress.MESSAGE_NBYTES`) keep host memory
+flowing over TCP. From a GPU's memory libraries send nothing without a handshake but a few KB; then the adapter reads it
+there, or they bring it through memory of their own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB
+(MPICH's ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each message more is a handshake more, and here an event and a kernel.
 """
 
 from __future__ import annotations
@@ -25,15 +29,6 @@ from ..comm.steps import StepsTo, Until, wait_for
 from ..streams import Event, Stream, Streams
 from . import staging
 from .rail import lanes_of_segment
-
-MESSAGE_NBYTES = 1 << 20
-"""The longest message; a ring of n nodes sends the n-th part of a segment at once, so that none is cut.
-
-Short messages (`collectives.progress.MESSAGE_NBYTES`) keep host memory flowing over TCP. From a GPU's memory libraries
-send nothing without a handshake but a few KB; then the adapter reads it there, or they bring it through memory of their
-own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB (MPICH's ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So
-each message more is a handshake more, and here an event and a kernel, too.
-"""
 
 
 class Direct:
@@ -71,7 +66,7 @@ class Direct:
 
         def through(segment: Array, own_tag: int) -> Steps:
             with streams.on_device(), self._stream:
-                machines = lanes_of_segment(segment, _SUM, comm, own_tag, MESSAGE_NBYTES, turn)
+                machines = lanes_of_segment(segment, _SUM, comm, own_tag, segment.nbytes, turn)
             return together([_given_to(streams, self._stream, each) for each in machines])
 
         yield from together(in_lanes(segments(part, staging.SEGMENT_NBYTES), through, tag))
