@@ -9,6 +9,7 @@ DATA ?= digits
 TORCH ?= torch==2.13.0
 CUDA ?= cuda13
 CUPY ?= cupy-cuda13x==14.2.0
+CUDA_COMPILER := cuda-core cuda-bindings nvidia-cuda-nvrtc
 ARGS ?=
 
 VENV_openmpi := .venv
@@ -37,7 +38,7 @@ help:  ## list the targets
 	@echo '  PYTHON=python3.12         the interpreter of a new environment (now $(PYTHON))'
 	@echo '  TORCH=...                 what pip is to install for the tests (now $(TORCH))'
 	@echo '  CUDA=cuda12|cuda13        what the driver of the GPU can do, for make test-gpu (now $(CUDA))'
-	@echo '  CUPY=...                  what pip is to install for make test-cupy (now $(CUPY))'
+	@echo '  CUPY=...                  what pip is to install for make test-cupy, a wheel for CUDA 13 (now $(CUPY))'
 	@echo '  ARGS="..."                further arguments of hpcdp train, or of pytest'
 
 install: $(VENV)/installed  ## make the environment and install hpcdp in it
@@ -111,4 +112,7 @@ $(VENV)/installed-cupy: $(VENV)/installed-cuda13
 $(VENV)/installed-torch: $(VENV)/installed-dev
 	@echo "installing PyTorch into $(VENV), for the tests"
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	@command -v nvcc >/dev/null || \
+		$(BIN)/pip install --quiet --disable-pip-version-check $(CUDA_COMPILER) || \
+		echo "no compiler for CUDA can be had here: what compiles its sources will be skipped"
 	@touch $@

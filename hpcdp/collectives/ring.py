@@ -68,15 +68,23 @@ def gather_shards(shards: Sequence[Array], ring: Ring, tag: int) -> Steps:
 
 def allreduce_segment(x: Array, op: Reduction, ring: Ring, tag: int) -> Steps:
     """Reduce ``x``, shape ``(count,)``, in place over the ring, in one go."""
-    n, me = ring.size, ring.position
-    if n == 1:
+    if ring.size == 1:
         op.finish(x, 1, x)
         return
+    yield from _reduce_and_gather(*_chunks(x, op, ring), op, ring, tag)
+
+
+def _chunks(x: Array, op: Reduction, ring: Ring) -> tuple[list[Array], list[Array]]:
+    """The chunks of ``x`` by the position at which they are complete: those that are added up, those that are sent."""
     wide = op.widened(x)
-    partial = _rotated(split(wide, n))
-    final = partial if wide is x else _rotated(split(x, n))
+    partial = _rotated(split(wide, ring.size))
+    return partial, partial if wide is x else _rotated(split(x, ring.size))
+
+
+def _reduce_and_gather(partial: Sequence[Array], final: Sequence[Array], op: Reduction, ring: Ring, tag: int) -> Steps:
+    me = ring.position
     yield from reduce_shards(partial, op, ring, tag)
-    op.finish(partial[me], n, final[me])
+    op.finish(partial[me], ring.size, final[me])
     yield from gather_shards(final, ring, tag)
 
 
@@ -93,6 +101,21 @@ def lanes(x: Array, op: Reduction, ring: Ring, tag: int, most: int = LANES, turn
     """The machines that reduce ``x``, shape ``(count,)``, in place over ``ring`` in segments, ``most`` at a time."""
     pieces = segments(x, MESSAGE_NBYTES * ring.size)
     return in_lanes(pieces, lambda piece, own_tag: allreduce_segment(piece, op, ring, own_tag), tag, most, turn)
+
+
+def lanes_of_chunks(
+    x: Array, op: Reduction, ring: Ring, tag: int, nbytes: int, turn: Request | None = None
+) -> list[Steps]:
+    """As `lanes`, with messages of at most about ``nbytes``, of which the sums do not depend: chunks are those of all
+    of ``x``, and so every element is added up in the same order, whatever messages it goes in."""
+    partial, final = _chunks(x, op, ring)
+    number = max(1, -(-max(chunk.nbytes for chunk in final) // nbytes))
+    pieces = [list(zip(*(split(chunk, number) for chunk in chunks), strict=True)) for chunks in (partial, final)]
+
+    def steps(piece: tuple[Sequence[Array], Sequence[Array]], own_tag: int) -> Steps:
+        return _reduce_and_gather(*piece, op, ring, own_tag)
+
+    return in_lanes(list(zip(*pieces, strict=True)), steps, tag, LANES, turn)
 
 
 def reduce_scatter(x: np.ndarray, out: np.ndarray, op: Reduction, comm: Messages, tag: int) -> Steps:

@@ -216,6 +216,8 @@ class NcclGroup:
         self._numbers = numbers
         self._memory = [(row.mine, row.summed) for row in rows]
         """Which kernels may still write when nobody has the rows any more."""
+        self._maker = node.streams.current()
+        """To which CuPy's pool gives that memory when it is given back, whatever stream is current then."""
         self.users: weakref.WeakSet[object] = weakref.WeakSet(rows)
         """See `hand_out`."""
 
@@ -229,7 +231,7 @@ class NcclGroup:
         self.node.give_back(self._numbers)
         streams, done = self.node.streams, self.node.streams.event()
         streams.record(done, self.node.stream)
-        streams.wait_event(streams.current(), done)  # to which CuPy's pool gives the memory next
+        streams.wait_event(self._maker, done)
         self._memory.clear()
 
 

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..arrays import Array
-from ..collectives.progress import Steps
+from ..collectives.progress import MESSAGE_NBYTES, Steps, together
 from ..comm import Communicator, Request, World, cuda_aware, node_groups
 from ..comm.agreement import on_every_rank
 from ..comm.communicator import make_tag
 from ..comm.node_rows import SUMMED_KINDS, NodeRows, Part, RowSize, lone_rows, parts_of
+from ..comm.reductions import resolve
 from ..comm.steps import StepsTo
 from ..comm.ways import Way
 from ..compression import Compression
@@ -31,7 +32,7 @@ from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .code_staging import CodeStaging, Share
 from .direct import Direct
-from .rail import padding, summed
+from .rail import lanes_of_segment, padding
 from .staging import Staging
 
 
@@ -160,7 +161,8 @@ class DeviceSums:
         assert self._staging is not None
 
         def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
-            return summed(x, across, tag, turn)
+            kind = resolve("reduction", "sum", x.dtype)
+            return together(lanes_of_segment(x, kind, across, tag, MESSAGE_NBYTES, turn))
 
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 

@@ -8,7 +8,11 @@ complete::
     event                              | passes                 | passes                 | passes
     MPI                                | send, receive          | send, receive          | send ...
 
-Segments, messages and the order of each sum are those of `staging`, and so are the bits.
+Segments and the order of each sum are those of `staging`, and so are the bits. But a message is a whole chunk of a
+segment: of n nodes the n-th part of 2 MiB. Short messages (`collectives.progress.MESSAGE_NBYTES`) keep host memory
+flowing over TCP. From a GPU's memory libraries send nothing without a handshake but a few KB; then the adapter reads it
+there, or they bring it through memory of their own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB
+(MPICH's ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each message more is a handshake more, and here an event and a kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +22,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..arrays import Array
-from ..collectives.progress import LANES, Steps, in_lanes, segments, together
+from ..collectives.progress import Steps, in_lanes, segments, together
 from ..comm import Communicator, Reduction, Request
 from ..comm.node_rows import NodeRows
 from ..comm.steps import StepsTo, Until, wait_for
 from ..streams import Event, Stream, Streams
 from . import staging
-from .rail import lanes_of_sum
+from .rail import lanes_of_segment
 
 
 class Direct:
@@ -60,11 +64,12 @@ class Direct:
         yield [Until(is_ready)]  # not on the stream: there it would hold up the sums of other buckets
         comm = _Link(self._comm, streams, self._stream, row.check, self._free)
 
-        def through(piece: Array, lane: int) -> Steps:
-            machines = lanes_of_sum(piece, _SUM, comm, tag + lane * LANES, turn)
+        def through(segment: Array, own_tag: int) -> Steps:
+            with streams.on_device(), self._stream:
+                machines = lanes_of_segment(segment, _SUM, comm, own_tag, segment.nbytes, turn)
             return together([_given_to(streams, self._stream, each) for each in machines])
 
-        yield from together(in_lanes(segments(part, staging.SEGMENT_NBYTES), through, 0, staging.SLOTS))
+        yield from together(in_lanes(segments(part, staging.SEGMENT_NBYTES), through, tag))
         streams.record(self._summed[number], self._stream)
         return (self._summed[number],)
 

@@ -105,14 +105,25 @@ class Rail:
 
 def summed(x: np.ndarray, comm: Communicator, tag: int, turn: Request | None) -> Steps:
     """Sum ``x``, shape ``(count,)``, in place over all ranks of ``comm``, uncompressed; long ones wait for ``turn``."""
-    yield from together(lanes_of_sum(x, resolve("reduction", "sum", x.dtype), comm, tag, turn))
+    total = resolve("reduction", "sum", x.dtype)
+    if _is_short(x, comm):
+        yield from together(halving_doubling.lanes(x, total, comm, tag))
+    else:
+        yield from together(ring.lanes(x, total, ring.Ring.through(comm), tag, turn=turn))
 
 
-def lanes_of_sum(x: Array, total: Reduction, comm: Messages, tag: int, turn: Request | None) -> list[Steps]:
-    """The machines of `summed`, which add up by ``total``."""
-    if comm.size > 2 and x.nbytes <= SHORT_NBYTES:
+def lanes_of_segment(
+    x: Array, total: Reduction, comm: Messages, tag: int, nbytes: int, turn: Request | None
+) -> list[Steps]:
+    """The machines that add up a segment by ``total`` in place, each with a tag of its own, in messages of at most
+    about ``nbytes``; the same bits, however long those are."""
+    if _is_short(x, comm):
         return halving_doubling.lanes(x, total, comm, tag)
-    return ring.lanes(x, total, ring.Ring.through(comm), tag, turn=turn)
+    return ring.lanes_of_chunks(x, total, ring.Ring.through(comm), tag, nbytes, turn)
+
+
+def _is_short(x: Array, comm: Messages) -> bool:
+    return comm.size > 2 and x.nbytes <= SHORT_NBYTES
 
 
 def node_nbytes(coder: Coder | None, world: World) -> tuple[float, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -16,7 +16,23 @@ from ..optim import SGD, Adam, AdamW, Optimizer
 from . import exchange, sharded_state
 from .distributed import DistributedDataParallel
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _UNSUPPORTED = ("dampening", "maximize", "amsgrad", "differentiable")
+
+
+def _on_torchs_stream(
+    method: Callable[Concatenate[ShardedOptimizer, P], T],
+) -> Callable[Concatenate[ShardedOptimizer, P], T]:
+    """``method`` with all that it gives a GPU on torch's stream, where gradients are written and parameters read."""
+
+    @wraps(method)
+    def call(self: ShardedOptimizer, *args: P.args, **kwargs: P.kwargs) -> T:
+        with exchange.on_torchs_stream(self._device):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -171,6 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step(settings)
         return loss
 
+    @_on_torchs_stream
     def _step(self, settings: list[dict[str, float]]) -> None:
         for rule, values in zip(self._rules, settings, strict=True):
             vars(rule).update(values)
@@ -180,15 +197,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._scale is None:
                 self._close(numbers)
                 self._steps += 1
-                with exchange.on_torchs_stream(self._device):
-                    self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
+                self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
             else:
                 _, alike = self._backward.reducer.closing.tally_alike(numbers)
                 if not alike:
                     self._backward.refuse(numbers)
                 self._steps += 1
-                with exchange.on_torchs_stream(self._device):
-                    self._shards.update(self._steps, self._scale)
+                self._shards.update(self._steps, self._scale)
             self._shards.pass_over()
         finally:
             self._drop()
@@ -226,6 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise NonFiniteGradientError("clip_grad_norm_", expected="a finite norm of the mean gradient", got=norm)
         return torch.tensor(norm)
 
+    @_on_torchs_stream
     def _clip(self, max_norm: float) -> float:
         scale = self._sum()
         norm = self._norm("clip_grad_norm_", max_norm) * scale
@@ -242,6 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._backward.turns.announce("unscale", factor)
         return self._unscale(factor)
 
+    @_on_torchs_stream
     def _unscale(self, factor: float) -> bool:
         scale = self._sum()
         finite = math.isfinite(self._norm("unscale", factor))
@@ -256,8 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _norm(self, operation: str, setting: float) -> float:
         """The norm of the summed gradients, of which all ranks make use with the same ``setting``."""
         reducer = self._backward.reducer
-        with exchange.on_torchs_stream(self._device):
-            own = norms.of_shards(reducer)
+        own = norms.of_shards(reducer)
         (squares,), alike = reducer.closing.tally_alike((setting,), own)
         if not alike:
             require_same(self._world.comm, operation, [f"{operation} by {setting!r}"], "pass the same on all ranks")
@@ -267,8 +283,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Sum the gradients over all ranks, unless they are; what the sums are to be multiplied with."""
         if self._scale is None:
             self._close(())
-            with exchange.on_torchs_stream(self._device):
-                self._shards.reduce()
+            self._shards.reduce()
             self._scale = 1.0 / self._backward.turns.divisor
         return self._scale
 
@@ -285,11 +300,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         return False
 
+    @_on_torchs_stream
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks in the form of torch's optimizer, which can load it; every rank must call."""
-        with exchange.on_torchs_stream(self._device):
-            return sharded_state.give(self._whole, self._backward, self._shards, self._steps)
+        return sharded_state.give(self._whole, self._backward, self._shards, self._steps)
 
+    @_on_torchs_stream
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the state of torch's optimizer, or of another `ShardedOptimizer`; every rank must call.
 
@@ -303,8 +319,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_same(self._world.comm, "load_state_dict", described, "load the same on all ranks")
         self._whole.load_state_dict(state_dict)
         self.param_groups = self._whole.param_groups
-        with exchange.on_torchs_stream(self._device):
-            self._steps = sharded_state.take(self._whole, self._backward, self._shards)
+        self._steps = sharded_state.take(self._whole, self._backward, self._shards)
         self._shards.set_rules(self._rules_by_name())
 
 

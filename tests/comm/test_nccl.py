@@ -295,6 +295,22 @@ def test_rows_that_one_rank_still_has_are_not_ended(gpus_on_host, monkeypatch):
     assert threads.run(4, rank, 2) == [False] * 4
 
 
+def test_memory_goes_back_to_the_stream_it_was_made_for(gpus_on_host):
+    """CuPy's pool keeps it for that stream, which need not be the current one when it is given back."""
+
+    def rank(world):
+        made_for, size, waits = Streams(gpu(world.rank)).stream(), RowSize(8, np.dtype("f4")), []
+        with made_for:
+            group = make(world, size)
+        kept = group.node.group([size])  # else the communicator ends, and what its kernels do with it
+        wait = group.node.streams.wait_event
+        group.node.streams.wait_event = lambda stream, event: (waits.append(stream.ptr), wait(stream, event))
+        group.close()
+        return kept, waits == [made_for.ptr]
+
+    assert [is_made_for for _, is_made_for in threads.run(2, rank)] == [True, True]
+
+
 def test_one_that_was_given_up_is_not_ended_again(gpus_on_host):
     def rank(world):
         group = make(world, RowSize(8, np.dtype("f4")))

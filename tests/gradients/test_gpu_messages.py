@@ -8,10 +8,11 @@ import pytest
 from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
 
 import hpcdp
+from hpcdp.collectives import progress
 from hpcdp.comm import cuda_aware, threads
 from hpcdp.comm.ways import Way
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.gradients import Reducer, buckets, rail, staging
+from hpcdp.gradients import Reducer, buckets, device_sums, rail, staging
 from hpcdp.streams import Streams
 
 COUNTS = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}
@@ -69,6 +70,7 @@ def test_sums_have_the_bits_of_those_through_the_host(
 ):
     show_gpus(monkeypatch, COUNTS[way])
     monkeypatch.setattr(rail, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
+    monkeypatch.setattr(device_sums, "MESSAGE_NBYTES", 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -87,6 +89,40 @@ def test_sums_have_the_bits_of_those_through_the_host(
         assert is_direct and not is_staged
         for mine, theirs in zip(direct, staged, strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
+    show_gpus(monkeypatch, 0)
+    monkeypatch.setattr(rail, "SHORT_NBYTES", 0)
+    segment_nbytes = 300_000
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", segment_nbytes)
+    sent = []
+    isend = threads.ThreadCommunicator.isend
+
+    def noted(self, x, dest, tag=0):
+        sent.append(x.nbytes)
+        return isend(self, x, dest, tag)
+
+    def sums(world):
+        param = Parameter("p", (segment_nbytes - 500,))  # four segments of 32 bits, almost
+        layout = buckets.plan([("p", param.data.shape, np.dtype("f4"))])
+        reducer = Reducer([param], layout, world, False)
+        sent.clear()
+        world.barrier()
+        check_steps(world, reducer, [param], 1)
+
+    monkeypatch.setattr(threads.ThreadCommunicator, "isend", noted)
+    counts = {}
+    for setting in ("staged", "direct"):
+        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        threads.run(n, sums)
+        counts[setting] = [nbytes for nbytes in sent if nbytes > 1000]  # others are of the step
+    most = segment_nbytes / n
+    assert len(counts["direct"]) == 4 * n * 2 * (n - 1)
+    assert 0.99 * most <= min(counts["direct"]) <= max(counts["direct"]) <= most
+    assert max(counts["staged"]) <= progress.MESSAGE_NBYTES + 8
 
 
 def test_who_waits_for_the_gpu_looks_after_the_node(reached, monkeypatch):

@@ -1,7 +1,12 @@
-"""Every CUDA source compiles for the GPUs that hpcdp is for; no GPU is needed, but nvcc or cuda-core."""
+"""The CUDA sources compile for the GPUs that hpcdp is for; no GPU is needed, but nvcc or cuda-core.
+
+They are one program here, each in a namespace of its own: most of the time of a compiler that is started for each goes
+into its start. No source asks for which GPU it is compiled, so nvcc reads them once, and assembles for each GPU.
+"""
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +16,19 @@ import pytest
 from hpcdp import kernels
 from hpcdp.kernels import cuda
 
-ARCHITECTURES = (80, 90, 100) if os.environ.get("HPCDP_TEST_THOROUGH") else (80,)
-"""A100, H100 and H200, B200. No source asks for which of them it is compiled, so what compiles for one does for all."""
+ARCHITECTURES = (80, 90, 100)
+"""A100, H100 and H200, B200."""
+
+OPTIMISED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
+"""As for a real GPU: three times the work, and no other errors."""
 
 FILES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*.cu"))
+
+
+def _alone(file: str) -> str:
+    text = cuda.source(file)
+    macros = dict.fromkeys(re.findall(r"#define (\w+)", text))
+    return f'namespace of_{file} {{\n#line 1 "{file}.cu"\n{text}\n}}\n' + "".join(f"#undef {each}\n" for each in macros)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -22,29 +36,39 @@ def test_no_source_asks_for_the_architecture(file: str) -> None:
     assert "__CUDA_ARCH" not in cuda.source(file)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_compiles_for_all_architectures(file: str, tmp_path: Path) -> None:
+def test_all_compile_for_all_architectures(tmp_path: Path) -> None:
+    program = "".join(_alone(file) for file in FILES)
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core"):
-        _compile_by_nvrtc(file)  # as CuPy does, and five times as fast
+        found = _compiled_by_nvrtc(program)  # by which CuPy compiles
     elif shutil.which("nvcc"):
-        _compile_by_nvcc(file, tmp_path)
+        found = _compiled_by_nvcc(program, tmp_path)
     else:
         pytest.skip("needs cuda-core (pip install 'cuda-core[cu13]'), or nvcc on PATH, to compile CUDA")
+    names = {name for file in FILES for name in re.findall(r"__global__ void (\w+)", cuda.source(file))}
+    for architecture, code in found.items():
+        assert names and all(name.encode() in code for name in names), architecture
 
 
-def _compile_by_nvcc(file: str, folder: Path) -> None:
-    (folder / f"{file}.cu").write_text(cuda.source(file))
-    targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in ARCHITECTURES]
+def _compiled_by_nvcc(program: str, folder: Path) -> dict[int, bytes]:
+    (folder / "all.cu").write_text(program)
+    targets = ",".join(f"sm_{number}" for number in ARCHITECTURES)
     options = [option.replace("--fmad", "-fmad") for option in cuda.OPTIONS]
-    command = ["nvcc", *options, "-Werror=all-warnings", "-fatbin", *targets, "-o", f"{file}.fatbin", f"{file}.cu"]
+    options += ["-Werror=all-warnings", *([] if OPTIMISED else ["-Xptxas", "-O0"])]
+    command = ["nvcc", *options, "--keep", "-fatbin", f"-gencode=arch=compute_80,code=[{targets}]", "all.cu"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / f"{file}.fatbin").stat().st_size > 1000
+    return {number: next(folder.glob(f"*sm_{number}.cubin")).read_bytes() for number in ARCHITECTURES}
 
 
-def _compile_by_nvrtc(file: str) -> None:
+def _compiled_by_nvrtc(program: str) -> dict[int, bytes]:
     from cuda.core import Program, ProgramOptions
 
-    for number in ARCHITECTURES:
-        options = ProgramOptions(std="c++17", fma=False, arch=f"sm_{number}")
-        assert len(Program(cuda.source(file), "c++", options).compile("cubin").code) > 1000
+    def compiled(number: int) -> bytes:
+        speed = None if OPTIMISED else "max"
+        options = ProgramOptions(
+            std="c++17", fma=False, arch=f"sm_{number}", ofast_compile=speed,
+            device_as_default_execution_space=True,  # as CuPy: CUDA 12 takes generic lambdas for the host's
+        )  # fmt: skip
+        return bytes(Program(program, "c++", options).compile("cubin").code)
+
+    return {number: compiled(number) for number in ARCHITECTURES}

@@ -2,12 +2,14 @@
 
 import contextlib
 import shutil
+import sys
 
+import gpu_on_host
 import numpy as np
 import pytest
 
 from hpcdp import checkpoint, kvstore, optim
-from hpcdp.comm import gpus, threads
+from hpcdp.comm import cuda_aware, gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
 from hpcdp.devices import Device, gpu
@@ -103,6 +105,35 @@ def test_ranks_get_what_they_get_on_the_host(way, n, nodes, updater):
     for of_rank, on_rank in zip(found, wanted, strict=True):
         for mine, theirs in zip(of_rank, on_rank, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize(
+    ("n", "nodes", "dtype"), [(1, None, "f4"), (2, 1, "f2"), (3, (1, 2), "f4"), (4, 2, "i8"), (4, 1, "f4")]
+)
+def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(way, monkeypatch, n, nodes, dtype):
+    gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
+    through_host = []
+    staged_sum = staging.Staging.sum
+
+    def noted(self, *args):
+        through_host.append(args)
+        return staged_sum(self, *args)
+
+    monkeypatch.setattr(staging.Staging, "sum", noted)
+    found = {}
+    for setting in ("staged", "direct"):
+        monkeypatch.setenv(cuda_aware.SETTING, setting)
+        through_host.clear()
+        found[setting] = threads.run(n, lambda world: program(world, "dist_device_sync", on_gpu, "sum", dtype), nodes)
+        between_nodes = n > 1 and (nodes is not None or way is Way.HOST)
+        assert bool(through_host) == (setting == "staged" and between_nodes)
+    for direct, staged in zip(found["direct"], found["staged"], strict=True):
+        assert len(direct) == STEPS * len(SHAPES)
+        for mine, theirs in zip(direct, staged, strict=True):
+            assert mine.dtype == theirs.dtype == dtype
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @needs_compiler
