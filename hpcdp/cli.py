@@ -7,8 +7,10 @@ wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
+import gc
 import importlib
 import os
 import signal
@@ -193,19 +195,26 @@ def _add_doctor(commands: Any) -> Parser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from hpcdp.launch import local
-    from hpcdp.launch.ending import fail
     from hpcdp.launch.inside import launched_ranks
-    from hpcdp.launch.job import Job
     from hpcdp.train import config as settings
-    from hpcdp.train import run_dir, stop_signal
 
+    atexit.register(gc.freeze)  # what is there at the end goes with the process, and is not looked through before
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
     path = getattr(arguments, "config", None)
     config = settings.load(path, given)
     said = given if path is None else settings.read_toml(path) | given
     if launched_ranks() is not None:
         return _train_as_a_rank(config, said)
+    return _train_here(config, said)
+
+
+def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
+    from hpcdp.launch import local
+    from hpcdp.launch.ending import fail
+    from hpcdp.launch.job import Job
+    from hpcdp.train import config as settings
+    from hpcdp.train import run_dir, stop_signal
+
     if config.resume is not None:
         from hpcdp.train.resume import settled
 
@@ -235,9 +244,11 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
-    from hpcdp.train.preemption import STOPPED, StopRequests
-    from hpcdp.train.run import run
+    from hpcdp.train.uncollected import uncollected
 
+    with uncollected():
+        from hpcdp.train.preemption import STOPPED, StopRequests
+        from hpcdp.train.run import run
     with StopRequests(config.time_limit_s) as stop:
         if config.resume is not None:
             from hpcdp.comm import init

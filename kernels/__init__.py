@@ -2,9 +2,9 @@
 
 ``reference`` and the modules ``reference_X`` are the specification, in the functions that NumPy and CuPy share. The
 modules ``cuda_X``, with ``X.cu``, are for CuPy arrays (`cuda`), as are `capture` and `cublas` for CUDA graphs. The
-others are Numba versions for NumPy arrays. Those are compiled when they are imported, so they are reached through
-`load`, which lets one process of a node compile while the others wait and then read the cache. `kernels_for` chooses by
-the array.
+others are Numba versions for NumPy arrays, reached through `load`. Those are compiled for the types of their arguments
+when they are first called with them, by one process of a node while the others wait and then read the cache
+(`machine_code`). `kernels_for` chooses by the array.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import IO
@@ -31,6 +31,8 @@ from ..errors import ConfigError
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
+_turn = threading.RLock()
+_compiling = 0
 _warned = False
 _said: set[str] = set()
 _all_kept = True
@@ -117,7 +119,7 @@ def _say_once(text: str) -> None:
     _said.add(text)
 
 
-def _not_kept(folder: Path, error: Exception) -> None:
+def not_kept(folder: Path, error: Exception) -> None:
     """Machine code could not be written: training goes on, and the next job compiles again."""
     global _all_kept
     _all_kept = False
@@ -125,7 +127,7 @@ def _not_kept(folder: Path, error: Exception) -> None:
     _warn_once(f"kernel cache [{folder}]: {reason}; kernels are compiled by every process of every job")
 
 
-def _compiled_dir() -> Path:
+def compiled_dir() -> Path:
     """Where machine code of just these sources is: Numba looks at a kernel's own file only, not at those it imports.
 
     By what they say and not by where they are: all clones and environments with the same kernels compile them once.
@@ -147,14 +149,36 @@ def _digest(*stamps: tuple[Path, int, int]) -> str:
 
 
 @contextlib.contextmanager
-def _one_process_compiles(folder: Path, is_kept: Callable[[], bool]) -> Iterator[None]:
-    """Hold the lock of ``folder``, or none if ``is_kept()`` turns true before, or the wait has been given up."""
-    with contextlib.ExitStack() as held:
-        try:
-            _wait_for_turn(held.enter_context(open(folder / "compile.lock", "a")), folder, is_kept)
-        except OSError as error:  # every process compiles, then
-            _not_kept(folder, error)
+def one_process_compiles(is_kept: Callable[[], bool]) -> Iterator[None]:
+    """Compile meanwhile: what another process has not, for whose end this one waits. Any thread may call, also again.
+
+    ``is_kept()`` tells whether another process has compiled it, so that there is nothing left to wait for.
+    """
+    global _compiling
+    with _turn, contextlib.ExitStack() as held:
+        _compiling += 1
+        held.callback(_no_longer_compiles)
+        if _compiling == 1:  # not for a kernel that calls another one
+            _take_turn(held, is_kept)
         yield
+
+
+def _no_longer_compiles() -> None:
+    global _compiling
+    _compiling -= 1
+
+
+def _take_turn(held: contextlib.ExitStack, is_kept: Callable[[], bool]) -> None:
+    folder = compiled_dir()
+    if not _all_kept or not _has_room(folder):  # every process compiles, then
+        return
+    _say_once(
+        "compiling kernels that are new on this machine, as they are needed; set HPCDP_CACHE_DIR to keep them elsewhere"
+    )
+    try:
+        _wait_for_turn(held.enter_context((folder / "compile.lock").open("a")), folder, is_kept)
+    except OSError as error:
+        not_kept(folder, error)
 
 
 def _wait_for_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> None:
@@ -175,6 +199,7 @@ def _wait_for_turn(lock: IO[str], folder: Path, is_kept: Callable[[], bool]) -> 
         time.sleep(_NAP_S)
 
 
+@lru_cache(maxsize=1)
 def _has_room(folder: Path) -> bool:
     """Whether machine code can be kept there; else ranks that wait for each other would compile one by one."""
     try:
@@ -182,22 +207,22 @@ def _has_room(folder: Path) -> bool:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_ROOM_NBYTES))
     except OSError as error:
-        _not_kept(folder, error)
+        not_kept(folder, error)
         return False
     return True
 
 
 def loading() -> bool:
-    """Whether a thread of this process is loading kernels, which may mean to wait for another that compiles them."""
-    return _loading.locked()
+    """Whether a thread of this process is loading kernels, or compiling them, or waiting for another that does."""
+    return _loading.locked() or _compiling > 0
 
 
 def load(name: str) -> ModuleType:
-    """The Numba kernels of ``hpcdp/kernels/<name>.py``, compiled at most once a node.
+    """The Numba kernels of ``hpcdp/kernels/<name>.py``, each compiled at most once a node for its arguments' types.
 
-    May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), the first
-    on a machine also the compilation, which rank 0 says on standard error. A process that waits for another's
-    compilation says so after 5 s, and after 120 s compiles for itself.
+    May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), that of a
+    kernel a few milliseconds, and on a machine where it is new its compilation, which rank 0 says on standard error. A
+    process that waits for another's compilation says so after 5 s, and after 120 s compiles for itself.
 
     Where machine code cannot be kept, every process compiles for itself, after one warning on rank 0.
 
@@ -208,7 +233,8 @@ def load(name: str) -> ModuleType:
     if module is None:
         with _loading:
             if name not in _loaded:
-                _loaded[name] = _imported(name)
+                compiled_dir()  # that it cannot be used is said here
+                _loaded[name] = importlib.import_module(f"{__name__}.{name}")
             module = _loaded[name]
     return module
 
@@ -229,53 +255,3 @@ def kernels_for(name: str, x: Array, plain: ModuleType) -> ModuleType:
     if of_cudnn is not None and of_cudnn.is_there():
         return of_cudnn
     return importlib.import_module(f"{__name__}.cuda_{name}")
-
-
-def _imported(name: str) -> ModuleType:
-    from .machine_code import kept_in
-
-    folder = _compiled_dir()
-    compiled = folder / f"{name}.compiled"
-    module_name, told = f"{__name__}.{name}", partial(_not_kept, folder)
-    if _is_there(compiled):  # ranks that only read need not wait for each other
-        with kept_in(folder, told):
-            return importlib.import_module(module_name)
-    if not _has_room(folder):
-        with kept_in(None, told):
-            return importlib.import_module(module_name)
-    _say_once(
-        "compiling kernels that are new on this machine (all: a minute); set HPCDP_CACHE_DIR to keep them elsewhere"
-    )
-    with _one_process_compiles(folder, partial(_is_there, compiled)), kept_in(folder, told):
-        module = importlib.import_module(module_name)
-        if _all_kept:
-            with contextlib.suppress(OSError):
-                compiled.touch()
-        return module
-
-
-def _is_there(file: Path) -> bool:
-    try:
-        return file.exists()
-    except OSError:
-        return False
-
-
-def compile_once(call: Callable[[], object]) -> None:
-    """Make ``call``, for which one process of the machine compiles and the others read what it has kept.
-
-    For kernels that are compiled for a dtype when it is first met. ``call`` may be made more than once: it is given up,
-    before it does anything, where machine code is not kept yet.
-    """
-    from .machine_code import NotKeptError, read_only
-
-    def is_kept() -> bool:
-        with contextlib.suppress(NotKeptError), read_only():
-            call()
-            return True
-        return False
-
-    with _loading:
-        if not is_kept():
-            with _one_process_compiles(_compiled_dir(), is_kept):
-                call()

@@ -14,14 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from . import sync
+from .machine_code import kernel
 
 PATTERNS = ("everyone sums all", "owner sums, others copy", "owner writes back", "pipelined pull", "staged in and out")
 """The names of the patterns of `timed_exchange`; the last one is for arrays that are not in shared memory."""
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _PATTERN = "int64(float32[:, ::1], float32[::1], float32[::1], int32[::1], int64, int64)"
 
 # A block's two inputs and its output fit in a first-level cache. A segment of the pipeline fits in a second-level one;
@@ -36,13 +37,13 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _CLOCK_MONOTONIC = 1
 
 
-@njit("int64(int64[::1])", **_OPTIONS)
+@kernel("int64(int64[::1])", **_OPTIONS)
 def _now_ns(clock: np.ndarray) -> int:
     _clock_gettime(_CLOCK_MONOTONIC, clock.ctypes)
     return clock[0] * 1_000_000_000 + clock[1]
 
 
-@njit("void(int32[::1], int64, int64)", **_OPTIONS)
+@kernel("void(int32[::1], int64, int64)", **_OPTIONS)
 def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
     spins = 0
     while sync.load(flags, counter * sync.STRIDE) < value:
@@ -51,7 +52,7 @@ def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
             _sched_yield()
 
 
-@njit("int64(int32[::1], int64, int64)", **_OPTIONS)
+@kernel("int64(int32[::1], int64, int64)", **_OPTIONS)
 def barrier(flags: np.ndarray, rank: int, epoch: int) -> int:
     """Returns ``epoch + 1`` when every rank has called it with this ``epoch``."""
     sync.store(flags, rank * sync.STRIDE, np.int32(epoch + 1))
@@ -60,19 +61,19 @@ def barrier(flags: np.ndarray, rank: int, epoch: int) -> int:
     return epoch + 1
 
 
-@njit("void(float32[::1], float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1], float32[::1])", **_OPTIONS)
 def _add(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     for i in range(out.size):
         out[i] = a[i] + b[i]
 
 
-@njit("void(float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1])", **_OPTIONS)
 def _accumulate(total: np.ndarray, x: np.ndarray) -> None:
     for i in range(total.size):
         total[i] += x[i]
 
 
-@njit("void(float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1])", **_OPTIONS)
 def _accumulate_in_both(a: np.ndarray, b: np.ndarray) -> None:
     for i in range(a.size):
         total = a[i] + b[i]
@@ -80,27 +81,27 @@ def _accumulate_in_both(a: np.ndarray, b: np.ndarray) -> None:
         b[i] = total
 
 
-@njit("void(float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1])", **_OPTIONS)
 def _copy(out: np.ndarray, x: np.ndarray) -> None:
     for i in range(out.size):
         out[i] = x[i]
 
 
-@njit("void(float32[::1], float32[:, ::1], int64, int64)", **_OPTIONS)
+@kernel("void(float32[::1], float32[:, ::1], int64, int64)", **_OPTIONS)
 def _sum_rows(out: np.ndarray, rows: np.ndarray, first: int, last: int) -> None:
     _add(out[first:last], rows[0, first:last], rows[1, first:last])
     for row in range(2, rows.shape[0]):
         _accumulate(out[first:last], rows[row, first:last])
 
 
-@njit("int64(int64, int64, int64)", **_OPTIONS)
+@kernel("int64(int64, int64, int64)", **_OPTIONS)
 def _shard_start(rank: int, ranks: int, count: int) -> int:
     """Where a rank's shard begins: shards are whole cache lines, so that no line has two owners."""
     lines = (count + _LINE - 1) // _LINE
     return min(count, (lines * rank // ranks) * _LINE)
 
 
-@njit(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN, **_OPTIONS)
 def _everyone_sums_all(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -110,7 +111,7 @@ def _everyone_sums_all(
     return barrier(flags, rank, epoch)
 
 
-@njit(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN, **_OPTIONS)
 def _owner_sums_others_copy(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -127,7 +128,7 @@ def _owner_sums_others_copy(
     return barrier(flags, rank, epoch)
 
 
-@njit(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN, **_OPTIONS)
 def _owner_writes_back(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -145,7 +146,7 @@ def _owner_writes_back(
     return barrier(flags, rank, epoch)
 
 
-@njit(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN, **_OPTIONS)
 def _pipelined_pull(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -177,7 +178,7 @@ def _pipelined_pull(
     return barrier(flags, rank, epoch)
 
 
-@njit(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN, **_OPTIONS)
 def _staged_in_and_out(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -203,7 +204,7 @@ def _staged_in_and_out(
     return barrier(flags, rank, epoch)
 
 
-@njit(
+@kernel(
     "int64(int64, float32[:, ::1], float32[::1], float32[::1], int32[::1], int64, int64, int64[::1])",
     **_OPTIONS,
 )
@@ -245,7 +246,7 @@ def timed_exchange(
     return epoch
 
 
-@njit("int64(int32[::1], int64, int64, int64, int64[::1])", **_OPTIONS)
+@kernel("int64(int32[::1], int64, int64, int64, int64[::1])", **_OPTIONS)
 def ping_pong(flags: np.ndarray, rank: int, epoch: int, rounds: int, clock: np.ndarray) -> int:
     """Bounces one cache line ``rounds`` times between ranks 0 and 1; ``clock[2]`` becomes the nanoseconds of all."""
     epoch = barrier(flags, rank, epoch)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from .machine_code import kernel
+
 _FLOATS = (numba.float32, numba.float64)
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(f[:, :, ::1], f[::1], f[::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64)
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
@@ -49,7 +50,7 @@ def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
                 out[n, c, i] = (x[n, c, i] - mean) * factor + offset
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(
             f[:, :, ::1],
@@ -62,7 +63,6 @@ def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
@@ -92,10 +92,9 @@ def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-unt
                 dx[n, c, i] = (gy[n, c, i] - constant - (x[n, c, i] - mean) * slope) * factor
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, ::1], numba.float64[:, ::1]) for f in _FLOATS],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
@@ -113,13 +112,12 @@ def channel_sums(x, sums):  # type: ignore[no-untyped-def]
         sums[1, c] = squares
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(f[:, :, ::1], f[::1], f[::1], numba.types.UniTuple(f[::1], 2), f[:, :, ::1], numba.float64)
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
@@ -135,13 +133,12 @@ def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
                 out[n, c, i] = (x[n, c, i] - mean) * factor + offset
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(f[:, :, ::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64[:, ::1], numba.float64)
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
@@ -162,7 +159,7 @@ def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
         sums[1, c] = product / np.sqrt(saved[1][c] + eps)
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(
             f[:, :, ::1],
@@ -176,7 +173,6 @@ def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"reassoc", "contract"},
 )

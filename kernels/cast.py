@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, float64, njit, types, uint16
+from numba import float32, types, uint16
 from numba.extending import intrinsic
 
 from .lanes import WORD, Lanes
+from .machine_code import kernel
 from .reduce import narrow, widen
 
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def _rounded(builder: Any, value: Any, width: int) -> Any:
@@ -71,7 +72,7 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
 
 
 # No factory for these loops: what closes over an intrinsic is not found in Numba's cache by the next process.
-@njit([types.void(float32[::1], uint16[::1])], **_options)
+@kernel([types.void(float32[::1], uint16[::1])], **_options)
 def to_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.to_float16`."""
     if out.size != x.size:
@@ -80,7 +81,7 @@ def to_float16(x, out):  # type: ignore[no-untyped-def]
         out[i] = narrow(x[i], out)
 
 
-@njit([types.void(uint16[::1], float32[::1])], **_options)
+@kernel([types.void(uint16[::1], float32[::1])], **_options)
 def from_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.from_float16`."""
     if out.size != x.size:
@@ -89,7 +90,7 @@ def from_float16(x, out):  # type: ignore[no-untyped-def]
         out[i] = widen(x[i])
 
 
-@njit([types.void(float32[::1], uint16[::1])], **_options)
+@kernel([types.void(float32[::1], uint16[::1])], **_options)
 def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.to_bfloat16`.
 
@@ -106,7 +107,7 @@ def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
         out[i] = _bfloat16(x[i])
 
 
-@njit([types.void(uint16[::1], float32[::1])], **_options)
+@kernel([types.void(uint16[::1], float32[::1])], **_options)
 def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.from_bfloat16`."""
     if out.size != x.size:
@@ -115,24 +116,19 @@ def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
         out[i] = _from_bfloat16(x[i])
 
 
-@njit(**_options)
+@kernel(**_options)
 def scale(x, factor):  # type: ignore[no-untyped-def]
-    """See `reference_cast.scale`; other dtypes than float32 and float64 are compiled when they are first met."""
+    """See `reference_cast.scale`."""
     by = type(widen(x.dtype.type(0)))(factor)
     for i in range(x.size):
         x[i] = narrow(widen(x[i]) * by, x)
 
 
-@njit(**_options)
+@kernel(**_options)
 def scale_into(x, factor, out):  # type: ignore[no-untyped-def]
-    """See `reference_cast.scale_into`; compiled as `scale`."""
+    """See `reference_cast.scale_into`."""
     by = type(widen(x.dtype.type(0)))(factor)
     if out.size != x.size:
         raise ValueError("out must have as many elements as x")
     for i in range(out.size):
         out[i] = narrow(widen(x[i]) * by, out)
-
-
-for _t in (float32, float64):
-    scale.compile(types.void(_t[::1], float64))
-    scale_into.compile(types.void(_t[::1], float64, _t[::1]))

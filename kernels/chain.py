@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .hyperbolic import GELU_CUBE, GELU_SLOPE, gelu, gelu_gradient
+from .machine_code import kernel
 
 BLOCK = 1024
 """Elements."""
@@ -26,7 +27,7 @@ BLOCK = 1024
     _WHERE_POSITIVE, _GELU, _GELU_GRADIENT, _COPY,
 ) = range(16)  # fmt: skip
 
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 @intrinsic
@@ -43,7 +44,7 @@ def _operand(code, number, start, first, count, zero):  # type: ignore[no-untype
     return numba.carray(_pointer(place[0] + start * place[1] + (start - first) * place[2], zero), (count,))
 
 
-@numba.njit([numba.void(numba.int64[:, ::1], f) for f in (numba.float32, numba.float64)], **_options)
+@kernel([numba.void(numba.int64[:, ::1], f) for f in (numba.float32, numba.float64)], **_options)
 def run(code, zero):  # type: ignore[no-untyped-def]
     """Compute a chain for all its elements.
 

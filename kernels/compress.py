@@ -11,21 +11,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, njit, types, uint16, uint32
+from numba import float32, float64, uint32
 
 from .cast import _from_bfloat16, to_bfloat16
+from .machine_code import kernel
 from .norms import _magnitude
 from .quantise import pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
 from .reduce import narrow, widen
 from .reference_compress import BLOCK, SHARE
 
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _reassociated: dict[str, Any] = {**_options, "fastmath": {"reassoc", "contract"}}
 _DIGITS = ((19, 12), (7, 12), (0, 7))
 """Of a float32's magnitude, which has 31 bits: how far each is shifted to the left, and how many bits it has."""
 
 
-@njit(**_reassociated)
+@kernel(**_reassociated)
 def _squares(grad, residual):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(residual.size):
@@ -34,7 +35,7 @@ def _squares(grad, residual):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(**_reassociated)
+@kernel(**_reassociated)
 def _magnitudes(grad, residual):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(residual.size):
@@ -42,7 +43,7 @@ def _magnitudes(grad, residual):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(**_reassociated)
+@kernel(**_reassociated)
 def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
     # In the elements' own type, without branches: a vector at a time, 20 times as fast.
     limit, none = type(widen(residual[0]))(threshold), type(widen(residual[0]))(0)
@@ -54,7 +55,7 @@ def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
     return total / max(number, type(number)(1))
 
 
-@njit(**_options)
+@kernel(**_options)
 def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_two_bit`."""
     for block in range(scales.size):
@@ -73,7 +74,7 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
             kept[:] = 0
 
 
-@njit(**_options)
+@kernel(**_options)
 def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
     """See `reference_compress.decode_two_bit`."""
     for block in range(scales.size):
@@ -81,7 +82,7 @@ def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
         unpack_two_bit(words[first // 16 : (last + 15) // 16], scales[block], out[first:last])
 
 
-@njit(**_options)
+@kernel(**_options)
 def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_one_bit`."""
     for block in range(scales.size):
@@ -97,7 +98,7 @@ def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type
             kept[:] = 0
 
 
-@njit(**_options)
+@kernel(**_options)
 def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
     """See `reference_compress.decode_one_bit`."""
     for block in range(scales.size):
@@ -105,7 +106,7 @@ def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
         unpack_one_bit(words[first // 32 : (last + 31) // 32], scales[block], out[first:last])
 
 
-@njit(**_options)
+@kernel(**_options)
 def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_float16`."""
     for i in range(grad.size):
@@ -115,7 +116,7 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
         residual[i] = rest if abs(rest) < np.inf else float32(0)
 
 
-@njit(**_options)
+@kernel(**_options)
 def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
     for first in range(0, grad.size, BLOCK):
@@ -123,7 +124,7 @@ def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
         _encode_bfloat16(grad[part], residual[part], halves[part])
 
 
-@njit(**_options)
+@kernel(**_options)
 def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
     for i in range(grad.size):
         residual[i] += grad[i]
@@ -133,7 +134,7 @@ def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
         residual[i] = rest if abs(rest) < np.inf else float32(0)
 
 
-@njit(**_options)
+@kernel(**_options)
 def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
     if indices.size == 0:
@@ -170,22 +171,10 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
             residual[i] = residual[i] if abs(residual[i]) < np.inf else float32(0)
 
 
-@njit(**_options)
+@kernel(**_options)
 def decode_top_k(indices, values, out):  # type: ignore[no-untyped-def]
     """See `reference_compress.decode_top_k`."""
     out[:] = 0
     for place in range(indices.size):
         if indices[place] < out.size:
             out[indices[place]] = values[place]
-
-
-# float32 at once, the bits of float16 and float64 when they are first met.
-_x, _w, _h = float32[::1], uint32[::1], uint16[::1]
-encode_two_bit.compile(types.void(_x, _x, float64, _x, _w))
-decode_two_bit.compile(types.void(_x, _w, _x))
-encode_one_bit.compile(types.void(_x, _x, float64, float64, _x, _w))
-decode_one_bit.compile(types.void(_x, _w, _x))
-encode_float16.compile(types.void(_x, _x, _h))
-encode_bfloat16.compile(types.void(_x, _x, _h))
-encode_top_k.compile(types.void(_x, _x, _w, _x))
-decode_top_k.compile(types.void(_w, _x, _x))

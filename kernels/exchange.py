@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from .machine_code import kernel
 from .sync import STRIDE, post, wait_all
 
 NOT_YET, DONE, DIFFERENT = 0, 1, 2
@@ -24,7 +25,7 @@ element of the current chunk and the phase in it (zero between calls), and what 
 node, how often to look before sleeping, nanoseconds of sleep before giving up."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
-"""What these are compiled for."""
+"""What these are called for."""
 
 _BLOCK = 2048
 
@@ -38,7 +39,7 @@ def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
 
 _counters_t = types.Array(types.int32, 1, "C")
 _state_t = types.Array(types.int64, 1, "C")
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 @njit(inline="always")
@@ -76,7 +77,7 @@ def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
     state[HALF] = 1 - state[HALF]
 
 
-@njit(types.int64(_counters_t, types.intp, _state_t, types.int64), **_options)
+@kernel(types.int64(_counters_t, types.intp, _state_t, types.int64), **_options)
 def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
     """A barrier of ``n`` ranks that have come for the same ``kind``; arguments as `sum_by_all`."""
     if state[PHASE] == 0:
@@ -87,7 +88,7 @@ def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
     return met
 
 
-@njit(**_options)
+@kernel(**_options)
 def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
     """Every rank stages its array, waits for all, and sums what all have staged: one wait, ``n - 1`` sizes read.
 
@@ -119,7 +120,7 @@ def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-de
     return DONE
 
 
-@njit(**_options)
+@kernel(**_options)
 def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
     """Every rank stages what others own, sums its own shard, and writes the sum back where it has read.
 
@@ -167,10 +168,3 @@ def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped
         _finish_chunk(state, state[POSITION] + count)
     state[POSITION] = 0
     return DONE
-
-
-for _dtype in DTYPES:
-    _t = getattr(types, _dtype.name)
-    _signature = types.int64(types.Array(_t, 1, "C"), types.Array(_t, 3, "C"), _counters_t, _state_t, types.int64)
-    sum_by_all.compile(_signature)
-    sum_by_owners.compile(_signature)

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 
 from .buffers import empty
+from .machine_code import kernel
 from .patches import ChannelsLast
 from .planes import Planes, Room, Shape
 from .products import multiply
@@ -25,14 +26,14 @@ _OWN_PRODUCT_POSITIONS = 256
 """From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
 _SHALLOW, _FEWEST_CHANNELS = range(16, 65), 16
 """Depths, and from how many channels out on, for which the product with patches as columns is slow."""
-_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
 
 Pair = tuple[int, int]
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[::1], _TRIPLE, f[::1], numba.boolean, f[:, :, ::1], _PAIR) for f in _FLOATS],
     **_OPTIONS,
 )
@@ -63,7 +64,7 @@ def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-d
                     target[i] = source[i] + b
 
 
-@numba.njit([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"}, **_OPTIONS)
+@kernel([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"}, **_OPTIONS)
 def _total(x):  # type: ignore[no-untyped-def]
     # Reassociated, so it may store nothing: a loop that also stores is vectorised only where its arrays lie far enough
     # apart, which changes the order of the sum, and so its last bits, from one call to the next.
@@ -73,7 +74,7 @@ def _total(x):  # type: ignore[no-untyped-def]
     return total
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, ::1], f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR) for f in _FLOATS],
     **_OPTIONS,
 )
@@ -91,7 +92,7 @@ def _gather_through_relu(gy, out, g, steps, dbias, span):  # type: ignore[no-unt
             dbias[c] += _total(target)
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR) for f in _FLOATS],
     **_OPTIONS,
 )

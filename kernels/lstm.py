@@ -9,14 +9,14 @@ from __future__ import annotations
 import numba
 
 from .hyperbolic import tanh
+from .machine_code import kernel
 
 _FLOATS = (numba.float32, numba.float64)
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]) for f in _FLOATS],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"contract"},
 )
@@ -41,13 +41,12 @@ def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untype
             inputs[t + 1, b, first_hidden + j] = gates[t, b, 3 * size + j] * tanh(cells[t + 1, b, j])
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1], f[::1])
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath={"contract"},
 )

@@ -1,7 +1,8 @@
-"""Floor 0: where Numba keeps the machine code of kernels; a folder that fails costs time only. Imports: numba.
+"""Floor 0: functions whose machine code is made, or read, when it is first needed. Imports: numba.
 
-Numba by itself raises out of a kernel's first call when the disk is full, and where a folder cannot be written it takes
-one beside the sources, in which code is not renewed when another module of this package changes.
+Numba by itself compiles all signatures of a function when it is decorated, of which a job needs a few; it raises out of
+a kernel's first call when the disk is full, and where a folder cannot be written it takes one beside the sources, in
+which code is not renewed when another module of this package changes.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import llvmlite.binding
 import numba
-from numba.core import config, dispatcher
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache, UserProvidedCacheLocator
+from numba import types
+from numba.core import config, sigutils
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
+from numba.core.registry import CPUDispatcher
+from numba.core.typing import signature
+
+from . import compiled_dir, not_kept, one_process_compiles
 
 _FAILURES = (OSError, EOFError, pickle.UnpicklingError)
-Told = Callable[[Exception], None]
 _here = threading.local()
+_opening = threading.Lock()
 
 
 def target() -> str:
@@ -28,8 +34,19 @@ def target() -> str:
     return f"numba {numba.__version__}, {llvmlite.binding.get_host_cpu_name()}"
 
 
-class NotKeptError(Exception):
-    """A kernel that was called under `read_only` would have to be compiled."""
+class _NotKeptError(Exception):
+    """A kernel that was asked for by `_read_only` would have to be compiled."""
+
+
+@contextlib.contextmanager
+def _read_only(reads_only: bool) -> Iterator[None]:
+    """Whether this thread meanwhile raises `_NotKeptError` where it would have to compile."""
+    before = getattr(_here, "reads_only", False)
+    _here.reads_only = reads_only
+    try:
+        yield
+    finally:
+        _here.reads_only = before
 
 
 class _OneFolder(UserProvidedCacheLocator):
@@ -52,59 +69,104 @@ class _OnlyThere(CompileResultCacheImpl):
 
 
 class _Forgiving(FunctionCache):
-    """The kept machine code of one function; what cannot be read is compiled, what cannot be written is told."""
+    """The kept machine code of one function; what cannot be read is compiled, what cannot be written is told.
 
-    def __init__(self, function: Any, impl: type[CompileResultCacheImpl], told: Told) -> None:
-        self._impl_class = impl
-        self._told = told
-        super().__init__(function)
+    ``NUMBA_CACHE_DIR`` goes before ``folder``, which is of just these sources and this `target`.
+    """
+
+    def __init__(self, function: Any, folder: Path) -> None:
+        before = config.CACHE_DIR
+        self._impl_class = _OnlyThere if before else _BySources
+        self._folder, self._is_open = folder, False
+        config.CACHE_DIR = before or str(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            super().__init__(function)
+            self._is_open = True
+        except (OSError, RuntimeError) as error:  # Numba has no place for it
+            not_kept(folder, error)
+        finally:
+            config.CACHE_DIR = before
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = None
-        with contextlib.suppress(*_FAILURES):
-            found = super().load_overload(sig, target_context)
+        if self._is_open:
+            with contextlib.suppress(*_FAILURES):
+                found = super().load_overload(sig, target_context)
         if found is None and getattr(_here, "reads_only", False):
-            raise NotKeptError
+            raise _NotKeptError
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
+        if not self._is_open:
+            return
         try:
             super().save_overload(sig, data)
         except _FAILURES as error:
-            self._told(error)
+            not_kept(self._folder, error)
 
 
-@contextlib.contextmanager
-def read_only() -> Iterator[None]:
-    """Calls of this thread meanwhile compile nothing that could be kept: `NotKeptError` is raised before they run."""
-    _here.reads_only = True
-    try:
-        yield
-    finally:
-        _here.reads_only = False
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """What `kernel` makes of a function."""
+
+    def __init__(self, function: Any, options: dict[str, Any], signatures: Sequence[Any]) -> None:
+        super().__init__(function, targetoptions={"nopython": True, "boundscheck": None, **options})
+        self._declared = [
+            signature(returned, *args) for args, returned in map(sigutils.normalize_signature, signatures)
+        ]
+        self._kept: _Forgiving | None = None
+
+    def _compilation_chain_init_hook(self) -> None:
+        """What other packages may have registered with Numba is not looked for: kernels need none of it."""
+
+    def compile(self, sig: Any) -> Any:
+        """Have it for the types ``sig``; returns what takes the arguments themselves, without a choice by their types.
+
+        Raises:
+            TypeError: it is declared for others, to which these cannot be converted.
+        """
+        wanted = tuple(map(types.unliteral, sigutils.normalize_signature(sig)[0]))
+        known = self.overloads.get(wanted)
+        if known is not None:
+            return known.entry_point
+        chosen = self._chosen(wanted)
+        with _opening:
+            if self._kept is None:
+                self._cache = self._kept = _Forgiving(self.py_func, compiled_dir())
+        if not self._is_kept(chosen):
+            with one_process_compiles(lambda: self._is_kept(chosen)), _read_only(False):
+                super().compile(chosen)
+        args = tuple(sigutils.normalize_signature(chosen)[0])
+        found = self.overloads[args].entry_point
+        if args != wanted:  # the next call finds it without coming here
+            self._insert([each._code for each in wanted], found, False)
+        return found
+
+    def _chosen(self, wanted: tuple[Any, ...]) -> Any:
+        """Of the declared signatures that for arguments of the types ``wanted``; these themselves if none is."""
+        if not self._declared:
+            return wanted
+        found = self.typingctx.resolve_overload(self.py_func, self._declared, wanted, {})
+        if found is None:
+            raise TypeError(f"No matching definition for argument type(s) {', '.join(map(str, wanted))}")
+        return found
+
+    def _is_kept(self, chosen: Any) -> bool:
+        """Whether it could be read; then it is there to be called."""
+        with contextlib.suppress(_NotKeptError), _read_only(True):
+            super().compile(chosen)
+            return True
+        return False
 
 
-@contextlib.contextmanager
-def kept_in(folder: Path | None, told: Told) -> Iterator[None]:
-    """Machine code of functions that are decorated meanwhile is read from and kept in ``folder``; None: nowhere.
+def kernel(signatures: Any = (), **options: Any) -> Callable[[Any], Kernel]:
+    """A decorator: as ``numba.njit(signatures, cache=True, **options)``, but each version is read when it is first
+    needed, or compiled, by one process of the machine.
 
-    The folder is of just these sources and this `target`. That of types that they meet later, too. ``NUMBA_CACHE_DIR``
-    goes before ``folder``. Whenever something cannot be kept ``told(error)`` is called. One thread at a time.
+    Args:
+        signatures: one, or a list: of the types of arguments to which others are converted where that can be. None:
+            whatever types it is called with.
+        options: of ``numba.njit``.
     """
-
-    def cache(function: Any) -> Any:
-        if folder is None:
-            return NullCache()
-        try:
-            return _Forgiving(function, _OnlyThere if before[0] else _BySources, told)
-        except (OSError, RuntimeError) as error:  # Numba has no place for it
-            told(error)
-            return NullCache()
-
-    decorating: Any = dispatcher
-    before = config.CACHE_DIR, decorating.FunctionCache
-    config.CACHE_DIR, decorating.FunctionCache = before[0] or str(folder), cache
-    try:
-        yield
-    finally:
-        config.CACHE_DIR, decorating.FunctionCache = before
+    several = signatures if isinstance(signatures, list | tuple) else [signatures]
+    return lambda function: Kernel(function, options, several)

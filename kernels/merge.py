@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit
 
+from .machine_code import kernel
 from .sync import STRIDE, post, wait_all
 
 NOT_YET, DONE, MIXED, SUMMED = 0, 1, 2, 3
@@ -31,13 +32,13 @@ before: the number of the round; its first post, at the meeting, is that times t
 one is that of the next round less one. Zero between calls: the phase; and the piece that comes next."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
-"""What these are compiled for."""
+"""What these are called for."""
 
 _ROUND_OF = 2
 _BLOCK = 2048
 _ARRIVING, _MEETING, _WAITING = 0, 1, 2
 
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def state_of(rank: int, patience: np.ndarray, pieces: int, phases: int) -> np.ndarray:
@@ -164,7 +165,7 @@ def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-d
     return DONE
 
 
-@njit(**_options)
+@kernel(**_options)
 def replace(x, out, in_place, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     """The sum of all ranks' ``x``, into ``total`` and this rank's ``out``.
 
@@ -205,7 +206,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
             return DONE
 
 
-@njit(**_options)
+@kernel(**_options)
 def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     """This rank's part of the sum of all ranks' ``x``, into its part of ``total``; arguments as `replace`.
 
@@ -229,11 +230,3 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
         _stage(x, total, staging, ends, me, piece + 1)
         post(counters, me, np.int32(_staged_number(state, piece + 1)))
         state[PIECE] = piece + 1
-
-
-_counters_t, _state_t = types.Array(types.int32, 1, "C"), types.Array(types.int64, 1, "C")
-for _dtype in DTYPES:
-    _t = getattr(types, _dtype.name)
-    _x, _s = types.Array(_t, 1, "C"), types.Array(_t, 3, "C")
-    replace.compile(types.int64(_x, _x, types.boolean, _x, _s, _state_t, _counters_t, _state_t))
-    gather.compile(types.int64(_x, _x, _s, _state_t, _counters_t, _state_t))

@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
-from numba import boolean, float32, float64, int64, njit, types
+from numba import float64, types
 from numba.extending import intrinsic
 
 from ..arrays import Array
+from .machine_code import kernel
 from .reduce import widen
 
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _BLOCK = 1 << 14
 """Elements that are looked at before the search may end."""
 
@@ -55,7 +56,7 @@ def _is_finite(typingctx: Any, magnitude: Any) -> Any:
     return types.boolean(magnitude), generate
 
 
-@njit(**_options)
+@kernel(**_options)
 def all_finite(x):  # type: ignore[no-untyped-def]
     """See `reference_norms.all_finite`."""
     for first in range(0, x.size, _BLOCK):
@@ -68,7 +69,7 @@ def all_finite(x):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@kernel(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 def sum_of_squares(x):  # type: ignore[no-untyped-def]
     """See `reference_norms.sum_of_squares`.
 
@@ -93,17 +94,10 @@ def sums_of_squares(xs: Iterable[Array]) -> list[float]:
     return [float(sum_of_squares(x)) for x in xs]
 
 
-@njit(**_options)
+@kernel(**_options)
 def segment_squares(params, grads, bounds, out):  # type: ignore[no-untyped-def]
     """See `reference_norms.segment_squares`."""
     for segment in range(bounds.size - 1):
         first, last = bounds[segment], bounds[segment + 1]
         out[segment, 0] = sum_of_squares(params[first:last])
         out[segment, 1] = sum_of_squares(grads[first:last])
-
-
-# The bits of float16 are compiled for when they are first met.
-for _t in (float32, float64):
-    all_finite.compile(boolean(_t[::1]))
-    sum_of_squares.compile(float64(_t[::1]))
-segment_squares.compile(types.void(float32[::1], float32[::1], int64[::1], float64[:, ::1]))

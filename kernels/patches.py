@@ -12,17 +12,18 @@ import numba
 import numpy as np
 
 from .buffers import empty
+from .machine_code import kernel
 from .planes import Shape
 from .runs import add_run, copy_run
 
-_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 
 Pair = tuple[int, int]
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, :, ::1], f[:, :, ::1], f[:, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
     **_OPTIONS,
 )
@@ -50,7 +51,7 @@ def _unfold_channels_last(x, image, patches, rows, kernel, stride, padding, widt
                     start += run
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, ::1], f[:, :, ::1], f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
     **_OPTIONS,
 )

@@ -16,9 +16,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .buffers import empty
+from .machine_code import kernel
 from .runs import add_both, add_run, copy_run, copy_strided
 
-_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 _NARROW = 8
@@ -27,7 +28,7 @@ _NARROW = 8
 Pair = tuple[int, int]
 
 
-@numba.njit(numba.types.Tuple((_PAIR, _PAIR))(_PAIR, _PAIR, numba.int64, _PAIR), **_OPTIONS)
+@kernel(numba.types.Tuple((_PAIR, _PAIR))(_PAIR, _PAIR, numba.int64, _PAIR), **_OPTIONS)
 def _phases_of(kernel, stride, width, rows):  # type: ignore[no-untyped-def]
     """How many polyphase components of a plane a kernel sees, and what size they have, for some output ``rows``.
 
@@ -47,7 +48,7 @@ def _inside(b, stride, padding, width, wide):  # type: ignore[no-untyped-def]
     return first, end, first * stride + b - padding
 
 
-@numba.njit([numba.void(f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
+@kernel([numba.void(f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
 def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped-def]
     """Write what lies in the ``plane`` to its ``phases``, from the output row ``top`` on; the rest stays as it is."""
     source, target = plane.reshape(-1), phases.reshape(-1)
@@ -62,7 +63,7 @@ def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped
                 y += stride[0]
 
 
-@numba.njit([numba.void(f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
+@kernel([numba.void(f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
 def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped-def]
     """The transpose of `_part_plane`: add the ``phases`` to the ``plane``."""
     source, target = phases.reshape(-1), plane.reshape(-1)
@@ -81,7 +82,7 @@ def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped
             y += stride[0]
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
     **_OPTIONS,
 )
@@ -111,7 +112,7 @@ def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # ty
                     start += steps[1]
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
     **_OPTIONS,
 )
@@ -148,7 +149,7 @@ def _single(typingctx: Any, array: Any, index: Any) -> Any:
     return array.dtype(array, types.uint32), generate
 
 
-@numba.njit(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64), **_OPTIONS)
+@kernel(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64), **_OPTIONS)
 def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """What samples the output ``rows`` see of a plane of ``size``, as (first, end), and which each position sees.
 
@@ -170,7 +171,7 @@ def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untype
     return (top * size[1], bottom * size[1]), seen
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
     **_OPTIONS,
 )
@@ -189,7 +190,7 @@ def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # 
                 start += steps[1]
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
     **_OPTIONS,
 )

@@ -9,9 +9,11 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from .machine_code import kernel
+
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
-_OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 
 def _compile(*shapes):  # type: ignore[no-untyped-def]
@@ -19,7 +21,7 @@ def _compile(*shapes):  # type: ignore[no-untyped-def]
     signatures = [
         numba.void(*[f[:, :, :, ::1] if each == "f" else each for each in shapes], _PAIR, _PAIR, _PAIR) for f in _FLOATS
     ]
-    return numba.njit(signatures, **_OPTIONS)
+    return kernel(signatures, **_OPTIONS)
 
 
 @numba.njit(inline="always")

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, intp, njit, types, uint32
+from numba import float64, intp, types, uint32
 from numba.extending import intrinsic
 
 from .lanes import WORD, Lanes
+from .machine_code import kernel
 
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 @intrinsic
@@ -78,7 +79,7 @@ def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
 
 # A factory would close over an intrinsic, and then Numba's cache finds nothing in the next process; the tails as
 # functions of their own took 0.3 s more to compile, of 1.0.
-@njit(**_options)
+@kernel(**_options)
 def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_two_bit`."""
     if residual.size != grad.size or words.size * 16 < grad.size:
@@ -97,7 +98,7 @@ def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
             residual[16 * whole + i] = last_residual[i]
 
 
-@njit(**_options)
+@kernel(**_options)
 def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_two_bit`."""
     if words.size * 16 < out.size:
@@ -113,7 +114,7 @@ def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
             out[16 * whole + i] = last[i]
 
 
-@njit(**_options)
+@kernel(**_options)
 def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_one_bit`."""
     if residual.size != grad.size or words.size * 32 < grad.size:
@@ -132,7 +133,7 @@ def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
             residual[32 * whole + i] = last_residual[i]
 
 
-@njit(**_options)
+@kernel(**_options)
 def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_one_bit`."""
     if words.size * 32 < out.size:
@@ -146,10 +147,3 @@ def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
         _unpack_32(words[whole], magnitude, last, 0)
         for i in range(rest):
             out[32 * whole + i] = last[i]
-
-
-# float32 at once, the bits of float16 and float64 when they are first met.
-pack_two_bit.compile(types.void(float32[::1], float32[::1], float64, float64, uint32[::1]))
-unpack_two_bit.compile(types.void(uint32[::1], float64, float32[::1]))
-pack_one_bit.compile(types.void(float32[::1], float32[::1], float64, float64, uint32[::1]))
-unpack_one_bit.compile(types.void(uint32[::1], float64, float32[::1]))

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
+from .machine_code import kernel
 from .reference_reduce import EVERY_ROW as EVERY_ROW
 from .reference_reduce import MAX as MAX
 from .reference_reduce import MEAN, MIN, PROD, SUM
@@ -33,14 +34,7 @@ def words(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype == np.float16 else x
 
 
-# Compiled at once for what every job uses; the other dtypes when they are first met, since all would take 10 s.
-_common = [types.float32, types.float64, types.int64]
-
-_options: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
-
-
-def _c(dtype: Any, ndim: int) -> Any:
-    return types.Array(dtype, ndim, "C")
+_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 @intrinsic
@@ -68,14 +62,14 @@ def narrow(typingctx: Any, value: Any, like: Any) -> Any:
     return _half(types.float32, like), generate
 
 
-@njit(**_options)
+@kernel(**_options)
 def start(partial, row):  # type: ignore[no-untyped-def]
     """Begin a block: ``partial`` becomes ``row``."""
     for i in range(row.size):
         partial[i] = widen(row[i])
 
 
-@njit(**_options)
+@kernel(**_options)
 def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
     """Reduce ``row`` into ``partial``, element by element."""
     if op in (SUM, MEAN):
@@ -94,7 +88,7 @@ def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
             partial[i] = a if (a > b or a != a) else b
 
 
-@njit(**_options)
+@kernel(**_options)
 def divide(partial, n):  # type: ignore[no-untyped-def]
     """Make a sum over ``n`` rows their mean."""
     divisor = type(partial[0])(n)
@@ -102,14 +96,14 @@ def divide(partial, n):  # type: ignore[no-untyped-def]
         partial[i] = partial[i] / divisor
 
 
-@njit(**_options)
+@kernel(**_options)
 def finish(partial, out):  # type: ignore[no-untyped-def]
     """Write an accumulated block to ``out``, rounded to its dtype."""
     for i in range(out.size):
         out[i] = narrow(partial[i], out)
 
 
-@njit(**_options)
+@kernel(**_options)
 def sum_in_both(a, b):  # type: ignore[no-untyped-def]
     """Replace both ``a`` and ``b``, shape ``(count,)``, by their sum: the lines that are read are those written."""
     for i in range(a.size):
@@ -118,19 +112,19 @@ def sum_in_both(a, b):  # type: ignore[no-untyped-def]
         b[i] = total
 
 
-@njit(**_options)
+@kernel(**_options)
 def _sum_of_two(a, b, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = narrow(widen(a[i]) + widen(b[i]), out)
 
 
-@njit(**_options)
+@kernel(**_options)
 def _sum_of_four(a, b, c, d, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = narrow(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), out)
 
 
-@njit(**_options)
+@kernel(**_options)
 def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, into ``out``, shape ``(hi - lo,)``.
 
@@ -153,7 +147,7 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
         finish(partial, out[first - lo : last - lo])
 
 
-@njit(**_options)
+@kernel(**_options)
 def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or all if that is -1."""
     if rows.shape[0] == 2 and op == SUM and row == EVERY_ROW:
@@ -172,7 +166,7 @@ def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
             finish(partial, rows[target, first:last])
 
 
-@njit(**_options)
+@kernel(**_options)
 def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, row ``me`` being ``x``: into ``x`` and all others.
 
@@ -194,16 +188,3 @@ def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
         for other in range(n):
             if other != me:
                 finish(partial, rows[other, first:last])
-
-
-for _t in _common:
-    start.compile(types.void(_c(_t, 1), _c(_t, 1)))
-    accumulate.compile(types.void(_c(_t, 1), _c(_t, 1), types.intp))
-    sum_in_both.compile(types.void(_c(_t, 1), _c(_t, 1)))
-    _sum_of_two.compile(types.void(_c(_t, 1), _c(_t, 1), _c(_t, 1)))
-    _sum_of_four.compile(types.void(_c(_t, 1), _c(_t, 1), _c(_t, 1), _c(_t, 1), _c(_t, 1)))
-    divide.compile(types.void(_c(_t, 1), types.intp))
-    finish.compile(types.void(_c(_t, 1), _c(_t, 1)))
-    combine.compile(types.void(_c(_t, 2), types.intp, types.intp, _c(_t, 1), types.intp))
-    combine_into.compile(types.void(_c(_t, 2), types.intp, types.intp, types.intp, types.intp))
-    combine_staged.compile(types.void(_c(_t, 1), _c(_t, 2), types.intp, types.intp, types.intp, types.intp))

@@ -10,16 +10,17 @@ rule.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from . import update
+from .machine_code import kernel
 from .reduce import SUM, combine
 
 BLOCK = 1024
 """Elements that are summed at a time."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"))
-"""What these are compiled for."""
+"""What these are called for."""
 
 _coefficients = {count: types.UniTuple(types.float64, count) for count in (3, 4, 9)}
 
@@ -32,7 +33,7 @@ def _compile(num_states: int, num_coefficients: int):  # type: ignore[no-untyped
         signatures.append(
             types.void(types.Array(t, 2, "C"), types.intp, types.intp, *flats, _coefficients[num_coefficients])
         )
-    return njit(signatures, nogil=True, cache=True, error_model="numpy")
+    return kernel(signatures, nogil=True, error_model="numpy")
 
 
 # A factory that closes over the rule would be compiled anew by every process: Numba's key of a cached function has the

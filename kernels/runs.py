@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from .lanes import WORD, Lanes
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy", "inline": "always"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "inline": "always"}
 
 
 def _moves_eight(adds: bool) -> Any:

@@ -11,15 +11,15 @@ import numpy as np
 
 from . import hyperbolic
 from .hyperbolic import GELU_CUBE, GELU_SLOPE
+from .machine_code import kernel
 
 _FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
     nogil=True,
-    cache=True,
     error_model="numpy",
 )
 def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
@@ -30,10 +30,9 @@ def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
             row[j] += value[j]
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, ::1], f[::1], f[::1], f[:, ::1], numba.types.UniTuple(f[::1], 2), numba.float64) for f in _FLOATS],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath=_LANES,
 )
@@ -56,7 +55,7 @@ def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
         saved[1][n] = inverse
 
 
-@numba.njit(
+@kernel(
     [
         numba.void(
             f[:, ::1], f[:, ::1], f[::1], numba.types.UniTuple(f[::1], 2),
@@ -65,7 +64,6 @@ def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
         for f in _FLOATS
     ],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath=_LANES,
 )  # fmt: skip
@@ -93,7 +91,7 @@ def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-
             to[j] = (g[j] * scale[j] - total - (row[j] - mean) * inverse * along) * inverse
 
 
-@numba.njit([numba.void(f[::1], f[::1]) for f in _FLOATS], nogil=True, cache=True, error_model="numpy")
+@kernel([numba.void(f[::1], f[::1]) for f in _FLOATS], nogil=True, error_model="numpy")
 def _gelu(x, out):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
     half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
@@ -106,7 +104,7 @@ def gelu(x: np.ndarray, out: np.ndarray) -> None:
     _gelu(x.reshape(-1), out.reshape(-1))
 
 
-@numba.njit([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS], nogil=True, cache=True, error_model="numpy")
+@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS], nogil=True, error_model="numpy")
 def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
     half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
@@ -119,7 +117,7 @@ def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     _gelu_gradient(gy.reshape(-1), x.reshape(-1), dx.reshape(-1))
 
 
-@numba.njit([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS], nogil=True, cache=True, error_model="numpy")
+@kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS], nogil=True, error_model="numpy")
 def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
     """See `reference_sequences.causal_shift`."""
     by = scores.dtype.type(factor)
@@ -137,7 +135,7 @@ def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
                 row[j] = -np.inf
 
 
-@numba.njit([numba.void(f[:, :, ::1]) for f in _FLOATS], nogil=True, cache=True, error_model="numpy", fastmath=_LANES)
+@kernel([numba.void(f[:, :, ::1]) for f in _FLOATS], nogil=True, error_model="numpy", fastmath=_LANES)
 def normalise_rows(chances):  # type: ignore[no-untyped-def]
     """See `reference_sequences.normalise_rows`."""
     for n in range(chances.shape[0]):
@@ -151,10 +149,9 @@ def normalise_rows(chances):  # type: ignore[no-untyped-def]
                 row[j] *= by
 
 
-@numba.njit(
+@kernel(
     [numba.void(f[:, :, ::1], f[:, :, ::1], numba.float64) for f in _FLOATS],
     nogil=True,
-    cache=True,
     error_model="numpy",
     fastmath=_LANES,
 )

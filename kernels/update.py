@@ -10,13 +10,15 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from .machine_code import kernel
+
 _FLAT = (numba.float32[::1], numba.float64[::1])
 
 
 def _compile(num_arrays: int, num_coefficients: int):  # type: ignore[no-untyped-def]
     coefficients = numba.types.UniTuple(numba.float64, num_coefficients)
     signatures = [numba.void(*[flat] * num_arrays, coefficients) for flat in _FLAT]
-    return numba.njit(signatures, nogil=True, cache=True, error_model="numpy")
+    return kernel(signatures, nogil=True, error_model="numpy")
 
 
 @_compile(2, 3)

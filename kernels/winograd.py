@@ -25,11 +25,12 @@ from numba.extending import intrinsic
 
 from .buffers import empty
 from .lanes import Lanes
+from .machine_code import kernel
 from .products import multiply
 
 _LANES = 16
 _BLOCK_TILES = 64
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOAT = numba.float32
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 _BT = (
@@ -102,7 +103,7 @@ _of_gradients = _on_both_sides(tuple(zip(*_AT, strict=True)))
 _to_weights = _on_both_sides(tuple(zip(*_G, strict=True)))
 
 
-@numba.njit(
+@kernel(
     numba.void(_FLOAT[:, :, :, ::1], _FLOAT[:, ::1], _PAIR, _PAIR, _PAIR, numba.boolean), **_OPTIONS
 )  # fmt: skip
 def _spread(images, planes, rows, grid, padding, gradients):  # type: ignore[no-untyped-def]
@@ -137,7 +138,7 @@ def _spread(images, planes, rows, grid, padding, gradients):  # type: ignore[no-
                     _of_samples(flat, first, steps, target, to, leaps)
 
 
-@numba.njit(
+@kernel(
     numba.void(_FLOAT[:, ::1], _FLOAT[::1], numba.boolean, _FLOAT[:, :, :, ::1], _PAIR, _PAIR), **_OPTIONS
 )  # fmt: skip
 def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped-def]
@@ -166,7 +167,7 @@ def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped
                             target[z] = found[z] + b
 
 
-@numba.njit(numba.void(_FLOAT[:, :, :], numba.boolean, _FLOAT[:, ::1], numba.int64), **_OPTIONS)
+@kernel(numba.void(_FLOAT[:, :, :], numba.boolean, _FLOAT[:, ::1], numba.int64), **_OPTIONS)
 def _spread_weights(weight, rotated, planes, lanes):  # type: ignore[no-untyped-def]
     """Write the 36 planes, whose rows are ``lanes`` long, of the weights, shape ``(rows, columns, 9)``."""
     taps = np.zeros(9 * _LANES, weight.dtype)
@@ -180,7 +181,7 @@ def _spread_weights(weight, rotated, planes, lanes):  # type: ignore[no-untyped-
             _of_weights(taps, 0, (3 * _LANES, _LANES), target, row * lanes + first, (6 * plane, plane))
 
 
-@numba.njit(numba.void(_FLOAT[:, ::1], _FLOAT[:, :, ::1], numba.int64), **_OPTIONS)
+@kernel(numba.void(_FLOAT[:, ::1], _FLOAT[:, :, ::1], numba.int64), **_OPTIONS)
 def _collect_weights(planes, dweight, lanes):  # type: ignore[no-untyped-def]
     """The transpose of `_spread_weights`."""
     taps = np.empty(9 * _LANES, dweight.dtype)

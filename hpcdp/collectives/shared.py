@@ -131,7 +131,7 @@ class _Staging:
         staging = self._others.view(words.dtype)
         if words.dtype not in self._compiled:
             nothing = np.zeros((n, 1), words.dtype)
-            kernels.compile_once(lambda: self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op]))
+            self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op])
             self._compiled.add(words.dtype)
         for first in range(0, max(words.size, 1), staging.shape[2]):
             piece = words[first : first + staging.shape[2]]

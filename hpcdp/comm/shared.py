@@ -67,6 +67,13 @@ class Gate:
         self._numbers = np.zeros(MAX_NUMBERS, np.float64)
         self._state = exchange.state_of(memory.rank, memory.patience)
         self._meet, self._sum_by_all, self._done = exchange.meet, exchange.sum_by_all, exchange.DONE
+        self._load()
+
+    def _load(self) -> None:
+        """Have the kernels loaded, by a gate of one rank: not in the first step, for which all wait."""
+        counters, state = np.zeros(self._exchange.STRIDE, np.int32), self._exchange.state_of(0, self._memory.patience)
+        self._meet(counters, 1, state, 0)
+        self._sum_by_all(np.zeros(1), np.zeros((2, 1, 1)), counters, state, 0)
 
     def barrier(self) -> None:
         """Block until every rank has come as often as this one."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import http.client
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +65,9 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
     """
     if path.exists():
         return
+    import http.client  # most find the file, and need no network
+    import urllib.error
+
     with folder_lock(path.parent):
         if path.exists():
             return
@@ -100,6 +100,8 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
 
 
 def _receive(url: str, part: Path, timeout_s: float) -> None:
+    import urllib.request
+
     with urllib.request.urlopen(url, timeout=timeout_s) as answer, open(part, "wb") as file:
         nbytes = 0
         while block := answer.read(1 << 20):

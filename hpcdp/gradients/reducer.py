@@ -185,10 +185,10 @@ class Reducer:
         return Bucket(number, slots, rows, self.memory.rank, shard)
 
     def _compile_for_halves(self) -> None:
-        """Once on the machine, and not by every rank in the first step, for which all wait."""
-        nothing, squares = np.zeros((1, 1), np.uint16), kernels.load("norms").sum_of_squares
-        kernels.compile_once(lambda: self._reduce.combine_into(nothing, 0, 0, 0, self._reduce.SUM))
-        kernels.compile_once(lambda: squares(nothing[0]))
+        """Not in the first step, for which all ranks wait."""
+        nothing = np.zeros((1, 1), np.uint16)
+        self._reduce.combine_into(nothing, 0, 0, 0, self._reduce.SUM)
+        kernels.load("norms").sum_of_squares(nothing[0])
         kernels.load("cast")
 
     def _written(self, param: Parameter) -> None:

@@ -45,6 +45,7 @@ from .shared_count import SharedCount
 from .store_trainer import StoreTrainer
 from .tracing import Recording, traced
 from .trainer import Trainer
+from .uncollected import uncollected
 from .usual import SEQUENCE_MODELS
 from .work_load import MEASURED, AdaptWorkLoad, parse_work_load
 
@@ -80,7 +81,12 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
         return {"stopped": False, "run_dir": config.run_dir, "records": []}
     if stop is None:
         stop = StopRequests(config.time_limit_s)
-    with _interruptible(stop), threadpool_limits(config.threads, user_api="blas"):
+    with (
+        _interruptible(stop),
+        threadpool_limits(config.threads, user_api="blas"),
+        contextlib.ExitStack() as start,
+    ):
+        start.enter_context(uncollected())
         train_set, test_set = on_every_rank(world.comm, lambda: inputs.datasets(config))
         device = choose_device(config, world)
         net = on_every_rank(world.comm, lambda: inputs.network(config, train_set, device))
@@ -106,6 +112,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 callbacks += [ShowProgress(), KeepMetrics(folder)]
                 if config.resume is not None:
                     print(f"going on in {config.run_dir}", flush=True)
+            start.close()
             records = fit(
                 net,
                 trainer,
@@ -172,8 +179,10 @@ def _load_kernels(config: TrainConfig, train_set: data.Dataset, world: World, de
     rule = inputs.optimizer(config, steps=1)
     rule.update(flat, gradient, rule.init_state(flat), step=1)
     allreduce(np.zeros(1), world=world)
-    if world.size > 1 and device.kind == "cpu":
-        kernels.load("reduce_update")
+    if world.size > 1 and device.kind == "cpu" and rule.update_is_its_kernel:
+        name, coefficients = rule.kernel(1, 1.0)
+        arrays = (rule.init_state(flat)[each] for each in rule.state_names())
+        kernels.load("reduce_update").RULES[name](np.zeros((1, 1), np.float32), 0, 1, flat, *arrays, coefficients)
 
 
 def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, world: World) -> Trainer:

@@ -17,6 +17,7 @@ from .config import TrainConfig, load
 from .metrics import MetricsLog, Record, read_metrics, replace_file
 from .plots import draw_curves
 from .run_dir import drop_run_files, reserve_run_dir
+from .uncollected import uncollected
 
 _OF_ONE_START: dict[str, Any] = {
     "run_dir": None,
@@ -118,6 +119,7 @@ class RunFolder:
     ) -> None:
         self._log.close()
         try:
-            draw_run(self.path)
+            with uncollected():
+                draw_run(self.path)
         except OSError as failure:
             self.failure = self.failure or failure

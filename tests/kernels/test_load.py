@@ -14,23 +14,22 @@ from hpcdp.errors import ConfigError
 
 LOAD = """
 import json
+import numpy as np
 from hpcdp import kernels
-stats = kernels.load("sync").wait_all.stats
+kernels.load("sync").post(np.zeros(64, np.int32), 0, 1)
+stats = kernels.load("sync").post.stats
 print(json.dumps([sum(stats.cache_hits.values()), sum(stats.cache_misses.values())]))
 """
 
 
 PLANTED = """
-from numba import float32, njit, types
+from .machine_code import kernel
 
-@njit(cache=True)
+@kernel()
 def double(x, out):
     for i in range(x.size):
         out[i] = 2 * x[i]
-
-double.compile(types.void(float32[::1], float32[::1]))
 """
-"""Like the modules of kernels: float32 at once, other dtypes when they are first met."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,8 @@ def test_a_folder_that_the_user_names_must_be_usable(tmp_path, monkeypatch, prob
         why = "no permission to write"
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != named)
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(named))
-    for call in (kernels.cache_dir, lambda: kernels._imported("update")):
+    monkeypatch.setattr(kernels, "_loaded", {})
+    for call in (kernels.cache_dir, lambda: kernels.load("update")):
         with pytest.raises(ConfigError) as caught:
             call()
         assert f"HPCDP_CACHE_DIR={named}" in str(caught.value) and why in str(caught.value)
@@ -170,11 +170,11 @@ with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     kernels.__path__.append(sys.argv[3])
     double, found = kernels.load("planted_one").double, []
-    for dtype in ("f4", "f8"):  # the latter is compiled now
+    for dtype in ("f4", "f8"):
         out = np.zeros(3, dtype)
         double(np.arange(3, dtype=dtype), out)
         found.append(out.tolist())
-kept = [p.name for p in Path(os.environ["HPCDP_CACHE_DIR"]).rglob("*") if p.suffix in (".nbc", ".compiled")]
+kept = [p.name for p in Path(os.environ["HPCDP_CACHE_DIR"]).rglob("*") if p.suffix == ".nbc"]
 print(json.dumps([[str(w.message) for w in told if w.category is RuntimeWarning], found, kept]))
 """
 
@@ -225,13 +225,14 @@ import numpy as np
 from hpcdp import kernels
 kernels._PATIENCE_S, kernels._LIMIT_S = 0.1, float(sys.argv[1])
 kernels.__path__.append(sys.argv[3])
-kernels.load("planted_one")
+kernels.load("planted_one").double(np.zeros(3, "f4"), np.zeros(3, "f4"))
 double, out = kernels.load("planted_two").double, np.zeros(3, sys.argv[2])
-kernels.compile_once(lambda: double(np.arange(3, dtype=out.dtype), out))
+double(np.arange(3, dtype=out.dtype), out)
 print(json.dumps([out.tolist(), sum(double.stats.cache_misses.values())]))
 """
 COMPILING = (
-    "hpcdp: compiling kernels that are new on this machine (all: a minute); set HPCDP_CACHE_DIR to keep them elsewhere"
+    "hpcdp: compiling kernels that are new on this machine, as they are needed; "
+    "set HPCDP_CACHE_DIR to keep them elsewhere"
 )
 
 
@@ -257,7 +258,7 @@ def answer(process):
 @pytest.fixture
 def compiled_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
-    folder = kernels._compiled_dir()
+    folder = kernels.compiled_dir()
     folder.mkdir(parents=True)
     return folder
 
@@ -271,20 +272,21 @@ def held(compiled_dir):
 
 
 def test_a_lock_that_is_held_delays_only_what_is_not_compiled(tmp_path, planted, held):
-    assert answer(ask(tmp_path, planted, 0.5)) == (
-        1,
-        [COMPILING, held],
-    )  # two modules, of which only the first is waited for
-    assert answer(ask(tmp_path, planted, 0.5, "f8")) == (1, [held])
-    assert answer(ask(tmp_path, planted, 1000, "f8")) == (0, [])  # nor float32, with its module
+    # Of two kernels only the first is waited for.
+    assert answer(ask(tmp_path, planted, 0.5)) == (1, [COMPILING, held])
+    assert answer(ask(tmp_path, planted, 0.5, "f8")) == (1, [COMPILING, held])
+    assert answer(ask(tmp_path, planted, 1000, "f8")) == (0, [])
 
 
 def test_ranks_wait_no_longer_than_for_what_they_need(tmp_path, planted, compiled_dir, held):
+    elsewhere = tmp_path / "elsewhere"
+    assert answer(ask(elsewhere, planted, 1000)) == (1, [COMPILING])
     process = ask(tmp_path, planted, 1000)
     assert [process.stderr.readline().rstrip() for _ in range(2)] == [COMPILING, held]
-    for name in ("planted_one", "planted_two"):
-        (compiled_dir / f"{name}.compiled").touch()
-    assert answer(process)[1] == []
+    for suffix in ("nbc", "nbi"):  # the index last
+        for file in elsewhere.rglob(f"*.{suffix}"):
+            os.replace(file, compiled_dir / file.name)
+    assert answer(process) == (0, [])
 
 
 def test_only_rank_0_says_that_kernels_are_compiled(tmp_path, planted):
@@ -292,7 +294,62 @@ def test_only_rank_0_says_that_kernels_are_compiled(tmp_path, planted):
     (first, said), (second, nothing) = map(answer, together)
     assert (said[0], set(said[1:])) == (COMPILING, set(said) - {COMPILING})
     assert nothing == []
-    assert first + second == 2  # float32 with its module, then float64
+    assert first + second == 1
+
+
+CONVERT = """
+import json
+import numpy as np
+from numba import float32, float64, int64, types
+from hpcdp import kernels
+from hpcdp.kernels.machine_code import kernel
+
+@kernel([types.void(f[::1], float64) for f in (float32, float64)], error_model="numpy")
+def fill(out, number):
+    for i in range(out.size):
+        out[i] = number
+
+@kernel(types.int64(int64), error_model="numpy")
+def inner(number):
+    return 2 * number
+
+@kernel(types.void(float64[::1], int64), error_model="numpy")
+def outer(out, number):
+    fill(out, inner(3) + number)
+
+at_first = len(fill.overloads)
+out, found = np.zeros(2, "f4"), []
+for number in (1, np.float32(2.5), True, 1.5):
+    fill(out, number)
+    found.append(out.tolist())
+    assert len(fill.overloads) == 1
+both = np.zeros(2)
+outer(both, 1)
+direct = fill.compile((float32[::1], int64))
+direct(out, 7)
+refused = []
+for wrong in (np.zeros(2, "i4"), np.zeros((2, 2), "f4"), np.zeros(4, "f4")[::2]):
+    try:
+        fill(wrong, 1.0)
+    except TypeError as error:
+        refused.append(str(error))
+print(json.dumps([at_first, found, both.tolist(), out.tolist(), len(inner.overloads), refused]))
+"""
+
+
+def test_a_kernel_is_compiled_for_the_declared_types_that_it_is_called_with(tmp_path):
+    environ = os.environ | {"HPCDP_CACHE_DIR": str(tmp_path)}
+    (tmp_path / "convert.py").write_text(CONVERT)
+    for compiled in (True, False):
+        command = [sys.executable, str(tmp_path / "convert.py")]
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=100)
+        at_first, found, both, direct, inner, refused = json.loads(done.stdout)
+        assert (at_first, inner) == (0, int(compiled))  # what was read has the code of the kernels that it calls
+        assert found == [[1.0] * 2, [2.5] * 2, [1.0] * 2, [1.5] * 2]
+        assert both == [7.0, 7.0] and direct == [7.0, 7.0]
+        assert len(refused) == 3 and all(
+            "No matching definition for argument type(s) array(" in each for each in refused
+        )
 
 
 def test_an_unknown_kernel_is_an_import_error():
@@ -310,13 +367,13 @@ def test_importing_hpcdp_imports_nothing_heavy():
 
 def test_a_change_of_any_source_asks_for_new_machine_code(tmp_path, monkeypatch):
     monkeypatch.setenv("HPCDP_CACHE_DIR", str(tmp_path))
-    before = kernels._compiled_dir()
-    assert kernels._compiled_dir() == before
+    before = kernels.compiled_dir()
+    assert kernels.compiled_dir() == before
     copy = tmp_path / "kernels"
     shutil.copytree(Path(kernels.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(kernels, "__file__", str(copy / "__init__.py"))
-    first = kernels._compiled_dir()
+    first = kernels.compiled_dir()
     assert first == before
     with (copy / "sync.py").open("a") as source:
         source.write("\n")
-    assert kernels._compiled_dir() != first
+    assert kernels.compiled_dir() != first

@@ -218,12 +218,9 @@ def direct(call: Call) -> Call:
     """A compiled kernel without the choice among its versions, which takes as long again as a call of a small one."""
     function: Any = call[0]
     args = call[1]
-    overloads = getattr(function, "overloads", None)
-    if overloads:
-        chosen = overloads.get(tuple(function.typeof_pyval(each) for each in args))
-        if chosen is not None:
-            return chosen.entry_point, args
-    return call
+    if not hasattr(function, "typeof_pyval"):
+        return call
+    return function.compile(tuple(map(function.typeof_pyval, args))), args
 
 
 def _piece(size: int, row: int) -> int:
