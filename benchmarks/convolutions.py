@@ -3,7 +3,7 @@
 ``python -m hpcdp.benchmarks.convolutions`` takes the layers of LeNet and those of ResNet-18 on images of 32 x 32. The
 product is the one that a convolution comes down to (im2col): weights, ``(out, in * kernel)``, times the patches of the
 whole batch, or one of them times gradients, by ``numpy.matmul`` with all arrays at hand and nothing to unfold. From 64
-channels on it is the limit for whatever multiplies as often; below, PyTorch is what there is to compare with. The
+channels on it is the limit for whatever unfolds and calls it; below, PyTorch is what there is to compare with. The
 results of hpcdp are compared with the plain reference.
 """
 

@@ -5,13 +5,21 @@ LLVM turns operations on these vectors into what the processor has, whatever its
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
 WORD = ir.IntType(32)
+
+
+@functools.cache
+def are_eight() -> bool:
+    """Whether the processor's vectors are of eight floats, which it multiplies and adds at once: not of sixteen."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx2") and features.get("fma") and not features.get("avx512f"))
 
 
 class Lanes:

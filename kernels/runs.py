@@ -69,6 +69,21 @@ def _add_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any,
     return types.none(source, types.intp, types.intp, target, types.intp), generate
 
 
+@intrinsic
+def _copy_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any, start: Any) -> Any:
+    """Write sixteen elements, in turn one of the eight from ``first`` on and one of those from ``other`` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = partial(Lanes, context, builder)
+        one, two = (lanes((signature.args[0], args[0]), args[k], 8).load() for k in (1, 2))
+        in_turn = [lane // 2 + lane % 2 * 8 for lane in range(16)]
+        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(WORD, 16), in_turn))
+        lanes((signature.args[3], args[3]), args[4], 16).store(both)
+        return context.get_dummy_value()
+
+    return types.none(source, types.intp, types.intp, target, types.intp), generate
+
+
 @numba.njit(**_OPTIONS)
 def copy_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
     """Copy ``size`` elements of one flat array, from an index on, to another's."""
@@ -116,3 +131,13 @@ def add_both(source, even, odd, wide, target, line, width, padding):  # type: ig
         _add_in_turn(source, first + x // 2, other + x // 2, target, line + x)
     for x in range(whole, seen):
         target[line + x] += source[(other if x % 2 else first) + x // 2]
+
+
+@numba.njit(**_OPTIONS)
+def weave_run(source, even, odd, target, start, size):  # type: ignore[no-untyped-def]
+    """Write ``size`` elements, in turn one of two runs."""
+    whole = size - size % 16
+    for k in range(0, whole, 16):
+        _copy_in_turn(source, even + k // 2, odd + k // 2, target, start + k)
+    for k in range(whole, size):
+        target[start + k] = source[(odd if k % 2 else even) + k // 2]
