@@ -95,3 +95,9 @@ def test_a_planted_fault_is_found(line: str, says: str, tmp_path: Path, monkeypa
     planted.write_text(line + "\n")
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     assert any(says in fault for fault in faults(planted)), faults(planted)
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Folders of tests are no packages, and so two modules of one name cannot be imported in one run."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []

@@ -28,7 +28,10 @@ def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
 
     def derivative(gy: Array) -> Array:
         wide = spread(gy)
-        return wide if wide.shape == shape else xp.broadcast_to(wide, shape)  # which only can be read
+        if wide.shape == shape:
+            return wide
+        repeated = xp.broadcast_to(wide, shape)  # which only can be read
+        return repeated if repeated.size > 1 else repeated.copy()  # else contiguous, and handed to kernels as it is
 
     a = x.data
 

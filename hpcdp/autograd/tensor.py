@@ -25,6 +25,9 @@ class Tensor:
 
     Args:
         data: an array, kept as it is, not copied; numbers and lists become float32 NumPy arrays.
+
+    Raises:
+        HpcdpError: ``data`` is None.
     """
 
     __slots__ = ("__weakref__", "data", "grad", "grad_hook", "grad_req", "node")
@@ -34,6 +37,10 @@ class Tensor:
         if type(data) is not np.ndarray:
             if isinstance(data, Tensor):
                 data = data.data
+            elif data is None:  # NumPy makes NaN of it
+                raise HpcdpError(
+                    "Tensor", expected="an array, or numbers", got="None", remedy="leave out an input that is optional"
+                )
             elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
                 data = np.asarray(data, np.float32)
         self.data: Array = data

@@ -17,6 +17,11 @@ def test_arrays_are_kept_and_lists_become_float32():
     assert Tensor(device).data is device
 
 
+def test_none_is_refused_and_not_nan():
+    with pytest.raises(HpcdpError, match=r"^Tensor: expected an array, or numbers, got None; leave out an input"):
+        Tensor(None)
+
+
 def test_it_looks_like_an_array():
     x = Tensor(np.arange(6.0).reshape(2, 3))
     assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((2, 3), 2, 6, 2, np.float64)

@@ -90,7 +90,8 @@ def test_a_hybridized_network_computes_the_same_and_is_exported(tmp_path):
 
 
 def test_a_model_in_two_stages_learns_the_same_on_one_rank_and_on_two_copies():
-    said = {ranks: start("pipeline.py", ranks, "--epochs", "1") for ranks in (1, 4)}
+    # At 0.05 rounding alone, 1e-7 of the first weights, moves the accuracy after an epoch between 0.64 and 0.69.
+    said = {ranks: start("pipeline.py", ranks, "--epochs", "1", "--lr", "0.03") for ranks in (1, 4)}
     losses, accuracies = (
         {ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()}
         for what in ("loss", "accuracy")

@@ -94,6 +94,22 @@ def test_an_empty_batch_goes_forward_and_back(layer):
         np.testing.assert_array_equal(value, before[name])
 
 
+@pytest.mark.parametrize("n", [0, 1])
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.GELU(), nn.MaxPool2D(2, 1), nn.BatchNorm(1), nn.LayerNorm(2)])
+def test_the_gradient_of_a_mean_of_one_element_or_none_goes_back(layer, n):
+    """It can only be read, and is contiguous all the same."""
+    x = Tensor(RNG.standard_normal((n, 1, 2, 2)).astype(np.float32))
+    x.attach_grad()
+    with autograd.record():
+        y = layer(x)
+        if y.size > 1:
+            y = y[:, :, :1, :1]
+        loss = y.mean(axis=(2, 3))
+    loss.backward()
+    assert x.grad.shape == (n, 1, 2, 2)
+    assert n == 0 or np.isfinite(x.grad).all()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
