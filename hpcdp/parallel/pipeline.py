@@ -23,6 +23,7 @@ from ..comm.agreement import Outcome, told_to_all
 from ..comm.watchdog import Watchdog
 from ..errors import ConfigError, DataError, whole_number
 from ..nn import Module
+from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
 from .schedules import SCHEDULES, Action
 
@@ -71,7 +72,8 @@ class Pipeline(Module):
         stages: a module for each, or a function that makes it, called where it is needed: no rank has all of a model
             that is made so. What one returns, a tensor or several, the next one takes. A parameter is in one stage, but
             on one rank; what functions make on different ranks nobody can compare.
-        loss: of what the last stage returns and labels, per sample: shape ``(batch,)``.
+        loss: of what the last stage returns and labels, per sample: shape ``(batch,)``; no mean over samples, which the
+            trainer takes over those of all replicas.
         world: the ranks, as many as there are stages, or a multiple; with one rank all stages are in this process, and
             take turns. Default: `hpcdp.init()`.
         micro_batches: into how many pieces each batch is cut, the first ones longer by a sample where it does not
@@ -179,7 +181,8 @@ class Pipeline(Module):
             The sum of the losses of this copy's samples, before the update, on each of its ranks.
 
         Raises:
-            ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches.
+            ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches;
+                on ranks of the last stage: the loss is not of shape ``(batch,)``.
             DataError: ``x`` and ``y`` differ in length.
         """
         if trainer.world is not self.replicas:
@@ -238,6 +241,7 @@ class Pipeline(Module):
             part.after[0].send(_arrays(outputs))
             part.kept[micro] = inputs, outputs
             return 0.0
+        require_per_sample("Pipeline.step", losses, len(y))
         part.kept[micro] = inputs, (losses,)
         return float(to_host(losses.data).sum(dtype=np.float64))
 

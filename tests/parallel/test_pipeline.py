@@ -493,3 +493,21 @@ def test_in_one_process_stages_may_share_a_parameter(kind, micro_batches, settin
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda scores, y: LOSS(scores, y).mean(), r"shape \(\); leave out \.mean\(\) or \.sum\(\)"),
+        (lambda scores, y: LOSS(scores, y).reshape(-1, 1), r"shape \(1, 1\); take the mean of each sample"),
+    ],
+)
+def test_a_loss_that_is_not_per_sample_is_refused(n, loss, got):
+    def rank(world):
+        net = Pipeline(stages(2), loss, world, micro_batches=22)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+        net.step(trainer, *batch(0, net.replicas.rank))
+
+    with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected one a sample, shape \(1,\), got {got}"):
+        threads.run(n, rank)
