@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import io
+import itertools
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,6 +17,9 @@ import numpy.typing as npt
 
 from ..errors import ConfigError, DataError, listed, whole_number
 from .datasets import ArrayDataset
+
+_LONGEST_SHOWN = 40
+"""Characters of a field that an error shows."""
 
 
 def read_csv(
@@ -45,9 +52,10 @@ def read_csv(
     Raises:
         ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
             is no number; a delimiter of several characters; another ``label_dtype``.
-        DataError: the file is missing, empty, has rows of different length or fields that are no numbers (the row is
-            named, and names of columns are told from those) or are beyond float32, lacks the label's column, has labels
-            that are not of ``label_dtype``, or does not fit ``sample_shape``. ``inf`` and ``nan`` are numbers.
+        DataError: the file is missing, empty, has rows of different length or fields that are no numbers (names of
+            columns are told from those) or are beyond float32, lacks the label's column, has labels that are not of
+            ``label_dtype``, or does not fit ``sample_shape``. Lines and columns are named by their numbers in the file,
+            both from 1, so that skipped lines count. ``inf`` and ``nan`` are numbers.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
     whole_number("read csv", "num_parts", num_parts, 1)
@@ -67,21 +75,22 @@ def read_csv(
     try:
         table = _table(Path(path), delimiter, skip_rows, num_parts, part_index)
     except (OSError, EOFError, ValueError) as error:
-        if part_index == 0:
-            _refuse_names(Path(path), delimiter, skip_rows)
-        of_part = f", counted in part {part_index} of {num_parts}" if num_parts > 1 else ""
-        raise DataError(
-            "read csv", where=path, expected="rows of as many numbers each", got=_without_hint(error) + of_part
-        ) from error
+        _refuse_rows(Path(path), delimiter, skip_rows)
+        raise DataError("read csv", where=path, expected="rows of as many numbers each", got=str(error)) from error
     rows, columns = table.shape
+
+    def place(row: int, column: int) -> str:
+        line = _line_of(Path(path), skip_rows, num_parts, part_index, row)
+        return f"line {line}, column {column % columns + 1}"
+
     if columns < 2:
         raise DataError("read csv", where=path, expected="a label and at least one other column", got="1 column")
     if not -columns <= label_column < columns:
         raise DataError(
             "read csv",
             where=path,
-            expected=f"a label in column {label_column}, counted from 0",
-            got=f"{columns} columns",
+            expected=f"label_column from {-columns} to {columns - 1} in a table of {columns} columns",
+            got=label_column,
         )
     with np.errstate(over="ignore"):
         narrow = table.astype(np.float32)
@@ -89,7 +98,12 @@ def read_csv(
     infinite[:, label_column] &= labels_as == np.float32
     if infinite.any():
         written = _table(Path(path), delimiter, skip_rows, num_parts, part_index, str)
-        _refuse_too_large(path, written, infinite)
+        for row, column in np.argwhere(infinite).tolist():
+            if "inf" not in str(written[row, column]).lower():  # else it was written so
+                raise DataError(
+                    "read csv", where=path, expected="numbers of float32, up to 3.4e38",
+                    got=f"{str(written[row, column])!r} in {place(row, column)}",
+                )  # fmt: skip
     labels = table[:, label_column]
     samples = np.delete(narrow, label_column, axis=1)
     if sample_shape is not None:
@@ -102,11 +116,12 @@ def read_csv(
             )
         samples = samples.reshape(rows, *sample_shape)
     if labels_as == np.int64:
-        wrong = labels[~((labels == np.floor(labels)) & (np.abs(labels) < 2**53))]  # NaN is none of that
+        (wrong,) = np.nonzero(~((labels == np.floor(labels)) & (np.abs(labels) < 2**53)))  # NaN is none of that
         if len(wrong):
             raise DataError(
-                "read csv", where=path, expected=f"whole numbers below 2**53 in column {label_column}",
-                got=f"{wrong[0]:.17g}", remedy="label_dtype=np.float32 takes labels that are other numbers",
+                "read csv", where=path, expected="whole numbers below 2**53 as labels",
+                got=f"{labels[wrong[0]]:.17g} in {place(int(wrong[0]), label_column)}",
+                remedy="label_dtype=np.float32 takes labels that are other numbers",
             )  # fmt: skip
     return ArrayDataset(samples, labels.astype(labels_as))
 
@@ -120,22 +135,6 @@ def _label_dtype(given: npt.DTypeLike) -> np.dtype:
         got = given if found is None else found
         raise ConfigError("read csv", where="label_dtype", expected="int64 or float32", got=got)
     return found
-
-
-def _without_hint(error: Exception) -> str:
-    """What NumPy says, without the argument of its own that it proposes."""
-    return str(error).partition("; use `usecols`")[0]
-
-
-def _refuse_too_large(path: str | Path, written: np.ndarray, infinite: np.ndarray) -> None:
-    """Raises `DataError` for a field that is infinite in float32, unless it was written so."""
-    for row, column in np.argwhere(infinite).tolist():
-        field = str(written[row, column])
-        if "inf" not in field.lower():
-            raise DataError(
-                "read csv", where=path, expected="numbers of float32, up to 3.4e38",
-                got=f"{field!r} at row {row}, column {column + 1}",
-            )  # fmt: skip
 
 
 def _table(
@@ -169,25 +168,56 @@ def _fields(
         )  # fmt: skip
 
 
-def _refuse_names(path: Path, delimiter: str, skip_rows: int) -> None:
-    """Raises `DataError` where the first row has several fields and none is a number, in a file that can be read."""
-    try:
-        first = _fields(path, str, delimiter, skip_rows, 1).ravel().tolist()
-    except (OSError, EOFError, ValueError):
-        return
-    if len(first) > 1 and not any(map(_is_number, first)):
-        raise DataError(
-            "read csv", where=path, expected="numbers in the first row", got=listed([repr(each) for each in first]),
-            remedy=f"if they are names of columns, skip_rows={skip_rows + 1} leaves them out",
-        )  # fmt: skip
+def _numbered(path: Path, skip_rows: int) -> Iterator[tuple[int, str]]:
+    """All rows, and from 1 the numbers of their lines; an empty line is no row."""
+    with np.lib.npyio.DataSource().open(str(path), "rt", encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if number > skip_rows and line != "\n":
+                yield number, line.rstrip("\n")
+
+
+def _line_of(path: Path, skip_rows: int, num_parts: int, part_index: int, row: int) -> int:
+    """The line of a part's ``row``, which is counted from 0."""
+    for part in range(part_index):
+        row += sum(map(bool, _rows_of_part(path, skip_rows, num_parts, part)))
+    return next(itertools.islice(_numbered(path, skip_rows), row, None))[0]
+
+
+def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
+    """Raises `DataError` for the first row that is none of as many numbers as the first one, in a file that can be
+    read: NumPy names rows, counted among those that it was given, from 0 or from 1."""
+    columns = 0
+    with contextlib.suppress(OSError, EOFError, ValueError):
+        for line, row in _numbered(path, skip_rows):
+            fields = row.split(delimiter)
+            if columns == 0 and len(fields) > 1 and not any(map(_is_number, fields)):
+                raise DataError(
+                    "read csv", where=path, expected=f"numbers in line {line}, the first row",
+                    got=listed([repr(each) for each in fields]),
+                    remedy=f"if they are names of columns, skip_rows={line} leaves them out",
+                )  # fmt: skip
+            columns = columns or len(fields)
+            wrong = next((column for column, field in enumerate(fields) if not _is_number(field)), None)
+            if len(fields) != columns:
+                got = f"a row of {len(fields)} in line {line}"
+            elif wrong is not None:
+                got = f"{_shown(fields[wrong])}, which is not a number, in line {line}, column {wrong + 1}"
+            else:
+                continue
+            raise DataError("read csv", where=path, expected=f"rows of {columns} numbers, as the first one", got=got)
 
 
 def _is_number(field: str) -> bool:
+    """Whether NumPy takes it for one, which knows neither the underscores nor the digits beyond ASCII of Python's."""
     try:
         float(field)
     except ValueError:
         return False
-    return True
+    return "_" not in field and field.strip().isascii()
+
+
+def _shown(field: str) -> str:
+    return repr(field) if len(field) <= _LONGEST_SHOWN else f"{field[:_LONGEST_SHOWN]!r}..."
 
 
 def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -> list[str]:
@@ -202,7 +232,8 @@ def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -
             _next_row(file, start + (end - start) * part // num_parts, start) for part in (part_index, part_index + 1)
         )
         file.seek(first)
-        return file.read(last - first).decode("utf-8").splitlines()
+        text = io.StringIO(file.read(last - first).decode("utf-8"), newline=None)
+    return [line.rstrip("\n") for line in text]  # by splitlines() other characters would end rows, too
 
 
 def _next_row(file: BinaryIO, place: int, start: int) -> int:

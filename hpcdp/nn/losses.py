@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
-from ..errors import DataError, UnsupportedError
+from ..errors import ConfigError, DataError, UnsupportedError
 from ..kernels import reference_cross_entropy
 from ..kernels.capture import fill
 from .half import in_float32
@@ -102,3 +102,15 @@ def l2_loss(predictions: Any, targets: Any) -> Tensor:
     error = operators.subtract(x, y)
     halves = error * error * 0.5
     return halves if halves.ndim < 2 else halves.mean(axis=tuple(range(1, halves.ndim)))
+
+
+def require_per_sample(operation: str, losses: Tensor, count: int) -> None:
+    """Raises `ConfigError` unless ``losses`` are those of ``count`` samples, shape ``(count,)``.
+
+    Their gradients are summed and divided by the number of samples, so that others would train at another rate.
+    """
+    shape = tuple(losses.shape)
+    if shape != (count,):
+        remedy = "take the mean of each sample" if shape else "leave out .mean() or .sum()"
+        expected = f"one a sample, shape ({count},)"
+        raise ConfigError(operation, where="loss", expected=expected, got=f"shape {shape}", remedy=remedy)

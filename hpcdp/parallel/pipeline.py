@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -19,10 +19,11 @@ from .. import autograd
 from ..arrays import Array, to_host
 from ..autograd import Tensor, as_tensor
 from ..comm import World, init
-from ..comm.agreement import require_same
+from ..comm.agreement import Outcome, told_to_all
 from ..comm.watchdog import Watchdog
 from ..errors import ConfigError, DataError, whole_number
 from ..nn import Module
+from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
 from .schedules import SCHEDULES, Action
 
@@ -69,8 +70,10 @@ class Pipeline(Module):
 
     Args:
         stages: a module for each, or a function that makes it, called where it is needed: no rank has all of a model
-            that is made so. What one returns, a tensor or several, the next one takes.
-        loss: of what the last stage returns and labels, per sample: shape ``(batch,)``.
+            that is made so. What one returns, a tensor or several, the next one takes. A parameter is in one stage, but
+            on one rank; what functions make on different ranks nobody can compare.
+        loss: of what the last stage returns and labels, per sample: shape ``(batch,)``; no mean over samples, which the
+            trainer takes over those of all replicas.
         world: the ranks, as many as there are stages, or a multiple; with one rank all stages are in this process, and
             take turns. Default: `hpcdp.init()`.
         micro_batches: into how many pieces each batch is cut, the first ones longer by a sample where it does not
@@ -78,7 +81,8 @@ class Pipeline(Module):
         schedule: ``"1f1b"`` or ``"gpipe"``, see `schedules`.
 
     Raises:
-        ConfigError: no stages, an unknown schedule, ranks that the stages do not divide, ``micro_batches`` below 1.
+        ConfigError: no stages, an unknown schedule, ranks that the stages do not divide, ``micro_batches`` below 1; on
+            all ranks: a stage that is no module, or a parameter in stages on different ranks.
         MismatchError: ranks have said different things.
     """
 
@@ -100,17 +104,23 @@ class Pipeline(Module):
             raise ConfigError("Pipeline", where="stages", expected="a list of modules", got=type(stages).__name__)
         _check(len(stages), world.size, micro_batches, schedule)
         said = [f"{len(stages)} stages", f"micro_batches {micro_batches}", f"schedule {schedule}"]
-        require_same(world.comm, "Pipeline", said, "make it alike on all ranks")
         self._loss, self._micro_batches, self._schedule = loss, micro_batches, SCHEDULES[schedule]
         self._num_stages = len(stages)
         on_ranks = world.size > 1
         num_replicas = world.size // len(stages) if on_ranks else 1
         own = range(world.rank // num_replicas, world.rank // num_replicas + 1) if on_ranks else range(len(stages))
+
+        def made() -> dict[int, Module]:
+            modules = {stage: _made(stage, stages[stage]) for stage in own}
+            if on_ranks:
+                _refuse_tied(dict(enumerate(stages)) | modules)
+            return modules
+
+        modules = told_to_all(world.comm, Outcome.of(made), "Pipeline", [(said, "make it alike on all ranks")])
         column = world.split(world.rank % num_replicas) if on_ranks else None
         self._comm = None if column is None else column.comm
         """The ranks of this copy of the model, by stage."""
         self.replicas = world if column is None else world.split(own[0], model_comm=column.comm)
-        modules = {stage: _made(stage, stages[stage]) for stage in own}
         links = self._links(world, column, own, modules)
         self._parts = [_Part(stage, module, links[stage], links[stage + 1]) for stage, module in modules.items()]
         for stage, module in modules.items():
@@ -171,7 +181,8 @@ class Pipeline(Module):
             The sum of the losses of this copy's samples, before the update, on each of its ranks.
 
         Raises:
-            ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches.
+            ConfigError: the trainer has another world, or is reproducible: it sums virtual shards, not micro-batches;
+                on ranks of the last stage: the loss is not of shape ``(batch,)``.
             DataError: ``x`` and ``y`` differ in length.
         """
         if trainer.world is not self.replicas:
@@ -230,6 +241,7 @@ class Pipeline(Module):
             part.after[0].send(_arrays(outputs))
             part.kept[micro] = inputs, outputs
             return 0.0
+        require_per_sample("Pipeline.step", losses, len(y))
         part.kept[micro] = inputs, (losses,)
         return float(to_host(losses.data).sum(dtype=np.float64))
 
@@ -295,6 +307,21 @@ def _made(number: int, stage: Stage) -> Module:
             got=type(module).__name__,
         )  # fmt: skip
     return module
+
+
+def _refuse_tied(stages: Mapping[int, Stage]) -> None:
+    """Raises `ConfigError` where two have a parameter in common: the ranks of each would train a copy of their own."""
+    found: dict[int, tuple[int, str]] = {}
+    for number, stage in stages.items():
+        for name, parameter in stage.named_parameters() if isinstance(stage, Module) else ():
+            first, first_name = found.setdefault(id(parameter), (number, name))
+            if first != number:
+                raise ConfigError(
+                    "Pipeline", where="stages",
+                    expected="each parameter in one stage, where stages are on different ranks",
+                    got=f"'{first}.{first_name}' of stage {first} in stage {number}, too, as '{number}.{name}'",
+                    remedy="give each stage layers of its own, or put those that share a parameter into one stage",
+                )  # fmt: skip
 
 
 def _is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, Action]]) -> bool:

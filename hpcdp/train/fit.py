@@ -16,6 +16,7 @@ from hpcdp.data import DataLoader, SharedSampler
 from hpcdp.errors import ConfigError
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.nn.losses import require_per_sample
 from hpcdp.trace import Trace
 
 from .callbacks import Callback, StatesOfCallbacks
@@ -58,7 +59,7 @@ def fit(
         net: changed in place, through the parameters that ``trainer`` has.
         loader: has a length and yields ``(x, y)``; it is told the epoch, counted from 0. With a reproducible trainer
             that of a `data.VirtualShardSampler` of as many virtual shards.
-        loss: per sample, shape ``(batch,)``.
+        loss: per sample, shape ``(batch,)``; no mean over samples, which the trainer takes over those of all ranks.
         evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``. What
             it gives on rank 0 is in the record.
         callbacks: may differ between ranks, see `Callback`.
@@ -72,6 +73,7 @@ def fit(
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
             another number of them; or there are checkpoints, and the run does not go on from them; no rank has a batch.
+            In the first step, on ranks with samples: the loss is not of shape ``(batch,)``.
         MismatchError: ranks have another number of epochs, other kinds of layers, another order of the data set, other
             shares or callbacks that decide, or the same part of the data; on every rank, before the first step.
         DataError: there is no checkpoint to go on from, or another job saves there; on every rank.
@@ -258,6 +260,7 @@ class _Loop:
         with phase[FORWARD], record():
             output = self.net(x)
             losses = self.loss(output, y)
+        require_per_sample("fit", losses, len(y))
         with phase[BACKWARD]:
             losses.backward(self.trainer.loss_scale)
         with phase[STEP]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import statistics
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ from typing import Any
 from hpcdp.errors import ConfigError, DataError
 
 from .metrics import Record, read_metrics
+from .report_figures import PARTS
+
+_NUMBERS = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "seconds", "comm_exposed_s")
+"""Fields of a record that may be missing, or null."""
+_LONGEST_SHOWN = 40
+"""Characters of a wrong value that an error shows."""
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c1c1c; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -68,13 +75,45 @@ def _read(folder: Path, name: str) -> Run:
         raise ConfigError("report", where=folder, expected="the folder of a run, with metrics.jsonl", got="none")
     try:
         records = read_metrics(path)
-        if not all(isinstance(each, dict) and {"kind", "epoch", "step"} <= each.keys() for each in records):
-            raise ValueError("a line that is no record")
+        for number, record in enumerate(records, 1):
+            _check_record(number, record)
         path = folder / "config.toml"
         settings = tomllib.loads(path.read_text("utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError("report", where=path, expected="what a run has written", got=str(error)) from error
     return Run(name, settings, records)
+
+
+def _check_record(number: int, record: object) -> None:
+    """Raises `ValueError` where a report could not be made of it: fields that are read are of another type."""
+    if not isinstance(record, dict) or not {"kind", "epoch", "step"} <= record.keys():
+        raise ValueError("a line that is no record")
+    numbers = ["epoch", "step", *(name for name in _NUMBERS if record.get(name) is not None)]
+    texts = ["kind"]
+    if "slowest_rank" in record:
+        numbers.append("slowest_ratio")
+        texts.append("slowest_host")
+    wrong = [(name, "a number") for name in numbers if not _is_number(record.get(name))]
+    wrong += [(name, "a text") for name in texts if not isinstance(record.get(name), str)]
+    if "by_rank" in record and not _are_times(record["by_rank"]):
+        wrong.append(("by_rank", "as many numbers of each part"))
+    if wrong:
+        name, expected = wrong[0]
+        got = repr(record.get(name))
+        shown = got if len(got) <= _LONGEST_SHOWN else f"{got[:_LONGEST_SHOWN]}..."
+        raise ValueError(f"a record {number} whose {name!r} is {shown}, not {expected}")
+
+
+def _is_number(value: object) -> bool:
+    """Whether JSON has it, and pictures have a place for it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _are_times(by_rank: object) -> bool:
+    """Whether it has for each part of a step as many seconds, of each rank."""
+    parts = [by_rank.get(part) for part in PARTS] if isinstance(by_rank, dict) else []
+    lengths = {len(part) if isinstance(part, list) and all(map(_is_number, part)) else None for part in parts}
+    return len(lengths) == 1 and None not in lengths
 
 
 def page(runs: Sequence[Run], figures: Mapping[str, bytes]) -> str:

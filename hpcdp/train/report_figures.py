@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .report import Run
 
 _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a84a6b", "#6b6b6b")
-_PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
+PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
 _MOST_BARS = 64
 _MOST_INSIDE = 4
 """So many names of curves find a place between them; those of more stand below, the ends of long ones."""
@@ -88,7 +88,7 @@ def _by_rank(run: Run) -> dict[str, list[float]]:
     size = len(measured[-1]["by_rank"]["compute_s"])  # a run may go on with other ranks
     alike = [each["by_rank"] for each in measured if len(each["by_rank"]["compute_s"]) == size]
     return {
-        part: [1e3 * sum(rank) / steps for rank in zip(*[each[part] for each in alike], strict=True)] for part in _PARTS
+        part: [1e3 * sum(rank) / steps for rank in zip(*[each[part] for each in alike], strict=True)] for part in PARTS
     }
 
 
@@ -99,7 +99,7 @@ def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
     for axes, (name, parts) in zip(all_axes, compared.items(), strict=True):
         ranks = range(len(parts["compute_s"]))
         below = [0.0] * len(ranks)
-        for part, (label, color) in _PARTS.items():
+        for part, (label, color) in PARTS.items():
             if len(ranks) <= _MOST_BARS:
                 axes.bar(ranks, parts[part], bottom=below, color=color, width=0.7, label=label)
             else:

@@ -28,26 +28,32 @@ def test_samples_and_labels(tmp_path: Path) -> None:
     ("text", "args", "message"),
     [
         ("", {}, "at least one row, got none"),
-        ("1,2\n3\n", {}, "changed from 2 to 1 at row 2$"),
-        ("1,2\n3,0.5\n4,1.5\n", {}, "whole numbers below 2\\*\\*53 in column -1, got 0.5; label_dtype=np.float32"),
-        ("1,2\n3,nan\n", {}, "in column -1, got nan"),
-        (f"1,{2**53 - 1}\n1,{2**53 + 1}\n", {}, "in column -1, got 9007199254740992"),
-        ("1,-99999999999999999999\n", {}, "in column -1, got -1"),
-        ("1,2\n3,\n", {}, "row 1"),
-        ("1,2\n3,four\n", {}, "'four'.*row 1"),
-        ("1,2\n", {"label_column": 2}, "label in column 2, counted from 0, got 2 columns"),
+        ("1,2\n3\n", {}, "rows of 2 numbers, as the first one, got a row of 1 in line 2$"),
+        ("a,b\n1,2\n\n3,4,5\n", {"skip_rows": 1}, "got a row of 3 in line 4$"),
+        ("1,2\n3,0.5\n4,1.5\n", {}, "whole numbers below 2\\*\\*53 as labels, got 0.5 in line 2, column 2; label_"),
+        ("1,2\n3,nan\n", {}, "got nan in line 2, column 2"),
+        ("a,b\n1,2\n\n0.5,4\n", {"skip_rows": 1, "label_column": 0}, "got 0.5 in line 4, column 1;"),
+        ("a,b\n1,2\n3,4\n5,0.5\n", {"skip_rows": 1, "num_parts": 2, "part_index": 1}, "got 0.5 in line 4, column 2;"),
+        (f"1,{2**53 - 1}\n1,{2**53 + 1}\n", {}, "got 9007199254740992 in line 2, column 2"),
+        ("1,-99999999999999999999\n", {}, "got -1.* in line 1, column 2;"),
+        ("1,2\n3,\n", {}, "got '', which is not a number, in line 2, column 2$"),
+        ("1,2\n3,four\n", {}, "got 'four', which is not a number, in line 2, column 2$"),
+        ("a,b\n1,2\n\n3,x\n", {"skip_rows": 1}, "got 'x', which is not a number, in line 4, column 2$"),
+        ("1,2\n3,1_0\n", {}, "got '1_0', which is not a number, in line 2, column 2$"),
+        ("1,2\n3," + "x" * 99 + "\n", {}, "got 'x{40}'..., which"),
+        ("1,2\n", {"label_column": 2}, "expected label_column from -2 to 1 in a table of 2 columns, got 2$"),
         ("1\n2\n", {}, "a label and at least one other column, got 1 column"),
-        ("a,b,c,d\n1,2,3,4\n", {}, "numbers in the first row, got 'a', 'b', 'c' and 1 more; if they are names of"),
+        ("a,b,c,d\n1,2,3,4\n", {}, "numbers in line 1, the first row, got 'a', 'b', 'c' and 1 more; if they are"),
         ("about\na,b\n1,2\n", {"skip_rows": 1}, "got 'a', 'b'; if they are names of columns, skip_rows=2"),
         ("a,b\n1,2\n", {"num_parts": 2}, "if they are names of columns, skip_rows=1 leaves them out"),
         ("\ufeffa,b\n1,2\n", {}, "got 'a', 'b'; if they are names of columns, skip_rows=1 leaves them out"),
-        ("1;2\n", {}, "could not convert string '1;2'"),
-        ("1,2\n1e39,2\n", {}, "numbers of float32, up to 3.4e38, got '1e39' at row 1, column 1$"),
-        ("1,inf,2\n1,-1e400,2\n", {}, "got '-1e400' at row 1, column 2$"),
-        ("1,3e39\n", {"label_dtype": np.float32}, "got '3e39' at row 0, column 2$"),
-        ("about\n1,2\n1e39,2\n", {"skip_rows": 1, "num_parts": 1}, "got '1e39' at row 1, column 1$"),
-        ("1e39,2\n", {"num_parts": 2}, "got '1e39' at row 0, column 1$"),
-        ("1,1e39\n", {}, r"whole numbers below 2\*\*53 in column -1, got "),
+        ("1;2\n", {}, "got '1;2', which is not a number, in line 1, column 1$"),
+        ("1,2\n1e39,2\n", {}, "numbers of float32, up to 3.4e38, got '1e39' in line 2, column 1$"),
+        ("1,inf,2\n1,-1e400,2\n", {}, "got '-1e400' in line 2, column 2$"),
+        ("1,3e39\n", {"label_dtype": np.float32}, "got '3e39' in line 1, column 2$"),
+        ("about\n1,2\n1e39,2\n", {"skip_rows": 1, "num_parts": 1}, "got '1e39' in line 3, column 1$"),
+        ("1e39,2\n", {"num_parts": 2}, "got '1e39' in line 1, column 1$"),
+        ("1,1e39\n", {}, r"whole numbers below 2\*\*53 as labels, got "),
         ("1,2,3\n", {"sample_shape": (3,)}, r"3 values a sample for \(3,\), got 2"),
         ("1,2,3\n", {"sample_shape": (-1, -2)}, "got 2"),
     ],
@@ -109,6 +115,13 @@ def test_a_label_by_name_is_refused(tmp_path: Path) -> None:
         read_csv(tmp_path / "table.csv", label_column="b", skip_rows=1)
 
 
+def test_a_row_ends_where_its_line_ends_in_parts_too(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("1\x1c,2\n3,4\n5,0.5\n")
+    assert read_csv(tmp_path / "table.csv", num_parts=2).y.tolist() == [2, 4]
+    with pytest.raises(DataError, match=r"got 0\.5 in line 3, column 2"):
+        read_csv(tmp_path / "table.csv", num_parts=2, part_index=1)
+
+
 def test_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="got none"):
         read_csv(tmp_path / "missing.csv")
@@ -146,7 +159,7 @@ def test_parts_that_there_are_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got part 2 of 2"):
         read_csv(path, num_parts=2, part_index=2)
     assert read_csv(path, num_parts=2, part_index=0).y.tolist() == [2]
-    with pytest.raises(DataError, match="rows of as many numbers each, got could not convert"):
+    with pytest.raises(DataError, match=r"got 'x', which is not a number, in line 2, column 2$"):
         read_csv(path, num_parts=2, part_index=1)
 
 
@@ -156,9 +169,7 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
     empty = read_csv(path, num_parts=3, part_index=2)
     assert empty.x.shape == (0, 2) and empty.y.shape == (0,)
     path.write_text("1,2,0\n" * 10 + "1,2,3,0\n" * 10)
-    with pytest.raises(
-        DataError, match="rows of as many numbers each, got 4 in part 1, and 3 in the first row, counted in part 1 of"
-    ):
+    with pytest.raises(DataError, match=r"rows of 3 numbers, as the first one, got a row of 4 in line 11$"):
         read_csv(path, num_parts=2, part_index=1)
     path.write_text("")
     with pytest.raises(DataError, match="at least one row, got none"):

@@ -8,6 +8,7 @@ from hpcdp.errors import ConfigError
 from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.trainer import Trainer
 
 RNG = np.random.default_rng(11)
@@ -193,3 +194,53 @@ def test_callbacks_are_told_every_step_and_the_end_also_of_a_failure():
 
     threads.run(1, job)
     assert events == [("start", 5, 2), ("step", 1, 1), ("step", 1, 2), ("step", 2, 1), ("end",)]
+
+
+def fitted(world, loss, batches):
+    net = network()
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.2), world=world)
+    fit(net, trainer, DataLoader(SAMPLES, Batches(*batches), prefetch=0), epochs=1, loss=loss, world=world)
+
+
+PER_SAMPLE = nn.functional.softmax_cross_entropy
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda scores, y: PER_SAMPLE(scores, y).mean(), r"shape \(\); leave out \.mean\(\) or \.sum\(\)"),
+        (lambda scores, y: PER_SAMPLE(scores, y).sum(), r"shape \(\); leave out"),
+        (lambda scores, y: scores * scores, r"shape \({count}, 3\); take the mean of each sample"),
+        (lambda scores, y: (scores * scores).reshape(-1), r"shape \({flat},\); take the mean of each sample"),
+    ],
+)
+def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count, loss, got):
+    got = got.replace("{count}", str(count)).replace("{flat}", str(3 * count))
+    with pytest.raises(ConfigError, match=rf"^fit \[loss\]: expected one a sample, shape \({count},\), got {got}"):
+        threads.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
+
+
+def test_losses_of_one_sample_and_of_none_are_per_sample():
+    threads.run(2, lambda world: fitted(world, PER_SAMPLE, [[0], [1, 2, 3]] if world.rank else [[4]]))
+    net = nn.Sequential(nn.Dense(5, 3), SyncBatchNorm(3))  # by which ranks without samples compute, too
+
+    def job(world):
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.2), world=world)
+        loader = DataLoader(SAMPLES, Batches([], [0, 1]), prefetch=0)
+        return fit(net, trainer, loader, epochs=1, world=world)[0]["samples"]
+
+    assert threads.run(1, job) == [2]
+
+
+def test_a_loss_of_pieces_of_text_is_per_sample():
+    tokens = np.random.default_rng(0).integers(0, 7, (4, 6))
+
+    def job(world):
+        net = nn.Sequential(nn.Embedding(7, 5), nn.Dense(5, 7))
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.2), world=world)
+        loader = DataLoader(ArrayDataset(tokens, tokens), Batches([0, 1, 2, 3]), prefetch=0)
+        return fit(net, trainer, loader, epochs=1, world=world)[0]["samples"]
+
+    assert threads.run(1, job) == [4]

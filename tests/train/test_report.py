@@ -169,3 +169,71 @@ def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch,
     assert main(["report", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hpcdp: report [") and said in error and error.count("\n") == 1
+
+
+def damaged(folder, **fields):
+    """A run whose last record has other ``fields``; ... leaves one out."""
+    run = write_run(folder)
+    *lines, last = run.joinpath("metrics.jsonl").read_text().splitlines(keepends=True)
+    record = {name: value for name, value in (json.loads(last) | fields).items() if value is not ...}
+    run.joinpath("metrics.jsonl").write_text("".join(lines) + json.dumps(record) + "\n")
+    return run
+
+
+SCRIPT = "<script>alert(1)</script>"
+TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"epoch": "two", "loss": SCRIPT, "step": 1}, "a record 9 whose 'epoch' is 'two', not a number"),
+        ({"epoch": None}, "'epoch' is None, not a number"),
+        ({"step": [1]}, "'step' is [1], not a number"),
+        ({"kind": ["epoch"]}, "'kind' is ['epoch'], not a text"),
+        ({"loss": SCRIPT}, f"'loss' is '{SCRIPT}', not a number"),
+        ({"accuracy": True}, "'accuracy' is True, not a number"),
+        ({"test_loss": float("nan")}, "'test_loss' is nan, not a number"),
+        ({"test_accuracy": float("inf")}, "'test_accuracy' is inf, not a number"),
+        ({"samples_per_s": 10**400}, "'samples_per_s' is 1"),
+        ({"seconds": {}}, "'seconds' is {}, not a number"),
+        ({"comm_exposed_s": "x" * 200}, f"'comm_exposed_s' is '{'x' * 39}..., not a number"),
+        ({"slowest_ratio": "1"}, "'slowest_ratio' is '1', not a number"),
+        ({"slowest_ratio": None}, "'slowest_ratio' is None, not a number"),
+        ({"slowest_host": ...}, "'slowest_host' is None, not a text"),
+        ({"by_rank": [1, 2]}, "'by_rank' is [1, 2], not as many numbers of each part"),
+        ({"by_rank": {"compute_s": [1]}}, "'by_rank' is {'compute_s': [1]}, not as many numbers"),
+        ({"by_rank": TIMES | {"data_s": [0.1]}}, "not as many numbers of each part"),
+        ({"by_rank": TIMES | {"data_s": [0.1, "x"]}}, "not as many numbers of each part"),
+    ],
+)
+def test_a_field_of_another_type_is_said_in_a_line(fields, said, tmp_path, capsys):
+    run = damaged(tmp_path / "a", **fields)
+    assert main(["report", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hpcdp: report [{run}/metrics.jsonl]: expected what a run has written, got ")
+    assert said in error and error.count("\n") == 1 and not (run / "report.html").exists()
+
+
+def test_what_a_damaged_line_breaks_is_said_in_a_line(tmp_path, capsys):
+    run = write_run(tmp_path / "a")
+    run.joinpath("metrics.jsonl").write_text("[" * 100_000 + "\n")
+    assert main(["report", str(run)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_numbers_that_json_lacks_are_left_out(tmp_path):
+    names = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "comm_exposed_s", "seconds")
+    assert main(["report", str(damaged(tmp_path / "a", **dict.fromkeys(names)))]) == 0
+    assert rows((tmp_path / "a" / "report.html").read_text())["best test accuracy"] == ["0.9000"]
+
+
+def test_texts_of_a_run_are_texts_of_the_page(tmp_path):
+    run = damaged(tmp_path / SCRIPT.replace("/", "-"), slowest_host=SCRIPT, slowest_rank=SCRIPT, critical_path=SCRIPT)
+    run.joinpath("config.toml").write_text(f'model = "{SCRIPT}"\n"{SCRIPT}" = "{SCRIPT}"\nranks = "{SCRIPT}"\n')
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "<script" not in page
+    found = rows(page)
+    assert found["critical path"] == [SCRIPT] and found[SCRIPT] == [SCRIPT] and found["ranks"] == [SCRIPT]
+    assert found["slowest rank"] == [f"{SCRIPT} on {SCRIPT}, 1.50 x the median"]
