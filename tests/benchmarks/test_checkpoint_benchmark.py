@@ -1,8 +1,6 @@
 """The benchmark of checkpoints: what it measures comes back right, and what it prints fits."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,12 +31,11 @@ def test_a_tensor_that_comes_back_changed_is_counted(tmp_path: Path) -> None:
     assert threads.run(1, run) == [(1, 48)]
 
 
-def test_the_program_prints_a_table(tmp_path: Path) -> None:
+def test_the_program_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "hpcdp.benchmarks.checkpoint", "-m", "4M", "-i", "1", "--folder", str(tmp_path)]
-    done = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    assert main(["-m", "4M", "-i", "1", "--folder", str(tmp_path), "--json", str(report)]) == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines()), printed
     found = json.loads(report.read_text())
     assert found["wrong"] == 0 and found["ratio"]["load"]["raw"] == 1
     assert not list(tmp_path.glob("checkpoint-*")), "it leaves nothing behind"

@@ -52,7 +52,7 @@ def test_slower_codecs_pay_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_run_with_a_codec_and_the_picture(tmp_path: Path) -> None:
-    run = convergence.train_lenet("2bit", 0, 2, 1)
+    run = convergence.train_lenet("2bit", 0, 1, 1)
     assert len(run["test_accuracy"]) == len(run["test_loss"]) == 1 and run["at"] == [1]
     assert 0.3 < run["test_accuracy"][0] <= 1
     found = {"none": [run], "2bit": [run], "2bit:feedback=0": [run]}
