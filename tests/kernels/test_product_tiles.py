@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from pairs import pairs
 from threadpoolctl import threadpool_limits
 
 from hpcdp.kernels import products, reference_products
 
-ORDERS = [(a, b, out) for a in "CF" for b in "CF" for out in "CF"]
 SHAPES = [  # m, k, n, of which the first ones are known to be tiled where matrices lie as they are read
     (16, 2048, 320), (32, 320, 1024), (64, 512, 320), (128, 576, 256), (65, 999, 130), (17, 333, 777), (333, 17, 777),
     (2048, 16, 256), (50, 500, 500), (1, 2048, 2048), (2048, 1, 2048), (3, 2000, 1000), (64, 1031, 600),
@@ -40,10 +40,9 @@ def operands(m, k, n, orders, dtype=np.float32, stack=()):
     return a, b, out
 
 
-@pytest.mark.parametrize("orders", ORDERS, ids="".join)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_in_tiles_is_the_product(shape, orders, tiles):
-    a, b, out = operands(*shape, orders)
+@pytest.mark.parametrize(("shape", "of_a", "of_b", "of_out"), pairs(SHAPES, "CF", "CF", "CF"), ids=str)
+def test_a_product_in_tiles_is_the_product(shape, of_a, of_b, of_out, tiles):
+    a, b, out = operands(*shape, of_a + of_b + of_out)
     products.multiply(a, b, out)
     expected = a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(out, expected, atol=2e-6 * np.sqrt(shape[1]) * np.abs(expected).max())

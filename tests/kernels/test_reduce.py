@@ -4,7 +4,12 @@ import pytest
 from hpcdp import kernels
 
 UFUNCS = {"SUM": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum, "MEAN": np.add}
-DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"]
+DTYPES = [
+    "float16", "float32", "float64", "int64",
+    *(pytest.param(each, marks=pytest.mark.thorough) for each in ("int8", "int32", "uint8", "uint32", "uint64")),
+]  # fmt: skip
+"""Ordinary runs reduce the others by `combine_staged`, which is of the same parts, in
+tests/collectives/test_collectives.py by the algorithm `shared`."""
 
 
 def expected(rows, op):

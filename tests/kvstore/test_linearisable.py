@@ -109,12 +109,21 @@ def test_the_search_tells_right_from_wrong():
     assert not is_linearisable(1, [push, late, (40, 50, None, (0, [1] * COUNT))])  # back again
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "split"])
+WORLDS = [(2, None, 0), (3, None, 0), (4, None, 0), (2, 1, 0), (3, 1, 0), (4, 2, 0), (3, 2, 0), (2, 1, 1), (3, 2, 2)]
+WHOLE_TOO = [(2, None, 0), (4, 2, 0), (2, 1, 1)]
+"""One node, several, and servers; ordinary runs split keys in all worlds, and leave them whole in these."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "per_node", "num_servers"),
-    [(2, None, 0), (3, None, 0), (4, None, 0), (2, 1, 0), (3, 1, 0), (4, 2, 0), (3, 2, 0), (2, 1, 1), (3, 2, 2)],
+    ("world", "cut"),
+    [
+        pytest.param(world, cut, marks=() if cut or world in WHOLE_TOO else pytest.mark.thorough)
+        for cut in (False, True)
+        for world in WORLDS
+    ],
 )
-def test_random_schedules(ranks, per_node, num_servers, cut, monkeypatch):
+def test_random_schedules(world, cut, monkeypatch):
+    ranks, per_node, num_servers = world
     if cut:
         monkeypatch.setattr(placement, "SPLIT_NBYTES", 8)
     for seed in range(2 if os.environ.get("HPCDP_TEST_THOROUGH") else 1):

@@ -79,6 +79,7 @@ def test_who_ends_early_still_answers(ranks, servers):
     assert done.stdout.split() == ["late", *[f"{20.0 + 3 * (ranks - 1)}"] * 4]
 
 
+@pytest.mark.thorough  # test_a_job_ends_without_its_dead_worker_wherever_keys_lie has a bound, too, where keys are sent
 @pytest.mark.skipif(mpi_library.find_library().family != "openmpi", reason="MPICH ends a job whose rank dies")
 def test_the_dead_hold_nobody_back():
     program = PROGRAM.replace('"dist_async", world', '"dist_async", world, staleness=2')

@@ -200,8 +200,9 @@ def groups(model):
 
 
 @pytest.mark.parametrize(
-    ("layout", "seen", "rule", "clip"),
-    pairs([*NODES, (5, (2, 3)), (2, 1)], [8, 1, 0], [torch.optim.SGD, torch.optim.AdamW], [None, 0.3]),
+    ("layout", "seen", "rule", "clip", "gpus_on_host"),
+    pairs([*NODES, (5, (2, 3)), (2, 1)], [8, 1, 0], [torch.optim.SGD, torch.optim.AdamW], [None, 0.3], [0, 1]),
+    indirect=["gpus_on_host"],
 )
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_each_rank_updates_its_shard(on_gpus, monkeypatch, layout, seen, rule, clip):

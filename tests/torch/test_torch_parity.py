@@ -1,4 +1,8 @@
-"""On real ranks: the same losses and parameters as with torch's own DistributedDataParallel over gloo."""
+"""On real ranks: the same losses and parameters as with torch's own DistributedDataParallel over gloo.
+
+Ordinary runs take 2 and 3 ranks: each process imports torch for these tests alone, and other files of this folder have
+1 to 5 thread ranks.
+"""
 
 import functools
 import os
@@ -8,6 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcdp.launch.inside import launched_ranks
+
+pytestmark = pytest.mark.mpi
+if launched_ranks() in (1, 4) and not os.environ.get("HPCDP_TEST_THOROUGH"):
+    pytest.skip("long: make test-thorough runs it", allow_module_level=True)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import nn
@@ -16,7 +25,6 @@ import hpcdp
 import hpcdp.torch
 from hpcdp.benchmarks import torch_ddp, torch_models
 
-pytestmark = pytest.mark.mpi
 STEPS = 5
 
 
@@ -159,6 +167,7 @@ def test_candidates_of_the_benchmark_learn_alike(world):
     assert set(row["step_ms"]) == {torch_ddp.DDP, torch_ddp.RANK, torch_ddp.SHARD, torch_ddp.ALONE}
 
 
+@pytest.mark.thorough  # tests/torch/test_torch_amp.py compiles both ways, with one rank
 def test_compiled_modules_learn_as_others(world, by_torch):
     if world.size != 2:
         pytest.skip("two ranks are enough: what is compiled is the same on any number of them")
