@@ -1,7 +1,7 @@
 """Grids of parameters of which ordinary runs take what makes each pair of values meet, and `make test-thorough` all."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +29,18 @@ def pairs(*axes: Iterable[Any]) -> list[Any]:
             marks=() if place in chosen else pytest.mark.thorough,
         )
         for place in places
+    ]
+
+
+def in_turn(turns: Sequence[Any], *axes: Iterable[Any]) -> list[Any]:
+    """Each of ``turns`` with all combinations of a value of each axis, as arguments of `parametrize`.
+
+    Ordinary runs have each combination with one of them, the next with the next; with others it is ``thorough``.
+    """
+    return [
+        pytest.param(turn, *case, marks=() if at == number % len(turns) else pytest.mark.thorough)
+        for number, case in enumerate(itertools.product(*axes))
+        for at, turn in enumerate(turns)
     ]
 
 

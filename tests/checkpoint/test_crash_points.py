@@ -128,8 +128,17 @@ def patching(world, fails, rank):
     world.comm.barrier()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("atomic", "shards"), [(True, "rank"), (False, "rank"), (True, "node")])
+@pytest.mark.parametrize(
+    ("atomic", "shards", "rank"),
+    [
+        (True, "rank", 0),
+        (True, "rank", 1),
+        (False, "rank", 0),
+        (False, "rank", 1),
+        pytest.param(True, "node", 0, marks=pytest.mark.thorough),  # writes what a rank does, for the node
+        (True, "node", 1),
+    ],
+)
 def test_an_error_of_any_call_on_one_rank(atomic, shards, rank, tmp_path):
     """It is the same on all ranks; or it concerned what is to be removed, and the checkpoint is complete."""
 

@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from pairs import in_turn, pairs
 from parameters_on_gpus import (
     SHAPES,
     Parameter,
@@ -37,20 +38,23 @@ from hpcdp.train.trainer import Trainer
 
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
 STEPS = 3
-THOROUGH = pytest.mark.thorough
-ORDERS = [(0, False), (1, True), pytest.param(1, False, marks=THOROUGH), pytest.param(0, True, marks=THOROUGH)]
-"""In which streams take turns, and whether gradients are summed while others are computed."""
+ORDERS = [0, 1]
+"""In which streams take turns."""
+WAYS = [Way.NCCL, Way.CUDA_IPC, Way.HOST]
 
 
-@pytest.fixture(params=[Way.NCCL, Way.CUDA_IPC, Way.HOST])
+@pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """GPUs for the ranks of a machine to go that way."""
-    if request.param is Way.CUDA_IPC and not shutil.which("g++"):
-        pytest.skip("needs g++, which compiles kernels for this processor")
-    count = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[request.param]
-    show_gpus(monkeypatch, count)
-    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
+    go(request.param, monkeypatch)
     return request.param
+
+
+def go(way, monkeypatch):
+    """GPUs for the ranks of a machine to go that way."""
+    if way is Way.CUDA_IPC and not shutil.which("g++"):
+        pytest.skip("needs g++, which compiles kernels for this processor")
+    show_gpus(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[way])
+    monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
 
 
 def make(world, overlap, dtype="f4", compression=None):
@@ -60,9 +64,14 @@ def make(world, overlap, dtype="f4", compression=None):
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
-@pytest.mark.parametrize(("gpus_on_host", "overlap"), ORDERS, indirect=["gpus_on_host"])
-@pytest.mark.parametrize(("n", "nodes"), NODES)
-def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, n, nodes, overlap):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "way", "overlap", "layout"),
+    pairs(ORDERS, WAYS, [False, True], NODES),
+    indirect=["gpus_on_host", "way"],
+)
+def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layout):
+    n, nodes = layout
+
     def rank(world):
         import cupy
 
@@ -207,19 +216,24 @@ class CudaCodes:
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 @pytest.mark.parametrize(
-    ("way", "codec", "n", "nodes"),
-    [
-        (Way.NCCL, "2bit", 2, 1),
-        (Way.CUDA_IPC, "1bit", 4, 2),
-        (Way.NCCL, "2bit:threshold=4.0", 5, (2, 3)),
-        (Way.HOST, "fp16", 2, 1),
-        (Way.CUDA_IPC, "bf16", 5, (2, 3)),
-        (Way.NCCL, "topk:ratio=0.1", 4, 2),
-        (Way.NCCL, "fp16:inside_nodes=on", 3, None),
-    ],
-    indirect=["way"],
+    ("gpus_on_host", "run"),
+    in_turn(
+        ORDERS,
+        [
+            (Way.NCCL, "2bit", 2, 1),
+            (Way.CUDA_IPC, "1bit", 4, 2),
+            (Way.NCCL, "2bit:threshold=4.0", 5, (2, 3)),
+            (Way.HOST, "fp16", 2, 1),
+            (Way.CUDA_IPC, "bf16", 5, (2, 3)),
+            (Way.NCCL, "topk:ratio=0.1", 4, 2),
+            (Way.NCCL, "fp16:inside_nodes=on", 3, None),
+        ],
+    ),
+    indirect=["gpus_on_host"],
 )
-def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, way, n, nodes, codec, monkeypatch):
+def test_codes_of_gpus_are_those_of_the_host(gpus_on_host, run, monkeypatch):
+    way, codec, n, nodes = run
+    go(way, monkeypatch)
     monkeypatch.setattr(compressed, "MESSAGE_NBYTES", 2000)
     if codec in ("1bit", "2bit"):
         on_host = codecs._kernels
@@ -313,6 +327,7 @@ def test_what_codes_have_not_sent_is_given_back_to_gpus(gpus_on_host, monkeypatc
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize(("gpus_on_host", "way"), in_turn(ORDERS, WAYS), indirect=True)
 def test_training_on_gpus_is_training_on_the_host(gpus_on_host, way):
     def rank(world, on_gpu):
         if on_gpu:
@@ -365,7 +380,7 @@ def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("gpus_on_host", "overlap"), in_turn(ORDERS, [False, True]), indirect=["gpus_on_host"])
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 def test_real_ranks_sum_through_pinned_memory(gpus_on_host, monkeypatch, overlap):
     monkeypatch.setattr(gpus, "visible", lambda: ())

@@ -7,6 +7,7 @@ import sys
 import gpu_on_host
 import numpy as np
 import pytest
+from pairs import in_turn, pairs
 
 from hpcdp import checkpoint, kvstore, optim
 from hpcdp.comm import cuda_aware, gpus, threads
@@ -22,10 +23,13 @@ from hpcdp.train.trainer import Trainer
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
 NODES = [(1, None), (2, None), (3, (1, 2)), (4, 2)]
 STEPS = 3
+ORDERS = [0, 1]
+"""In which streams take turns."""
+WAYS = [Way.NCCL, Way.CUDA_IPC, Way.HOST]
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels here")
 
 
-@pytest.fixture(params=[Way.NCCL, Way.CUDA_IPC, Way.HOST])
+@pytest.fixture(params=WAYS)
 def way(request, gpus_on_host, monkeypatch):
     """GPUs for the ranks of a machine to go that way."""
     if request.param is Way.CUDA_IPC and not shutil.which("g++"):
@@ -97,9 +101,13 @@ def rounds(world, kind, place, updater, dtype):
 
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
-@pytest.mark.parametrize("updater", UPDATERS)
-@pytest.mark.parametrize(("n", "nodes"), NODES)
-def test_ranks_get_what_they_get_on_the_host(way, n, nodes, updater):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "way", "layout", "updater"),
+    pairs(ORDERS, WAYS, NODES, UPDATERS),
+    indirect=["gpus_on_host", "way"],
+)
+def test_ranks_get_what_they_get_on_the_host(gpus_on_host, way, layout, updater):
+    n, nodes = layout
     found = threads.run(n, lambda world: program(world, "dist_device_sync", on_gpu, updater), nodes)
     wanted = threads.run(n, lambda world: program(world, "dist_device_sync", np.array, updater), nodes)
     for of_rank, on_rank in zip(found, wanted, strict=True):
@@ -110,9 +118,12 @@ def test_ranks_get_what_they_get_on_the_host(way, n, nodes, updater):
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")
 @pytest.mark.parametrize(
-    ("n", "nodes", "dtype"), [(1, None, "f4"), (2, 1, "f2"), (3, (1, 2), "f4"), (4, 2, "i8"), (4, 1, "f4")]
+    ("gpus_on_host", "way", "run"),
+    in_turn(ORDERS, WAYS, [(1, None, "f4"), (2, 1, "f2"), (3, (1, 2), "f4"), (4, 2, "i8"), (4, 1, "f4")]),
+    indirect=["gpus_on_host", "way"],
 )
-def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(way, monkeypatch, n, nodes, dtype):
+def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(gpus_on_host, way, run, monkeypatch):
+    n, nodes, dtype = run
     gpu_on_host.let_messages_reach(monkeypatch, sys.modules["cupy"])
     through_host = []
     staged_sum = staging.Staging.sum
@@ -137,7 +148,9 @@ def test_keys_have_the_same_bits_by_messages_from_and_to_gpus(way, monkeypatch, 
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["f2", "f8", "i4", "i2"])
+@pytest.mark.parametrize(
+    ("gpus_on_host", "dtype"), in_turn(ORDERS, ["f2", "f8", "i4", "i2"]), indirect=["gpus_on_host"]
+)
 def test_dtypes_of_many_keys(gpus_on_host, monkeypatch, dtype):
     use(monkeypatch, 8)
     monkeypatch.setattr(gpu_keys, "MOST_KEYS", 3)
@@ -270,9 +283,13 @@ def test_compression_is_for_keys_on_the_host(gpus_on_host, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize(("before", "after"), [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")])
-def test_state_goes_from_gpus_to_the_host_and_back(gpus_on_host, monkeypatch, tmp_path, n, before, after):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "ends", "n"),
+    pairs(ORDERS, [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")], [1, 3]),
+    indirect=["gpus_on_host"],
+)
+def test_state_goes_from_gpus_to_the_host_and_back(gpus_on_host, monkeypatch, tmp_path, ends, n):
+    before, after = ends
     use(monkeypatch, 8)
     places = {"gpu": on_gpu, "host": np.array}
 
@@ -306,10 +323,15 @@ def test_state_goes_from_gpus_to_the_host_and_back(gpus_on_host, monkeypatch, tm
 
 
 @needs_compiler
-@pytest.mark.parametrize("update_on_kvstore", [True, False])
-@pytest.mark.parametrize(("kind", "n"), [("dist_device_sync", 2), ("dist_sync", 3), ("dist_async", 1), ("device", 1)])
-def test_a_trainer_on_a_store_of_gpus(gpus_on_host, monkeypatch, kind, n, update_on_kvstore):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "run", "update_on_kvstore"),
+    pairs(ORDERS, [("dist_device_sync", 2), ("dist_sync", 3), ("dist_async", 1), ("device", 1)], [True, False]),
+    indirect=["gpus_on_host"],
+)
+def test_a_trainer_on_a_store_of_gpus(gpus_on_host, monkeypatch, run, update_on_kvstore):
     from hpcdp import autograd, nn
+
+    kind, n = run
 
     if kind == "dist_async" and not update_on_kvstore:
         return

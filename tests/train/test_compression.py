@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from pairs import in_turn
 from written_gradients import backward, model
 
 import hpcdp
@@ -54,7 +55,8 @@ def trained(n, per_node, compression=None, **options):
 def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compression(codec, n, per_node):
     exact = trained(n, per_node)[0]
     runs = [
-        trained(n, per_node, codec, **options) for options in ({"overlap": True}, {"overlap": False}, {"owner": "rank"})
+        trained(n, per_node, codec, overlap=overlap, owner=owner)
+        for overlap, owner in ((True, "shard"), (False, "rank"))
     ]
     for found in (each for run in runs for each in run):
         np.testing.assert_array_equal(found, runs[0][0])
@@ -64,8 +66,7 @@ def test_overlap_and_owner_change_no_bits_and_the_way_is_that_without_compressio
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("overlap", "codec"), in_turn([False, True], CODECS))
 def test_real_ranks_get_the_bits_of_thread_ranks(codec, overlap):
     everywhere = f"{codec}{',' if ':' in codec else ':'}inside_nodes=on"
 

@@ -2,9 +2,11 @@
 on either."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
+from pairs import in_turn, pairs
 
 from hpcdp import checkpoint, data, kernels, nn, optim
 from hpcdp.arrays import from_host, to_host
@@ -18,7 +20,8 @@ from hpcdp.train.trainer import Trainer
 
 N, BATCH = 181, 18
 """The last of an epoch's 11 batches has one sample, and so some ranks have none."""
-STEPS = 11
+ORDERS = [0, 1]
+"""In which streams take turns."""
 
 
 @pytest.fixture
@@ -61,6 +64,12 @@ def train(world, epochs=2, norm=nn.BatchNorm, folder=None, resume=False, **optio
     return kind, records, [to_host(each).copy() for each in arrays]
 
 
+@functools.cache
+def run_on_host(n, nodes=None, **options):
+    """What several tests compare with; ``place("host")`` has been called."""
+    return threads.run(n, lambda world: train(world, **options), nodes)
+
+
 MEASURED = ("loss", "accuracy", "samples", "test_loss", "test_accuracy")
 
 
@@ -72,28 +81,36 @@ def assert_same_run(found, wanted):
             np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("n", "nodes"), [(1, None), (2, None), (3, None), (4, 2)])
-def test_a_run_on_gpus_is_that_on_the_host(place, n, nodes):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "layout"), in_turn(ORDERS, [(1, None), (2, None), (3, None), (4, 2)]), indirect=["gpus_on_host"]
+)
+def test_a_run_on_gpus_is_that_on_the_host(place, layout):
+    n, nodes = layout
     place("host")
-    wanted = threads.run(n, train, nodes)
+    wanted = run_on_host(n, nodes)
     place("gpu")
     found = threads.run(n, train, nodes)
     assert [each[0] for each in found] == ["cupy"] * n
     assert_same_run(found, wanted)
 
 
+@pytest.mark.parametrize("gpus_on_host", [0, pytest.param(1, marks=pytest.mark.thorough)], indirect=True)
 def test_ranks_without_samples_take_part_in_joint_batch_normalisation_on_gpus(place):
     place("host")
-    wanted = threads.run(3, lambda world: train(world, norm=SyncBatchNorm))
+    wanted = run_on_host(3, norm=SyncBatchNorm)
     place("gpu")
     assert_same_run(threads.run(3, lambda world: train(world, norm=SyncBatchNorm)), wanted)
 
 
-@pytest.mark.parametrize(("before", "after"), [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")])
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, n, before, after):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "ends", "n"),
+    pairs(ORDERS, [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu")], [1, 2]),
+    indirect=["gpus_on_host"],
+)
+def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, ends, n):
+    before, after = ends
     place("host")
-    wanted = threads.run(n, train)
+    wanted = run_on_host(n)
     place(before)
     threads.run(n, lambda world: train(world, epochs=1, folder=tmp_path))
     place(after)
@@ -101,13 +118,15 @@ def test_a_run_goes_on_from_a_checkpoint_of_either(place, tmp_path, n, before, a
     assert_same_run(found, [(kind, records[1:], arrays) for kind, records, arrays in wanted])
 
 
-@pytest.mark.parametrize(("n", "nodes"), [(2, None), (3, 1), (4, 2)])
-def test_each_rank_updates_its_shard_and_a_run_goes_on_from_its_checkpoint(place, tmp_path, n, nodes):
+@pytest.mark.parametrize(
+    ("gpus_on_host", "layout"), in_turn(ORDERS, [(2, None), (3, 1), (4, 2)]), indirect=["gpus_on_host"]
+)
+def test_each_rank_updates_its_shard_and_a_run_goes_on_from_its_checkpoint(place, tmp_path, layout):
+    n, nodes = layout
     options = {"owner": "shard", "clip_norm": 1.0}
     place("host")
-    wanted = threads.run(n, lambda world: train(world, **options), nodes)
+    wanted = run_on_host(n, nodes, **options)
     place("gpu")
-    assert_same_run(threads.run(n, lambda world: train(world, **options), nodes), wanted)
     threads.run(n, lambda world: train(world, epochs=1, folder=tmp_path, **options), nodes)
     after = [(kind, records[1:], arrays) for kind, records, arrays in wanted]
     assert_same_run(threads.run(n, lambda world: train(world, folder=tmp_path, resume=True, **options), nodes), after)

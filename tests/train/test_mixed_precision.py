@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import standin
+from pairs import pairs
 from whole_state import held, joined, restore
 from written_gradients import Parameter
 
@@ -148,10 +149,17 @@ SPOILERS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}])
-@pytest.mark.parametrize(("n", "per_node"), [(2, None), (3, None), (4, 2), (3, 1)])
-@pytest.mark.parametrize("spoiler", SPOILERS)
-def test_an_overflow_anywhere_is_skipped_by_all(spoiler, n, per_node, settings):
+@pytest.mark.parametrize(
+    ("spoiler", "layout", "settings"),
+    pairs(
+        SPOILERS,
+        [(2, None), (3, None), (4, 2), (3, 1)],
+        [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}],
+    ),
+)
+def test_an_overflow_anywhere_is_skipped_by_all(spoiler, layout, settings):
+    n, per_node = layout
+
     def rank(world):
         params = model()
         trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale="dynamic", **settings)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pairs import in_turn
 from threadpoolctl import threadpool_limits
 
 from hpcdp import data, nn, optim
@@ -135,9 +136,8 @@ def assert_goes_on_as(whole, resumed) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_killed_run_goes_on_to_the_bit(ranks, optimizer, tmp_path):
+@pytest.mark.parametrize(("optimizer", "ranks"), in_turn(list(OPTIMIZERS), [1, 2, 3, 4]))
+def test_a_killed_run_goes_on_to_the_bit(optimizer, ranks, tmp_path):
     whole = undisturbed(ranks, optimizer=optimizer)
     kill_at = int(np.random.default_rng([ranks, len(optimizer)]).integers(9, EPOCHS * STEPS))
     killed(ranks, tmp_path / "a", optimizer=optimizer, every=4, kill_at=kill_at)
@@ -239,7 +239,7 @@ def test_a_run_that_was_stopped_after_its_last_step_is_done_when_it_has_gone_on(
 
 
 def test_more_epochs_go_on_after_the_last(tmp_path):
-    whole = undisturbed(2, optimizer="adam", epochs=3)
+    whole = undisturbed(2, optimizer="adam")
     whole_run(2, tmp_path / "a", optimizer="adam", epochs=2)
     assert_goes_on_as(whole, whole_run(2, tmp_path / "a", optimizer="adam", epochs=3, resume=True))
 
