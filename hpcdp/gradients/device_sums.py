@@ -27,7 +27,7 @@ from ..comm.ways import Way
 from ..compression import Compression
 from ..devices import gpu
 from ..errors import DeviceError, UnsupportedError
-from ..streams import Event, Streams
+from ..streams import Event, Stream, Streams
 from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .code_staging import CodeStaging, Share
@@ -103,7 +103,13 @@ class DeviceSums:
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
         self._signature = signature
-        self._filled, self._done = ([streams.event() for _ in sizes] for _ in range(2))
+        self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
+        """Of each bucket the streams, by address, to which what it holds was given since it was `filled`."""
+        self._written: list[list[Event]] = [[] for _ in sizes]
+        """Of each bucket as many events as streams have written it at most in a step."""
+        self._filled: list[Sequence[Event]] = [() for _ in sizes]
+        """Of each bucket the events behind which it is filled."""
+        self._done = [streams.event() for _ in sizes]
         self._behind: list[Sequence[Event]] = [() for _ in sizes]
         """Of each bucket the events behind what was last done with it."""
         self.copies = (1, 0)
@@ -117,13 +123,26 @@ class DeviceSums:
         """Where the gradients of bucket ``number`` are to be written, shape ``(1, count)``."""
         return self._rows[number].mine[: self._counts[number]].reshape(1, self._counts[number])
 
+    def written(self, bucket: Bucket) -> None:
+        """Some of what is in its row is given to this thread's current stream, which need not be that of the rest."""
+        stream = self._streams.current()
+        self._writers[bucket.number][stream.ptr] = stream
+
     def filled(self, bucket: Bucket) -> None:
-        """What is in its row is given to this thread's current stream; called before `sum` and `gather`."""
-        self._streams.record(self._filled[bucket.number], self._streams.current())
+        """All that is in its row is `written`, or given to this thread's current stream; called before `sum` and
+        `gather`."""
+        self.written(bucket)
+        writers, events = self._writers[bucket.number], self._written[bucket.number]
+        while len(events) < len(writers):
+            events.append(self._streams.event())
+        for event, stream in zip(events, writers.values(), strict=False):
+            self._streams.record(event, stream)
+        self._filled[bucket.number] = tuple(events[: len(writers)])
+        writers.clear()
 
     def sum(self, bucket: Bucket, turn: Request | None) -> Steps:
         """Sum a bucket over all ranks, in place on each; it ends when the last work for that is given to the GPU."""
-        number, filled = bucket.number, (self._filled[bucket.number],)
+        number, filled = bucket.number, self._filled[bucket.number]
         row, parts = self._rows[number], self._parts[number]
         if self.on_one_node and not self.sharded:
             yield from row.allreduce(filled)
@@ -141,7 +160,7 @@ class DeviceSums:
     def gather(self, bucket: Bucket) -> Steps:
         """Bring each part of a bucket from its owner's row to those of the node's other ranks, as `sum` does."""
         number = bucket.number
-        yield from self._rows[number].allgather(self._parts[number], (self._filled[number],))
+        yield from self._rows[number].allgather(self._parts[number], self._filled[number])
         self._note(number)
 
     def _note(self, number: int) -> None:

@@ -197,6 +197,8 @@ class Reducer:
                 "backward", where=param.name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
             )
         bucket = self.arrivals.note(param.name)
+        if self.gpus is not None:
+            self.gpus.written(bucket)
         if bucket.state is State.READY and self.overlap and not self._another_follows:
             bucket.ready_ns = time.perf_counter_ns()
             self._launch(bucket)

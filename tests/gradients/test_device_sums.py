@@ -102,6 +102,49 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layo
     threads.run(n, rank, nodes)
 
 
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize(
+    ("gpus_on_host", "way", "overlap", "layout"),
+    pairs(ORDERS, WAYS, [False, True], [(2, None), (3, None), (4, 2)]),
+    indirect=["gpus_on_host", "way"],
+)
+def test_gradients_of_one_bucket_may_be_written_on_several_streams(gpus_on_host, way, overlap, layout):
+    n, nodes = layout
+
+    def rank(world):
+        import cupy
+
+        use_gpu(world, way)
+        streams = Streams(device_of(world, way))
+        reducer, params = make(world, overlap)
+        assert any(len(bucket.slots) > 1 for bucket in reducer.buckets)
+        writers, read, kept = [streams.stream() for _ in range(3)], streams.event(), []
+        with streams.stream() as compute:
+            for step in range(STEPS):
+                written = [streams.array(np.asarray(gradient(world.rank, step, each.data.shape))) for each in params]
+                streams.synchronize(compute)
+                for i, (param, x) in enumerate(zip(params, written, strict=True)):
+                    with writers[i % 3]:
+                        streams.wait_event(writers[i % 3], read)
+                        streams.copy_async(param.grad, x, writers[i % 3])
+                        param.grad_hook(param)
+                reducer.launch_rest()
+                reducer.closing.tally(0)
+                reducer.reduce_everywhere()
+                found = [cupy.zeros(each.data.shape, "f4") for each in params]
+                for x, param in zip(found, params, strict=True):
+                    streams.copy_async(x, param.grad, compute)
+                streams.record(read, compute)
+                reducer.reset()
+                kept.append((step, found, written))
+            compute.synchronize()
+        for step, found, _ in kept:
+            for x in found:
+                np.testing.assert_array_equal(x.to_host(), wanted(n, step, x.shape))
+
+    threads.run(n, rank, nodes)
+
+
 def comes_without_waiting(reducer, bucket, streams):
     """Whether the sum of a bucket, which is launched, is there before anything else is done."""
     done = streams.event()
