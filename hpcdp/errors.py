@@ -138,6 +138,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def shortened(text: str, longest: int) -> str:
+    """``text`` in at most so many characters, the last three of which stand for what is cut off."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def type_named(value: object) -> str:
     """The type of a value, with its article: "an int", "a list"."""
     name = type(value).__name__

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from hpcdp.errors import ConfigError, HpcdpError
+from hpcdp.errors import ConfigError, HpcdpError, shortened
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -27,3 +27,8 @@ def test_an_error_survives_a_copy_with_its_kind():
     error = pickle.loads(pickle.dumps(ConfigError("op", where="w", got=1)))
     assert type(error) is ConfigError
     assert str(error) == "op [w]: got 1"
+
+
+@pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])
+def test_long_texts_are_cut_to_as_many_characters_as_there_may_be(text, shown):
+    assert shortened(text, 7) == shown

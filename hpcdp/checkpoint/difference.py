@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import shortened
 from . import manifest, tree
 from .manifest import Tensor
 from .plan import PADDED
@@ -93,8 +94,7 @@ def _told(node: tree.Form, of: manifest.Manifest) -> str:
     if _is_tensor(node):
         tensor = of.tensors[node["tensor"]]
         return f"shape {tensor.shape} {tensor.dtype}"
-    text = repr(tree.value_of(node))
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shortened(repr(tree.value_of(node)), 40)
 
 
 def _same(x: tree.Form, y: tree.Form, rtol: float, atol: float) -> bool:

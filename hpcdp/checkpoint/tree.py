@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import copied_to_host, is_host
 from ..comm import World
-from ..errors import ConfigError, HpcdpError, UnsupportedError
+from ..errors import ConfigError, HpcdpError, UnsupportedError, shortened
 from ..state import Part, PerRank, Sharded
 from .leaves import as_array, as_stateful
 from .refused import TOLD, refused
@@ -223,8 +223,7 @@ def parts_of(operation: str, name: str, whole: Sharded) -> Sequence[Part]:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shortened(repr(value), 40)
 
 
 def check_parts(operation: str, name: str, whole: Sharded, parts: Iterable[Part]) -> None:

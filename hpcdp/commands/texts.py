@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import printable
+from ..errors import printable, shortened
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
@@ -97,9 +97,7 @@ def tree(value: Any, indent: int) -> Iterator[str]:
                 yield start.rstrip()
                 yield from tree(each, indent + 2)
         else:
-            text = repr(each)
-            room = max(columns() - len(start), 10)
-            yield start + (text if len(text) <= room else f"{text[: room - 3]}...")
+            yield start + shortened(repr(each), max(columns() - len(start), 10))
 
 
 def _holds_dicts(value: Any) -> bool:

@@ -15,11 +15,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, DataError, listed, whole_number
+from ..errors import ConfigError, DataError, listed, shortened, whole_number
 from .datasets import ArrayDataset
-
-_LONGEST_SHOWN = 40
-"""Characters of a field that an error shows."""
 
 
 def read_csv(
@@ -201,7 +198,7 @@ def _refuse_rows(path: Path, delimiter: str, skip_rows: int) -> None:
             if len(fields) != columns:
                 got = f"a row of {len(fields)} in line {line}"
             elif wrong is not None:
-                got = f"{_shown(fields[wrong])}, which is not a number, in line {line}, column {wrong + 1}"
+                got = f"{shortened(repr(fields[wrong]), 40)}, which is not a number, in line {line}, column {wrong + 1}"
             else:
                 continue
             raise DataError("read csv", where=path, expected=f"rows of {columns} numbers, as the first one", got=got)
@@ -214,10 +211,6 @@ def _is_number(field: str) -> bool:
     except ValueError:
         return False
     return "_" not in field and field.strip().isascii()
-
-
-def _shown(field: str) -> str:
-    return repr(field) if len(field) <= _LONGEST_SHOWN else f"{field[:_LONGEST_SHOWN]!r}..."
 
 
 def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -> list[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcdp.errors import LaunchError
+from hpcdp.errors import LaunchError, shortened
 
 from . import hosts
 from .job import Host, Job
@@ -200,7 +200,7 @@ def _unreadable(what: str, expected: str, got: object) -> LaunchError:
 
 
 def _cut(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    return repr(shortened(text, 60))
 
 
 def _shortened(hosts: tuple[Host, ...]) -> str:

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
+from ..errors import shortened
 from .metrics import Record
 
 _REFRESH_S = 0.1
@@ -167,12 +168,8 @@ def time_lines(record: Record) -> list[str]:
     ]
     if record["stragglers"]:
         named = ", ".join(record["stragglers"])
-        lines.append(_shortened(f"  slowest, {record['slowest_ratio']:.2f} x the median: {named}"))
+        lines.append(shortened(f"  slowest, {record['slowest_ratio']:.2f} x the median: {named}", _COLUMNS))
     return lines
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= _COLUMNS else line[: _COLUMNS - 3] + "..."
 
 
 def _numbers(latest: Record | None) -> str:

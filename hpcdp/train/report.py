@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import ConfigError, DataError
+from hpcdp.errors import ConfigError, DataError, shortened
 
 from .metrics import Record, read_metrics
 from .report_figures import PARTS
 
 _NUMBERS = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "seconds", "comm_exposed_s")
 """Fields of a record that may be missing, or null."""
-_LONGEST_SHOWN = 40
-"""Characters of a wrong value that an error shows."""
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c1c1c; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -99,8 +97,7 @@ def _check_record(number: int, record: object) -> None:
         wrong.append(("by_rank", "as many numbers of each part"))
     if wrong:
         name, expected = wrong[0]
-        got = repr(record.get(name))
-        shown = got if len(got) <= _LONGEST_SHOWN else f"{got[:_LONGEST_SHOWN]}..."
+        shown = shortened(repr(record.get(name)), 40)
         raise ValueError(f"a record {number} whose {name!r} is {shown}, not {expected}")
 
 

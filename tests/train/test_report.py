@@ -197,7 +197,7 @@ TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
         ({"test_accuracy": float("inf")}, "'test_accuracy' is inf, not a number"),
         ({"samples_per_s": 10**400}, "'samples_per_s' is 1"),
         ({"seconds": {}}, "'seconds' is {}, not a number"),
-        ({"comm_exposed_s": "x" * 200}, f"'comm_exposed_s' is '{'x' * 39}..., not a number"),
+        ({"comm_exposed_s": "x" * 200}, f"'comm_exposed_s' is '{'x' * 36}..., not a number"),
         ({"slowest_ratio": "1"}, "'slowest_ratio' is '1', not a number"),
         ({"slowest_ratio": None}, "'slowest_ratio' is None, not a number"),
         ({"slowest_host": ...}, "'slowest_host' is None, not a text"),
