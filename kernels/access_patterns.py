@@ -11,8 +11,6 @@ The patterns return the epoch to pass next.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 
@@ -22,7 +20,6 @@ from .machine_code import kernel
 PATTERNS = ("everyone sums all", "owner sums, others copy", "owner writes back", "pipelined pull", "staged in and out")
 """The names of the patterns of `timed_exchange`; the last one is for arrays that are not in shared memory."""
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _PATTERN = "int64(float32[:, ::1], float32[::1], float32[::1], int32[::1], int64, int64)"
 
 # A block's two inputs and its output fit in a first-level cache. A segment of the pipeline fits in a second-level one;
@@ -37,13 +34,13 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _CLOCK_MONOTONIC = 1
 
 
-@kernel("int64(int64[::1])", **_OPTIONS)
+@kernel("int64(int64[::1])")
 def _now_ns(clock: np.ndarray) -> int:
     _clock_gettime(_CLOCK_MONOTONIC, clock.ctypes)
     return clock[0] * 1_000_000_000 + clock[1]
 
 
-@kernel("void(int32[::1], int64, int64)", **_OPTIONS)
+@kernel("void(int32[::1], int64, int64)")
 def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
     spins = 0
     while sync.load(flags, counter * sync.STRIDE) < value:
@@ -52,7 +49,7 @@ def _wait_for(flags: np.ndarray, counter: int, value: int) -> None:
             _sched_yield()
 
 
-@kernel("int64(int32[::1], int64, int64)", **_OPTIONS)
+@kernel("int64(int32[::1], int64, int64)")
 def barrier(flags: np.ndarray, rank: int, epoch: int) -> int:
     """Returns ``epoch + 1`` when every rank has called it with this ``epoch``."""
     sync.store(flags, rank * sync.STRIDE, np.int32(epoch + 1))
@@ -61,19 +58,19 @@ def barrier(flags: np.ndarray, rank: int, epoch: int) -> int:
     return epoch + 1
 
 
-@kernel("void(float32[::1], float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1], float32[::1])")
 def _add(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     for i in range(out.size):
         out[i] = a[i] + b[i]
 
 
-@kernel("void(float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1])")
 def _accumulate(total: np.ndarray, x: np.ndarray) -> None:
     for i in range(total.size):
         total[i] += x[i]
 
 
-@kernel("void(float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1])")
 def _accumulate_in_both(a: np.ndarray, b: np.ndarray) -> None:
     for i in range(a.size):
         total = a[i] + b[i]
@@ -81,27 +78,27 @@ def _accumulate_in_both(a: np.ndarray, b: np.ndarray) -> None:
         b[i] = total
 
 
-@kernel("void(float32[::1], float32[::1])", **_OPTIONS)
+@kernel("void(float32[::1], float32[::1])")
 def _copy(out: np.ndarray, x: np.ndarray) -> None:
     for i in range(out.size):
         out[i] = x[i]
 
 
-@kernel("void(float32[::1], float32[:, ::1], int64, int64)", **_OPTIONS)
+@kernel("void(float32[::1], float32[:, ::1], int64, int64)")
 def _sum_rows(out: np.ndarray, rows: np.ndarray, first: int, last: int) -> None:
     _add(out[first:last], rows[0, first:last], rows[1, first:last])
     for row in range(2, rows.shape[0]):
         _accumulate(out[first:last], rows[row, first:last])
 
 
-@kernel("int64(int64, int64, int64)", **_OPTIONS)
+@kernel("int64(int64, int64, int64)")
 def _shard_start(rank: int, ranks: int, count: int) -> int:
     """Where a rank's shard begins: shards are whole cache lines, so that no line has two owners."""
     lines = (count + _LINE - 1) // _LINE
     return min(count, (lines * rank // ranks) * _LINE)
 
 
-@kernel(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN)
 def _everyone_sums_all(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -111,7 +108,7 @@ def _everyone_sums_all(
     return barrier(flags, rank, epoch)
 
 
-@kernel(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN)
 def _owner_sums_others_copy(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -128,7 +125,7 @@ def _owner_sums_others_copy(
     return barrier(flags, rank, epoch)
 
 
-@kernel(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN)
 def _owner_writes_back(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -146,7 +143,7 @@ def _owner_writes_back(
     return barrier(flags, rank, epoch)
 
 
-@kernel(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN)
 def _pipelined_pull(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -178,7 +175,7 @@ def _pipelined_pull(
     return barrier(flags, rank, epoch)
 
 
-@kernel(_PATTERN, **_OPTIONS)
+@kernel(_PATTERN)
 def _staged_in_and_out(
     rows: np.ndarray, shared: np.ndarray, out: np.ndarray, flags: np.ndarray, rank: int, epoch: int
 ) -> int:
@@ -206,7 +203,6 @@ def _staged_in_and_out(
 
 @kernel(
     "int64(int64, float32[:, ::1], float32[::1], float32[::1], int32[::1], int64, int64, int64[::1])",
-    **_OPTIONS,
 )
 def timed_exchange(
     pattern: int,
@@ -246,7 +242,7 @@ def timed_exchange(
     return epoch
 
 
-@kernel("int64(int32[::1], int64, int64, int64, int64[::1])", **_OPTIONS)
+@kernel("int64(int32[::1], int64, int64, int64, int64[::1])")
 def ping_pong(flags: np.ndarray, rank: int, epoch: int, rounds: int, clock: np.ndarray) -> int:
     """Bounces one cache line ``rounds`` times between ranks 0 and 1; ``clock[2]`` becomes the nanoseconds of all."""
     epoch = barrier(flags, rank, epoch)

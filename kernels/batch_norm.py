@@ -19,8 +19,6 @@ _FLOATS = (numba.float32, numba.float64)
         numba.void(f[:, :, ::1], f[::1], f[::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64)
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
 def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
@@ -62,8 +60,6 @@ def batch_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
         )
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
 def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-untyped-def]
@@ -94,8 +90,6 @@ def batch_norm_gradients(gy, x, scale, saved, into, eps):  # type: ignore[no-unt
 
 @kernel(
     [numba.void(f[:, :, ::1], numba.float64[:, ::1]) for f in _FLOATS],
-    nogil=True,
-    error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
 def channel_sums(x, sums):  # type: ignore[no-untyped-def]
@@ -117,8 +111,6 @@ def channel_sums(x, sums):  # type: ignore[no-untyped-def]
         numba.void(f[:, :, ::1], f[::1], f[::1], numba.types.UniTuple(f[::1], 2), f[:, :, ::1], numba.float64)
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
 def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
@@ -138,8 +130,6 @@ def normalise(x, scale, shift, saved, out, eps):  # type: ignore[no-untyped-def]
         numba.void(f[:, :, ::1], f[:, :, ::1], numba.types.UniTuple(f[::1], 2), numba.float64[:, ::1], numba.float64)
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
 def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
@@ -172,8 +162,6 @@ def gradient_sums(gy, x, saved, sums, eps):  # type: ignore[no-untyped-def]
         )
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath={"reassoc", "contract"},
 )
 def gradient_of_input(gy, x, scale, saved, means, dx, eps):  # type: ignore[no-untyped-def]

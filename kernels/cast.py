@@ -16,8 +16,6 @@ from .lanes import WORD, Lanes
 from .machine_code import kernel
 from .reduce import narrow, widen
 
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
 
 def _rounded(builder: Any, value: Any, width: int) -> Any:
     """Floats that are no NaN, ``width`` of them, as the nearest bfloat16; in 32 bits, where Numba would take 64."""
@@ -72,7 +70,7 @@ def _from_bfloat16(typingctx: Any, value: Any) -> Any:
 
 
 # No factory for these loops: what closes over an intrinsic is not found in Numba's cache by the next process.
-@kernel([types.void(float32[::1], uint16[::1])], **_options)
+@kernel([types.void(float32[::1], uint16[::1])])
 def to_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.to_float16`."""
     if out.size != x.size:
@@ -81,7 +79,7 @@ def to_float16(x, out):  # type: ignore[no-untyped-def]
         out[i] = narrow(x[i], out)
 
 
-@kernel([types.void(uint16[::1], float32[::1])], **_options)
+@kernel([types.void(uint16[::1], float32[::1])])
 def from_float16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.from_float16`."""
     if out.size != x.size:
@@ -90,7 +88,7 @@ def from_float16(x, out):  # type: ignore[no-untyped-def]
         out[i] = widen(x[i])
 
 
-@kernel([types.void(float32[::1], uint16[::1])], **_options)
+@kernel([types.void(float32[::1], uint16[::1])])
 def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.to_bfloat16`.
 
@@ -107,7 +105,7 @@ def to_bfloat16(x, out):  # type: ignore[no-untyped-def]
         out[i] = _bfloat16(x[i])
 
 
-@kernel([types.void(uint16[::1], float32[::1])], **_options)
+@kernel([types.void(uint16[::1], float32[::1])])
 def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.from_bfloat16`."""
     if out.size != x.size:
@@ -116,7 +114,7 @@ def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
         out[i] = _from_bfloat16(x[i])
 
 
-@kernel(**_options)
+@kernel()
 def scale(x, factor):  # type: ignore[no-untyped-def]
     """See `reference_cast.scale`."""
     by = type(widen(x.dtype.type(0)))(factor)
@@ -124,7 +122,7 @@ def scale(x, factor):  # type: ignore[no-untyped-def]
         x[i] = narrow(widen(x[i]) * by, x)
 
 
-@kernel(**_options)
+@kernel()
 def scale_into(x, factor, out):  # type: ignore[no-untyped-def]
     """See `reference_cast.scale_into`."""
     by = type(widen(x.dtype.type(0)))(factor)

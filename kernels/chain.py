@@ -9,8 +9,6 @@ then, but one that reads what to do: all operations for a block, then the next b
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 from numba import types
@@ -27,8 +25,6 @@ BLOCK = 1024
     _WHERE_POSITIVE, _GELU, _GELU_GRADIENT, _COPY,
 ) = range(16)  # fmt: skip
 
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
 
 @intrinsic
 def _pointer(typing_context, address, like):  # type: ignore[no-untyped-def]
@@ -44,7 +40,7 @@ def _operand(code, number, start, first, count, zero):  # type: ignore[no-untype
     return numba.carray(_pointer(place[0] + start * place[1] + (start - first) * place[2], zero), (count,))
 
 
-@kernel([numba.void(numba.int64[:, ::1], f) for f in (numba.float32, numba.float64)], **_options)
+@kernel([numba.void(numba.int64[:, ::1], f) for f in (numba.float32, numba.float64)])
 def run(code, zero):  # type: ignore[no-untyped-def]
     """Compute a chain for all its elements.
 

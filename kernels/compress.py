@@ -8,8 +8,6 @@ memory is read and written once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import float32, float64, uint32
 
@@ -20,13 +18,11 @@ from .quantise import pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
 from .reduce import narrow, widen
 from .reference_compress import BLOCK, SHARE
 
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-_reassociated: dict[str, Any] = {**_options, "fastmath": {"reassoc", "contract"}}
 _DIGITS = ((19, 12), (7, 12), (0, 7))
 """Of a float32's magnitude, which has 31 bits: how far each is shifted to the left, and how many bits it has."""
 
 
-@kernel(**_reassociated)
+@kernel(fastmath={"reassoc", "contract"})
 def _squares(grad, residual):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(residual.size):
@@ -35,7 +31,7 @@ def _squares(grad, residual):  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel(**_reassociated)
+@kernel(fastmath={"reassoc", "contract"})
 def _magnitudes(grad, residual):  # type: ignore[no-untyped-def]
     total = 0.0
     for i in range(residual.size):
@@ -43,7 +39,7 @@ def _magnitudes(grad, residual):  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel(**_reassociated)
+@kernel(fastmath={"reassoc", "contract"})
 def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
     # In the elements' own type, without branches: a vector at a time, 20 times as fast.
     limit, none = type(widen(residual[0]))(threshold), type(widen(residual[0]))(0)
@@ -55,7 +51,7 @@ def _mean_from(grad, residual, threshold):  # type: ignore[no-untyped-def]
     return total / max(number, type(number)(1))
 
 
-@kernel(**_options)
+@kernel()
 def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_two_bit`."""
     for block in range(scales.size):
@@ -74,7 +70,7 @@ def encode_two_bit(grad, residual, threshold, scales, words):  # type: ignore[no
             kept[:] = 0
 
 
-@kernel(**_options)
+@kernel()
 def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
     """See `reference_compress.decode_two_bit`."""
     for block in range(scales.size):
@@ -82,7 +78,7 @@ def decode_two_bit(scales, words, out):  # type: ignore[no-untyped-def]
         unpack_two_bit(words[first // 16 : (last + 15) // 16], scales[block], out[first:last])
 
 
-@kernel(**_options)
+@kernel()
 def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_one_bit`."""
     for block in range(scales.size):
@@ -98,7 +94,7 @@ def encode_one_bit(grad, residual, threshold, magnitude, scales, words):  # type
             kept[:] = 0
 
 
-@kernel(**_options)
+@kernel()
 def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
     """See `reference_compress.decode_one_bit`."""
     for block in range(scales.size):
@@ -106,7 +102,7 @@ def decode_one_bit(scales, words, out):  # type: ignore[no-untyped-def]
         unpack_one_bit(words[first // 32 : (last + 31) // 32], scales[block], out[first:last])
 
 
-@kernel(**_options)
+@kernel()
 def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_float16`."""
     for i in range(grad.size):
@@ -116,7 +112,7 @@ def encode_float16(grad, residual, halves):  # type: ignore[no-untyped-def]
         residual[i] = rest if abs(rest) < np.inf else float32(0)
 
 
-@kernel(**_options)
+@kernel()
 def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_bfloat16`, block by block: NaNs are looked for in many elements at a time."""
     for first in range(0, grad.size, BLOCK):
@@ -124,7 +120,7 @@ def encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
         _encode_bfloat16(grad[part], residual[part], halves[part])
 
 
-@kernel(**_options)
+@kernel()
 def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
     for i in range(grad.size):
         residual[i] += grad[i]
@@ -134,7 +130,7 @@ def _encode_bfloat16(grad, residual, halves):  # type: ignore[no-untyped-def]
         residual[i] = rest if abs(rest) < np.inf else float32(0)
 
 
-@kernel(**_options)
+@kernel()
 def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-def]
     """See `reference_compress.encode_top_k`. The smallest magnitude that is sent is found digit by digit."""
     if indices.size == 0:
@@ -171,7 +167,7 @@ def encode_top_k(grad, residual, indices, values):  # type: ignore[no-untyped-de
             residual[i] = residual[i] if abs(residual[i]) < np.inf else float32(0)
 
 
-@kernel(**_options)
+@kernel()
 def decode_top_k(indices, values, out):  # type: ignore[no-untyped-def]
     """See `reference_compress.decode_top_k`."""
     out[:] = 0

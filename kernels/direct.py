@@ -35,7 +35,6 @@ _PLACES_AT_ONCE, _TAPS_AT_ONCE = 96, 192
 all, and from 96 samples to 256, the time was the same within 4%."""
 _POSITIONS_AT_ONCE = 512
 """Of results whose gradients lie in one panel, of 32 KiB, over which all samples of a patch pass."""
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOAT = numba.float32
 _FLAT, _TABLE, _IMAGES = _FLOAT[::1], numba.int64[::1], _FLOAT[:, :, :, ::1]
 _PAIR = numba.types.UniTuple(numba.int64, 2)
@@ -155,7 +154,7 @@ def _turn_eight(context: Any, source: Any, first: Any, down: Any, target: Any, s
     return types.none(source, types.intp, types.intp, target, types.intp, types.intp), generate
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@numba.njit(inline="always")
 def _turn(source, first, down, size, target, start, across):  # type: ignore[no-untyped-def]
     """``target[start + c * across + r]`` becomes ``source[first + r * down + c]`` for all of ``size`` (r, c)."""
     high, wide = size[0] - size[0] % 8, size[1] - size[1] % 8
@@ -170,14 +169,14 @@ def _turn(source, first, down, size, target, start, across):  # type: ignore[no-
             target[start + c * across + r] = source[first + r * down + c]
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@numba.njit(inline="always")
 def _panel(channels, first):  # type: ignore[no-untyped-def]
     """How many of the ``channels`` are in the panel from ``first`` on, and how many it has room for."""
     used = min(2 * _LANES, channels - first)
     return used, 2 * _LANES if used > _LANES else _LANES
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@numba.njit(inline="always")
 def _add(x, places, steps, panel, start, width, sums, at, initial, origin, leap):  # type: ignore[no-untyped-def]
     """As `_tile`, of all ``places``, whose number is a multiple of `_ROWS`, and a panel of ``width``."""
     for row in range(0, places.size, _ROWS):
@@ -188,7 +187,7 @@ def _add(x, places, steps, panel, start, width, sums, at, initial, origin, leap)
             _narrow_tile(x, places, row, steps, panel, start, sums, to, initial, begin, leap)
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@numba.njit(inline="always")
 def _lay_out(image, planes, layout):  # type: ignore[no-untyped-def]
     """Copy the ``image`` into ``planes``.
 
@@ -204,7 +203,7 @@ def _lay_out(image, planes, layout):  # type: ignore[no-untyped-def]
                 copy_run(source, (c * image.shape[1] + y) * width, target, to, wide)
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@numba.njit(inline="always")
 def _weave(phases, out, stride):  # type: ignore[no-untyped-def]
     """Bring ``phases``, shape (phases, channels, positions), to ``out``, shape (channels, height, width)."""
     wide = (out.shape[2] + stride[1] - 1) // stride[1]
@@ -225,7 +224,6 @@ def _weave(phases, out, stride):  # type: ignore[no-untyped-def]
         _IMAGES, numba.types.UniTuple(_PAIR, 3), _FLOAT[:, ::1], numba.types.UniTuple(_TABLE, 3), _FLAT, _FLAT, _IMAGES,
         _PAIR, numba.boolean,
     ),
-    **_OPTIONS,
 )  # fmt: skip
 def _convolve(x, layout, planes, tables, panels, bias, out, stride, relu):  # type: ignore[no-untyped-def]
     """A convolution for each phase of results that lie ``stride`` apart in ``out``.
@@ -276,7 +274,6 @@ def _convolve(x, layout, planes, tables, panels, bias, out, stride, relu):  # ty
         _IMAGES, numba.types.UniTuple(_PAIR, 3), _FLOAT[:, ::1], numba.types.UniTuple(_TABLE, 3), _FLOAT[:, :, ::1],
         _FLOAT[:, ::1],
     ),
-    **_OPTIONS,
 )  # fmt: skip
 def _to_weights(x, layout, planes, tables, gy, dweight):  # type: ignore[no-untyped-def]
     """The gradient of the weights, shape (out, depth), by ``gy``, shape (images, out, positions)."""
@@ -300,7 +297,7 @@ def _to_weights(x, layout, planes, tables, gy, dweight):  # type: ignore[no-unty
         _turn(sums, taps.size * c, width, (depth, used), into, c * depth, depth)
 
 
-@kernel(numba.void(_FLOAT[:, ::1], _FLAT), **_OPTIONS)
+@kernel(numba.void(_FLOAT[:, ::1], _FLAT))
 def _pack(weight, panels):  # type: ignore[no-untyped-def]
     """Panels of ``weight``, shape (out, depth), for `_convolve` to one phase."""
     channels, depth = weight.shape
@@ -311,7 +308,7 @@ def _pack(weight, panels):  # type: ignore[no-untyped-def]
         _turn(weight.reshape(-1), c * depth, depth, (used, depth), panels, c * depth, width)
 
 
-@kernel(numba.void(_FLOAT[:, :, ::1], _TABLE, _TABLE, _FLAT), **_OPTIONS)
+@kernel(numba.void(_FLOAT[:, :, ::1], _TABLE, _TABLE, _FLAT))
 def _pack_phases(weight, chosen, begins, panels):  # type: ignore[no-untyped-def]
     """Panels of ``weight``, shape (out, in, kernel), for the input's gradient: of each phase the ``chosen`` places."""
     outputs, inputs, kernel = weight.shape

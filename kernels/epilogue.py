@@ -13,7 +13,7 @@ from .machine_code import kernel
 _FLOATS = (numba.float32, numba.float64)
 
 
-@kernel([numba.void(f[:, ::1], f[::1], numba.boolean) for f in _FLOATS], nogil=True, error_model="numpy")
+@kernel([numba.void(f[:, ::1], f[::1], numba.boolean) for f in _FLOATS])
 def add_bias(y, bias, relu):  # type: ignore[no-untyped-def]
     """See `reference.add_bias`."""
     zero = y.dtype.type(0)
@@ -27,7 +27,7 @@ def add_bias(y, bias, relu):  # type: ignore[no-untyped-def]
                 y[row, i] += bias[i]
 
 
-@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS], nogil=True, error_model="numpy")
+@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS])
 def _relu_gradient(gy, y, dx):  # type: ignore[no-untyped-def]
     zero = gy.dtype.type(0)
     for i in range(gy.size):

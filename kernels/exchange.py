@@ -6,8 +6,6 @@ exchange between, so nobody reads it any more. Sums run in the order of the rank
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit, types
 
@@ -39,7 +37,6 @@ def state_of(rank: int, patience: np.ndarray) -> np.ndarray:
 
 _counters_t = types.Array(types.int32, 1, "C")
 _state_t = types.Array(types.int64, 1, "C")
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 @njit(inline="always")
@@ -77,7 +74,7 @@ def _finish_chunk(state, position):  # type: ignore[no-untyped-def]
     state[HALF] = 1 - state[HALF]
 
 
-@kernel(types.int64(_counters_t, types.intp, _state_t, types.int64), **_options)
+@kernel(types.int64(_counters_t, types.intp, _state_t, types.int64))
 def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
     """A barrier of ``n`` ranks that have come for the same ``kind``; arguments as `sum_by_all`."""
     if state[PHASE] == 0:
@@ -88,7 +85,7 @@ def meet(counters, n, state, kind):  # type: ignore[no-untyped-def]
     return met
 
 
-@kernel(**_options)
+@kernel()
 def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
     """Every rank stages its array, waits for all, and sums what all have staged: one wait, ``n - 1`` sizes read.
 
@@ -120,7 +117,7 @@ def sum_by_all(x, staging, counters, state, kind):  # type: ignore[no-untyped-de
     return DONE
 
 
-@kernel(**_options)
+@kernel()
 def sum_by_owners(x, staging, counters, state, kind):  # type: ignore[no-untyped-def]
     """Every rank stages what others own, sums its own shard, and writes the sum back where it has read.
 

@@ -26,7 +26,6 @@ _OWN_PRODUCT_POSITIONS = 256
 """From so many positions on, each image has a product of its own; smaller products pass over the weights too often."""
 _SHALLOW, _FEWEST_CHANNELS = range(16, 65), 16
 """Depths, and from how many channels out on, for which the product with patches as columns is slow."""
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR, _TRIPLE = numba.types.UniTuple(numba.int64, 2), numba.types.UniTuple(numba.int64, 3)
 
@@ -35,7 +34,6 @@ Pair = tuple[int, int]
 
 @kernel(
     [numba.void(f[::1], _TRIPLE, f[::1], numba.boolean, f[:, :, ::1], _PAIR) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-def]
     """Bias and ReLU on the way from ``product`` to ``out``.
@@ -64,7 +62,7 @@ def _finish(product, steps, bias, relu, out, span):  # type: ignore[no-untyped-d
                     target[i] = source[i] + b
 
 
-@kernel([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"}, **_OPTIONS)
+@kernel([f(f[::1]) for f in _FLOATS], fastmath={"reassoc"})
 def _total(x):  # type: ignore[no-untyped-def]
     # Reassociated, so it may store nothing: a loop that also stores is vectorised only where its arrays lie far enough
     # apart, which changes the order of the sum, and so its last bits, from one call to the next.
@@ -76,7 +74,6 @@ def _total(x):  # type: ignore[no-untyped-def]
 
 @kernel(
     [numba.void(f[:, :, ::1], f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _gather_through_relu(gy, out, g, steps, dbias, span):  # type: ignore[no-untyped-def]
     """``g``, a product with ``steps``, becomes the gradient before ReLU over ``span``; its sums go onto ``dbias``."""
@@ -94,7 +91,6 @@ def _gather_through_relu(gy, out, g, steps, dbias, span):  # type: ignore[no-unt
 
 @kernel(
     [numba.void(f[:, :, ::1], f[::1], _PAIR, f[::1], _PAIR) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _gather(gy, g, steps, dbias, span):  # type: ignore[no-untyped-def]
     """As `_gather_through_relu` where there was none."""

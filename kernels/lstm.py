@@ -16,8 +16,6 @@ _FLOATS = (numba.float32, numba.float64)
 
 @kernel(
     [numba.void(f[::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1]) for f in _FLOATS],
-    nogil=True,
-    error_model="numpy",
     fastmath={"contract"},
 )
 def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untyped-def]
@@ -46,8 +44,6 @@ def lstm_step(bias, product, t, gates, cells, inputs):  # type: ignore[no-untype
         numba.void(f[:, :, ::1], f[:, :, ::1], f[:, ::1], numba.int64, f[:, :, ::1], f[:, :, ::1], f[:, :, ::1], f[::1])
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath={"contract"},
 )
 def lstm_step_gradients(gy, dinputs, dcell, t, gates, cells, dgates, dbias):  # type: ignore[no-untyped-def]

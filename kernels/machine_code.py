@@ -24,6 +24,7 @@ from numba.core.typing import signature
 
 from . import compiled_dir, not_kept, one_process_compiles
 
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None}
 _FAILURES = (OSError, EOFError, pickle.UnpicklingError)
 _here = threading.local()
 _opening = threading.Lock()
@@ -110,7 +111,7 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     """What `kernel` makes of a function."""
 
     def __init__(self, function: Any, options: dict[str, Any], signatures: Sequence[Any]) -> None:
-        super().__init__(function, targetoptions={"nopython": True, "boundscheck": None, **options})
+        super().__init__(function, targetoptions=_OPTIONS | options)
         self._declared = [
             signature(returned, *args) for args, returned in map(sigutils.normalize_signature, signatures)
         ]
@@ -160,13 +161,13 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
 
 
 def kernel(signatures: Any = (), **options: Any) -> Callable[[Any], Kernel]:
-    """A decorator: as ``numba.njit(signatures, cache=True, **options)``, but each version is read when it is first
-    needed, or compiled, by one process of the machine.
+    """A decorator: as ``numba.njit(signatures, cache=True, nogil=True, error_model="numpy", **options)``, but each
+    version is read when it is first needed, or compiled, by one process of the machine.
 
     Args:
         signatures: one, or a list: of the types of arguments to which others are converted where that can be. None:
             whatever types it is called with.
-        options: of ``numba.njit``.
+        options: further ones of ``numba.njit``.
     """
     several = signatures if isinstance(signatures, list | tuple) else [signatures]
     return lambda function: Kernel(function, options, several)

@@ -12,8 +12,6 @@ in the cache, in turn.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
@@ -37,8 +35,6 @@ DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 _ROUND_OF = 2
 _BLOCK = 2048
 _ARRIVING, _MEETING, _WAITING = 0, 1, 2
-
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def state_of(rank: int, patience: np.ndarray, pieces: int, phases: int) -> np.ndarray:
@@ -165,7 +161,7 @@ def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-d
     return DONE
 
 
-@kernel(**_options)
+@kernel()
 def replace(x, out, in_place, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     """The sum of all ranks' ``x``, into ``total`` and this rank's ``out``.
 
@@ -206,7 +202,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
             return DONE
 
 
-@kernel(**_options)
+@kernel()
 def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     """This rank's part of the sum of all ranks' ``x``, into its part of ``total``; arguments as `replace`.
 

@@ -18,7 +18,6 @@ from ..arrays import Array
 from .machine_code import kernel
 from .reduce import widen
 
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _BLOCK = 1 << 14
 """Elements that are looked at before the search may end."""
 
@@ -56,7 +55,7 @@ def _is_finite(typingctx: Any, magnitude: Any) -> Any:
     return types.boolean(magnitude), generate
 
 
-@kernel(**_options)
+@kernel()
 def all_finite(x):  # type: ignore[no-untyped-def]
     """See `reference_norms.all_finite`."""
     for first in range(0, x.size, _BLOCK):
@@ -69,7 +68,7 @@ def all_finite(x):  # type: ignore[no-untyped-def]
     return True
 
 
-@kernel(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+@kernel(fastmath={"reassoc", "contract"})
 def sum_of_squares(x):  # type: ignore[no-untyped-def]
     """See `reference_norms.sum_of_squares`.
 
@@ -94,7 +93,7 @@ def sums_of_squares(xs: Iterable[Array]) -> list[float]:
     return [float(sum_of_squares(x)) for x in xs]
 
 
-@kernel(**_options)
+@kernel()
 def segment_squares(params, grads, bounds, out):  # type: ignore[no-untyped-def]
     """See `reference_norms.segment_squares`."""
     for segment in range(bounds.size - 1):

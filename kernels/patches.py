@@ -16,7 +16,6 @@ from .machine_code import kernel
 from .planes import Shape
 from .runs import add_run, copy_run
 
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 
@@ -25,7 +24,6 @@ Pair = tuple[int, int]
 
 @kernel(
     [numba.void(f[:, :, :, ::1], f[:, :, ::1], f[:, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _unfold_channels_last(x, image, patches, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """Write the patches of some output ``rows`` (first, end), each ``width`` positions, of the images ``x``.
@@ -53,7 +51,6 @@ def _unfold_channels_last(x, image, patches, rows, kernel, stride, padding, widt
 
 @kernel(
     [numba.void(f[:, ::1], f[:, :, ::1], f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _fold_channels_last(patches, image, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """The transpose of `_unfold_channels_last`: add the patches to ``dx``, which starts from zero with row 0."""

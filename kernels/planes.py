@@ -19,7 +19,6 @@ from .buffers import empty
 from .machine_code import kernel
 from .runs import add_both, add_run, copy_run, copy_strided
 
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 _NARROW = 8
@@ -28,7 +27,7 @@ _NARROW = 8
 Pair = tuple[int, int]
 
 
-@kernel(numba.types.Tuple((_PAIR, _PAIR))(_PAIR, _PAIR, numba.int64, _PAIR), **_OPTIONS)
+@kernel(numba.types.Tuple((_PAIR, _PAIR))(_PAIR, _PAIR, numba.int64, _PAIR))
 def _phases_of(kernel, stride, width, rows):  # type: ignore[no-untyped-def]
     """How many polyphase components of a plane a kernel sees, and what size they have, for some output ``rows``.
 
@@ -40,7 +39,7 @@ def _phases_of(kernel, stride, width, rows):  # type: ignore[no-untyped-def]
     return count, (high, (kernel[1] - 1) // stride[1] + width)
 
 
-@numba.njit(inline="always", **_OPTIONS)
+@numba.njit(inline="always")
 def _inside(b, stride, padding, width, wide):  # type: ignore[no-untyped-def]
     """Of a row ``wide`` of the component ``b`` what lies in a line of ``width``: (first, end), and where first lies."""
     first = max(0, (padding - b + stride - 1) // stride)
@@ -48,7 +47,7 @@ def _inside(b, stride, padding, width, wide):  # type: ignore[no-untyped-def]
     return first, end, first * stride + b - padding
 
 
-@kernel([numba.void(f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
+@kernel([numba.void(f[:, ::1], f[:, :, :, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS])
 def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped-def]
     """Write what lies in the ``plane`` to its ``phases``, from the output row ``top`` on; the rest stays as it is."""
     source, target = plane.reshape(-1), phases.reshape(-1)
@@ -63,7 +62,7 @@ def _part_plane(plane, phases, top, stride, padding):  # type: ignore[no-untyped
                 y += stride[0]
 
 
-@kernel([numba.void(f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS], **_OPTIONS)
+@kernel([numba.void(f[:, :, :, ::1], f[:, ::1], numba.int64, _PAIR, _PAIR) for f in _FLOATS])
 def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped-def]
     """The transpose of `_part_plane`: add the ``phases`` to the ``plane``."""
     source, target = phases.reshape(-1), plane.reshape(-1)
@@ -84,7 +83,6 @@ def _join_plane(phases, plane, top, stride, padding):  # type: ignore[no-untyped
 
 @kernel(
     [numba.void(f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """Write the patches of some output ``rows`` (first, end) of the images ``x``.
@@ -114,7 +112,6 @@ def _unfold_wide(x, patches, steps, rows, kernel, stride, padding, width):  # ty
 
 @kernel(
     [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _fold_wide(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """The transpose of `_unfold_wide`: add the patches to ``dx``, which starts from zero with row 0."""
@@ -149,7 +146,7 @@ def _single(typingctx: Any, array: Any, index: Any) -> Any:
     return array.dtype(array, types.uint32), generate
 
 
-@kernel(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64), **_OPTIONS)
+@kernel(types.Tuple((_PAIR, numba.uint32[:, ::1]))(_PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64))
 def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """What samples the output ``rows`` see of a plane of ``size``, as (first, end), and which each position sees.
 
@@ -173,7 +170,6 @@ def _seen(size, rows, kernel, stride, padding, width):  # type: ignore[no-untype
 
 @kernel(
     [numba.void(f[:, :, :, ::1], f[::1], _PAIR, _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """As `_unfold_wide`."""
@@ -192,7 +188,6 @@ def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # 
 
 @kernel(
     [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
-    **_OPTIONS,
 )
 def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
     """The transpose of `_unfold_narrow`: add the patches to ``dx``, which starts from zero with row 0."""

@@ -13,15 +13,14 @@ from .machine_code import kernel
 
 _FLOATS = (numba.float32, numba.float64)
 _PAIR = numba.types.UniTuple(numba.int64, 2)
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 
 def _compile(*shapes):  # type: ignore[no-untyped-def]
-    """Eager signatures for float32 and float64; a shape is ``f`` (float array) or an array type."""
+    """For float32 and float64; a shape is ``f`` (float array) or an array type."""
     signatures = [
         numba.void(*[f[:, :, :, ::1] if each == "f" else each for each in shapes], _PAIR, _PAIR, _PAIR) for f in _FLOATS
     ]
-    return kernel(signatures, **_OPTIONS)
+    return kernel(signatures)
 
 
 @numba.njit(inline="always")

@@ -16,8 +16,6 @@ from numba.extending import intrinsic
 from .lanes import WORD, Lanes
 from .machine_code import kernel
 
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
 
 @intrinsic
 def _pack_16(typingctx: Any, grad: Any, residual: Any, index: Any, threshold: Any, magnitude: Any) -> Any:
@@ -79,7 +77,7 @@ def _unpack_32(typingctx: Any, word: Any, magnitude: Any, out: Any, index: Any) 
 
 # A factory would close over an intrinsic, and then Numba's cache finds nothing in the next process; the tails as
 # functions of their own took 0.3 s more to compile, of 1.0.
-@kernel(**_options)
+@kernel()
 def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_two_bit`."""
     if residual.size != grad.size or words.size * 16 < grad.size:
@@ -98,7 +96,7 @@ def pack_two_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
             residual[16 * whole + i] = last_residual[i]
 
 
-@kernel(**_options)
+@kernel()
 def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_two_bit`."""
     if words.size * 16 < out.size:
@@ -114,7 +112,7 @@ def unpack_two_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
             out[16 * whole + i] = last[i]
 
 
-@kernel(**_options)
+@kernel()
 def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[no-untyped-def]
     """See `reference_quantise.pack_one_bit`."""
     if residual.size != grad.size or words.size * 32 < grad.size:
@@ -133,7 +131,7 @@ def pack_one_bit(grad, residual, threshold, magnitude, words):  # type: ignore[n
             residual[32 * whole + i] = last_residual[i]
 
 
-@kernel(**_options)
+@kernel()
 def unpack_one_bit(words, magnitude, out):  # type: ignore[no-untyped-def]
     """See `reference_quantise.unpack_one_bit`."""
     if words.size * 32 < out.size:

@@ -34,9 +34,6 @@ def words(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16) if x.dtype == np.float16 else x
 
 
-_options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-
-
 @intrinsic
 def widen(typingctx: Any, value: Any) -> Any:
     """The value as its accumulator's type: float16 as float32, anything else unchanged."""
@@ -62,14 +59,14 @@ def narrow(typingctx: Any, value: Any, like: Any) -> Any:
     return _half(types.float32, like), generate
 
 
-@kernel(**_options)
+@kernel()
 def start(partial, row):  # type: ignore[no-untyped-def]
     """Begin a block: ``partial`` becomes ``row``."""
     for i in range(row.size):
         partial[i] = widen(row[i])
 
 
-@kernel(**_options)
+@kernel()
 def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
     """Reduce ``row`` into ``partial``, element by element."""
     if op in (SUM, MEAN):
@@ -88,7 +85,7 @@ def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
             partial[i] = a if (a > b or a != a) else b
 
 
-@kernel(**_options)
+@kernel()
 def divide(partial, n):  # type: ignore[no-untyped-def]
     """Make a sum over ``n`` rows their mean."""
     divisor = type(partial[0])(n)
@@ -96,14 +93,14 @@ def divide(partial, n):  # type: ignore[no-untyped-def]
         partial[i] = partial[i] / divisor
 
 
-@kernel(**_options)
+@kernel()
 def finish(partial, out):  # type: ignore[no-untyped-def]
     """Write an accumulated block to ``out``, rounded to its dtype."""
     for i in range(out.size):
         out[i] = narrow(partial[i], out)
 
 
-@kernel(**_options)
+@kernel()
 def sum_in_both(a, b):  # type: ignore[no-untyped-def]
     """Replace both ``a`` and ``b``, shape ``(count,)``, by their sum: the lines that are read are those written."""
     for i in range(a.size):
@@ -112,19 +109,19 @@ def sum_in_both(a, b):  # type: ignore[no-untyped-def]
         b[i] = total
 
 
-@kernel(**_options)
+@kernel()
 def _sum_of_two(a, b, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = narrow(widen(a[i]) + widen(b[i]), out)
 
 
-@kernel(**_options)
+@kernel()
 def _sum_of_four(a, b, c, d, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = narrow(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), out)
 
 
-@kernel(**_options)
+@kernel()
 def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, into ``out``, shape ``(hi - lo,)``.
 
@@ -147,7 +144,7 @@ def combine(rows, lo, hi, out, op):  # type: ignore[no-untyped-def]
         finish(partial, out[first - lo : last - lo])
 
 
-@kernel(**_options)
+@kernel()
 def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, in place: into ``row``, or all if that is -1."""
     if rows.shape[0] == 2 and op == SUM and row == EVERY_ROW:
@@ -166,7 +163,7 @@ def combine_into(rows, lo, hi, row, op):  # type: ignore[no-untyped-def]
             finish(partial, rows[target, first:last])
 
 
-@kernel(**_options)
+@kernel()
 def combine_staged(x, rows, me, lo, hi, op):  # type: ignore[no-untyped-def]
     """Reduce columns ``lo`` to ``hi`` of ``rows``, shape ``(n, m)``, row ``me`` being ``x``: into ``x`` and all others.
 

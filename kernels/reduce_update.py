@@ -33,7 +33,7 @@ def _compile(num_states: int, num_coefficients: int):  # type: ignore[no-untyped
         signatures.append(
             types.void(types.Array(t, 2, "C"), types.intp, types.intp, *flats, _coefficients[num_coefficients])
         )
-    return kernel(signatures, nogil=True, error_model="numpy")
+    return kernel(signatures)
 
 
 # A factory that closes over the rule would be compiled anew by every process: Numba's key of a cached function has the

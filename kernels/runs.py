@@ -16,8 +16,6 @@ from numba.extending import intrinsic
 
 from .lanes import WORD, Lanes
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "inline": "always"}
-
 
 def _moves_eight(adds: bool) -> Any:
     """An intrinsic that copies, or ``adds``, eight elements of one flat array, from an index on, to another's."""
@@ -84,7 +82,7 @@ def _copy_in_turn(context: Any, source: Any, first: Any, other: Any, target: Any
     return types.none(source, types.intp, types.intp, target, types.intp), generate
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(inline="always")
 def copy_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
     """Copy ``size`` elements of one flat array, from an index on, to another's."""
     if size < 8:
@@ -96,7 +94,7 @@ def copy_run(source, first, target, start, size):  # type: ignore[no-untyped-def
     _copy_eight(source, first + size - 8, target, start + size - 8)  # of which some were copied before
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(inline="always")
 def add_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
     """As `copy_run`, but add them."""
     whole = size - size % 8
@@ -106,7 +104,7 @@ def add_run(source, first, target, start, size):  # type: ignore[no-untyped-def]
         target[start + k] += source[first + k]
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(inline="always")
 def copy_strided(source, first, stride, target, start, size):  # type: ignore[no-untyped-def]
     """As `copy_run`, of elements ``stride`` apart."""
     if stride == 1:
@@ -119,7 +117,7 @@ def copy_strided(source, first, stride, target, start, size):  # type: ignore[no
         target[start + k] = source[first + stride * k]
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(inline="always")
 def add_both(source, even, odd, wide, target, line, width, padding):  # type: ignore[no-untyped-def]
     """Add rows of both components to a line of the plane, whose first sample is one of the even's or of the odd's."""
     first, other = (odd, even) if padding % 2 else (even, odd)
@@ -133,7 +131,7 @@ def add_both(source, even, odd, wide, target, line, width, padding):  # type: ig
         target[line + x] += source[(other if x % 2 else first) + x // 2]
 
 
-@numba.njit(**_OPTIONS)
+@numba.njit(inline="always")
 def weave_run(source, even, odd, target, start, size):  # type: ignore[no-untyped-def]
     """Write ``size`` elements, in turn one of two runs."""
     whole = size - size % 16

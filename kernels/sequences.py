@@ -19,8 +19,6 @@ _LANES = {"reassoc", "contract"}
 
 @kernel(
     [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
-    nogil=True,
-    error_model="numpy",
 )
 def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
     """See `reference_sequences.add_rows`."""
@@ -32,8 +30,6 @@ def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
 
 @kernel(
     [numba.void(f[:, ::1], f[::1], f[::1], f[:, ::1], numba.types.UniTuple(f[::1], 2), numba.float64) for f in _FLOATS],
-    nogil=True,
-    error_model="numpy",
     fastmath=_LANES,
 )
 def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def]
@@ -63,8 +59,6 @@ def layer_norm(x, scale, shift, out, saved, eps):  # type: ignore[no-untyped-def
         )
         for f in _FLOATS
     ],
-    nogil=True,
-    error_model="numpy",
     fastmath=_LANES,
 )  # fmt: skip
 def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-def]
@@ -91,7 +85,7 @@ def layer_norm_gradients(gy, x, scale, saved, into):  # type: ignore[no-untyped-
             to[j] = (g[j] * scale[j] - total - (row[j] - mean) * inverse * along) * inverse
 
 
-@kernel([numba.void(f[::1], f[::1]) for f in _FLOATS], nogil=True, error_model="numpy")
+@kernel([numba.void(f[::1], f[::1]) for f in _FLOATS])
 def _gelu(x, out):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
     half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
@@ -104,7 +98,7 @@ def gelu(x: np.ndarray, out: np.ndarray) -> None:
     _gelu(x.reshape(-1), out.reshape(-1))
 
 
-@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS], nogil=True, error_model="numpy")
+@kernel([numba.void(f[::1], f[::1], f[::1]) for f in _FLOATS])
 def _gelu_gradient(gy, x, dx):  # type: ignore[no-untyped-def]
     kind = x.dtype.type
     half, one, slope, cube = kind(0.5), kind(1), kind(GELU_SLOPE), kind(GELU_CUBE)
@@ -117,7 +111,7 @@ def gelu_gradient(gy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     _gelu_gradient(gy.reshape(-1), x.reshape(-1), dx.reshape(-1))
 
 
-@kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS], nogil=True, error_model="numpy")
+@kernel([numba.void(f[:, :, ::1], numba.float64) for f in _FLOATS])
 def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
     """See `reference_sequences.causal_shift`."""
     by = scores.dtype.type(factor)
@@ -135,7 +129,7 @@ def causal_shift(scores, factor):  # type: ignore[no-untyped-def]
                 row[j] = -np.inf
 
 
-@kernel([numba.void(f[:, :, ::1]) for f in _FLOATS], nogil=True, error_model="numpy", fastmath=_LANES)
+@kernel([numba.void(f[:, :, ::1]) for f in _FLOATS], fastmath=_LANES)
 def normalise_rows(chances):  # type: ignore[no-untyped-def]
     """See `reference_sequences.normalise_rows`."""
     for n in range(chances.shape[0]):
@@ -151,8 +145,6 @@ def normalise_rows(chances):  # type: ignore[no-untyped-def]
 
 @kernel(
     [numba.void(f[:, :, ::1], f[:, :, ::1], numba.float64) for f in _FLOATS],
-    nogil=True,
-    error_model="numpy",
     fastmath=_LANES,
 )
 def softmax_gradient(chances, gradients, factor):  # type: ignore[no-untyped-def]

@@ -94,7 +94,7 @@ def _pause(typingctx: Any) -> Any:
     return types.none(), generate
 
 
-@kernel(types.void(_counters_t, types.intp, types.int32), nogil=True)
+@kernel(types.void(_counters_t, types.intp, types.int32))
 def post(counters: np.ndarray, index: int, value: int) -> None:
     """Set counter ``index`` (shape ``(n * STRIDE,)``, int32) and wake whoever sleeps on it."""
     at = index * STRIDE
@@ -103,7 +103,7 @@ def post(counters: np.ndarray, index: int, value: int) -> None:
         _syscall(_FUTEX_CALL, _address(counters, at), _FUTEX_WAKE, 2**31 - 1, _address(counters, at))
 
 
-@kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64), nogil=True)
+@kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
 def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: int) -> bool:
     """Wait until counter ``index`` has reached ``target``; false when ``timeout_ns`` of sleep did not bring it.
 
@@ -140,7 +140,7 @@ def wait(counters: np.ndarray, index: int, target: int, spins: int, timeout_ns: 
     return bool(np.int32(seen - target) >= 0)
 
 
-@kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64), nogil=True)
+@kernel(types.boolean(_counters_t, types.intp, types.int32, types.int64, types.int64))
 def wait_all(counters: np.ndarray, n: int, target: int, spins: int, timeout_ns: int) -> bool:
     """Wait until the counters 0 to ``n - 1`` have all reached ``target``; false as `wait`."""
     for index in range(n):  # noqa: SIM110, Numba has no all()

@@ -18,7 +18,7 @@ _FLAT = (numba.float32[::1], numba.float64[::1])
 def _compile(num_arrays: int, num_coefficients: int):  # type: ignore[no-untyped-def]
     coefficients = numba.types.UniTuple(numba.float64, num_coefficients)
     signatures = [numba.void(*[flat] * num_arrays, coefficients) for flat in _FLAT]
-    return kernel(signatures, nogil=True, error_model="numpy")
+    return kernel(signatures)
 
 
 @_compile(2, 3)

@@ -30,7 +30,6 @@ from .products import multiply
 
 _LANES = 16
 _BLOCK_TILES = 64
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _FLOAT = numba.float32
 _PAIR = numba.types.UniTuple(numba.int64, 2)
 _BT = (
@@ -103,9 +102,7 @@ _of_gradients = _on_both_sides(tuple(zip(*_AT, strict=True)))
 _to_weights = _on_both_sides(tuple(zip(*_G, strict=True)))
 
 
-@kernel(
-    numba.void(_FLOAT[:, :, :, ::1], _FLOAT[:, ::1], _PAIR, _PAIR, _PAIR, numba.boolean), **_OPTIONS
-)  # fmt: skip
+@kernel(numba.void(_FLOAT[:, :, :, ::1], _FLOAT[:, ::1], _PAIR, _PAIR, _PAIR, numba.boolean))
 def _spread(images, planes, rows, grid, padding, gradients):  # type: ignore[no-untyped-def]
     """Write the 36 planes of ``rows`` (first, end) of tiles, of which an image has ``grid`` (vertical, horizontal).
 
@@ -138,9 +135,7 @@ def _spread(images, planes, rows, grid, padding, gradients):  # type: ignore[no-
                     _of_samples(flat, first, steps, target, to, leaps)
 
 
-@kernel(
-    numba.void(_FLOAT[:, ::1], _FLOAT[::1], numba.boolean, _FLOAT[:, :, :, ::1], _PAIR, _PAIR), **_OPTIONS
-)  # fmt: skip
+@kernel(numba.void(_FLOAT[:, ::1], _FLOAT[::1], numba.boolean, _FLOAT[:, :, :, ::1], _PAIR, _PAIR))
 def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped-def]
     """From 36 planes to ``rows`` of tiles of the ``images``, with bias and ReLU; as `_spread`."""
     zero = images.dtype.type(0)
@@ -167,7 +162,7 @@ def _collect(planes, bias, relu, images, rows, grid):  # type: ignore[no-untyped
                             target[z] = found[z] + b
 
 
-@kernel(numba.void(_FLOAT[:, :, :], numba.boolean, _FLOAT[:, ::1], numba.int64), **_OPTIONS)
+@kernel(numba.void(_FLOAT[:, :, :], numba.boolean, _FLOAT[:, ::1], numba.int64))
 def _spread_weights(weight, rotated, planes, lanes):  # type: ignore[no-untyped-def]
     """Write the 36 planes, whose rows are ``lanes`` long, of the weights, shape ``(rows, columns, 9)``."""
     taps = np.zeros(9 * _LANES, weight.dtype)
@@ -181,7 +176,7 @@ def _spread_weights(weight, rotated, planes, lanes):  # type: ignore[no-untyped-
             _of_weights(taps, 0, (3 * _LANES, _LANES), target, row * lanes + first, (6 * plane, plane))
 
 
-@kernel(numba.void(_FLOAT[:, ::1], _FLOAT[:, :, ::1], numba.int64), **_OPTIONS)
+@kernel(numba.void(_FLOAT[:, ::1], _FLOAT[:, :, ::1], numba.int64))
 def _collect_weights(planes, dweight, lanes):  # type: ignore[no-untyped-def]
     """The transpose of `_spread_weights`."""
     taps = np.empty(9 * _LANES, dweight.dtype)

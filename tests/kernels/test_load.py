@@ -304,16 +304,16 @@ from numba import float32, float64, int64, types
 from hpcdp import kernels
 from hpcdp.kernels.machine_code import kernel
 
-@kernel([types.void(f[::1], float64) for f in (float32, float64)], error_model="numpy")
+@kernel([types.void(f[::1], float64) for f in (float32, float64)])
 def fill(out, number):
     for i in range(out.size):
         out[i] = number
 
-@kernel(types.int64(int64), error_model="numpy")
+@kernel(types.int64(int64))
 def inner(number):
     return 2 * number
 
-@kernel(types.void(float64[::1], int64), error_model="numpy")
+@kernel(types.void(float64[::1], int64))
 def outer(out, number):
     fill(out, inner(3) + number)
 
