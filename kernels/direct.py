@@ -248,6 +248,7 @@ def _of_gradient(
     before = [max([0, *(-shift for each in axis for shift in each)]) for axis in shifts]
     after = [max([0, *(shift for each in axis for shift in each)]) for axis in shifts]
     extent = [-(-size[k] // stride[k]) for k in (0, 1)]
+    results = [(size[k] + 2 * padding[k] - kernel[k]) // stride[k] + 1 for k in (0, 1)]
     high, wide = (before[k] + extent[k] + after[k] for k in (0, 1))
     step = _step((high, wide))
     places = _sums_of((np.arange(extent[0]) + before[0]) * wide, np.arange(extent[1]) + before[1])
@@ -256,7 +257,8 @@ def _of_gradient(
     chosen = [_sums_of(np.array(rows, np.int64) * kernel[1], columns) for rows in seen[0] for columns in seen[1]]
     tables = _filled(places), np.concatenate(taps), np.cumsum([0, *(each.size for each in taps)])
     how = (high, wide), (1, 1), (before[0], before[1])
-    return _Layout(channels, step, how, tables, any(before + after)), np.concatenate(chosen)
+    is_padded = any(before + after) or extent != results  # where no patch reaches the end of the input
+    return _Layout(channels, step, how, tables, is_padded), np.concatenate(chosen)
 
 
 def _room(channels: int, depth: int) -> np.ndarray:

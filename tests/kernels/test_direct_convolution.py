@@ -1,5 +1,7 @@
 """Convolution without unfolding against the plain one in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ CASES = [  # batch, in channels, (height, width), out channels, kernel, stride, 
     (1, 2, (40, 33), 33, (3, 3), (1, 1), (1, 1)),  # more positions than at once
     (2, 7, (4, 17), 12, (3, 1), (1, 3), (4, 1)),  # more padding than kernel
     (1, 40, (12, 34), 16, (3, 3), (1, 2), (0, 1)),
+    (2, 16, (19, 21), 24, (2, 2), (2, 2), (0, 0)),  # a line and a column at the end that no patch sees
 ]
 ACCURACY = 3e-6
 """Of the largest element."""
@@ -57,10 +60,7 @@ def stale_memory(monkeypatch):
     monkeypatch.setattr(direct, "_aligned", full)
 
 
-@pytest.mark.usefixtures("stale_memory")
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_pass_is_that_of_the_plain_convolution(case, relu):
+def check(case, relu):
     direct, steps = kernels.load("direct"), case[-2:]
     x, weight, bias, gy = arrays(case)
     found = [np.full_like(each, np.nan) for each in (gy, x, weight)]
@@ -71,6 +71,22 @@ def test_each_pass_is_that_of_the_plain_convolution(case, relu):
     _, dx, dweight, _ = in_doubles(x, weight, bias, gy, *steps, False)
     for ours, plain in zip(found, (out, dx, dweight), strict=True):
         assert_close(ours, plain)
+
+
+@pytest.mark.usefixtures("stale_memory")
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_pass_is_that_of_the_plain_convolution(case, relu):
+    check(case, relu)
+
+
+@pytest.mark.usefixtures("stale_memory")
+@pytest.mark.parametrize("kernel", range(1, 5))
+@pytest.mark.parametrize("stride", range(1, 4))
+def test_no_pass_reads_what_was_in_its_memory_before(kernel, stride):
+    for size, padding in itertools.product(range(4, 9), range(3)):
+        check((1, 2, (size, 5), 3, (kernel, 1), (stride, 1), (padding, 0)), relu=False)
+        check((1, 2, (5, size), 3, (1, kernel), (1, stride), (0, padding)), relu=False)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
