@@ -39,9 +39,11 @@ def alike(operation: str, x: Array, *others: Array | None) -> Any:
 
 
 def contiguous(gy: Array) -> Array:
-    """``gy`` itself, or its elements in C order."""
-    is_so = type(gy) is np.ndarray and gy.flags.c_contiguous
-    return gy if is_so else array_namespace(gy).ascontiguousarray(gy)
+    """``gy`` itself, or a copy: the kernels take memory in C order that may be written, which a file's may not be."""
+    if type(gy) is np.ndarray and gy.flags.carray:
+        return gy
+    xp = array_namespace(gy)
+    return np.require(gy, requirements="CAWE") if xp is np else xp.ascontiguousarray(gy)
 
 
 def refreshed(copy: Array, x: Array) -> list[Call]:

@@ -1,5 +1,7 @@
 """Operations of networks: gradients against central differences, values and gradients against PyTorch, errors."""
 
+import tempfile
+
 import numpy as np
 import pytest
 import standin
@@ -286,3 +288,34 @@ def test_an_empty_batch_goes_forward_and_back(name):
     assert x.grad.shape == x.shape
     for each in parameters:
         np.testing.assert_array_equal(each.grad, np.zeros(each.shape))
+
+
+def read_only(x):
+    x = x.copy()
+    x.setflags(write=False)
+    return x
+
+
+def unaligned(x):
+    return np.frombuffer(b"?" + x.tobytes(), x.dtype, offset=1).reshape(x.shape)
+
+
+def in_a_file(x):
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(f"{folder}/x.npy", x)
+        return np.load(f"{folder}/x.npy", mmap_mode="r")
+
+
+@pytest.mark.parametrize("given", [read_only, unaligned, in_a_file])
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_operands_and_heads_may_be_what_nobody_can_write(name, given):
+    values = [IMAGES, *(RNG.standard_normal(shape) for shape in PARAMETERS.get(name, []))]
+    found = []
+    for form in (given, np.copy):
+        operands = [leaf(form(value)) for value in values]
+        with autograd.record():
+            y = OF_IMAGES[name](*operands)
+        y.backward(form(np.cos(np.arange(y.size, dtype=y.dtype)).reshape(y.shape)))
+        found.append([y.data, *(each.grad for each in operands)])
+    for ours, plain in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, plain)
