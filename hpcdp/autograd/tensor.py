@@ -8,12 +8,26 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, array_namespace, to_host
-from ..errors import HpcdpError, UnsupportedError
+from ..errors import HpcdpError, UnsupportedError, shortened
 from .modes import modes
 from .registry import Again
 from .tape import Node, Pullback, backward
 
 GRAD_REQS = ("write", "add", "null")
+
+
+def _numbers(data: Any) -> np.ndarray:
+    """Numbers, or nested sequences of them, as float32."""
+    remedy = None
+    try:
+        numbers = np.asarray(data, np.float32)
+    except (TypeError, ValueError):
+        pass
+    else:
+        if not np.isnan(numbers).any() or not any(each is None for each in np.asarray(data, object).flat):
+            return numbers
+        remedy = "leave out an input that is optional"  # NumPy makes NaN of it
+    raise HpcdpError("Tensor", expected="an array, or numbers", got=shortened(repr(data), 40), remedy=remedy)
 
 
 class Tensor:
@@ -37,12 +51,8 @@ class Tensor:
         if type(data) is not np.ndarray:
             if isinstance(data, Tensor):
                 data = data.data
-            elif data is None:  # NumPy makes NaN of it
-                raise HpcdpError(
-                    "Tensor", expected="an array, or numbers", got="None", remedy="leave out an input that is optional"
-                )
             elif not hasattr(data, "__array_namespace__") and not hasattr(data, "dtype"):
-                data = np.asarray(data, np.float32)
+                data = _numbers(data)
         self.data: Array = data
         self.grad: Array | None = None
         self.grad_req = "null"

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
-from ..errors import ConfigError, DataError, UnsupportedError
+from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels import reference_cross_entropy
 from ..kernels.capture import fill
 from .half import in_float32
@@ -104,11 +104,14 @@ def l2_loss(predictions: Any, targets: Any) -> Tensor:
     return halves if halves.ndim < 2 else halves.mean(axis=tuple(range(1, halves.ndim)))
 
 
-def require_per_sample(operation: str, losses: Tensor, count: int) -> None:
-    """Raises `ConfigError` unless ``losses`` are those of ``count`` samples, shape ``(count,)``.
+def require_per_sample(operation: str, losses: object, count: int) -> None:
+    """Raises `ConfigError` unless ``losses`` are those of ``count`` samples, a tensor of shape ``(count,)``.
 
     Their gradients are summed and divided by the number of samples, so that others would train at another rate.
     """
+    if not isinstance(losses, Tensor):
+        got, remedy = type_named(losses), "return what operators of nn.functional or autograd give"
+        raise ConfigError(operation, where="loss", expected="a Tensor", got=got, remedy=remedy)
     shape = tuple(losses.shape)
     if shape != (count,):
         remedy = "take the mean of each sample" if shape else "leave out .mean() or .sum()"

@@ -43,7 +43,7 @@ def contiguous(gy: Array) -> Array:
     if type(gy) is np.ndarray and gy.flags.carray:
         return gy
     xp = array_namespace(gy)
-    return np.require(gy, requirements="CAWE") if xp is np else xp.ascontiguousarray(gy)
+    return np.require(gy, requirements=("C", "A", "W")) if xp is np else xp.ascontiguousarray(gy)
 
 
 def refreshed(copy: Array, x: Array) -> list[Call]:

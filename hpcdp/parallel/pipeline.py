@@ -235,9 +235,9 @@ class Pipeline(Module):
             for each in _floats(inputs) if part.before is not None else ():
                 each.attach_grad()
             outputs = tuple(map(_recorded, _several(part.module(*inputs))))
-            losses = None if part.after is not None else self._loss(_alone(outputs), y)
-        if losses is None:
-            assert part.after is not None
+            if part.after is None:
+                losses = self._loss(_alone(outputs), y)
+        if part.after is not None:
             part.after[0].send(_arrays(outputs))
             part.kept[micro] = inputs, outputs
             return 0.0

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import standin
@@ -17,9 +19,19 @@ def test_arrays_are_kept_and_lists_become_float32():
     assert Tensor(device).data is device
 
 
-def test_none_is_refused_and_not_nan():
-    with pytest.raises(HpcdpError, match=r"^Tensor: expected an array, or numbers, got None; leave out an input"):
-        Tensor(None)
+@pytest.mark.parametrize("given", [None, [None], [[1.0, None]]])
+def test_none_is_refused_and_not_nan(given):
+    said = f"Tensor: expected an array, or numbers, got {given}; leave out an input that is optional"
+    with pytest.raises(HpcdpError, match=f"^{re.escape(said)}$"):
+        Tensor(given)
+    assert np.isnan(Tensor([np.nan, 1.0]).data).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("given", ["a", {}, [[1], [2, 3]], [1, "b"], object()])
+def test_what_is_no_array_is_said_in_a_line(given):
+    with pytest.raises(HpcdpError, match=r"^Tensor: expected an array, or numbers, got ") as caught:
+        Tensor(given)
+    assert "\n" not in str(caught.value)
 
 
 def test_it_looks_like_an_array():

@@ -511,3 +511,13 @@ def test_a_loss_that_is_not_per_sample_is_refused(n, loss, got):
 
     with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected one a sample, shape \(1,\), got {got}"):
         threads.run(n, rank)
+
+
+@pytest.mark.parametrize(("loss", "got"), [(lambda *_: None, "a NoneType"), (lambda *_: 0.5, "a float")])
+def test_a_loss_that_is_no_tensor_is_refused(loss, got):
+    def rank(world):
+        net = Pipeline(stages(2), loss, world, micro_batches=22)
+        net.step(Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas), *batch(0, net.replicas.rank))
+
+    with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected a Tensor, got {got}; return what "):
+        threads.run(2, rank)

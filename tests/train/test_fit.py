@@ -222,6 +222,19 @@ def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count,
         threads.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
 
 
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda *_: None, "a NoneType"),
+        (lambda *_: 0.5, "a float"),
+        (lambda scores, y: PER_SAMPLE(scores, y).data, "a ndarray"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_is_refused(loss, got):
+    with pytest.raises(ConfigError, match=rf"^fit \[loss\]: expected a Tensor, got {got}; return what "):
+        threads.run(2, lambda world: fitted(world, loss, [[0, 1]]))
+
+
 def test_losses_of_one_sample_and_of_none_are_per_sample():
     threads.run(2, lambda world: fitted(world, PER_SAMPLE, [[0], [1, 2, 3]] if world.rank else [[4]]))
     net = nn.Sequential(nn.Dense(5, 3), SyncBatchNorm(3))  # by which ranks without samples compute, too

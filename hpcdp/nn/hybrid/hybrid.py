@@ -149,7 +149,8 @@ class Hybrid:
                 return known.traced
         raise ConfigError(
             "hybridize", where=type(self._module).__name__, expected="a call before, outside of record()",
-            got="none since the module was made or changed", remedy="call net(x) once",
+            got="none since the module was made or changed",
+            remedy="call net(x), and again if that call has found out shapes",
         )  # fmt: skip
 
     def with_other_batches(self, graph: Graph) -> Graph:
