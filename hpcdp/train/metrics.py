@@ -232,11 +232,12 @@ class MetricsLog:
 
     def _write_events(self, record: Record) -> None:
         from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.summary import scalar
+        from tensorboardX.proto.summary_pb2 import Summary
 
         for name in _TAGS[record["kind"]]:
             if name in record:
-                event = Event(wall_time=time.time(), step=record["step"], summary=scalar(name, record[name]))
+                value = Summary.Value(tag=name, simple_value=record[name])
+                event = Event(wall_time=time.time(), step=record["step"], summary=Summary(value=[value]))
                 self._events.write_event(event)
         self._events.flush()
 

@@ -124,13 +124,17 @@ def test_read_metrics_leaves_out_a_torn_last_line_only(tmp_path):
         read_metrics(path)
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path):
+def test_numbers_that_json_lacks_become_null(tmp_path, caplog):
     log = MetricsLog(tmp_path)
     log.write(record(1, samples_per_s=math.inf) | {"loss": math.nan})
     log.close()
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["samples_per_s"] is None
+    numbers = {v.tag: v.simple_value for e in events(tmp_path) for v in e.summary.value}
+    assert math.isnan(numbers["loss"])
+    assert numbers["samples_per_s"] == math.inf
+    assert not caplog.records  # the progress says it, with the step
 
 
 def test_tensorboard_events_hold_the_same_numbers(tmp_path):

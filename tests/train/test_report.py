@@ -187,7 +187,7 @@ TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"epoch": "two", "loss": SCRIPT, "step": 1}, "a record 9 whose 'epoch' is 'two', not a number"),
+        ({"epoch": "two", "loss": SCRIPT, "step": 1}, "got record 9, whose 'epoch' is 'two', not a number"),
         ({"epoch": None}, "'epoch' is None, not a number"),
         ({"step": [1]}, "'step' is [1], not a number"),
         ({"kind": ["epoch"]}, "'kind' is ['epoch'], not a text"),
