@@ -221,8 +221,9 @@ def load(name: str) -> ModuleType:
     """The Numba kernels of ``hpcdp/kernels/<name>.py``, each compiled at most once a node for its arguments' types.
 
     May be called by any thread of any rank, alone. The first call in a process takes 0.3 s (Numba's import), that of a
-    kernel a few milliseconds, and on a machine where it is new its compilation, which rank 0 says on standard error. A
-    process that waits for another's compilation says so after 5 s, and after 120 s compiles for itself.
+    kernel a few milliseconds, and on a machine where it is new its compilation, by this process or another. Rank 0 says
+    on standard error when it first compiles or waits, and after 5 s that it waits for another process; a kernel that
+    others have compiled before it asks is read without a word. After 120 s a process that waits compiles for itself.
 
     Where machine code cannot be kept, every process compiles for itself, after one warning on rank 0.
 

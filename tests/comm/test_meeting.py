@@ -19,9 +19,10 @@ def test_no_rank_goes_on_before_the_last_one_has_come():
         world.barrier()
         if world.rank == late:
             time.sleep(0.3)
-        before_s = time.monotonic()
+        came_s = time.monotonic()  # one clock for all of a machine
         meeting.meet()
-        assert (time.monotonic() - before_s > 0.2) == (world.rank != late)
+        came, went = zip(*world.comm.allgather_json((came_s, time.monotonic())), strict=True)
+        assert min(went) >= max(came)
 
 
 def test_without_pmix_nothing_is_waited_for(monkeypatch):

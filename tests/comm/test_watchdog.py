@@ -246,8 +246,9 @@ def test_what_is_waited_for_is_named_by_who_knows():
                 gone.kill()
                 gone.wait()
                 with dog.watching("update", lambda: "bucket 3 (a, b; 12 bytes)", lambda: [0, 1]):
-                    time.sleep(0.8)
-                time.sleep(0.1)
+                    deadline = time.monotonic() + 30
+                    while "\n" not in reports[0].getvalue() and time.monotonic() < deadline:
+                        time.sleep(0.01)
             finally:
                 for each in (gone, stopped):
                     each.kill()

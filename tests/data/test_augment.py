@@ -136,7 +136,7 @@ def shrinks(image, rng):
         (lambda: Augmentation(RandomCrop(8))(IMAGES, ALL, 0), r"at least 8 pixels, got samples of shape \(3, 9, 7\)"),
         (lambda: Augmentation(RandomFlip())(np.zeros((4, 9)), np.arange(4), 0), r"images .*, got samples .*\(9,\)"),
         (
-            lambda: Augmentation(forgets)(IMAGES, ALL, 0),
+            lambda: Augmentation(forgets)(IMAGES.copy(), ALL, 0),
             r"\[forgets\]: expected an array .*, got a None",
         ),
         (

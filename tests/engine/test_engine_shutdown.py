@@ -11,10 +11,11 @@ from hpcdp.errors import ConfigError
 
 
 def test_shutdown_ends_threads_and_releases_waiters():
-    engine, gate = Engine(lanes=("ending",)), threading.Event()
+    engine, begun, gate = Engine(lanes=("ending",)), threading.Event(), threading.Event()
     var = engine.variable("v")
-    engine.push(gate.wait, lane="ending")
+    engine.push(lambda: (begun.set(), gate.wait()), lane="ending")
     engine.push(lambda: None, writes=[var], lane="ending")
+    assert begun.wait(30)  # what has not begun would be dropped
     closer = threading.Thread(target=engine.shutdown)
     closer.start()
     with pytest.raises(ConfigError, match="got a shutdown"):

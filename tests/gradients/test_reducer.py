@@ -117,7 +117,7 @@ def test_the_states_of_a_bucket_can_be_seen():
         write(params, world.rank, 0, order=[4])
         seen.append(made.buckets[0].state)
         began = time.monotonic()
-        while made.buckets[0].state is not State.REDUCED and time.monotonic() - began < 10:
+        while made.buckets[0].state is not State.REDUCED and time.monotonic() - began < 30:
             time.sleep(0.001)
         seen.append(made.buckets[0].state)
         seen.append(made.buckets[-1].state)

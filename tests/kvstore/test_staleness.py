@@ -114,6 +114,8 @@ def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, mon
         store = kvstore.create("dist_async", world, staleness=1)
         store.init("w", np.zeros(3))
         store.set_optimizer(optim.SGD(lr=0.1))
+        store.push("w", np.ones(3))  # may compile
+        store.barrier()
         for _ in range(3):
             if world.rank == 1:
                 time.sleep(0.5)
@@ -122,7 +124,7 @@ def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, mon
         return store.statistics()["waited_s"]
 
     waited = threads.run(ranks, one, per_node, num_servers, serve)
-    assert waited[1] < 0.3 < waited[0]
+    assert waited[1] < 0.1 < waited[0]
     said = capfd.readouterr().err
     assert f"rank 0 of {ranks}: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
 
@@ -199,6 +201,7 @@ def test_a_bound_goes_on_behind_a_call_of_all_ranks():
         store = kvstore.create("dist_async", world, staleness=1)
         store.init("w", np.zeros(4))
         store.set_optimizer(optim.SGD(lr=1.0))
+        store.push("w", np.ones(4))  # may compile
         for _ in range(3):
             hpcdp.allreduce(np.ones(3), world=world)
             if world.rank == 1:
@@ -208,7 +211,7 @@ def test_a_bound_goes_on_behind_a_call_of_all_ranks():
         return store.statistics()["waited_s"]
 
     waited = threads.run(2, one)
-    assert waited[0] > 0.3 > waited[1]
+    assert waited[0] > 0.1 > waited[1]
 
 
 @pytest.mark.parametrize("meet", ["allreduce", "barrier"])

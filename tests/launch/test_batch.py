@@ -88,7 +88,7 @@ def test_a_job_without_a_status_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("signals", "status"), [(["SIGTERM"], 143), (["SIGUSR1"], 3), (["SIGHUP"], 3)])
 def test_signals_are_left_for_the_job(signals: list[str], status: int, tmp_path: Path) -> None:
-    code = f"""
+    code = f'''
 import signal, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -96,10 +96,16 @@ from test_batch import Batch
 from hpcdp.launch import batch
 from hpcdp.launch.job import Plan
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-job = "import os, time; time.sleep(1); open('status', 'w').write('3'); open('../seen', 'w').write(str(os.listdir()))"
+job = """
+import os, time
+while not os.path.exists('../go'):
+    time.sleep(0.01)
+open('status', 'w').write('3')
+open('../seen', 'w').write(str(os.listdir()))
+"""
 folder = Path({str(tmp_path / "job")!r})
 sys.exit(batch.run(Plan([]), folder, lambda: Batch(folder, job)))
-"""
+'''
     process = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 30
     while not (tmp_path / "job").exists():
@@ -108,6 +114,11 @@ sys.exit(batch.run(Plan([]), folder, lambda: Batch(folder, job)))
     time.sleep(0.3)
     for name in signals:
         process.send_signal(signal.Signals[name])
+    while signals == ["SIGUSR1"] and not (tmp_path / "job" / "SIGUSR1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if status == 3:
+        (tmp_path / "go").touch()
     assert process.wait(30) == status
     if status == 3:
         assert ("SIGUSR1" in (tmp_path / "seen").read_text()) == (signals == ["SIGUSR1"])

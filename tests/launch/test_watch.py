@@ -156,7 +156,8 @@ def test_ends_are_seen_in_their_order_and_what_a_rank_starts_is_no_rank() -> Non
     assert [(end.rank, end.pid) for end in ends] == [(2, pids[2]), (1, pids[1]), (0, pids[0])]
     for end, status in zip(ends, (128 + signal.SIGTERM, 3, 0), strict=True):
         assert end.exit_status == status
-    assert all(0.1 < later.at_s - sooner.at_s < 3 for sooner, later in itertools.pairwise(ends))
+    assert all(0 <= later.at_s - sooner.at_s < 20 for sooner, later in itertools.pairwise(ends))
+    assert ends[-1].at_s - ends[0].at_s > 0.1  # of 0.6
 
 
 def test_without_proc_nothing_is_known_and_the_wait_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

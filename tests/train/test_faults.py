@@ -249,7 +249,7 @@ def test_ranks_whose_models_differ_are_told_alike(ranks_are, tmp_path):
     assert first.format("(6, 400) float64") in said["dtypes"]
     assert re.search(r"expected 0\.weight .* as on rank 0, got 3\.bias .* on rank 2", said["order"])
     assert re.search(r"expected 3\.weight .*3.* as on rank 0, got 3\.weight .*400, 400.* on rank 2", said["number"])
-    assert max(took for rank in everyone for _, took in rank.values()) < 5
+    assert max(took for rank in everyone for _, took in rank.values()) < 30
 
 
 def test_a_trainer_that_some_ranks_do_not_make_is_a_hang_that_names_them(tmp_path):
