@@ -167,15 +167,24 @@ def test_unused_parameters_are_named_once_where_asked():
     assert threads.run(1, rank)[0] == ["rank 0: no gradient for sometimes.weight, sometimes.bias: counted as zero"]
 
 
+NOT_FINITE = {
+    "ignore": ([True, False, False], 0, 3),
+    "count": ([True, False, False], 2, 3),
+    "skip": ([True, True, True], 1, 2),
+    "raise": ([True, True, True], 1, 2),
+}
+"""What is finite after each of three steps, how many were not, and how many updates there were."""
+
+
 @pytest.mark.parametrize(
-    ("layout", "bad", "overlap"),
-    pairs([(1, None), (3, None), (3, 1), (4, 2)], [np.nan, np.inf, -np.inf], [False, True]),
+    ("layout", "nonfinite", "bad", "overlap"),
+    pairs([(1, None), (3, None), (3, 1), (4, 2)], NOT_FINITE, [np.nan, np.inf, -np.inf], [False, True]),
 )
-def test_gradients_that_are_not_finite(layout, bad, overlap):
+def test_gradients_that_are_not_finite(layout, nonfinite, bad, overlap):
     """On one rank only, in the second of three steps; each rank counts, skips or raises alike."""
     n, nodes = layout
 
-    def rank(world, nonfinite):
+    def rank(world):
         net = Net()
         trainer = hpcdp.Trainer(
             net.parameters(), optim.SGD(lr=0.1), world, bucket_cap_mb=0.006, overlap=overlap,
@@ -196,13 +205,7 @@ def test_gradients_that_are_not_finite(layout, bad, overlap):
             finite.append(all(np.isfinite(np.array(param.data)).all() for param in net.parameters()))
         return finite, trainer.num_nonfinite, trainer.step_count
 
-    for nonfinite, wanted in {
-        "ignore": ([True, False, False], 0, 3),
-        "count": ([True, False, False], 2, 3),
-        "skip": ([True, True, True], 1, 2),
-        "raise": ([True, True, True], 1, 2),
-    }.items():
-        assert threads.run(n, lambda world, k=nonfinite: rank(world, k), nodes) == [wanted] * n
+    assert threads.run(n, rank, nodes) == [NOT_FINITE[nonfinite]] * n
 
 
 def test_a_loss_scale_is_divided_out():
