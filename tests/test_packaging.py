@@ -108,7 +108,7 @@ def test_the_wheel_works_without_the_source(built: Path, tmp_path: Path) -> None
     link_dependencies(Path(sysconfig.get_path("purelib", "venv", {"base": str(tmp_path / "venv")})))
     smoke = subprocess.run([python, "-c", SMOKE], cwd=tmp_path, capture_output=True, text=True)
     assert smoke.returncode == 0, smoke.stderr
-    train = [tmp_path / "venv" / "bin" / "hpcdp", "train", "mlp", "--ranks", "2", "--epochs", "1"]
+    train = [tmp_path / "venv" / "bin" / "hpcdp", "train", "mlp", "--ranks", "1", "--epochs", "1"]
     done = subprocess.run(train, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "test accuracy" in done.stdout

@@ -210,8 +210,8 @@ def job(*programs, **environ):
 @pytest.mark.parametrize(
     ("workers", "servers", "per_node", "idle_s"),
     [
-        (3, 2, 2, 4.5),  # longer than the limit of a call: servers that idle are in none
-        *(pytest.param(*each, 0, marks=pytest.mark.thorough) for each in ((2, 1, None), (1, 1, 1))),
+        (3, 1, 2, 4.5),  # longer than the limit of a call: servers that idle are in none
+        *(pytest.param(*each, 0, marks=pytest.mark.thorough) for each in ((2, 1, None), (1, 1, 1), (3, 2, 2))),
     ],
 )
 def test_processes_form_both_worlds(workers, servers, per_node, idle_s):

@@ -196,7 +196,7 @@ def test_calls_that_end_are_no_hang_however_many():
         begin = time.monotonic()
         last = False
         while not last:
-            last = allreduce(np.array([time.monotonic() - begin > 1.6], "i4"), "min", world)[0] == 1
+            last = allreduce(np.array([time.monotonic() - begin > 1.2], "i4"), "min", world)[0] == 1
         dog.end()
 
     threads.run(2, rank)
@@ -328,12 +328,28 @@ def test_a_rank_that_misses_a_first_call_is_told():
     assert re.search(r"rank 1 \(host .*\) has not come", reports[0].getvalue())
 
 
+def test_ranks_in_different_calls_are_a_hang():
+    reports = {}
+
+    def rank(world):
+        for algorithm in ("shared", "ring"):  # whose kernels are loaded
+            allreduce(np.ones(7), "max", world, algorithm)
+        watched(world, 0.3, reports)
+        if world.rank:
+            allreduce(np.ones(4), world=world, algorithm="shared")
+        allreduce(np.ones(7), "max", world, "ring")
+
+    with pytest.raises(WorldAborted):
+        threads.run(2, rank)
+    said = "".join(report.getvalue() for report in reports.values())
+    assert re.search(r"rank (0 of 2: allreduce of 7|1 of 2: allreduce of 4) float64 has not ended in 0\.3 s", said)
+    assert "the job ends now" in said
+
+
+@pytest.mark.thorough  # as those of test_faults
 @pytest.mark.parametrize(
     "call",
-    [
-        pytest.param("if world.rank: time.sleep(60)", marks=pytest.mark.thorough),  # as loops in test_faults
-        "world.rank and hpcdp.allreduce(numpy.ones(4))",
-    ],
+    ["if world.rank: time.sleep(60)", "world.rank and hpcdp.allreduce(numpy.ones(4))"],
 )
 def test_real_ranks_end_within_the_limit(call, tmp_path):
     script = tmp_path / "hang.py"

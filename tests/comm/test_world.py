@@ -127,13 +127,6 @@ def test_every_way_of_sharing_and_virtual_nodes(sharing, per_node, world, monkey
     other.kept[Watchdog].end()
 
 
-def test_virtual_nodes_are_what_the_environment_says():
-    code = "world = hpcdp.init(); print(world.comm.allgather_json([world.node, world.local_rank]))"
-    result = launched(3, f"import hpcdp; {code}", HPCDP_RANKS_PER_NODE="2")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "[[0, 0], [0, 1], [1, 0]]\n" * 3
-
-
 def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback():
     result = launched(
         2,
@@ -218,16 +211,24 @@ THREAD_LEAVES = "from threading import Thread; t = Thread(target=lambda: sys.exi
 @pytest.mark.parametrize(
     ("leaves", "status"),
     [
-        ("sys.exit(75)", 75),
-        pytest.param("sys.exit(0)", 0, marks=pytest.mark.thorough),  # as of the test above
+        # As in the last test.
+        *(pytest.param(f"sys.exit({each})", each, marks=pytest.mark.thorough) for each in (0, 75)),
         (f"{THREAD_LEAVES}; raise SystemExit(4)", 4),
     ],
 )
 def test_ranks_that_all_leave_end_as_they_would(leaves, status):
-    """Threads that leave end themselves alone."""
-    code = f"import sys, time, hpcdp; world = hpcdp.init(); time.sleep(world.rank / 5); {leaves}"
-    result = launched(3, f"import atexit; atexit.register(lambda: print('at its end'))\n{code}")
-    assert (result.returncode, result.stdout) == (status, "at its end\n" * 3), result.stderr
+    """Threads that leave end themselves alone. And virtual nodes are what the environment says."""
+    code = f"""
+        import atexit, sys, time, hpcdp
+        places = []
+        atexit.register(lambda: print(places))
+        world = hpcdp.init()
+        places += world.comm.allgather_json([world.node, world.local_rank])
+        time.sleep(world.rank / 5)
+        {leaves}
+        """
+    result = launched(3, code, HPCDP_RANKS_PER_NODE="2")
+    assert (result.returncode, result.stdout) == (status, "[[0, 0], [0, 1], [1, 0]]\n" * 3), result.stderr
     assert "has left" not in result.stderr and "Traceback" not in result.stderr
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LONG = re.compile(
     "python examples/|--predict|hpcdp tune|--reproducible|--compression|--staleness|lenet .* --epochs|--resume auto"
-    "|bench allreduce .* -f|bench bandwidth|launch -n 2 -- hpcdp bench|hpcdp train mlp .* --epochs 5"
+    "|bench allreduce .* (-f|--csv)|bench bandwidth|launch -n 2 -- hpcdp bench|hpcdp train mlp .* --epochs 5"
     "|mpirun .* hpcdp train"
 )
 """Commands of several seconds, whose parts other tests run."""
@@ -86,14 +86,9 @@ for name in sys.argv[1:]:
 """One after the other in one process, for its imports take most of the time."""
 
 
-def start_pages(n, names, folder):
-    (folder / "programs.py").write_text(PROGRAMS)
-    run(f"hpcdp launch -n {n} -- python programs.py {' '.join(names)}", folder)
-
-
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n, tmp_path):
-    """Those of collectives, stores and compression; of checkpoints, and of stopping, first on one rank."""
+def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n, tmp_path, monkeypatch):
+    """Those of collectives, stores and compression; of checkpoints, and of stopping, first on one thread."""
     stores, (compression,), (checkpoints,), training = (
         python_blocks(ROOT / "docs" / f"{name}.md") for name in ("kvstore", "compression", "checkpoints", "training")
     )
@@ -101,21 +96,24 @@ def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n
     (stopping,) = [block for block in training if "Checkpoints(" in block]
     assert "epochs=3" in stopping
     ending = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        start_code(checkpoints.replace('"checkpoints"', '"saved"').replace(STEP, ending), "checkpoints", 1)
+    assert not ended.value.code
+    start_code(stopping.replace("epochs=3", "epochs=2"), "stopping", 1)
+    assert [each.name for each in (tmp_path / "saved").glob("step-*")] == ["step-0000000010"]
+    assert (tmp_path / "checkpoints" / "step-0000000016").exists()
     programs = {
+        "programs.py": PROGRAMS,
         "page.py": "\n".join(
             [*(each for each in COLLECTIVES if not each.startswith("# hpcdp/")), *stores, compression]
         ),
         "checkpoints.py": checkpoints.replace('"checkpoints"', '"saved"'),
-        "checkpoints_ended.py": checkpoints.replace('"checkpoints"', '"saved"').replace(STEP, ending),
         "stopping.py": stopping,
-        "stopping_ended.py": stopping.replace("epochs=3", "epochs=2"),
     }
     for name, code in programs.items():
         (tmp_path / name).write_text(code)
-    start_pages(1, ["checkpoints_ended.py", "stopping_ended.py"], tmp_path)
-    assert [each.name for each in (tmp_path / "saved").glob("step-*")] == ["step-0000000010"]
-    assert (tmp_path / "checkpoints" / "step-0000000016").exists()
-    start_pages(n, ["page.py", "checkpoints.py", "stopping.py"], tmp_path)
+    run(f"hpcdp launch -n {n} -- python programs.py page.py checkpoints.py stopping.py", tmp_path)
     assert (tmp_path / "saved" / "step-0000000020" / "manifest.json").exists()
     names = sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*"))
     assert names == ["step-0000000016", "step-0000000020", "step-0000000024"]

@@ -74,12 +74,13 @@ def test_a_gpu_without_cupy(driver: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert finding.remedy.startswith("pip install 'hpcdp[cuda12]'")
 
 
-def test_versions_and_places(driver: None, cupy: Path) -> None:
+def test_versions_and_places(driver: None, cupy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "cuda_aware", lambda: "no, it says")
     assert gpus.shown() == {
         "GPU": "0: NVIDIA H200 at 0000:3b:00.0",
         "GPU driver": "for CUDA up to 12.8",
         "CuPy": "14.2.0 NCCL 2.25.1",
-        "CUDA-aware MPI": gpus.cuda_aware(),
+        "CUDA-aware MPI": "no, it says",
     }
 
 

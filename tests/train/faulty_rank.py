@@ -129,15 +129,19 @@ def stops_in_an_update(world, options):
     return [result.tobytes().hex() for result in results]
 
 
-def loops(world, options):
+def loops_and_stops(world, options):
+    """Rank 1 loops, and the last rank is stopped."""
+
     def loops_for_ever():
         while True:
-            pass
+            time.sleep(0.001)  # the cores are others'
 
     def before(step, net):
         if step == 4 and world.rank == 1:
             note_time()
             loops_for_ever()
+        if step == 4 and world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     train_for_ever(world, options, before)
 
@@ -157,7 +161,7 @@ def ends_early(world, options):
 
 
 def comes_late(world, options):
-    """Rank 1 lets the others wait, twice, which is no fault."""
+    """Rank 1 lets the others wait, twice, which is no fault; and at the end rank 0 alone waits for the last updates."""
 
     def dawdles():
         time.sleep(1.4)
@@ -167,7 +171,12 @@ def comes_late(world, options):
         if world.rank == 1:
             dawdles()
         result = allreduced(world)
-    return result
+    net, params = model(width=1024, depth=3)
+    trainer = trainer_of(params, world, overlap=True)
+    for step in range(3):
+        backward(net, *batch(step, world.rank, 8))
+        trainer.step(8)
+    return result, world.rank == 0 and bool(np.isfinite(values(params)).all())
 
 
 def other_models(world, options):

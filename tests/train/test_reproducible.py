@@ -1,11 +1,6 @@
 """The same bits on any number of ranks and nodes: what is trained, and what is measured."""
 
-import json
-import os
-import subprocess
-import sys
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,27 +124,3 @@ def test_records_of_fit_and_evaluation_are_alike_on_any_number_of_ranks():
 def test_real_ranks_have_the_bits_of_one():
     found = epoch(hpcdp.init(), clip_norm=0.5)
     assert found == threads.run(1, lambda world: epoch(world, clip_norm=0.5))[0]
-
-
-@pytest.mark.slow
-def test_the_loss_curve_of_a_command_is_the_same_on_real_ranks(tmp_path):
-    """LeNet's on up to 8 of them: ``python -m hpcdp.benchmarks.reproducible``."""
-
-    def curve(ranks, *flags, per_node=None):
-        folder = tmp_path / f"{ranks}-{per_node}"
-        mine = ("OMPI_", "PMIX_", "PMI_", "HPCDP_RANKS")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
-        if per_node:
-            environment["HPCDP_RANKS_PER_NODE"] = str(per_node)
-        command = [sys.executable, "-m", "hpcdp.cli", "train", "mlp", "--reproducible", "--batch-size", "128"]
-        command += ["--data", "digits", "--epochs", "1", "--clip-norm", "5"]
-        command += ["--ranks", str(ranks), "--run-dir", str(folder), *flags]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        names = ("kind", "step", "loss", "accuracy", "test_loss", "test_accuracy")
-        return [[each.get(name) for name in names] for each in records if each["kind"] in ("step", "epoch")]
-
-    wanted = curve(1)
-    assert len(wanted) > 1
-    assert curve(3, "--owner", "rank", per_node=2) == wanted

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from train_command import RUN, ranks_in, start, train
+from train_command import ENVIRONMENT, RUN, start, train, train_on_threads
 
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.launch import watch
@@ -22,33 +22,74 @@ def numbers(run_dir: Path) -> list[list[object]]:
     return [[record.get(name) for name in SAME] for record in read_metrics(run_dir / "metrics.jsonl")]
 
 
-def started(folder: Path, *arguments: str, epochs: int) -> subprocess.Popen[str]:
-    """A run that has done so many epochs."""
-    process = start(folder, *arguments)
-    deadline = time.monotonic() + 90
-    assert process.stdout is not None
-    while process.stdout.readline()[:6] != "epoch " or (epochs := epochs - 1):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-    return process
+PLANTED = """
+import os, signal, time
+from pathlib import Path
+from hpcdp.launch.inside import launched_rank
+
+def waits_for_the_signal():
+    noted, came = signal.getsignal(signal.SIGUSR1), []
+    signal.signal(signal.SIGUSR1, lambda *signals: (noted(*signals), came.append(signals)))
+    Path("reached").touch()
+    while not came:
+        time.sleep(0.01)
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if launched_rank() == 1:
+    from hpcdp.train.bucket_trainer import BucketTrainer
+
+    step = BucketTrainer.step
+
+    def stepping(self, count):
+        if self.step_count == int(os.environ["AT"]):
+            globals()[os.environ["RANK_1"]]()
+        return step(self, count)
+
+    BucketTrainer.step = stepping
+"""
+
+
+def planted(folder: Path, what: str, at: int, *arguments: str) -> subprocess.Popen[str]:
+    """A run in ``a``, on from where it is, whose rank 1 does ``what`` after so many steps."""
+    (folder / "planted").mkdir(exist_ok=True)
+    (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
+    path = os.pathsep.join([str(folder / "planted"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])
+    arguments = (*RUN, "--run-dir", "a", "--resume", "auto", *arguments)
+    return start(folder, *arguments, PYTHONPATH=path, RANK_1=what, AT=str(at))
 
 
 def test_a_run_that_is_told_to_stop_and_then_loses_a_rank_goes_on_as_if_nothing_had_happened(finished, tmp_path):
     whole, _ = finished
-    process = started(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto", epochs=1)
+    process = planted(tmp_path, "waits_for_the_signal", 33, "--checkpoint-every", "15")
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "reached").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    # One complete checkpoint at least is there to go on from: that of step 15.
+    files = {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()}
+    refused = train(tmp_path, "--resume", "a", "--ranks", "1")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert "got process" in refused.stderr and "another folder" in refused.stderr
+    assert {path: path.stat().st_ino for path in (tmp_path / "a").iterdir()} == files
+    assert process.poll() is None
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGUSR1)
     shown, errors = process.communicate(timeout=100)
     assert process.returncode == 75
     assert "Traceback" not in errors
-    (stopped,) = saved(tmp_path / "a")
+    *_, stopped = saved(tmp_path / "a")
     assert f"stopped early after step {stopped} (SIGUSR1): a checkpoint is in a" in shown
     assert (tmp_path / "a" / "curves.png").exists()
-    assert (tmp_path / "a" / "config.toml").read_text() == (whole / "config.toml").read_text()
+    said, wanted = (folder.joinpath("config.toml").read_text() for folder in (tmp_path / "a", whole))
+    assert said.replace("checkpoint_every = 15\n", "") == wanted
 
-    process = started(tmp_path, *RUN, "--run-dir", "a", "--resume", "auto", "--checkpoint-every", "40", epochs=3)
-    os.kill(ranks_in(tmp_path)[1], signal.SIGKILL)
-    process.communicate(timeout=100)
+    # The checkpoint of step 40 is complete: that of step 80 was not begun before.
+    process = planted(tmp_path, "dies", 90, "--checkpoint-every", "40")
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGKILL
+    assert errors.splitlines()[-1] == "hpcdp: ended by SIGKILL, all ranks have ended; what it had written is in a"
     assert saved(tmp_path / "a")[-1] > stopped
 
     again = train(tmp_path, "--resume", "a")
@@ -97,10 +138,10 @@ def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path
     assert [path.name for path in (tmp_path / "a").rglob("*")] == ["checkpoints", "writer.lock"]
 
 
-def test_a_time_limit(tmp_path):
-    done = train(tmp_path, *RUN, "--ranks", "1", "--epochs", "4000", "--run-dir", "a", "--time-limit-s", "0.1")
-    assert done.returncode == 75
-    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in done.stdout
+def test_a_time_limit(tmp_path, monkeypatch, capsys):
+    arguments = ("mlp", "--data", "digits", "--epochs", "40", "--run-dir", "a", "--time-limit-s", "0.01")
+    assert train_on_threads(monkeypatch, tmp_path, 1, *arguments) == [75]
+    assert "stopped early after step 2 (time_limit_s): a checkpoint is in a/checkpoints\n" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
