@@ -28,6 +28,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", *SIZES),
     "floor": ("floor", "-m", "4:4K", *QUICK),
     "kvstore": ("kvstore", *SIZES),
+    "overlap": ("overlap", "--models", "lenet", "--turns", "1", "--steps", "1"),
     **{f"lenet {name}": ("train_lenet", "--framework", name, *LENET) for name in FRAMEWORKS},
 }
 Found = tuple[dict[str, Any], str]
@@ -101,6 +102,13 @@ def test_stores_beside_allreduce(run: Run) -> None:
     assert [row["nbytes"] for row in found["asynchronous"]] == [4, 128, 4096]
     assert found["limits"]["all_cores_gb_s"] > 0
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_steps_with_communication_beside_them(run: Run) -> None:
+    found, printed = run("overlap")
+    assert (found["machine"]["ranks"], found["machine"]["nodes"]) == (2, 1)
+    assert found["rows"][0]["same_bits"]
+    assert "critical path" in printed
 
 
 @pytest.mark.parametrize("framework", ["hpcdp", "torch"])
