@@ -14,8 +14,8 @@ from hpcdp.kvstore import delay
 from hpcdp.kvstore.together import serve
 
 WORLDS = [
-    *((False, n, None, 0) for n in (2, 3)),  # keys are cut where there are several nodes
-    *((split, *each) for split in (False, True) for each in ((3, 1, 0), (4, 2, 0), (2, 1, 1), (3, 2, 2))),
+    *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over
+    *((split, *each) for split in (False, True) for each in ((3, 1, 0), (4, 2, 0), (3, 2, 2))),
 ]
 """Whether keys are cut, ranks, ranks per node, and servers."""
 
