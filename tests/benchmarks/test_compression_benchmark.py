@@ -51,10 +51,21 @@ def test_slower_codecs_pay_on_slower_links(monkeypatch: pytest.MonkeyPatch) -> N
     assert pays_below(TwoBit(), 4) == pytest.approx(1.5 * left / (1e-3 + 1.75 * 0.5e-3))
 
 
-def test_a_run_with_a_codec_and_the_picture(tmp_path: Path) -> None:
+@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/test_compression.py has
+def test_a_run_with_a_codec() -> None:
     run = convergence.train_lenet("2bit", 0, 1, 1)
     assert len(run["test_accuracy"]) == len(run["test_loss"]) == 1 and run["at"] == [1]
     assert 0.3 < run["test_accuracy"][0] <= 1
+
+
+def test_runs_and_the_picture(tmp_path: Path, trains: Any) -> None:
+    epoch = {"kind": "epoch", "epoch": 1, "test_loss": 0.5, "test_accuracy": 0.75}
+    programs = trains(convergence, [{"kind": "step", "loss": 1.5}, epoch])
+    run = convergence.train_lenet("2bit", 3, 1, 1)
+    assert run == {"at": [1], "test_loss": [0.5], "test_accuracy": [0.75]}
+    assert {"lenet", "--data=digits", "--seed=3", "--epochs=1", "--compression=2bit"} < set(programs[0])
+    assert convergence.train_lenet("none", 0, 2, 1) == run
+    assert not any("compression" in each for each in programs[1])
     found = {"none": [run], "2bit": [run], "2bit:feedback=0": [run]}
     lines = convergence.table(found).splitlines()
     assert [line.split()[-2] for line in lines[1:]] == ["+0.00"] * 3

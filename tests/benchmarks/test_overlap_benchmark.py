@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,16 +119,25 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(row["same_bits"] for row in rows)
 
 
-def test_a_job_of_two_ranks(tmp_path: Path) -> None:
-    found = tmp_path / "report.json"
-    options = ["--hosts", "1", "--models", "lenet", "--turns", "1", "--steps", "1", "--json", str(found)]
-    command = [sys.executable, "-m", "hpcdp.benchmarks.overlap", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    (place,) = json.loads(found.read_text())["places"]
-    assert (place["hosts"], place["machine"]["ranks"]) == (1, 2)
-    assert place["rows"][0]["same_bits"]
-    assert "critical path" in done.stdout
+def test_a_job_of_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is launched; test_programs_under_mpirun.py has what its ranks do."""
+    options = ["--models", "lenet", "--turns", "1", "--steps", "1"]
+    machine = {"ranks": 2, "nodes": 1}
+
+    def launched(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        *start, report = command
+        launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable]
+        assert start == [*launch, "-m", "hpcdp.benchmarks.overlap", *options, "--json"]
+        Path(report).write_text(json.dumps({"library": "A library", "machine": machine, "rows": place(1.0)["rows"]}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(places, "subprocess", SimpleNamespace(run=launched))
+    assert overlap.main([*options, "--hosts", "1", "--json", str(tmp_path / "report.json")]) == 0
+    (measured,) = json.loads((tmp_path / "report.json").read_text())["places"]
+    assert (measured["hosts"], measured["machine"]["ranks"], measured["rate"]) == (1, 2, None)
+    assert "critical path" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

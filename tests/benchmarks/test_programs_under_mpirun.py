@@ -1,13 +1,22 @@
-"""The benchmarks that are programs, on two real ranks: one job runs them all, since most of its time is its start."""
+"""The benchmarks that are programs, on two real ranks: the tests' own, which have started and imported PyTorch."""
 
+import importlib
 import importlib.util
 import json
-import subprocess
-import sys
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import hpcdp
+from hpcdp.benchmarks import command, floor
+from hpcdp.launch.inside import launched_ranks
+
+pytestmark = pytest.mark.mpi
+if launched_ranks() not in (None, 2):
+    pytest.skip("two ranks are enough: thread ranks of any number run each program", allow_module_level=True)
 
 QUICK = ("-i", "3", "-x", "1")
 SIZES = ("-m", "4:4K", "--factor", "32", *QUICK)
@@ -19,42 +28,49 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "compare": ("compare", *SIZES),
     "floor": ("floor", "-m", "4:4K", *QUICK),
     "kvstore": ("kvstore", *SIZES),
+    "overlap": ("overlap", "--models", "lenet", "--turns", "1", "--steps", "1"),
     **{f"lenet {name}": ("train_lenet", "--framework", name, *LENET) for name in FRAMEWORKS},
 }
-JOB = """
-import contextlib, importlib, json, os, sys
-import hpcdp
-from hpcdp.benchmarks import command, floor
-
-command.LIMIT_NBYTES, floor.copy_rates.__defaults__ = 1 << 16, (1 << 16, 1)  # the machine's limits need not be exact
-world = hpcdp.init()
-for name, (module, *given) in json.loads(sys.argv[1]).items():
-    with open(f"{name}-{world.rank}.out", "w") as out, contextlib.redirect_stdout(out):
-        assert importlib.import_module(f"hpcdp.benchmarks.{module}").main([*given, "--json", f"{name}.json"]) == 0
-"""
 Found = tuple[dict[str, Any], str]
-
-pytestmark = pytest.mark.alone  # bare exchanges leave nobody the core: beside other tests the job took minutes
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("programs")
-    command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", JOB]
-    done = subprocess.run([*command, json.dumps(PROGRAMS)], cwd=folder, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return folder
+Run = Callable[[str], Found]
 
 
-def found_by(name: str, folder: Path) -> Found:
-    """The report of one program, and what its rank 0 has printed; the other one prints nothing."""
-    assert (folder / f"{name}-1.out").read_text() == ""
-    return json.loads((folder / f"{name}.json").read_text()), (folder / f"{name}-0.out").read_text()
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The machine's limits need not be exact, and the tests that follow have all cores."""
+    monkeypatch.setattr(command, "LIMIT_NBYTES", 1 << 16)
+    monkeypatch.setattr(floor.copy_rates, "__defaults__", (1 << 16, 1))
+    cores = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of rank 0, in which all ranks are."""
+    found = Path(hpcdp.init().comm.allgather_json(str(tmp_path))[0])
+    monkeypatch.chdir(found)
+    return found
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a program on all ranks; its report, and what rank 0 has printed, while the other one prints nothing."""
+    world = hpcdp.init()
+
+    def run(name: str) -> Found:
+        module, *given = PROGRAMS[name]
+        assert importlib.import_module(f"hpcdp.benchmarks.{module}").main([*given, "--json", "report.json"]) == 0
+        printed = world.comm.allgather_json(capsys.readouterr().out)
+        assert printed[1] == ""
+        return json.loads((folder / "report.json").read_text()), printed[0]
+
+    return run
 
 
 @pytest.mark.parametrize("name", ["allreduce", "bandwidth"])
-def test_bench_measures_beside_the_library(name: str, folder: Path) -> None:
-    found, printed = found_by(name, folder)
+def test_bench_measures_beside_the_library(name: str, run: Run, folder: Path) -> None:
+    found, printed = run(name)
     assert found["machine"]["ranks_per_node"] == 2
     assert found["machine"]["processor"]["cores"] >= 1
     assert [row["nbytes"] for row in found["rows"]] == [4 << i for i in range(11)]
@@ -66,8 +82,8 @@ def test_bench_measures_beside_the_library(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["compare", "floor"])
-def test_exchanges_beside_the_floor(name: str, folder: Path) -> None:
-    found, printed = found_by(name, folder)
+def test_exchanges_beside_the_floor(name: str, run: Run) -> None:
+    found, printed = run(name)
     assert found["benchmark"] == name
     assert found["machine"]["ranks_per_node"] == 2
     assert {"commit", "date", "versions"} <= set(found["machine"])
@@ -79,8 +95,8 @@ def test_exchanges_beside_the_floor(name: str, folder: Path) -> None:
         assert found["rows"][0]["peer"] in ("MPI", "MPI in place", "gloo")
 
 
-def test_stores_beside_allreduce(folder: Path) -> None:
-    found, printed = found_by("kvstore", folder)
+def test_stores_beside_allreduce(run: Run) -> None:
+    found, printed = run("kvstore")
     assert found["benchmark"] == "kvstore"
     assert [row["nbytes"] for row in found["rows"]] == [4, 128, 4096]
     assert [row["nbytes"] for row in found["asynchronous"]] == [4, 128, 4096]
@@ -88,11 +104,18 @@ def test_stores_beside_allreduce(folder: Path) -> None:
     assert max(map(len, printed.splitlines())) <= 80
 
 
+def test_steps_with_communication_beside_them(run: Run) -> None:
+    found, printed = run("overlap")
+    assert (found["machine"]["ranks"], found["machine"]["nodes"]) == (2, 1)
+    assert found["rows"][0]["same_bits"]
+    assert "critical path" in printed
+
+
 @pytest.mark.parametrize("framework", ["hpcdp", "torch"])
-def test_lenet_on_all_ranks(framework: str, folder: Path) -> None:
+def test_lenet_on_all_ranks(framework: str, run: Run) -> None:
     if framework not in FRAMEWORKS:
         pytest.skip("PyTorch is not installed")
-    found, _ = found_by(f"lenet {framework}", folder)
+    found, _ = run(f"lenet {framework}")
     assert (found["framework"], found["ranks"], found["batch"]) == (framework, 2, 4)
     assert found["samples_s"] > 0
     assert found["unequal"] is None if framework == "torch" else 0 < found["unequal"] <= 1

@@ -37,13 +37,14 @@ def test_ratios_are_of_turns_and_the_table_is_narrow(monkeypatch):
     assert lines[1].split() == ["2", "32", "100", "80", "0.75", "0.50", "0.80", "0.75"]
 
 
-@pytest.mark.slow
-def test_runs_are_compared_and_differences_told(monkeypatch, capsys):
+def test_runs_are_compared_and_differences_told(monkeypatch, capsys, trains):
+    programs = trains(reproducible, RECORDS)
     monkeypatch.setattr(reproducible, "price", lambda *args: None)
     monkeypatch.setattr(reproducible, "table", lambda found: "")
     monkeypatch.setattr(reproducible, "_ALIKE_EPOCHS", 1)
     assert reproducible.main(["--batches", "256", "--alike", "1"]) == 0
     assert "# the same bits on 1 ranks\n" in capsys.readouterr().out
+    assert {"--batch-size=256", "--epochs=1", "--reproducible"} < set(programs[0])
     fingerprints = iter("aaabab")
     monkeypatch.setattr(reproducible, "fingerprint", lambda records: next(fingerprints))
     monkeypatch.setattr(reproducible, "train", lambda *args, **options: None)

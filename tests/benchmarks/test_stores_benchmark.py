@@ -1,7 +1,10 @@
 """Training on stores with a slow rank: what is measured, and the table."""
 
 import json
+import subprocess
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from hpcdp.errors import ConfigError
 from hpcdp.train.config import TrainConfig
 
 
-@pytest.mark.parametrize("name", ["buckets", pytest.param("dist_sync", marks=pytest.mark.thorough), "dist_async"])
+@pytest.mark.parametrize(
+    "name", ["buckets", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("dist_sync", "dist_async"))]
+)
 def test_one_training(name: str) -> None:
     def each(world: Any) -> dict[str, Any]:
         config = TrainConfig(ranks=world.size, epochs=1, batch_size=128, **stores.STORES[name])
@@ -48,13 +53,35 @@ def test_the_table_is_narrow_and_says_what_was_not_reached() -> None:
     assert stores.table(found, 0.99).splitlines()[1].split()[2] == "-"
 
 
-def test_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ranks are threads."""
+    mine = threading.local()
+    monkeypatch.setattr(stores.comm, "init", lambda: mine.world)
+    monkeypatch.setattr(stores, "launched_ranks", lambda: getattr(mine, "world", None) and mine.world.size)
+
+    def launched(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        parts = " ".join(command[1:]).split(f" -- {command[0]} ")
+        assert parts[0] == "-m hpcdp.cli launch -n 2 -s 0"
+        assert command[9:12] == [command[0], "-m", "hpcdp.benchmarks.stores"]
+
+        def each(world: Any) -> int:
+            mine.world = world
+            return stores.main(command[12:])
+
+        assert threads.run(2, each, int(env["HPCDP_RANKS_PER_NODE"])) == [0, 0]
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(stores, "subprocess", SimpleNamespace(run=launched))
     path = str(tmp_path / "found.json")
-    options = ["--ranks", "2", "--epochs", "1", "--pace-ms", "0", "--json", path]
+    options = ["--ranks", "2", "--epochs", "1", "--pace-ms", "5", "--slow", "10", "--json", path]
     assert stores.main([*options, "--stores", "dist_async 2bit"]) == 0
     found = json.loads(Path(path).read_text())
     assert found["benchmark"] == "stores" and list(found["runs"]) == ["dist_async 2bit"]
     assert capsys.readouterr().out.splitlines()[1].startswith("dist_async 2bit ")
+    (run,) = found["runs"]["dist_async 2bit"]
+    assert run["slow_share"] < 0.45
+    assert run["staleness_max"] >= run["staleness_mean"] > 0
+    assert run["sent_mb"] > 0
 
 
 @pytest.mark.thorough

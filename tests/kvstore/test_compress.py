@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import standin
+from pairs import in_turn
 from small_stores import added, full
 
 import hpcdp
@@ -23,9 +24,8 @@ def _rated(key, received, stored):
     stored += np.asarray(0.25, stored.dtype) * received
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
-@pytest.mark.parametrize(("ranks", "per_node"), WORLDS)
-def test_two_bits_add_up_what_reaches_the_threshold(ranks, per_node, dtype):
+@pytest.mark.parametrize(("dtype", "world"), in_turn(["f2", "f4", "f8"], WORLDS))
+def test_two_bits_add_up_what_reaches_the_threshold(world, dtype):
     """t = 0.5, rate r: 0.4 adds nothing, then 0.1 adds t r n, then 0.2 nothing, then 0.3 adds t r n more."""
 
     def one(world, shape):
@@ -44,6 +44,7 @@ def test_two_bits_add_up_what_reaches_the_threshold(ranks, per_node, dtype):
             found.append((out.min(), out.max()))
         return found
 
+    ranks, per_node = world
     step = 0.5 * 0.25 * ranks
     wanted = [(1 + step * times,) * 2 for times in (0, 1, 1, 2)]
     for shape in ((2, 3), (41, 17), ()):

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 import hpcdp
 from hpcdp import kvstore, optim
@@ -12,7 +13,11 @@ from hpcdp.errors import ConfigError
 from hpcdp.kvstore import delay
 from hpcdp.kvstore.together import serve
 
-WORLDS = [(2, None, 0), (3, None, 0), (3, 1, 0), (4, 2, 0), (2, 1, 1), (3, 2, 2)]
+WORLDS = [
+    *((False, *each) for each in ((2, None, 0), (3, None, 0), (2, 1, 1))),  # there is nothing to cut keys over
+    *((split, *each) for split in (False, True) for each in ((3, 1, 0), (4, 2, 0), (3, 2, 2))),
+]
+"""Whether keys are cut, ranks, ranks per node, and servers."""
 
 
 counts = np.zeros(0, int)
@@ -27,7 +32,7 @@ def notes(key, received, stored):
         counts[who] += 1
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), WORLDS)
+@pytest.mark.parametrize(("split", "ranks", "per_node", "num_servers"), WORLDS, indirect=["split"])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
     """A worker's push number c takes effect when all have pushed c - 1 - staleness times, at least."""
@@ -50,7 +55,7 @@ def test_nobody_leads_by_more(ranks, per_node, num_servers, staleness, split):
     assert max(leads) <= staleness + 1  # a push of the slowest may be allowed and not have taken effect
 
 
-@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), WORLDS)
+@pytest.mark.parametrize(("split", "ranks", "per_node", "num_servers"), WORLDS, indirect=["split"])
 def test_uneven_numbers_of_pushes_hang_nobody(ranks, per_node, num_servers, split):
     def one(world):
         store = kvstore.create("dist_async", world, staleness=1)
@@ -129,7 +134,16 @@ def test_who_holds_others_back_is_named(ranks, per_node, num_servers, split, mon
     assert f"rank 0 of {ranks}: key 'w': waits for rank 1, more than 1 pushes behind (staleness=1)" in said
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (3, None), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("split", "ranks", "per_node"),
+    [
+        *((False, n, None) for n in (1, 2, 3)),
+        (True, 3, 1),
+        (False, 4, 2),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((False, 3, 1), (True, 4, 2))),
+    ],
+    indirect=["split"],
+)
 def test_a_seed_replays_a_run_to_the_bit(ranks, per_node, split):
     def trained(world, seed):
         store = kvstore.create("dist_async", world, replay=seed, staleness=2)
@@ -174,11 +188,12 @@ def added(key, received, stored):
     stored += received
 
 
-@pytest.mark.parametrize("meet", list(MEETINGS))
-@pytest.mark.parametrize("waits", [False, True], ids=["push", "pushpull"])
-@pytest.mark.parametrize(("ranks", "per_node", "num_servers"), [(2, None, 0), (3, 1, 0), (3, 2, 2)])
-def test_who_waits_for_all_others_holds_none_back(ranks, per_node, num_servers, waits, meet):
-    """Uneven numbers of pushes, and then a call of all ranks."""
+@pytest.mark.parametrize(
+    ("meet", "layout", "waits"), pairs(MEETINGS, [(2, None, 0), (3, 1, 0), (3, 2, 2)], [False, True])
+)
+def test_who_waits_for_all_others_holds_none_back(layout, waits, meet):
+    """Uneven numbers of pushes or, where they wait, pushpulls, and then a call of all ranks."""
+    ranks, per_node, num_servers = layout
 
     def one(world):
         store, rule = kvstore.create("dist_async", world, staleness=1), optim.SGD(lr=1.0)
