@@ -1,17 +1,32 @@
 """The table of what networks learn: its rows are commands that work."""
 
+from typing import Any
+
 import pytest
 
 from hpcdp.benchmarks import accuracy
 from hpcdp.errors import ConfigError
 from hpcdp.train.config import TrainConfig
 
+RUN = ("mlp", "--epochs", "1", "--warmup-epochs", "0")
 
-def test_a_row_is_a_run() -> None:
-    found = accuracy.row(("mlp", "--epochs", "1"), accuracy.train(("mlp", "--epochs", "1", "--warmup-epochs", "0")))
+
+@pytest.mark.thorough  # the next one has all of it but the training, which tests/train/test_train_run.py has
+def test_a_run_learns() -> None:
+    record = accuracy.train(RUN)
+    assert 0.5 < record["test_accuracy"] <= 1 and 0 < record["test_loss"] < 2
+
+
+def test_a_row_is_a_run(trains: Any) -> None:
+    epoch = {"kind": "epoch", "epoch": 1, "test_loss": 0.25, "test_accuracy": 0.75, "seconds": 1.5}
+    programs = trains(accuracy, [epoch | {"test_loss": 9.0}, {"kind": "step", "loss": 1.5}, epoch])
+    record = accuracy.train(RUN)
+    assert {"mlp", "--epochs=1", "--warmup-epochs=0.0"} < set(programs[0])
+    assert record == epoch | {"seconds": 3.0}
+    found = accuracy.row(("mlp", "--epochs", "1"), record)
     cells = [cell.strip() for cell in found.strip("|").split("|")]
     assert cells[:2] == ["`hpcdp train mlp --epochs 1`", "1"]
-    assert 50 < float(cells[2].rstrip("%")) <= 100 and 0 < float(cells[3]) < 2 and cells[4] == ""
+    assert cells[2:] == ["75.00%", "0.2500", "", "3"]
     text = accuracy.row(("gpt",), {"epoch": 2, "test_loss": 0.0, "test_accuracy": 1, "seconds": 1})
     assert text.split("|")[5] == " 1.00 "
 
