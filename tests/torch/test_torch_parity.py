@@ -1,6 +1,6 @@
 """On real ranks: the same losses and parameters as with torch's own DistributedDataParallel over gloo.
 
-Ordinary runs take 2 ranks: each process imports torch for these tests alone, and other files of this folder have 1 to 5
+Ordinary runs take 3 ranks: each process imports torch for these tests alone, and other files of this folder have 1 to 5
 thread ranks.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from hpcdp.launch.inside import launched_ranks
 
 pytestmark = pytest.mark.mpi
-if launched_ranks() in (1, 3, 4) and not os.environ.get("HPCDP_TEST_THOROUGH"):
+if launched_ranks() in (1, 2, 4) and not os.environ.get("HPCDP_TEST_THOROUGH"):
     pytest.skip("long: make test-thorough runs it", allow_module_level=True)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
