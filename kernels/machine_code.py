@@ -116,6 +116,8 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
             signature(returned, *args) for args, returned in map(sigutils.normalize_signature, signatures)
         ]
         self._kept: _Forgiving | None = None
+        self._converting: dict[tuple[Any, ...], Any] = {}
+        """Of types that are converted: what takes them."""
 
     def _compilation_chain_init_hook(self) -> None:
         """What other packages may have registered with Numba is not looked for: kernels need none of it."""
@@ -127,6 +129,8 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
             TypeError: it is declared for others, to which these cannot be converted.
         """
         wanted = tuple(map(types.unliteral, sigutils.normalize_signature(sig)[0]))
+        if wanted in self._converting:
+            return self._converting[wanted]
         known = self.overloads.get(wanted)
         if known is not None:
             return known.entry_point
@@ -139,8 +143,10 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
                 super().compile(chosen)
         args = tuple(sigutils.normalize_signature(chosen)[0])
         found = self.overloads[args].entry_point
-        if args != wanted:  # the next call finds it without coming here
-            self._insert([each._code for each in wanted], found, False)
+        with _opening:  # of two that are alike no call would choose one: each would come here, and add one more
+            if args != wanted and wanted not in self._converting:  # the next call finds it without coming here
+                self._insert([each._code for each in wanted], found, False)
+                self._converting[wanted] = found
         return found
 
     def _chosen(self, wanted: tuple[Any, ...]) -> Any:
