@@ -2,12 +2,14 @@
 
 Numba by itself compiles all signatures of a function when it is decorated, of which a job needs a few; it raises out of
 a kernel's first call when the disk is full, and where a folder cannot be written it takes one beside the sources, in
-which code is not renewed when another module of this package changes.
+which code is not renewed when another module of this package changes. It takes whatever a file holds: one that a power
+loss has damaged raises any error, or ends the process within LLVM, and a damaged index is never replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +20,14 @@ import llvmlite.binding
 import numba
 from numba import types
 from numba.core import config, sigutils
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.registry import CPUDispatcher
 from numba.core.typing import signature
 
 from . import compiled_dir, not_kept, one_process_compiles
 
 _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None}
-_FAILURES = (OSError, EOFError, pickle.UnpicklingError)
+_SUM_NBYTES = 16
 _here = threading.local()
 _opening = threading.Lock()
 
@@ -69,6 +71,33 @@ class _OnlyThere(CompileResultCacheImpl):
     _locator_classes: ClassVar[list[Any]] = [UserProvidedCacheLocator]
 
 
+class _Summed(IndexDataCacheFile):
+    """A file for each signature, which begins with a checksum of what it is for and what it holds.
+
+    One whose checksum is wrong counts as not there: it is compiled again and replaced. Numba's index, which could be
+    damaged too, or name a file whose code another process has replaced, is not needed: the file's name has the key.
+    """
+
+    def load(self, key: Any) -> Any:
+        path = self._path(key)
+        kept = path.read_bytes()
+        data = kept[_SUM_NBYTES:]
+        return pickle.loads(data) if kept[:_SUM_NBYTES] == self._sum(path, data) else None
+
+    def save(self, key: Any, data: Any) -> None:
+        path, dumped = self._path(key), self._dump(data)
+        with self._open_for_write(path) as file:
+            file.write(self._sum(path, dumped) + dumped)
+
+    def _path(self, key: Any) -> Path:
+        number = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        return Path(self._data_path(self._data_name(int.from_bytes(number))))
+
+    def _sum(self, path: Path, data: bytes) -> bytes:
+        purpose = repr((path.name, self._version, self._source_stamp))
+        return hashlib.blake2b(purpose.encode() + data, digest_size=_SUM_NBYTES).digest()
+
+
 class _Forgiving(FunctionCache):
     """The kept machine code of one function; what cannot be read is compiled, what cannot be written is told.
 
@@ -83,6 +112,8 @@ class _Forgiving(FunctionCache):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             super().__init__(function)
+            impl = self._impl
+            self._cache_file = _Summed(self._cache_path, impl.filename_base, impl.locator.get_source_stamp())
             self._is_open = True
         except (OSError, RuntimeError) as error:  # Numba has no place for it
             not_kept(folder, error)
@@ -92,7 +123,7 @@ class _Forgiving(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = None
         if self._is_open:
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(OSError):
                 found = super().load_overload(sig, target_context)
         if found is None and getattr(_here, "reads_only", False):
             raise _NotKeptError
@@ -103,7 +134,7 @@ class _Forgiving(FunctionCache):
             return
         try:
             super().save_overload(sig, data)
-        except _FAILURES as error:
+        except OSError as error:
             not_kept(self._folder, error)
 
 

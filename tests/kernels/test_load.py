@@ -283,14 +283,81 @@ def test_ranks_wait_no_longer_than_for_what_they_need(tmp_path, planted, compile
     assert answer(ask(elsewhere, planted, 1000)) == (1, [COMPILING])
     process = ask(tmp_path, planted, 1000)
     assert [process.stderr.readline().rstrip() for _ in range(2)] == [COMPILING, held]
-    for suffix in ("nbc", "nbi"):  # the index last
-        for file in elsewhere.rglob(f"*.{suffix}"):
-            os.replace(file, compiled_dir / file.name)
+    for file in elsewhere.rglob("*.nbc"):
+        os.replace(file, compiled_dir / file.name)
     assert answer(process) == (0, [])
 
 
 def test_ranks_other_than_0_say_nothing(tmp_path, planted, held):
     assert answer(ask(tmp_path, planted, 0.5, rank=1)) == (1, [])
+
+
+DAMAGE = """
+import json, os, random, sys
+import numpy as np
+from pathlib import Path
+from hpcdp import kernels
+
+planted, cache = map(Path, sys.argv[1:])
+kernels.__path__.append(str(planted))
+
+def multiplied(name, dtype):
+    kernel, out = getattr(kernels.load(name), "multiply"), np.zeros(3, dtype)
+    kernel(np.arange(3, dtype=dtype), out)
+    return out.tolist(), sum(kernel.stats.cache_misses.values())
+
+def job():
+    read, write = os.pipe()
+    if not os.fork():
+        os.write(write, json.dumps(multiplied("doubles", "f4")).encode())
+        os._exit(0)
+    os.close(write)
+    os.wait()
+    with open(read) as answer:
+        return json.loads(answer.read() or "null")
+
+def damages(good):
+    yield "empty", b""
+    yield "truncated", good[:len(good) // 2]
+    yield "garbage", random.Random(0).randbytes(len(good))
+    yield "longer", good + b"."
+    for seed in range(3):
+        at = random.Random(seed).randrange(len(good) - 512)
+        yield f"noise {seed}", good[:at] + random.Random(seed).randbytes(64) + good[at + 64:]
+        yield f"zeros {seed}", good[:at] + bytes(512) + good[at + 512:]
+
+for dtype in ("f4", "f8"):
+    multiplied("triples", dtype)
+found = {"new": [job(), job()]}
+kept = {path: path.read_bytes() for path in cache.rglob("*.nb[ci]")}
+for path in [path for path in kept if path.name.startswith("doubles.")]:
+    others = [(other.name, data) for other, data in kept.items() if other.name.startswith("triples.")]
+    for what, data in [*damages(kept[path]), *others]:
+        path.write_bytes(data)
+        found[f"{path.suffix}: {what}"] = [job(), job()]
+same = {path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"} == set(kept)
+source = planted / "doubles.py"
+source.write_text(source.read_text().replace("2 *", "20 *"))
+print(json.dumps([found, same, [job(), job()]]))
+"""
+
+
+@pytest.mark.parametrize("variable", ["HPCDP_CACHE_DIR", "NUMBA_CACHE_DIR"])
+def test_a_damaged_file_is_compiled_anew_and_replaced(tmp_path, variable):
+    cache = tmp_path / variable
+    for name, factor in (("doubles", 2), ("triples", 3)):
+        (tmp_path / f"{name}.py").write_text(PLANTED.replace("double", "multiply").replace("2 *", f"{factor} *"))
+    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *kernels._RANK_VARIABLES)}
+    environ |= {"HPCDP_CACHE_DIR": str(tmp_path / "HPCDP_CACHE_DIR"), variable: str(cache)}
+    command = [sys.executable, "-c", DAMAGE, str(tmp_path), str(cache)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stderr == COMPILING + "\n"
+    found, same_files, of_new_source = json.loads(done.stdout)
+    compiled_then_read = [[DOUBLED[0], 1], [DOUBLED[0], 0]]
+    assert {what: jobs for what, jobs in found.items() if jobs != compiled_then_read} == {}
+    assert len(found) == 13 and same_files
+    if variable == "NUMBA_CACHE_DIR":  # the other's folder is chosen by the sources, but not by planted ones
+        assert of_new_source == [[[0.0, 20.0, 40.0], 1], [[0.0, 20.0, 40.0], 0]]
 
 
 CONVERT = """
