@@ -102,6 +102,16 @@ def test_what_was_loaded_takes_other_batches_and_can_be_trained(tmp_path):
             loaded(wrong)
 
 
+def test_a_call_that_has_found_out_shapes_is_not_enough_to_export(tmp_path):
+    net = nn.Sequential(nn.Dense(None, 5))
+    net.hybridize()
+    net(arrays(2, 6))
+    with pytest.raises(ConfigError, match=r"call net\(x\), and again if that call has found out shapes"):
+        net.export(tmp_path / "net")
+    net(arrays(2, 6))
+    net.export(tmp_path / "net")
+
+
 def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     net = nn.models.mlp(6, 3, (5,))
     with pytest.raises(ConfigError, match=r"expected a hybridized network; call hybridize\(\), then net\(x\) once"):
@@ -109,7 +119,7 @@ def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     net.hybridize()
     with autograd.record():
         net(arrays(2, 6))
-    with pytest.raises(ConfigError, match=r"a call before, outside of record\(\).*call net\(x\) once"):
+    with pytest.raises(ConfigError, match=r"a call before, outside of record\(\).*; call net\(x\), and again if"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
     net.add(nn.Tanh())
