@@ -178,7 +178,7 @@ def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # 
     for n in range(x.shape[0]):
         start = n * steps[0]
         for c in range(x.shape[1]):
-            samples[: end - first] = x[n, c].reshape(-1)[first:end]
+            copy_run(x[n, c].reshape(-1), first, samples, 0, end - first)
             for place in range(seen.shape[0]):
                 at, target = seen[place], patches[start : start + seen.shape[1]]
                 for k in range(at.size):
