@@ -1,3 +1,4 @@
+import functools
 import itertools
 
 import numpy as np
@@ -18,10 +19,13 @@ def summed(node, leaves):
     return summed((first, middle), leaves) + summed((middle, end), leaves)
 
 
+@functools.cache
 def leaves_of(num, size=40, dtype="f4"):
-    """Numbers of which every order of addition makes others."""
+    """Numbers of which every order of addition makes others; to be read only, by all ranks."""
     rng = np.random.default_rng([num, size])
-    return (rng.standard_normal((num, size)) * 10.0 ** rng.integers(-3, 4, (num, size))).astype(dtype)
+    leaves = (rng.standard_normal((num, size)) * 10.0 ** rng.integers(-3, 4, (num, size))).astype(dtype)
+    leaves.flags.writeable = False
+    return leaves
 
 
 @pytest.mark.parametrize(

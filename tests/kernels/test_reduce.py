@@ -8,7 +8,7 @@ DTYPES = [
     "float16", "float32", "float64", "int64",
     *(pytest.param(each, marks=pytest.mark.thorough) for each in ("int8", "int32", "uint8", "uint32", "uint64")),
 ]  # fmt: skip
-"""Ordinary runs reduce the others by `combine_staged`, which is of the same parts, in
+"""Ordinary runs reduce int8 and uint64 by `combine_staged`, which is of the same parts, in
 tests/collectives/test_collectives.py by the algorithm `shared`."""
 
 
