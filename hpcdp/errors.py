@@ -1,4 +1,4 @@
-"""Floor 0: exceptions. Imports: nothing.
+"""Floor 0: exceptions, and lines on stderr. Imports: nothing.
 
 Every error says, on one line, which operation failed, where, what was expected, what was got and what to do.
 """
@@ -6,6 +6,7 @@ Every error says, on one line, which operation failed, where, what was expected,
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -131,6 +132,13 @@ def check_name(kind: str, name: str, valid: Iterable[str], where: object = None)
 def printable(text: str) -> str:
     """A text on one line, which does nothing to a terminal: what is no character that one sees is written out."""
     return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def to_stderr(text: str) -> None:
+    """Writes a line in one piece, at once: where PYTHONUNBUFFERED is set `print` writes the line's end apart, and what
+    mpirun copies of other ranks comes between."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def listed(names: Sequence[str]) -> str:

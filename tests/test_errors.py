@@ -1,8 +1,9 @@
+import io
 import pickle
 
 import pytest
 
-from hpcdp.errors import ConfigError, HpcdpError, shortened
+from hpcdp.errors import ConfigError, HpcdpError, shortened, to_stderr
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -32,3 +33,20 @@ def test_an_error_survives_a_copy_with_its_kind():
 @pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])
 def test_long_texts_are_cut_to_as_many_characters_as_there_may_be(text, shown):
     assert shortened(text, 7) == shown
+
+
+def test_a_line_reaches_stderr_in_one_piece(monkeypatch):
+    """As where PYTHONUNBUFFERED is set."""
+    written = []
+
+    class Raw(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            written.append(bytes(data))
+            return len(data)
+
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(Raw(), "utf-8", write_through=True))
+    to_stderr("rank 1 of 2: interrupted")
+    assert written == [b"rank 1 of 2: interrupted\n"]

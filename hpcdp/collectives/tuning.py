@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import socket
-import sys
 from collections.abc import Container
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
-from ..errors import ConfigError, HpcdpError
+from ..errors import ConfigError, HpcdpError, to_stderr
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
 VERSION = 1
@@ -169,7 +168,7 @@ def _read(expected: Fingerprint) -> Table | None:
     if reason:
         name = "no tuning table" if where is None else f"tuning table {where}"
         reason = " ".join(reason.split())
-        print(f"hpcdp: {name} is ignored: {reason}; `hpcdp tune` writes a new one", file=sys.stderr, flush=True)
+        to_stderr(f"hpcdp: {name} is ignored: {reason}; `hpcdp tune` writes a new one")
         return None
     assert isinstance(table, dict)
     return table

@@ -11,6 +11,7 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ..errors import to_stderr
 from .roles import name_of
 
 if TYPE_CHECKING:
@@ -48,12 +49,12 @@ def abort_when_one_fails(comm_world: MPI.Intracomm, workers: int) -> None:
 
     def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            print(f"{name}: interrupted", file=sys.stderr, flush=True)
+            to_stderr(f"{name}: interrupted")
             end_job(comm_world, 130)
             return  # with MPICH, which ends the process a little later
         text = "".join(traceback.format_exception(kind, error, trace))
         text += "".join(f"{name_of(rank, workers)} has died\n" for rank in _dead_by(error, comm_world))
-        print(f"{name} failed:\n{text}", file=sys.stderr, flush=True)
+        to_stderr(f"{name} failed:\n{text}")
         end_job(comm_world, 1)
 
     def abort_from_thread(args: threading.ExceptHookArgs) -> None:

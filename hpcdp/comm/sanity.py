@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
-from ..errors import LaunchError
+from ..errors import LaunchError, to_stderr
 
 _OWN_VARIABLE = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH": "PMI_SIZE"}
 _LAUNCHER = {
@@ -87,9 +86,7 @@ def warn_of_foreign_launcher(library: str, environ: Mapping[str, str]) -> None:
     """
     foreign = library == "MPICH" and int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and "PMI_SIZE" not in environ
     if foreign and environ.get("OMPI_COMM_WORLD_RANK") == "0":
-        print(
+        to_stderr(
             "hpcdp: Open MPI's mpirun has started a program that uses MPICH, which may not start under it; "
             "use the mpirun of MPICH: `hpcdp launch` finds it, `hpcdp doctor` shows which is first on PATH",
-            file=sys.stderr,
-            flush=True,
         )

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from ..errors import to_stderr
 from ..train.progress import terminal_columns
 from .texts import size
 
@@ -57,7 +58,7 @@ class BytesBar:
             return
         self._shown = now
         if self._bars is None:
-            print(f"{self._what}: {size(self._done)} of {size(self._total)}", file=sys.stderr, flush=True)
+            to_stderr(f"{self._what}: {size(self._done)} of {size(self._total)}")
         else:
             self._bars.update(self._task, completed=self._done)
             self._bars.refresh()

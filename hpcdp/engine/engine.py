@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import sys
 import threading
 import time
 import traceback
@@ -14,7 +13,7 @@ from sys import _getframe
 from types import TracebackType
 from typing import Self
 
-from ..errors import ConfigError
+from ..errors import ConfigError, to_stderr
 from .schedule import Schedule
 from .tasks import DeferredTask, Failure, Lane, Task, Variable, throw
 from .workers import Observer, Workers
@@ -228,7 +227,7 @@ class Engine:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         failure = self._schedule.take_unseen()
         if failure is not None:
-            print("hpcdp: a task failed, and nobody waited for it:", file=sys.stderr)
+            to_stderr("hpcdp: a task failed, and nobody waited for it:")
             traceback.print_exception(failure.error.with_traceback(failure.traceback))
 
     def forget_threads(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from .. import errors
 from ..collectives.progress import wait_for
 from ..comm import Communicator, Request, World
 from ..comm.roles import ENDED, short_name_of
-from ..errors import HpcdpError
+from ..errors import HpcdpError, to_stderr
 from ..gradients.lane import Lane
 from .updaters import described
 from .wire import Kind, Message, decode, following_nbytes, pieces
@@ -318,7 +317,7 @@ class Server:
         if not self._complained:
             self._complained = True
             own = self.called(self.comm.rank)
-            print(f"{own}: from {self.called(source)}: {error}", file=sys.stderr, flush=True)
+            to_stderr(f"{own}: from {self.called(source)}: {error}")
 
     def end(self) -> None:
         """Go on answering until all workers have ended, those whose keys lie elsewhere, too; every worker must call."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from ..collectives.progress import Steps
 from ..comm import Request
 from ..comm.steps import Until
 from ..compression import Compression, ErrorFeedback
-from ..errors import HpcdpError, MismatchError
+from ..errors import HpcdpError, MismatchError, to_stderr
 from ..gradients.lane import Turn
 from ..optim import Schedule
 from .cell import AWAY, Cell, Change
@@ -239,11 +238,9 @@ class Transfer:
 
     def _say(self, name: str, behind: list[int]) -> None:
         table, ranks = self._table, ", ".join(f"rank {rank}" for rank in behind)
-        print(
+        to_stderr(
             f"rank {self._worker} of {table.num_workers}: {name}: waits for {ranks}, "
             f"more than {table.staleness} pushes behind (staleness={table.staleness})",
-            file=sys.stderr,
-            flush=True,
         )
 
     def _count(self, own: Own, version: int, pulled: bool) -> None:

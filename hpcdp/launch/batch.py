@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from hpcdp.errors import ConfigError, LaunchError
+from hpcdp.errors import ConfigError, LaunchError, to_stderr
 
 from .environment import FIND_PROGRAMS, READ_BY_PROGRAMS
 from .inside import launched_ranks
@@ -232,7 +232,7 @@ def _follow(folder: Path, submitted: Submitted, watched: set[signal.Signals]) ->
     errors.copy()
     if status is None:
         status, why = submitted.fate()
-        print(f"hpcdp launch: {why}", file=sys.stderr, flush=True)
+        to_stderr(f"hpcdp launch: {why}")
     return status
 
 

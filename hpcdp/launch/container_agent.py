@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcdp.errors import to_stderr
+
 from .batch import replace
 from .containers import COMMAND, ENDED, WRITTEN
 
@@ -25,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     while words[:1] and words[0].startswith("-"):  # options of ssh
         del words[0]
     if not words or not (place := Path(folder, words[0])).is_dir():
-        print(f"hpcdp: start a daemon of mpirun [{' '.join(words[:1])}]: no such container", file=sys.stderr)
+        to_stderr(f"hpcdp: start a daemon of mpirun [{' '.join(words[:1])}]: no such container")
         return 255
     name = f"{socket.gethostname()}-{os.getpid()}"  # agents of one job run on several hosts: daemons start daemons
     replace(place / f"{name}{COMMAND}", " ".join(words[1:]))

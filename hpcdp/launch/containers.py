@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from hpcdp.errors import LaunchError, listed
+from hpcdp.errors import LaunchError, listed, to_stderr
 
 from .batch import ERRORS, OUTPUT, STATUS, replace
 from .mpi_library import find_library
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             _follow(Path(folder), number)
     except LaunchError as error:
-        print(f"hpcdp: {error}", file=sys.stderr, flush=True)
+        to_stderr(f"hpcdp: {error}")
         return 1
     finally:
         end_orphans()

@@ -8,6 +8,8 @@ import signal
 import sys
 import time
 
+from hpcdp.errors import to_stderr
+
 from .inside import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -30,7 +32,7 @@ def fail(reason: object, status: int, *, by_all: bool = False) -> int:
         time.sleep(_OF_ALL_S if by_all else _OF_SOME_S)
     if rank is None or (status != INTERRUPTED and not (rank and by_all)):
         with contextlib.suppress(OSError):  # the terminal may be closed: that may be why it ends
-            print(f"hpcdp: {reason}", file=sys.stderr, flush=True)
+            to_stderr(f"hpcdp: {reason}")
     if rank is not None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

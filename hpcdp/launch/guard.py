@@ -124,6 +124,7 @@ class Guard:
                 return
             if seen is None:
                 return
+            self._tell_of_ranks()  # of a rank that is reaped here nobody else could tell the status
             name = _name_of(seen.si_pid)
             _, status = os.waitpid(seen.si_pid, 0)
             if seen.si_pid in self._started:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcdp.errors import ConfigError, LaunchError
+from hpcdp.errors import ConfigError, LaunchError, to_stderr
 
 from . import batch, batch_values
 from .job import Command, Job, Plan
@@ -126,7 +126,7 @@ def _submit(command: Command, verbose: bool) -> _GridJob:
     if done.returncode or number is None:
         raise LaunchError("qsub", got=batch.one_line(done.stderr + done.stdout) or "no number of a job")
     if verbose:
-        print(f"hpcdp launch: job {number[0]} of Grid Engine", file=sys.stderr, flush=True)
+        to_stderr(f"hpcdp launch: job {number[0]} of Grid Engine")
     return _GridJob(number[0])
 
 

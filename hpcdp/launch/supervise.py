@@ -13,12 +13,11 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpcdp.errors import LaunchError
+from hpcdp.errors import LaunchError, to_stderr
 
 from . import machine, segments
 from .cause import BEREFT, first_failure
@@ -332,4 +331,4 @@ def _tell_of_starts(watch: Watch, told: int) -> int:
 def say(what: object) -> None:
     """Writes a line of the launcher's own to stderr."""
     with contextlib.suppress(OSError):  # the terminal may be closed
-        print(f"hpcdp launch: {what}", file=sys.stderr, flush=True)
+        to_stderr(f"hpcdp launch: {what}")

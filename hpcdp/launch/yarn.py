@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcdp.errors import ConfigError, LaunchError
+from hpcdp.errors import ConfigError, LaunchError, to_stderr
 
 from . import batch, batch_values
 from .containers import agent_script, container_name
@@ -152,7 +152,7 @@ class _Application:
 
     def has_ended(self) -> bool:
         if self._verbose and (name := self._name()):
-            print(f"hpcdp launch: {name} of YARN", file=sys.stderr, flush=True)
+            to_stderr(f"hpcdp launch: {name} of YARN")
             self._verbose = False
         return self._client.poll() is not None
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 
 from hpcdp.arrays import Array, array_namespace, to_host
-from hpcdp.errors import ConfigError, whole_number
+from hpcdp.errors import ConfigError, to_stderr, whole_number
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
@@ -218,10 +218,8 @@ class MetricsLog:
             self._write_events(record)
         except OSError as error:
             self.failure = error
-            print(
+            to_stderr(
                 f"hpcdp: cannot write {self._lines.name}: {error.strerror}; training goes on without its log",
-                file=sys.stderr,
-                flush=True,
             )
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import socket
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +25,7 @@ import numpy as np
 from hpcdp.comm import Communicator, World, init
 from hpcdp.comm.agreement import on_rank_0
 from hpcdp.engine import Engine, default_engine
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, to_stderr
 from hpcdp.trace import MAIN, Slice, Trace
 
 LANES = (MAIN, "communication", "update", "io")
@@ -166,7 +165,7 @@ class Recording:
             raise
         self.failure = output.failure
         if self.failure is not None:
-            print(f"hpcdp: cannot write {self.path}: {self.failure.strerror}", file=sys.stderr, flush=True)
+            to_stderr(f"hpcdp: cannot write {self.path}: {self.failure.strerror}")
 
 
 def measure_offsets(comm: Communicator, clock: Callable[[], int]) -> list[Offset]:
