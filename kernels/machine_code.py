@@ -26,7 +26,8 @@ from numba.core.typing import signature
 
 from . import compiled_dir, not_kept, one_process_compiles
 
-_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None}
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": None, "no_cfunc_wrapper": True}
+"""The wrapper would be for callers in C, and is compiled with each version."""
 _SUM_NBYTES = 16
 _here = threading.local()
 _opening = threading.Lock()

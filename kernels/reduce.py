@@ -7,6 +7,8 @@ every run. float16 is accumulated in float32 and rounded once.
 
 A block is accumulated in a small buffer of its own before it is written anywhere: an array that is read and written in
 one loop defeats LLVM's alias check, and then nothing is vectorised (5 instead of 52 GB/s).
+
+What kernels call is ``inline="always"``: compiled within them it takes 0.7 of the time that it takes by itself.
 """
 
 from __future__ import annotations
@@ -59,14 +61,14 @@ def narrow(typingctx: Any, value: Any, like: Any) -> Any:
     return _half(types.float32, like), generate
 
 
-@kernel()
+@kernel(inline="always")
 def start(partial, row):  # type: ignore[no-untyped-def]
     """Begin a block: ``partial`` becomes ``row``."""
     for i in range(row.size):
         partial[i] = widen(row[i])
 
 
-@kernel()
+@kernel(inline="always")
 def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
     """Reduce ``row`` into ``partial``, element by element."""
     if op in (SUM, MEAN):
@@ -85,7 +87,7 @@ def accumulate(partial, row, op):  # type: ignore[no-untyped-def]
             partial[i] = a if (a > b or a != a) else b
 
 
-@kernel()
+@kernel(inline="always")
 def divide(partial, n):  # type: ignore[no-untyped-def]
     """Make a sum over ``n`` rows their mean."""
     divisor = type(partial[0])(n)
@@ -93,14 +95,14 @@ def divide(partial, n):  # type: ignore[no-untyped-def]
         partial[i] = partial[i] / divisor
 
 
-@kernel()
+@kernel(inline="always")
 def finish(partial, out):  # type: ignore[no-untyped-def]
     """Write an accumulated block to ``out``, rounded to its dtype."""
     for i in range(out.size):
         out[i] = narrow(partial[i], out)
 
 
-@kernel()
+@kernel(inline="always")
 def sum_in_both(a, b):  # type: ignore[no-untyped-def]
     """Replace both ``a`` and ``b``, shape ``(count,)``, by their sum: the lines that are read are those written."""
     for i in range(a.size):
@@ -109,13 +111,13 @@ def sum_in_both(a, b):  # type: ignore[no-untyped-def]
         b[i] = total
 
 
-@kernel()
+@kernel(inline="always")
 def _sum_of_two(a, b, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = narrow(widen(a[i]) + widen(b[i]), out)
 
 
-@kernel()
+@kernel(inline="always")
 def _sum_of_four(a, b, c, d, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         out[i] = narrow(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), out)
