@@ -3,7 +3,8 @@
 Operations in which every rank takes part.
 
 - `operations`: the public functions.
-- `select`: the algorithms by name, and which one runs.
+- `algorithms`: all of them by name.
+- `select`: which one runs.
 - `progress`: algorithms are machines that are resumed when their messages have come; several progress together.
 
 One algorithm a file:
@@ -20,8 +21,8 @@ One algorithm a file:
 """
 
 from ..comm.reductions import Monoid
+from .algorithms import ALGORITHMS
 from .operations import allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-from .select import ALGORITHMS
 
 __all__ = [
     "ALGORITHMS",

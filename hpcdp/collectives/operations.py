@@ -14,8 +14,9 @@ from ..comm.communicator import bounds
 from ..comm.reductions import resolve
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
+from .algorithms import Algorithm
 from .progress import Progress, Steps
-from .select import Algorithm, find
+from .select import find
 
 _MOVED: Any = object()
 """In the place of an op: what is only moved is not reduced."""

@@ -22,6 +22,7 @@ from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError, HpcdpError, to_stderr
+from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
 VERSION = 1
@@ -193,8 +194,6 @@ def misfit(table: Any, expected: Fingerprint) -> str:
 
 
 def _wrong_choices(choices: Any) -> str:
-    from .select import ALGORITHMS  # which asks this module
-
     if not isinstance(choices, dict):
         return "it has no choices"
     for collective, entries in choices.items():
@@ -219,8 +218,6 @@ def _wrong_choices(choices: Any) -> str:
 
 
 def _wrong_rows(measured: Any) -> str:
-    from .select import ALGORITHMS  # which asks this module
-
     if not isinstance(measured, dict):
         return f"measured is {measured!r:.40}, not rows by collective"
     for collective, rows in measured.items():
@@ -275,8 +272,6 @@ def save(world: World, table: Table) -> Path:
 
 def _forget_choices(world: World) -> None:
     """Have `operations` choose anew: what it keeps by size begins with the name of the collective."""
-    from .select import ALGORITHMS  # which asks this module
-
     names = {*ALGORITHMS, *(f"i{collective}" for collective in ALGORITHMS)}
     for key in [key for key in world.kept if isinstance(key, tuple) and key and key[0] in names]:
         del world.kept[key]

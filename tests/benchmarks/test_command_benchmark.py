@@ -15,9 +15,9 @@ import pytest
 from hpcdp import collectives
 from hpcdp.benchmarks import collective, command, measure, options, point_to_point, prediction
 from hpcdp.collectives import cost
+from hpcdp.collectives.algorithms import Algorithm
 from hpcdp.collectives.links import ETHERNET, FABRIC, Link, Topology
 from hpcdp.collectives.progress import drive
-from hpcdp.collectives.select import Algorithm
 from hpcdp.comm import World, threads
 from hpcdp.errors import ConfigError
 

@@ -1,0 +1,115 @@
+"""The algorithms of every collective, by name, and how each is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..comm import Reduction, World
+from . import double_tree, halving_doubling, hierarchical, native, reference, ring, rings, shared, tree
+from .progress import Progress, Steps, drive
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a collective is done.
+
+    Each function takes the collective's arguments (see `reference`), then the world, and ``steps`` a tag after it.
+    """
+
+    name: str
+    steps: Callable[..., Steps] | None
+    """A machine; None for what can only block."""
+    blocking: Callable[..., None] | None = None
+    """What a blocking call uses instead, where it saves time."""
+    spares_input: bool = False
+    """Whether a reduce leaves the arrays of other ranks than the root as they are."""
+    any_monoid: bool = True
+    """Whether it takes reductions of a user's own, beside the named ones."""
+
+    def machine(self, world: World, operation: str, x: np.ndarray, *others: object) -> Steps:
+        """One that is still to be driven; ``x`` and the ``others`` are the collective's arguments."""
+        assert self.steps is not None
+        agreed = [other.name if isinstance(other, Reduction) else other for other in others if _is_agreed(other)]
+        tag = Progress.of(world).tag(operation, self.name, x.size, x.dtype.char, agreed)
+        return self.steps(x, *others, world, tag)
+
+    def run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
+        """Do it, and return when it is done; whatever was started before is ended first."""
+        if not world.meetings:
+            self._run(world, operation, x, *others)
+            return
+        with world.meeting():
+            self._run(world, operation, x, *others)
+
+    def _run(self, world: World, operation: str, x: np.ndarray, *others: object) -> None:
+        progress = Progress.of(world)
+        watchdog = progress.watchdog
+        watchdog.calls += 1
+        watchdog.call = operation, x
+        try:
+            progress.finish()
+            if self.blocking is not None:
+                self.blocking(x, *others, world)
+            else:
+                drive(self.machine(world, operation, x, *others))
+        finally:
+            watchdog.call = None
+
+
+def _is_agreed(argument: object) -> bool:
+    return isinstance(argument, Reduction | int)
+
+
+def _flat(name: str, steps: Callable[..., Steps]) -> Algorithm:
+    """An algorithm over one communicator, for all ranks of a world."""
+
+    def over_all_ranks(*arguments: object) -> Steps:
+        *given, world, tag = arguments
+        return steps(*given, world.comm, tag)  # type: ignore[attr-defined]
+
+    return Algorithm(name, over_all_ranks)
+
+
+def _by_name(*algorithms: Algorithm) -> dict[str, Algorithm]:
+    return {algorithm.name: algorithm for algorithm in algorithms}
+
+
+ALGORITHMS: dict[str, dict[str, Algorithm]] = {
+    "allreduce": _by_name(
+        _flat("reference", reference.allreduce),
+        Algorithm("native", native.allreduce_steps, native.allreduce, any_monoid=False),
+        Algorithm("shared", shared.allreduce_steps, shared.allreduce, any_monoid=False),
+        _flat("ring", ring.allreduce),
+        _flat("bidirectional", rings.both_ways),
+        _flat("halving_doubling", halving_doubling.allreduce),
+        _flat("tree", tree.allreduce),
+        _flat("double_tree", double_tree.allreduce),
+        Algorithm("hierarchical", hierarchical.allreduce),
+    ),
+    "reduce_scatter": _by_name(
+        _flat("reference", reference.reduce_scatter),
+        Algorithm("native", None, native.reduce_scatter, any_monoid=False),
+        Algorithm("shared", shared.reduce_scatter_steps, shared.reduce_scatter, any_monoid=False),
+        _flat("ring", ring.reduce_scatter),
+        _flat("halving_doubling", halving_doubling.reduce_scatter),
+    ),
+    "allgather": _by_name(
+        _flat("reference", reference.allgather),
+        Algorithm("native", None, native.allgather),
+        _flat("ring", ring.allgather),
+    ),
+    "broadcast": _by_name(
+        _flat("reference", reference.broadcast),
+        Algorithm("native", None, native.broadcast),
+        _flat("tree", tree.broadcast),
+    ),
+    "reduce": _by_name(
+        _flat("reference", reference.reduce),
+        Algorithm("native", None, native.reduce, spares_input=True, any_monoid=False),
+        _flat("tree", tree.reduce),
+    ),
+}
+"""For every collective its algorithms by name."""
