@@ -1,0 +1,87 @@
+"""What a pipeline refuses, in one line and on all ranks."""
+
+import pytest
+from pipelined_network import LOSS, batch, stages
+
+from hpcdp import nn, optim
+from hpcdp.comm import threads
+from hpcdp.errors import ConfigError, DataError, MismatchError
+from hpcdp.parallel import Pipeline
+from hpcdp.train.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("n", "settings", "says"),
+    [
+        (3, {}, "1 rank, or a multiple of the 2 stages, got 3 ranks"),
+        (2, {"schedule": "2f2b"}, "one of gpipe, 1f1b, got '2f2b'"),
+        (2, {"micro_batches": 0}, "an integer >= 1, got 0"),
+        (2, {"micro_batches": 1.5}, "an integer >= 1, got 1.5"),
+    ],
+)
+def test_what_cannot_be(n, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        threads.run(n, lambda world: Pipeline(stages(2), LOSS, world, **settings))
+
+
+def test_ranks_that_say_different_things():
+    with pytest.raises(MismatchError, match="micro_batches"):
+        threads.run(2, lambda world: Pipeline(stages(2), LOSS, world, micro_batches=world.rank + 1))
+
+
+def test_a_trainer_of_another_world_and_labels_that_are_missing():
+    def rank(world):
+        net = Pipeline(stages(2), LOSS, world)
+        x, y = batch(0, 0)
+        with pytest.raises(MismatchError, match=r"for the stages of a pipeline, .*, pass their replicas as the world"):
+            Trainer(net.parameters(), optim.SGD(lr=0.1), world)
+        with pytest.raises(ConfigError, match="pipeline's replicas"):
+            net.step(Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas.split(0)), x, y)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+        with pytest.raises(DataError, match="22 and 21"):
+            net.step(trainer, x, y[1:])
+
+    threads.run(2, rank)
+    with pytest.raises(ConfigError, match=r"stages\[1\]"):
+        threads.run(1, lambda world: Pipeline([*stages(1), lambda: None], LOSS, world))
+    with pytest.raises(ConfigError, match=r"stages\]: expected a list of modules, got Sequential"):
+        threads.run(1, lambda world: Pipeline(nn.Sequential(), LOSS, world))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_reproducible_trainer_is_refused(micro_batches):
+    def rank(world):
+        net = Pipeline(stages(2), LOSS, world, micro_batches=micro_batches)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas, reproducible=True)
+        with pytest.raises(ConfigError, match="one without reproducible=True, got one of 8 virtual shards"):
+            net.step(trainer, *batch(0, 0))
+
+    threads.run(4, rank)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda scores, y: LOSS(scores, y).mean(), r"shape \(\); leave out \.mean\(\) or \.sum\(\)"),
+        (lambda scores, y: LOSS(scores, y).reshape(-1, 1), r"shape \(1, 1\); take the mean of each sample"),
+    ],
+)
+def test_a_loss_that_is_not_per_sample_is_refused(n, loss, got):
+    def rank(world):
+        net = Pipeline(stages(2), loss, world, micro_batches=22)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+        net.step(trainer, *batch(0, net.replicas.rank))
+
+    with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected one a sample, shape \(1,\), got {got}"):
+        threads.run(n, rank)
+
+
+@pytest.mark.parametrize(("loss", "got"), [(lambda *_: None, "a NoneType"), (lambda *_: 0.5, "a float")])
+def test_a_loss_that_is_no_tensor_is_refused(loss, got):
+    def rank(world):
+        net = Pipeline(stages(2), loss, world, micro_batches=22)
+        net.step(Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas), *batch(0, net.replicas.rank))
+
+    with pytest.raises(ConfigError, match=rf"^Pipeline.step \[loss\]: expected a Tensor, got {got}; return what "):
+        threads.run(2, rank)
