@@ -186,27 +186,48 @@ def _unfold_narrow(x, patches, steps, rows, kernel, stride, padding, width):  # 
                 start += steps[1]
 
 
+@kernel(types.Tuple((numba.uint32[::1], numba.uint32[::1]))(numba.uint32[:, ::1], numba.int64, numba.int64))
+def _seeing(seen, samples, step):  # type: ignore[no-untyped-def]
+    """What of the patches sees each of so many samples, by `_seen`: where the lists of them begin, and all of them.
+
+    They lie ``step`` elements apart from one place of the kernel to the next, by which each list is in order.
+    """
+    begins = np.zeros(samples + 2, np.uint32)  # counted one further on, until each has come to where its list ends
+    for at in seen.reshape(-1):
+        begins[at + 2] += 1
+    for k in range(2, begins.size):
+        begins[k] += begins[k - 1]
+    lists = np.empty(begins[samples + 1], np.uint32)
+    for place in range(seen.shape[0]):
+        for position in range(seen.shape[1]):
+            at = seen[place, position] + 1
+            lists[begins[at]] = place * step + position
+            begins[at] += 1
+    return begins, lists
+
+
 @kernel(
     [numba.void(f[::1], _PAIR, f[:, :, :, ::1], _PAIR, _PAIR, _PAIR, _PAIR, numba.int64) for f in _FLOATS],
 )
 def _fold_narrow(patches, steps, dx, rows, kernel, stride, padding, width):  # type: ignore[no-untyped-def]
-    """The transpose of `_unfold_narrow`: add the patches to ``dx``, which starts from zero with row 0."""
+    """The transpose of `_unfold_narrow`: add the patches to ``dx``, which starts from zero with row 0.
+
+    Each sample's are added up in a register: what is added to memory is read again before it is there.
+    """
     (first, end), seen = _seen(dx.shape[2:], rows, kernel, stride, padding, width)
-    sums = np.empty(end - first + 1, patches.dtype)
+    begins, lists = _seeing(seen, end - first + 1, steps[1])
     if rows[0] == 0:
         dx[:] = 0
     for n in range(dx.shape[0]):
         start = n * steps[0]
         for c in range(dx.shape[1]):
-            sums[:] = 0
-            for place in range(seen.shape[0]):
-                at, source = seen[place], patches[start : start + seen.shape[1]]
-                for k in range(at.size):
-                    sums[at[k]] += source[k]
-                start += steps[1]
-            target = dx[n, c].reshape(-1)[first:end]
+            source, target = patches[start:], dx[n, c].reshape(-1)[first:end]
             for k in range(target.size):
-                target[k] += sums[k]
+                total = patches.dtype.type(0)
+                for at in lists[begins[k] : begins[k + 1]]:
+                    total += _single(source, at)
+                target[k] += total
+            start += seen.shape[0] * steps[1]
 
 
 class Room:
