@@ -52,8 +52,8 @@ def fit(
     The length of an epoch is the longest loader's.
 
     On a store of kind ``dist_async`` ranks do not wait for each other: each makes a step for every batch that its
-    loader yields, best one of a `data.SharedSampler`, from which faster ranks take more. They meet at the end of an
-    epoch; only then numbers are exchanged.
+    loader yields, preferably one of a `data.SharedSampler`, from which faster ranks take more. They meet at the end of
+    an epoch; only then numbers are exchanged.
 
     Args:
         net: changed in place, through the parameters that ``trainer`` has.

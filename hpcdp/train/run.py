@@ -327,12 +327,12 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         *([] if result["compression"] is None else [("compression", result["compression"])]),
         *result["store"],
         *_times(result),
-        ("memory", f"{result['peak_memory_mb']:,.0f} MB at most a rank"),
-        ("held a rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),
+        ("memory", f"{result['peak_memory_mb']:,.0f} MB at most per rank"),
+        ("held per rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
         *([] if result["trace"] is None else [("trace", result["trace"])]),
         ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}" if failure is None else folder),
-        ("take it along", f"hpcdp checkpoint export {folder} network.npz --name network"),
+        ("export", f"hpcdp checkpoint export {folder} network.npz --name network"),
         ("run it again", f"hpcdp train --config {folder}/config.toml"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
@@ -347,7 +347,7 @@ def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
     through, _ = Counter(record["critical_path"] for record in records).most_common(1)[0]
     lines = [
         (
-            "time a rank",
+            "time per rank",
             f"compute {result['compute_s']:.2f} s, exposed communication {exposed_s:.2f}, "
             f"data {result['data_s']:.2f}, rest {other_s:.2f}",
         ),

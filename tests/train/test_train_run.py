@@ -34,7 +34,7 @@ def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):
     assert told["test accuracy"] == f"{last['test_accuracy']:.4f}"
     assert re.match(r"[\d,]+ samples/s over 2 ranks", told["speed"])
     assert re.match(r"\d+% hidden", told["communication"])
-    assert re.match(r"compute \d+\.\d\d s, exposed communication \d+\.\d\d, data ", told["time a rank"])
+    assert re.match(r"compute \d+\.\d\d s, exposed communication \d+\.\d\d, data ", told["time per rank"])
     assert re.match(r"\d+\.\d\d s, \d+% of the time: (computation|bucket)", told["critical path"])
     assert re.match(r"rank [01] on \S+ in [1-4] of 4 epochs, \d\.\d\d x the median$", told["slowest rank"])
     assert re.match(r"traces/out.json, \d[\d,]+ slices: open", told["trace"])
@@ -244,7 +244,7 @@ def test_the_report_of_one_rank_speaks_of_no_communication():
     assert lines[2].endswith("none, there is one rank")
     assert "compute 2.50 s, exposed communication 0.00, data 0.25, rest 0.46" in lines[3]
     assert lines[4].endswith(" 2.75 s, 86% of the time: computation")
-    assert "held a rank    parameters 0.26 MB, gradients 0.52 MB, state 0.00 MB" in lines
+    assert "held per rank  parameters 0.26 MB, gradients 0.52 MB, state 0.00 MB" in lines
     assert not any(line.startswith(("slowest", "stragglers", "trace")) for line in lines)
     assert "perplexity     5.22 a token" in report(result(perplexity=5.218))
     assert "No space left" in report(result(), OSError(28, "No space left on device"))
