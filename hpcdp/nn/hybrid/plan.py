@@ -235,7 +235,7 @@ class Plan:
         """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
         for place, each in zip(self._places, given, strict=True):
             if isinstance(place, Moving):
-                place.array = each.data if each.data.flags.aligned else each.data.copy()
+                place.array = _as_kernels_take_it(each.data)
             else:
                 place[...] = each.data
         for moving in self._moving_outputs.values():
@@ -339,6 +339,11 @@ def _copied(value: Array) -> Array:
     copy = empty(value.shape, value.dtype)
     copy[...] = value
     return copy
+
+
+def _as_kernels_take_it(x: Array) -> Array:
+    """``x`` itself, or a copy: they know an array by its address alone."""
+    return x if x.flags.c_contiguous and x.flags.aligned else x.copy("C")
 
 
 def _shares(value: Array, operand: Any) -> bool:
