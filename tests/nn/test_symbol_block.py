@@ -258,3 +258,30 @@ def test_a_forward_that_takes_batches_as_they_come_is_loaded_for_all(tmp_path, w
     loaded.export(tmp_path / "again")
     again = nn.SymbolBlock.load(tmp_path / "again")
     np.testing.assert_array_equal(again(arrays(6, 3)).data, net(arrays(6, 3)).data)
+
+
+class Scaled(nn.Module):
+    """Its parts have names of what reads an export, and two of them have one weight."""
+
+    def __init__(self):
+        self.load, self._run, self._graph = (nn.Dense(4, 4, weight_init=nn.init.Xavier(seed)) for seed in (1, 2, 3))
+        self._graph.weight = self.load.weight
+
+    def forward(self, x):
+        return self._graph(self._run(self.load(x))) / np.sqrt(x.shape[-1]) * np.float64(0.1)
+
+
+def test_numbers_keep_their_dtypes_and_tensors_the_names_that_the_network_has_for_them(tmp_path):
+    net, x = Scaled(), arrays(3, 4)
+    net.hybridize()
+    expected = net(x).data
+    assert expected.dtype == np.float64
+    net.export(tmp_path / "net")
+    loaded = nn.SymbolBlock.load(tmp_path / "net")
+    found = loaded(x).data
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, expected)
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in net.named_parameters()]
+    loaded.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(loaded(x).data, expected)

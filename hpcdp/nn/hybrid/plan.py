@@ -153,7 +153,7 @@ class Plan:
                 step.pullback = pullback if self._keeps and node.is_recorded else None
                 if not viewed:
                     if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
-                        self._arena.release([i for i in range(number) if roots[i] == i and last[i] <= number])
+                        self._arena.release(last, number)
                     value = self._place(value)
                     step.calls = list(_calls(again, value, node.operator))
             found[0].data = step.value = value
@@ -167,7 +167,7 @@ class Plan:
                 tensors[Result(number, i)], self._values[Result(number, i)] = tensor, tensor.data
             self._steps.append(step)
             if self._arena is not None:
-                self._arena.release([i for i in range(number + 1) if roots[i] == i and last[i] <= number])
+                self._arena.release(last, number)
         self._join(links)
 
     def _join(self, links: list[Link | None]) -> None:
