@@ -86,7 +86,7 @@ def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
     """What gives a reduced array its axes of length 1 back."""
     if keepdims:
         return lambda y: y
-    axes = range(len(shape)) if axis is None else (axis,) if isinstance(axis, int) else axis
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     reduced = {each % len(shape) for each in axes} if shape else set()
     kept = tuple(1 if i in reduced else n for i, n in enumerate(shape))
     return lambda y: y.reshape(kept)

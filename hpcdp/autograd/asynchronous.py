@@ -228,7 +228,7 @@ def _settled(x: Any) -> Any:
 
 def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What the shapes and dtypes of an operator's results depend on; None where it is values."""
-    if called.name == "getitem" and any(str(x.dtype) == "bool" for x in args[1:]):
+    if called.name == "getitem" and any(str(getattr(x, "dtype", "")) == "bool" for x in args[1:]):
         return None  # a mask chooses any number of elements
     try:
         key = called.name, tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())

@@ -96,7 +96,7 @@ def fit(
     if epochs and steps == 0:
         raise ConfigError(
             "fit", where="loader", expected="an epoch of at least one batch", got="none on any rank",
-            remedy="a smaller batch_size, or last_batch='keep'",
+            remedy="a smaller batch_size, or last='keep'",
         )  # fmt: skip
     for callback in callbacks:
         if position.total:

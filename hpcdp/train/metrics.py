@@ -276,7 +276,12 @@ def read_metrics(path: str | Path) -> list[Record]:
     """The records of a ``metrics.jsonl``; a last line torn by a kill is left out. Raises OSError, or ValueError for a
     damaged line before the last."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")
-    records = [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            records += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise ValueError(f"line {number} of the file is none of JSON: {error}") from error
     if lines[-1]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(lines[-1]))
