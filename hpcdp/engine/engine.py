@@ -177,12 +177,16 @@ class Engine:
             self._refuse("wait_to_read", var)
         throw(self._schedule.wait_for(var))
 
-    def hold(self, var: Variable) -> bool:
+    def hold(self, var: Variable, unless_spoilt: bool = False) -> bool:
         """Take a variable for writing in this thread, if no task holds it or waits for it; never blocks.
 
         Whoever got it calls `release`; what is pushed meanwhile waits for that.
+
+        Args:
+            unless_spoilt: do not take it while its last write has failed, as who only reads must not: `release` drops
+                the error.
         """
-        return self._schedule.hold(var)
+        return self._schedule.hold(var, unless_spoilt)
 
     def release(self, var: Variable, error: BaseException | None = None) -> None:
         """Let go of what `hold` has taken. ``error`` is raised to whoever reads it until it is written anew."""

@@ -71,10 +71,12 @@ class Schedule:
                 self._room.append(bell)
             _hear(bell)
 
-    def hold(self, var: Variable) -> bool:
+    def hold(self, var: Variable, unless_spoilt: bool) -> bool:
         """Let a thread that runs no task write a variable, if that is free."""
         with self.lock:
             if var.held or var.queue or self.closed or get_ident() in self.own:
+                return False
+            if unless_spoilt and var.failure is not None:
                 return False
             var.held = -1
             return True

@@ -233,8 +233,8 @@ class AsyncStore(WorldStore):
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         own, versions = self._own[entry.key], list[int]()
-        is_near = not own.item.in_order and own.item.cells[0] is not None and entry.variable.failure is None
-        if self._replay is not None or (is_near and self._engine.hold(entry.variable)):
+        is_near = not own.item.in_order and own.item.cells[0] is not None
+        if self._replay is not None or (is_near and self._engine.hold(entry.variable, unless_spoilt=True)):
             try:
                 with self._replayed(), self._watching(f"pull of {entry.variable.name}"):
                     drive(self._transfer.pull(own, place, rows, versions, None))

@@ -262,7 +262,7 @@ class SyncStore(WorldStore):
 
     def _copied(self, entry: Entry, target: Any) -> bool:
         """Copy a value in this thread, if it is there."""
-        if can_wait(target) or entry.variable.failure is not None or not self._engine.hold(entry.variable):
+        if can_wait(target) or not self._engine.hold(entry.variable, unless_spoilt=True):
             return False
         try:
             carry(entry.stored, target)
