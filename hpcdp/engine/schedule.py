@@ -73,13 +73,19 @@ class Schedule:
 
     def hold(self, var: Variable, unless_spoilt: bool) -> bool:
         """Let a thread that runs no task write a variable, if that is free."""
-        with self.lock:
-            if var.held or var.queue or self.closed or get_ident() in self.own:
-                return False
-            if unless_spoilt and var.failure is not None:
-                return False
-            var.held = -1
-            return True
+        held = False
+        try:
+            with self.lock:
+                if var.held or var.queue or self.closed or get_ident() in self.own:
+                    return False
+                if unless_spoilt and var.failure is not None:
+                    return False
+                held, var.held = True, -1
+        except BaseException:  # Ctrl-C, when the lock was let go
+            if held:
+                self.release(var, var.failure)
+            raise
+        return True
 
     def release(self, var: Variable, failure: Failure | None) -> None:
         """It has written; the failure that is dropped is dropped without the lock."""

@@ -175,10 +175,12 @@ class SyncStore(WorldStore):
         """
         if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             return False
-        rows, updater, watchdog, failure = self._rows[entry.key], self._updater, self._watchdog, None
-        around, watchdog.calls = watchdog.call, watchdog.calls + 1
-        watchdog.call = rows.label, None, rows.behind
+        watchdog, failure = self._watchdog, None
+        around = watchdog.call
         try:
+            rows, updater = self._rows[entry.key], self._updater
+            watchdog.calls += 1
+            watchdog.call = rows.label, None, rows.behind
             exchange = self._exchanges.get(entry.key) if self._compression is None else None
             if exchange is None or not isinstance(updater, Replace):
                 self._push_and_pull(self._begin(entry, rows, updater), exchange, x, out)
