@@ -149,9 +149,10 @@ class Workers:
 
     def _observe(self, task: Task, start_ns: int) -> None:
         end_ns = time.perf_counter_ns()
+        observer = self.observer  # which another thread may take away
         try:
-            if self.observer is not None:
-                self.observer(task.label(), task.lane.name, start_ns, end_ns)
+            if observer is not None:
+                observer(task.label(), task.lane.name, start_ns, end_ns)
         except BaseException as error:
             self._schedule.keep_unseen(Failure(error))
 
