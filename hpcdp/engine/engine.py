@@ -165,6 +165,10 @@ class Engine:
             self._workers.run_inline()
             throw(self._schedule.take_unseen())
 
+    def has_ready(self, lane: str) -> bool:
+        """Whether a task of the lane could begin now: for ``idle``, which keeps it from that."""
+        return bool(self._schedule.lanes[lane].ready)
+
     def wait_to_read(self, var: Variable) -> None:
         """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
 
