@@ -139,6 +139,14 @@ class Watchdog:
         """
         return _Watching(self, (operation, x, behind))
 
+    def enter(self, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Be in ``call``, a new tuple of the arguments of `watching`; returns what `call` is to be again at the end.
+
+        For what is too short for a context; a call to which all ranks come adds one to `calls` before.
+        """
+        before, self.call = self.call, call
+        return before
+
     def end(self) -> None:
         """Watch no longer; this rank makes no more calls."""
         self._ended.set()
@@ -318,7 +326,7 @@ class Asked(Protocol):
 class _Watching:
     """See `Watchdog.watching`; a generator would take three times as long, in each step of training."""
 
-    __slots__ = ("_around", "_call", "_watchdog")
+    __slots__ = ("_before", "_call", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, call: tuple[Any, ...]) -> None:
         self._watchdog, self._call = watchdog, call
@@ -326,10 +334,10 @@ class _Watching:
     def __enter__(self) -> None:
         watchdog = self._watchdog
         watchdog.calls += 1
-        self._around, watchdog.call = watchdog.call, self._call
+        self._before = watchdog.enter(self._call)
 
     def __exit__(self, *_: object) -> None:
-        self._watchdog.call = self._around
+        self._watchdog.call = self._before
 
 
 class WatchedGate(Gate):

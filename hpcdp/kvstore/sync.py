@@ -173,14 +173,14 @@ class SyncStore(WorldStore):
         Args:
             x, out: contiguous, apart or the same.
         """
+        watchdog, failure = self._watchdog, None
+        before = watchdog.call
         if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             return False
-        watchdog, failure = self._watchdog, None
-        around = watchdog.call
         try:
             rows, updater = self._rows[entry.key], self._updater
             watchdog.calls += 1
-            watchdog.call = rows.label, None, rows.behind
+            watchdog.enter((rows.label, None, rows.behind))
             exchange = self._exchanges.get(entry.key) if self._compression is None else None
             if exchange is None or not isinstance(updater, Replace):
                 self._push_and_pull(self._begin(entry, rows, updater), exchange, x, out)
@@ -193,7 +193,7 @@ class SyncStore(WorldStore):
             failure = error
             raise
         finally:
-            watchdog.call = around
+            watchdog.call = before
             self._engine.release(entry.variable, failure)
         return True
 

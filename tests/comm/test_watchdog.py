@@ -271,6 +271,18 @@ def test_what_is_waited_for_is_named_by_who_knows():
     )
 
 
+def test_what_is_watched_goes_on_to_be_after_a_collective_within_it():
+    def rank(world):
+        dog = Watchdog.of(world)
+        with dog.watching("more than a collective"):
+            around = dog.call
+            allreduce(np.ones(2), world=world)
+            assert dog.call is around
+        assert dog.call is None
+
+    threads.run(2, rank)
+
+
 @pytest.mark.parametrize("per_node", [None, 1])
 def test_a_call_of_all_ranks_ends_the_job_when_one_has_gone(per_node, monkeypatch):
     """Long before its limit; what needs no other rank goes on."""
