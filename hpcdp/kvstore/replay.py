@@ -90,9 +90,11 @@ class Replay:
         with self._changed:
             self._away.add(worker)
             self._choose()
-        yield
-        with self._changed:
-            self._away.discard(worker)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away.discard(worker)
 
     def end(self, worker: int) -> None:
         """A store less of this worker; after the last one it does nothing any more."""
