@@ -96,8 +96,7 @@ class Manager:
         self._saving: Saving | None = None
         self._is_registered = self._is_claimed = self._is_closed = False
         self._staging = np.empty(0, np.uint8)
-        own = weakref.ref(self)
-        self.world.endings.append(lambda: _let_end(own))
+        self.world.endings.add(self._let_end)
 
     def __enter__(self) -> Manager:
         return self
@@ -137,6 +136,15 @@ class Manager:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def _let_end(self) -> None:
+        """When the program ends, what is under way ends first."""
+        try:
+            self.wait()
+        except HpcdpError as error:
+            if self.world.rank == 0:
+                warnings.warn(str(error), stacklevel=1)
+        self._release()
 
     @property
     def pending(self) -> bool:
@@ -380,13 +388,6 @@ class Manager:
 
 
 def _let_end(own: Callable[[], Manager | None]) -> None:
-    """When the program ends, what is under way ends first."""
     manager = own()
-    if manager is None:
-        return
-    try:
-        manager.wait()
-    except HpcdpError as error:
-        if manager.world.rank == 0:
-            warnings.warn(str(error), stacklevel=1)
-    manager._release()
+    if manager is not None:
+        manager._let_end()

@@ -27,6 +27,7 @@ from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
+from .weak_methods import WeakMethods
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -82,7 +83,7 @@ class World:
     """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
-    endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
     meetings: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False, compare=False)
     """What makes the contexts of `meeting`; alike on all ranks."""
@@ -161,7 +162,7 @@ class World:
         try:
             for part in reversed(self.parts):
                 part.finish()
-            for ending in reversed(self.endings):
+            for ending in reversed(self.endings.living()):
                 ending()
         finally:
             if self.whole is not None:

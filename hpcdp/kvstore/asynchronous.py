@@ -32,7 +32,6 @@ from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
-from ..gradients.reducer import weakly
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
@@ -81,7 +80,7 @@ class AsyncStore(WorldStore):
             self._begin(group, staleness, replay)
         self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
         self._dropped.atexit = False
-        world.endings.append(weakly(self._leave))
+        world.endings.add(self._leave)
         if staleness is not None:
             world.meetings.append(_aside_of(self))
 

@@ -166,7 +166,7 @@ class Server:
         engine.add_lane(_LANE, idle=self._poll)
         engine.push(lambda: None, lane=_LANE, name="start of the server")
         if not has_servers:
-            group.endings.append(self.end)  # called after those of the stores, which were made later
+            group.endings.add(self.end)  # called after those of the stores, which were made later
 
     @classmethod
     def of(cls, group: World, has_servers: bool) -> Server:

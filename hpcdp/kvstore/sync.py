@@ -29,7 +29,6 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
-from ..gradients.reducer import weakly
 from ..state import Part, Sharded
 from .arguments import Key, merged
 from .coded import Coded
@@ -83,7 +82,7 @@ class SyncStore(WorldStore):
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
-        world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
+        world.endings.add(self._settle)  # a rank that left earlier would leave others waiting
 
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
