@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from .. import exits
 from ..devices import Device
 from ..engine import Engine
@@ -85,8 +87,8 @@ class World:
     """See `keep`."""
     endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
-    meetings: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False, compare=False)
-    """What makes the contexts of `meeting`; alike on all ranks."""
+    meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
+    """What makes the contexts of `meeting`; added, and dropped when nothing lives on any rank, by all ranks alike."""
     divide: Callable[[int], World] | None = field(default=None, repr=False, compare=False)
     """What makes the worlds of `split`; None in a world with servers among its ranks."""
     parts: list[World] = field(default_factory=list, repr=False, compare=False)
@@ -135,17 +137,21 @@ class World:
         self.kept["meeting"] = True
         try:
             with contextlib.ExitStack() as stack:
-                for each in tuple(self.meetings):
+                for each in self.meetings.living():
                     stack.enter_context(each())
                 yield
                 self._meet()  # nothing keeps anybody waiting again before all have come
-            self._meet()
+            if not self._meet():
+                self.meetings.clear()
         finally:
             del self.kept["meeting"]
 
-    def _meet(self) -> None:
+    def _meet(self) -> bool:
+        """Wait for all ranks; whether anything of `meetings` lives on one of them."""
+        living = np.array([bool(self.meetings.living())], np.int32)
         with Watchdog.of(self).watching("a call of all ranks"):
-            self.comm.barrier()
+            self.comm.native_allreduce(living, "max")
+        return bool(living[0])
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -366,8 +372,6 @@ def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, s
     windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
 
     def window(node: Communicator, nbytes: int) -> Any:
-        import numpy as np
-
         assert node is node_comm
         windows.append(MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node_comm.mpi))
         block = np.frombuffer(windows[-1].Shared_query(0)[0], np.uint8)

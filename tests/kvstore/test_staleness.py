@@ -257,3 +257,24 @@ def test_a_call_of_all_ranks_that_fails_leaves_no_worker_out_of_a_replay():
         store.barrier()
 
     threads.run(2, one)
+
+
+@pytest.mark.parametrize("settings", [{"staleness": 1}, {"replay": 3}])
+def test_a_store_that_is_gone_on_all_ranks_costs_calls_of_all_ranks_nothing(settings):
+    def one(world):
+        stores = [kvstore.create("dist_async", world, **settings)]
+
+        def exchanges():
+            before = world.comm._meetings
+            world.barrier()
+            return world.comm._meetings - before
+
+        counts = [exchanges()]
+        for holds_longer in (1, 0):
+            if world.rank != holds_longer:
+                stores.clear()
+            counts += [exchanges(), exchanges()]
+        stores.append(kvstore.create("dist_async", world, **settings))
+        return [*counts, exchanges()]
+
+    assert threads.run(2, one) == [[3, 3, 3, 3, 1, 3]] * 2
