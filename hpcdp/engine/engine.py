@@ -210,15 +210,18 @@ class Engine:
         self._schedule.wait_for_all()
         throw(self._schedule.take_unseen())
 
-    def shutdown(self, timeout_s: float | None = None) -> None:
+    def shutdown(self, timeout_s: float | None = None) -> bool:
         """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again.
 
         An exception that nobody has seen is printed.
 
         Args:
             timeout_s: wait no longer than this for what runs.
+
+        Returns:
+            Whether nothing runs any more.
         """
-        self._workers.shutdown(timeout_s)
+        return self._workers.shutdown(timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -156,15 +156,15 @@ class Workers:
         except BaseException as error:
             self._schedule.keep_unseen(Failure(error))
 
-    def shutdown(self, timeout_s: float | None) -> None:
+    def shutdown(self, timeout_s: float | None) -> bool:
         """See `Engine.shutdown`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         threads = self._schedule.close()
-        if threading.current_thread() in threads:  # two tasks that shut down would wait for each other's lane
-            threads = []
-        for thread in threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if threading.current_thread() not in threads:  # two tasks that shut down would wait for each other's lane
+            for thread in threads:
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         self._tell_unseen()
+        return not any(thread.is_alive() for thread in threads)
 
     def _tell_unseen(self) -> None:
         failure = self._schedule.take_unseen()
