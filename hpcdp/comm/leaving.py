@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import exits
 from ..errors import to_stderr
-from .failing import end_job, outlives_ranks
+from .ending import end_job, outlives_ranks
 from .roles import name_of
 
 if TYPE_CHECKING:

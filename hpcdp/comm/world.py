@@ -21,7 +21,8 @@ from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
-from .failing import abort_when_one_fails, outlives_ranks
+from .ending import outlives_ranks
+from .failing import abort_when_one_fails
 from .gpus import device_of
 from .leaving import wait_for_all_to_leave
 from .meeting import meet
@@ -173,7 +174,7 @@ class World:
         finally:
             if self.whole is not None:
                 self.whole.finish()
-                tell_servers(self.whole)
+                tell_servers(self.whole.comm, self.whole.num_servers)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
