@@ -13,13 +13,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from .. import exits
 from ..devices import Device
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from .agreement import require_same
 from .communicator import Communicator
-from .failing import abort_when_one_fails, outlives_ranks
+from .ending import outlives_ranks
+from .failing import abort_when_one_fails
 from .gpus import device_of
 from .leaving import wait_for_all_to_leave
 from .meeting import meet
@@ -27,6 +30,7 @@ from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
+from .weak_methods import WeakMethods
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -82,10 +86,10 @@ class World:
     """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
-    endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
-    meetings: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False, compare=False)
-    """What makes the contexts of `meeting`; alike on all ranks."""
+    meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
+    """What makes the contexts of `meeting`; added, and dropped when nothing lives on any rank, by all ranks alike."""
     divide: Callable[[int], World] | None = field(default=None, repr=False, compare=False)
     """What makes the worlds of `split`; None in a world with servers among its ranks."""
     parts: list[World] = field(default_factory=list, repr=False, compare=False)
@@ -134,17 +138,21 @@ class World:
         self.kept["meeting"] = True
         try:
             with contextlib.ExitStack() as stack:
-                for each in tuple(self.meetings):
+                for each in self.meetings.living():
                     stack.enter_context(each())
                 yield
                 self._meet()  # nothing keeps anybody waiting again before all have come
-            self._meet()
+            if not self._meet():
+                self.meetings.clear()
         finally:
             del self.kept["meeting"]
 
-    def _meet(self) -> None:
+    def _meet(self) -> bool:
+        """Wait for all ranks; whether anything of `meetings` lives on one of them."""
+        living = np.array([bool(self.meetings.living())], np.int32)
         with Watchdog.of(self).watching("a call of all ranks"):
-            self.comm.barrier()
+            self.comm.native_allreduce(living, "max")
+        return bool(living[0])
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -161,12 +169,12 @@ class World:
         try:
             for part in reversed(self.parts):
                 part.finish()
-            for ending in reversed(self.endings):
+            for ending in reversed(self.endings.living()):
                 ending()
         finally:
             if self.whole is not None:
                 self.whole.finish()
-                tell_servers(self.whole)
+                tell_servers(self.whole.comm, self.whole.num_servers)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
@@ -365,8 +373,6 @@ def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, s
     windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
 
     def window(node: Communicator, nbytes: int) -> Any:
-        import numpy as np
-
         assert node is node_comm
         windows.append(MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node_comm.mpi))
         block = np.frombuffer(windows[-1].Shared_query(0)[0], np.uint8)

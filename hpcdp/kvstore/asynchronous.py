@@ -32,7 +32,6 @@ from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
-from ..gradients.reducer import weakly
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
@@ -81,9 +80,9 @@ class AsyncStore(WorldStore):
             self._begin(group, staleness, replay)
         self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
         self._dropped.atexit = False
-        world.endings.append(weakly(self._leave))
-        if staleness is not None:
-            world.meetings.append(_aside_of(self))
+        world.endings.add(self._leave)
+        if staleness is not None or self._replay is not None:
+            world.meetings.add(self._aside)
 
     def _begin(self, group: World, staleness: int | None, replay: int | None) -> None:
         """What all do together."""
@@ -233,8 +232,8 @@ class AsyncStore(WorldStore):
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         own, versions = self._own[entry.key], list[int]()
-        is_near = not own.item.in_order and own.item.cells[0] is not None and entry.variable.failure is None
-        if self._replay is not None or (is_near and self._engine.hold(entry.variable)):
+        is_near = not own.item.in_order and own.item.cells[0] is not None
+        if self._replay is not None or (is_near and self._engine.hold(entry.variable, unless_spoilt=True)):
             try:
                 with self._replayed(), self._watching(f"pull of {entry.variable.name}"):
                     drive(self._transfer.pull(own, place, rows, versions, None))
@@ -276,12 +275,13 @@ class AsyncStore(WorldStore):
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Within it this worker, which waits for all others, holds none back; nothing of its own is on its way."""
-        self._settle()
-        self._transfer.set_clocks(AWAY)
-        try:
-            yield
-        finally:
-            self._transfer.set_clocks(BACK)
+        with contextlib.nullcontext() if self._replay is None else self._replay.meeting(self.rank):
+            self._settle()
+            self._transfer.set_clocks(AWAY)
+            try:
+                yield
+            finally:
+                self._transfer.set_clocks(BACK)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         with self._watching(f"wait for {variable.name}"):
@@ -375,17 +375,6 @@ class AsyncStore(WorldStore):
                     self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
 
         self._by_first(read)
-
-
-def _aside_of(store: AsyncStore) -> Callable[[], AbstractContextManager[None]]:
-    """For `World.meetings`, which must not keep a store alive."""
-    weak = weakref.WeakMethod(store._aside)
-
-    def aside() -> AbstractContextManager[None]:
-        living = weak()
-        return contextlib.nullcontext() if living is None else living()
-
-    return aside
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:

@@ -129,8 +129,10 @@ class LocalStore(KVStore):
             loads[device] = loads.get(device, 0) + int(each.stored.nbytes)
             if device != Device.of(each.stored):
                 self._hold(each)
-                each.stored = moved(each.stored, device)
-                self._engine.release(each.variable)
+                try:
+                    each.stored = moved(each.stored, device)
+                finally:
+                    self._engine.release(each.variable)
             self._settled.add(each.key)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:

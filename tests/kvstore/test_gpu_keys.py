@@ -16,7 +16,7 @@ from hpcdp.comm.ways import Way
 from hpcdp.devices import Device, gpu
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import staging
-from hpcdp.kvstore import gpu_keys, placed
+from hpcdp.kvstore import gpu_keys, local, placed
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
@@ -417,3 +417,22 @@ def test_a_key_with_a_state_stays_on_its_gpu(gpus_on_host):
     assert [Device.of(store._entries[key].stored).index for key in "ab"] == [1, 0]
     for key, wanted in (("a", -1.0), ("b", -0.5 - 0.95)):
         np.testing.assert_allclose(on_host(store._entries[key].stored), wanted, rtol=1e-6)
+
+
+def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):
+    def full(x, device):
+        raise MemoryError(device)
+
+    store = kvstore.create("device")
+    gpu(0).use()
+    store.init("a", on_gpu(np.zeros(8, "f4")))
+    gpu(1).use()
+    there = on_gpu(np.ones(8, "f4"))
+    gpu(0).use()
+    arrays = [there, on_gpu(np.ones(8, "f4"))]
+    with monkeypatch.context() as changed, pytest.raises(MemoryError):
+        changed.setattr(local, "moved", full)
+        store.push("a", arrays)
+    assert not store._entries["a"].variable.held
+    store.push("a", arrays)
+    np.testing.assert_array_equal(on_host(store._entries["a"].stored), 2)
