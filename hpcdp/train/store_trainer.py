@@ -135,13 +135,15 @@ class StoreTrainer(Trainer):
             self._refuse_sums("step")
         began_ns = time.perf_counter_ns()
         total = self._close_step(count)
-        if total and self.update_on_kvstore:
-            self.step_count += 1
-            self._push_and_pull(total)
-        elif total:
-            self._sum()
-            self._update(total)
-        self._begin_step()
+        try:
+            if total and self.update_on_kvstore:
+                self.step_count += 1
+                self._push_and_pull(total)
+            elif total:
+                self._sum()
+                self._update(total)
+        finally:
+            self._begin_step()
         self._account(began_ns)
         return total
 
@@ -166,9 +168,11 @@ class StoreTrainer(Trainer):
         total = checked_count("update", count) + self._held_count
         if self._closing is not None and self.world is not None:
             total = self._tally("update", self._closing, self.world, total)[0]
-        if total:
-            self._update(total)
-        self._begin_step()
+        try:
+            if total:
+                self._update(total)
+        finally:
+            self._begin_step()
         return total
 
     @contextmanager

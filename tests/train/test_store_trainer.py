@@ -1,5 +1,7 @@
 """The trainer on stores: the numbers of the trainer without one."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from pairs import pairs
@@ -21,7 +23,7 @@ import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
-from hpcdp.errors import MismatchError
+from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.together import serve
 from hpcdp.train.bucket_trainer import BucketTrainer
 from hpcdp.train.policy import Policy
@@ -120,6 +122,29 @@ def test_accumulated_batches_are_one_batch(there):
     for ranks in (1, 3):
         whole, parts = (threads.run(ranks, lambda world, m=micro: rank(world, m)) for micro in (False, True))
         np.testing.assert_allclose(parts[0], whole[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_step_whose_push_fails_is_dropped_whole(there, monkeypatch):
+    def rank(world):
+        net = network()
+        trainer = hpcdp.Trainer(
+            net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_sync", update_on_kvstore=there
+        )
+        with trainer.no_sync():
+            backward(net, 0, [0])
+            trainer.step(1)
+        backward(net, 0, [1])
+        with monkeypatch.context() as failing, pytest.raises(OSError, match="no wire"):
+            failing.setattr(trainer.store, "pushpull", Mock(side_effect=OSError("no wire")))
+            trainer.step(1)
+        assert not trainer.holds_gradients and all(param.grad_req == "write" for param in net.parameters())
+        with pytest.raises(StaleGradientError, match="expected a gradient for every parameter"):
+            trainer.step(1)
+        backward(net, 0, [2])
+        assert trainer.step(1) == 1
+
+    threads.run(1, rank)
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
