@@ -18,7 +18,6 @@ from .. import autograd
 from ..arrays import array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
-from ..comm.agreement import require_same
 from ..comm.sanity import launched
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression, Settings
@@ -35,7 +34,8 @@ from .loss_scale import first_scale
 from .parts import require_whole
 from .policy import Policy, Unwritten, stale, stale_anywhere
 from .store_checks import check_precision, check_settings, check_unused
-from .trainer import Trainer, checked_count, require_alike, show_to_profiler, trained
+from .trainer import Trainer, show_to_profiler
+from .trainer_checks import checked_count, require_alike, require_same_settings, trained
 
 
 class StoreTrainer(Trainer):
@@ -299,8 +299,7 @@ class StoreTrainer(Trainer):
         sums, alike = closing.tally_alike(settings, *numbers)
         if not alike:
             self._begin_step()
-            items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
-            require_same(world.comm, operation, items, "change them alike on all ranks")
+            require_same_settings(world.comm, operation, *settings)
         return [int(each) for each in sums]
 
     def _fill_unwritten_with_zeros(self) -> None:

@@ -188,6 +188,28 @@ def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
     threads.run(n, rank)
 
 
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize("what", ["learning rate 0.2", "loss scale 8.0"])
+def test_ranks_whose_settings_part_after_the_sum_are_told_and_can_go_on(what, owner):
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world, owner=owner)
+        backward(params, 0, [world.rank])
+        trainer.allreduce_grads()
+        if world.rank == 1:
+            trainer.optimizer.lr, trainer.loss_scale = (0.2, 1.0) if what.startswith("learning") else (0.1, 8.0)
+        before = [param.data.copy() for param in params]
+        with pytest.raises(MismatchError, match=f"update .* got {what} on rank 1; change them alike"):
+            trainer.update(1)
+        assert all((param.data == was).all() for param, was in zip(params, before, strict=True))
+        trainer.optimizer.lr, trainer.loss_scale = 0.1, 1.0
+        backward(params, 1, [world.rank])
+        trainer.allreduce_grads()
+        assert trainer.update(1) == 2
+
+    threads.run(2, rank)
+
+
 def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():
     def rank(world):
         params = model(0)
