@@ -31,7 +31,7 @@ from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
 from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
-from .policy import Policy, Unwritten, stale_anywhere
+from .policy import Policy, Unwritten, checked_policy, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
@@ -69,7 +69,7 @@ class BucketTrainer(Trainer):
         self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, ours, self.compression, self.world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
-        self.policy = Policy() if policy is None else policy
+        self.policy = checked_policy(policy)
         self.loss_scale = first_scale(loss_scale)
         self._dynamic: DynamicLossScale | None = None
         if loss_scale == DYNAMIC:

@@ -32,7 +32,7 @@ from . import store_states
 from .communication_stats import CommunicationStats
 from .loss_scale import first_scale
 from .parts import require_whole
-from .policy import Policy, Unwritten, stale, stale_anywhere
+from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
 from .store_checks import check_precision, check_settings, check_unused
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, require_alike, require_same_settings, trained
@@ -63,7 +63,7 @@ class StoreTrainer(Trainer):
         self._params = trained(params, world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
-        self.policy = Policy() if policy is None else policy
+        self.policy = checked_policy(policy)
         self.compression = Compression.of(compression)
         self.update_on_kvstore = update_on_kvstore is not False
         """Whether the store updates; else every rank does."""

@@ -140,6 +140,8 @@ def test_other_settings_are_a_mismatch_too():
     ({"overlap": 2}, "True, False or None, got 2"),
     ({"bucket_cap_mb": "x"}, "a positive size, got 'x'"),
     ({"compression": "3bit"}, "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
+    ({"policy": "skip"}, r"\[policy\]: expected a Policy, e\.g\. Policy\(unused='zero'\), got 'skip'"),
+    ({"policy": "skip", "loss_scale": "dynamic"}, r"\[policy\]: expected a Policy, .* got 'skip'"),
     ({"params": []}, "expected at least one trainable parameter, got none"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(arguments, message):
