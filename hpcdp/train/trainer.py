@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ..arrays import is_cupy
 from ..comm import World
 from ..compression import Compression, Settings
-from ..errors import ConfigError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer, require_optimizer
 from ..trace import Trace, nvtx
 from .communication_stats import CommunicationStats
 from .policy import Policy
+from .trainer_checks import no_parameters
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
@@ -117,8 +117,7 @@ class Trainer:
         if cls is not Trainer:
             return super().__new__(cls)
         if not isinstance(params, Iterable):
-            expected = "parameters, such as those of net.parameters()"
-            raise ConfigError("Trainer", where="params", expected=expected, got=type(params).__name__)
+            raise no_parameters(params)
         require_optimizer("Trainer", optimizer)
         from .bucket_trainer import BucketTrainer
         from .store_trainer import StoreTrainer

@@ -11,14 +11,24 @@ import numpy as np
 from ..arrays import is_host
 from ..comm import Communicator, World
 from ..comm.agreement import require_same
-from ..errors import ConfigError, StaleGradientError
+from ..errors import ConfigError, StaleGradientError, type_named
 from ..gradients.bucket import Parameter
 from ..optim import Optimizer
 
 
+def no_parameters(given: object) -> ConfigError:
+    """The error of a Trainer that is given something else."""
+    expected = "parameters, such as those of net.parameters()"
+    return ConfigError("Trainer", where="params", expected=expected, got=type_named(given))
+
+
 def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
-    """Those that want a gradient; `ConfigError` for two of one name, or for none, unless ``world`` has but
-    one stage of a model."""
+    """Those that want a gradient; `ConfigError` for what is no parameter, two of one name, or for none, unless
+    ``world`` has but one stage of a model."""
+    params = list(params)
+    for param in params:
+        if not hasattr(param, "grad_req"):
+            raise no_parameters(param)
     found = [param for param in params if param.grad_req != "null"]
     if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")

@@ -143,6 +143,10 @@ def test_other_settings_are_a_mismatch_too():
     ({"policy": "skip"}, r"\[policy\]: expected a Policy, e\.g\. Policy\(unused='zero'\), got 'skip'"),
     ({"policy": "skip", "loss_scale": "dynamic"}, r"\[policy\]: expected a Policy, .* got 'skip'"),
     ({"params": []}, "expected at least one trainable parameter, got none"),
+    ({"params": [1, 2]}, r"\[params\]: expected parameters, such as those of net\.parameters\(\), got an int"),
+    ({"params": {"w": 1}}, r"\[params\]: expected parameters, .* got a str"),
+    ({"params": [1], "kvstore": "dist_sync"}, r"\[params\]: expected parameters, .* got an int"),
+    ({"params": 1}, r"\[params\]: expected parameters, .* got an int"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(arguments, message):
     arguments = {"params": model(0)} | arguments
