@@ -8,6 +8,7 @@ from written_gradients import SHAPES, backward, model
 from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
+from hpcdp.train.bucket_trainer import BucketTrainer
 from hpcdp.train.trainer import Trainer
 
 
@@ -152,6 +153,12 @@ def test_wrong_arguments_are_refused_by_name(arguments, message):
     arguments = {"params": model(0)} | arguments
     with pytest.raises(ConfigError, match=message):
         threads.run(1, lambda world: Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
+
+
+@pytest.mark.parametrize("name", ["kvstore", "update_on_kvstore"])
+def test_what_is_for_stores_is_refused_in_buckets_by_its_own_name(name):
+    with pytest.raises(ConfigError, match=rf"Trainer \[{name}\]: expected None .*, got 'local'"):
+        threads.run(1, lambda world: BucketTrainer(model(0), optim.SGD(lr=0.1), world, **{name: "local"}))
 
 
 def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_that_names_it():
