@@ -132,22 +132,18 @@ class AsyncStore(WorldStore):
     def set_updater(self, updater: Function) -> None:
         with self._world.meeting():
             super().set_updater(updater)
-            alike = [name_of(updater)]
-            require_same(self._world.comm, "set_updater", alike, "pass the same function on all ranks")
 
             def checked() -> Updater:
                 if self._table.group.num_servers:
                     require_same_by_name(updater)
                 return self._updater
 
-            self._install({"function": alike[0]}, checked)
+            self._install({"function": name_of(updater)}, checked)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         with self._world.meeting():
             super().set_optimizer(optimizer)
-            described = optimizer.config()
-            require_same(self._world.comm, "set_optimizer", [json.dumps(described)], "pass the same on all ranks")
-            self._install({"optimizer": described}, lambda: self._updater)
+            self._install({"optimizer": optimizer.config()}, lambda: self._updater)
 
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()

@@ -10,7 +10,7 @@ from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
 from ..engine import Engine
-from ..optim import Optimizer
+from ..optim import Optimizer, require_optimizer
 from .arguments import Key, check_storable
 from .compress import check_codable
 from .gpu_keys import check_one_gpu
@@ -62,8 +62,9 @@ class WorldStore(KVStore):
         super().set_updater(updater)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        config = optimizer.config() if isinstance(optimizer, Optimizer) else repr(optimizer)
-        require_same(self._world.comm, "set_optimizer", [f"optimizer {config}"], "pass the same on all ranks")
+        self._agreed(lambda: require_optimizer("set_optimizer", optimizer))
+        said = f"optimizer {optimizer.config()}"
+        require_same(self._world.comm, "set_optimizer", [said], "pass the same on all ranks")
         super().set_optimizer(optimizer)
 
     def _check_new(self, values: dict[Key, Array]) -> None:
