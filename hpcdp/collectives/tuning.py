@@ -22,6 +22,7 @@ from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError, HpcdpError, to_stderr
+from ..replacing import replaced
 from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
@@ -303,16 +304,12 @@ def _unwritable(where: Path, error: OSError) -> ConfigError:
 def _write(table: Table) -> Path:
     target = path(table["fingerprint"])
     _make_folder(target.parent)
-    temporary = target.with_name(f".{target.stem}-{os.getpid()}")
+    own = target.with_name(f".{target.stem}-{os.getpid()}")  # jobs may tune at the same time
     try:
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(as_text(table))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replaced(target, own) as part, part.open("w", encoding="utf-8") as file:
+            file.write(as_text(table))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise _unwritable(target, error) from error
     return target

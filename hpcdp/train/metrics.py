@@ -18,6 +18,7 @@ import numpy as np
 
 from hpcdp.arrays import Array, array_namespace, to_host
 from hpcdp.errors import ConfigError, to_stderr, whole_number
+from hpcdp.replacing import replaced
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
@@ -263,13 +264,8 @@ def _finite(record: Mapping[str, Any]) -> Record:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file anew, whole or not at all; text in UTF-8. Raises OSError."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)  # what was written may be what fills the disk
-        raise
+    with replaced(path) as part:
+        part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def read_metrics(path: str | Path) -> list[Record]:

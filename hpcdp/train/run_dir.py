@@ -17,8 +17,8 @@ from hpcdp.errors import ConfigError, DataError
 from .config import TrainConfig
 
 RUN_FILES = (
-    "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.tmp",
-    "metrics.jsonl.tmp",
+    "config.toml", "metrics.jsonl", "events.out.tfevents.*", "*.png", "*.png.part", "config.toml.part",
+    "metrics.jsonl.part",
 )  # fmt: skip
 """What a run leaves, or one that was killed while it wrote that, in its folder, and so all that ``overwrite`` may
 remove from one, with `CHECKPOINTS`."""
