@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .. import exits
 from ..devices import Device
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
+from ..launched import is_launched
 from .agreement import require_same
 from .communicator import Communicator
 from .failing import abort_when_one_fails, outlives_ranks
@@ -327,7 +327,7 @@ def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[
 def _load_mpi() -> Any:
     # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
     # /dev/shm where a signal ends the process.
-    if not exits.is_launched():
+    if not is_launched():
         os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if outlives_ranks():

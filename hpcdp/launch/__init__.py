@@ -1,4 +1,4 @@
-"""Floor 7: launch. Imports: comm, errors, kernels, arrays.
+"""Floor 7: launch. Imports: comm, errors, kernels, arrays, launched.
 
 Starts ranks and examines the machine and its MPI library, without ever starting MPI in the launcher itself.
 """

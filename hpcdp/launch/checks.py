@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpcdp.errors import LaunchError
 
+from ..launched import launched_ranks
 from . import ProgramMissingError, interfaces, mpi_library
-from .inside import launched_ranks
 from .job import Job
 from .supervise import FORWARDED, say
 

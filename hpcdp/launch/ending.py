@@ -10,7 +10,7 @@ import time
 
 from hpcdp.errors import to_stderr
 
-from .inside import launched_rank
+from ..launched import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT
 """The status after Ctrl-C, as in a shell."""

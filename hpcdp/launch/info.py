@@ -12,7 +12,8 @@ from typing import Any
 
 from hpcdp.errors import LaunchError
 
-from . import gpus, inside, machine, mpi_library
+from ..launched import launched_ranks
+from . import gpus, machine, mpi_library
 from .environment import environment
 from .slurm_allocation import allocation
 
@@ -26,7 +27,7 @@ def show(as_json: bool = False) -> int:
     rank. Outside MPI is not started.
     """
     facts = _machine()
-    if inside.launched_ranks() is not None:
+    if launched_ranks() is not None:
         from hpcdp.comm.world import init
 
         world = init()

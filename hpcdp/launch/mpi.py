@@ -6,8 +6,8 @@ import os
 
 from hpcdp.errors import LaunchError
 
+from ..launched import batch_system
 from . import over_hosts
-from .inside import batch_system
 from .job import Job, Plan
 
 

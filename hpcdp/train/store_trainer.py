@@ -6,7 +6,6 @@ parameter server", 2014.
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ from .. import autograd
 from ..arrays import array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
-from ..comm.sanity import launched
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
@@ -27,6 +25,7 @@ from ..gradients.closing import ClosingExchange
 from ..gradients.lane import Lane
 from ..kvstore import KINDS, KVStore, create
 from ..kvstore.asynchronous import AsyncStore
+from ..launched import launched_ranks
 from ..optim import Optimizer, require_by_elements
 from . import store_states
 from .communication_stats import CommunicationStats
@@ -79,7 +78,7 @@ class StoreTrainer(Trainer):
             self.world = init() if world is None else world
             settings = f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"
             require_alike(self.world, self._params, optimizer, [settings])
-        elif (size := launched(os.environ) if world is None else world.size) > 1:
+        elif (size := launched_ranks() or 1 if world is None else world.size) > 1:
             raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
         show_to_profiler(self._params, self.world)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
