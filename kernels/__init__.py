@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import importlib
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from types import ModuleType
 from typing import IO
 
 from ..arrays import Array, is_cupy, is_host
-from ..errors import ConfigError
+from ..errors import ConfigError, to_stderr
 from ..launched import speaks
 
 _loaded: dict[str, ModuleType] = {}
@@ -110,7 +109,7 @@ def _warn_once(text: str) -> None:
 
 def _say_once(text: str) -> None:
     if text not in _said and speaks():
-        print(f"hpcdp: {text}", file=sys.stderr, flush=True)
+        to_stderr(f"hpcdp: {text}")
     _said.add(text)
 
 
