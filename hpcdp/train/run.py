@@ -24,6 +24,7 @@ from hpcdp.comm import World, init
 from hpcdp.comm.agreement import on_every_rank, on_rank_0
 from hpcdp.compression import pays_below
 from hpcdp.devices import Device
+from hpcdp.errors import listed
 from hpcdp.gradients.rail import node_nbytes
 from hpcdp.nn import Module
 from hpcdp.nn.functional import softmax_cross_entropy
@@ -361,9 +362,8 @@ def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("slowest rank", f"rank {rank} on {then[0]['slowest_host']} {often}"))
     named = Counter(name for record in records for name in record.get("stragglers", ()))
     if named:
-        shown = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common(2)]
-        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
-        lines.append(("stragglers", ", ".join(shown) + more))
+        stragglers = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common()]
+        lines.append(("stragglers", listed(stragglers, 2)))
     return lines
 
 
