@@ -3,7 +3,7 @@
 Starts ranks and examines the machine and its MPI library, without ever starting MPI in the launcher itself.
 """
 
-from hpcdp.errors import LaunchError
+from ..errors import LaunchError
 
 
 class ProgramMissingError(LaunchError):

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from hpcdp.errors import ConfigError, LaunchError, to_stderr
-
+from ..errors import ConfigError, LaunchError, to_stderr
 from ..launched import launched_ranks
 from .environment import FIND_PROGRAMS, READ_BY_PROGRAMS
 from .job import Job, Plan

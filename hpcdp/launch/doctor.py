@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpcdp import kernels
-from hpcdp.errors import HpcdpError, LaunchError
-
+from .. import kernels
+from ..errors import HpcdpError, LaunchError
 from ..launched import launched_ranks
 from . import gpus, machine, mpi_library
 from .children import child

@@ -8,8 +8,7 @@ import signal
 import sys
 import time
 
-from hpcdp.errors import to_stderr
-
+from ..errors import to_stderr
 from ..launched import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT

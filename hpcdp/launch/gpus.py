@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from hpcdp.comm.gpus import LIBRARY, Driver, Gpu
-from hpcdp.errors import DeviceError, LaunchError
-
+from ..comm.gpus import LIBRARY, Driver, Gpu
+from ..errors import DeviceError, LaunchError
 from ..launched import launched_ranks
 from . import machine, mpi_library
 from .children import child

@@ -10,8 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from ..launched import launched_ranks
 from . import gpus, machine, mpi_library
 from .environment import environment
@@ -28,7 +27,7 @@ def show(as_json: bool = False) -> int:
     """
     facts = _machine()
     if launched_ranks() is not None:
-        from hpcdp.comm.world import init
+        from ..comm.world import init
 
         world = init()
         facts["MPI library"] = world.library

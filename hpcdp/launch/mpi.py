@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from ..launched import batch_system
 from . import over_hosts
 from .job import Job, Plan

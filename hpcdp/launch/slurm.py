@@ -14,8 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from . import batch_values, mpi_library
 from .checks import check, warn_of_other_library
 from .dialect import Dialect

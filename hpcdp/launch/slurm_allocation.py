@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcdp.errors import LaunchError, listed, shortened
-
+from ..errors import LaunchError, listed, shortened
 from . import hosts
 from .job import Host, Job
 

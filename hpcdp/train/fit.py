@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.autograd import Tensor, record
-from hpcdp.comm import World, init
-from hpcdp.comm.agreement import on_every_rank, require_same
-from hpcdp.data import DataLoader, SharedSampler
-from hpcdp.errors import ConfigError
-from hpcdp.nn import Module
-from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.nn.losses import require_per_sample
-from hpcdp.trace import Trace
-
+from ..autograd import Tensor, record
+from ..comm import World, init
+from ..comm.agreement import on_every_rank, require_same
+from ..data import DataLoader, SharedSampler
+from ..errors import ConfigError
+from ..nn import Module
+from ..nn.functional import softmax_cross_entropy
+from ..nn.losses import require_per_sample
+from ..trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation

@@ -16,9 +16,9 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 
-from hpcdp.arrays import Array, array_namespace, to_host
-from hpcdp.errors import ConfigError, to_stderr, whole_number
-from hpcdp.replacing import replaced
+from ..arrays import Array, array_namespace, to_host
+from ..errors import ConfigError, to_stderr, whole_number
+from ..replacing import replaced
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.

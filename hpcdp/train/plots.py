@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import ConfigError
-from hpcdp.replacing import replaced
-
+from ..errors import ConfigError
+from ..replacing import replaced
 from .metrics import Record
 
 _TRAIN, _TEST = "#3566a8", "#c8552b"

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.comm import World
-from hpcdp.comm.communicator import Request
-from hpcdp.comm.watchdog import Watchdog
-from hpcdp.errors import ConfigError
-from hpcdp.launched import speaks, started_by_srun
-
+from ..comm import World
+from ..comm.communicator import Request
+from ..comm.watchdog import Watchdog
+from ..errors import ConfigError
+from ..launched import speaks, started_by_srun
 from . import stop_signal
 
 STOPPED = os.EX_TEMPFAIL

@@ -16,19 +16,18 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from hpcdp import data, kernels, kvstore
-from hpcdp.autograd import record
-from hpcdp.checkpoint import Manager
-from hpcdp.collectives import allreduce
-from hpcdp.comm import World, init
-from hpcdp.comm.agreement import on_every_rank, on_rank_0
-from hpcdp.compression import pays_below
-from hpcdp.devices import Device
-from hpcdp.errors import listed
-from hpcdp.gradients.rail import node_nbytes
-from hpcdp.nn import Module
-from hpcdp.nn.functional import softmax_cross_entropy
-
+from .. import data, kernels, kvstore
+from ..autograd import record
+from ..checkpoint import Manager
+from ..collectives import allreduce
+from ..comm import World, init
+from ..comm.agreement import on_every_rank, on_rank_0
+from ..compression import pays_below
+from ..devices import Device
+from ..errors import listed
+from ..gradients.rail import node_nbytes
+from ..nn import Module
+from ..nn.functional import softmax_cross_entropy
 from . import inputs
 from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress

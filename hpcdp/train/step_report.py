@@ -11,16 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-from hpcdp.comm import World
-from hpcdp.gradients.critical_path import (
+from ..comm import World
+from ..gradients.critical_path import (
     BucketCost,
     BucketTimes,
     critical_path,
     mirrored_need,
     reduction_seconds,
 )
-from hpcdp.trace import Span, Trace
-
+from ..trace import Span, Trace
 from .gpu_times import GpuTimes
 from .metrics import Record
 from .trainer import Trainer
