@@ -29,6 +29,9 @@ from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 VERSION = 1
 """Of the tables' format, and of the algorithms that were measured."""
 
+CHOICES = "what collectives have chosen"
+"""Under this a world keeps for `operations` what each call has chosen once, until another table counts."""
+
 Fingerprint = dict[str, Any]
 Table = dict[str, Any]
 """``version``, ``fingerprint``, ``machine`` (see `Machine`), ``choices`` and ``measured``, what these were made from.
@@ -267,15 +270,8 @@ def save(world: World, table: Table) -> Path:
     """
     name = on_rank_0(world.comm, lambda: str(_write(table)))
     world.kept["tuning table"] = table
-    _forget_choices(world)
+    world.kept.pop(CHOICES, None)
     return Path(name)
-
-
-def _forget_choices(world: World) -> None:
-    """Have `operations` choose anew: what it keeps by size begins with the name of the collective."""
-    names = {*ALGORITHMS, *(f"i{collective}" for collective in ALGORITHMS)}
-    for key in [key for key in world.kept if isinstance(key, tuple) and key and key[0] in names]:
-        del world.kept[key]
 
 
 def check_folder(world: World) -> None:
