@@ -22,10 +22,9 @@ from pathlib import Path
 
 from .. import kernels
 from ..errors import HpcdpError, LaunchError
-from ..launched import launched_ranks
+from ..launched import THREAD_VARIABLES, launched_ranks
 from . import gpus, machine, mpi_library
 from .children import child
-from .environment import THREAD_VARIABLES
 
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
 _YOUNG_S = 60.0

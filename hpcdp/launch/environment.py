@@ -10,12 +10,11 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..launched import batch_system
+from ..launched import THREAD_VARIABLES, batch_system
 from .dialect import Dialect
 from .hosts import Place, is_this_machine
 from .mpi_library import MpiLibrary, is_open_mpi_4
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 READ_BY_PROGRAMS = (
     "HPCDP_", "PYTHON", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_", "HDF5_", "GLOO_", "NCCL_", "UCX_", "FI_",
 )  # fmt: skip
