@@ -66,8 +66,8 @@ def fit(
             says then whether there was one. None: nothing is saved.
 
     Returns:
-        One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md lists
-        what is in it).
+        One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md and
+        docs/tracing.md list what is in it).
 
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or

@@ -22,7 +22,7 @@ from ..replacing import replaced
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
-`docs/training.md` lists them."""
+docs/training.md and docs/tracing.md list them."""
 
 _TAGS = {
     "step": ("loss", "accuracy", "samples_per_s", "learning_rate", "comm_s", "comm_exposed_s"),
