@@ -309,12 +309,13 @@ class StoreTrainer(Trainer):
     def _push_and_pull(self, total: int) -> None:
         weight = total if self.steps_together else total * self.store.num_workers
         scale = 1.0 / (weight * self.loss_scale)
-        for key, param in self.params.items():
-            self.store.pushpull(key, param.grad * scale, out=_place(param), priority=-key)
+        for key, param in enumerate(self._params):
+            param.grad *= scale  # in place: the store makes a copy
+            self.store.pushpull(key, param.grad, out=_place(param), priority=-key)
             self._time(param)
 
     def _pull(self) -> None:
-        for key, param in self.params.items():
+        for key, param in enumerate(self._params):
             self.store.pull(key, out=_place(param), priority=-key)
             self._time(param)
 

@@ -261,6 +261,27 @@ def test_the_first_layers_come_first(kind):
     threads.run(1, rank)
 
 
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_gradients_are_pushed_from_where_they_lie(kind):
+    """The store makes the only copy."""
+
+    def rank(world):
+        net, pushed = network(), []
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=kind)
+        pushpull = trainer.store.pushpull
+
+        def notes(key, value, out=None, priority=0):
+            pushed.append(value)
+            pushpull(key, value, out, priority)
+
+        trainer.store.pushpull = notes
+        backward(net, 0, [0, 1])
+        trainer.step(2)
+        assert all(value is param.grad for value, param in zip(pushed, net.parameters(), strict=True))
+
+    threads.run(1, rank)
+
+
 def test_which_trainer_it_is():
     def rank(world):
         in_buckets = hpcdp.Trainer(network().parameters(), optim.SGD(lr=0.1), world)
