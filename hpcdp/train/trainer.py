@@ -73,8 +73,8 @@ class Trainer:
             nothing on all ranks, as with ``Policy(nonfinite="skip")``. Stores take a number.
 
     Raises:
-        MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
-            every rank, naming ranks and the first difference.
+        MismatchError: the ranks' parameters or settings differ, later in `step` and `update` their learning rates or
+            loss scales; on every rank, naming ranks and the first difference.
         ConfigError: no parameters or two of one name, an unknown owner, codec or store, a clip_norm that is not
             positive; what a store cannot do; what would keep a run from being reproducible.
     """
