@@ -24,7 +24,7 @@ import numpy as np
 from .. import comm, nn, optim
 from ..arrays import Array, to_host
 from ..errors import ConfigError
-from ..launch.inside import launched_ranks
+from ..launched import launched_ranks
 from ..train.trainer import Trainer
 from . import gpu_jobs, program
 from .files import check_writable, write_json

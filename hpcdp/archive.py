@@ -1,11 +1,11 @@
-"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: errors.
+"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: replacing,
+errors.
 
 A .npz file of named arrays, and one entry more that is text: the header in JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .errors import DataError
+from .replacing import replaced
 
 # NumPy parses an array's header with ast, whose count of its depth the threads of a process share in CPython 3.11
 # (python/cpython#106905): two that read at once may end with a SystemError.
@@ -29,16 +30,12 @@ def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arra
     Raises:
         DataError: it cannot be written; what was there stays.
     """
-    torn = path.with_name(path.name + ".part")
     try:
-        with open(torn, "wb") as file:
+        with replaced(path) as part, open(part, "wb") as file:
             np.savez(file, **{name: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
-        os.replace(torn, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            torn.unlink(missing_ok=True)
         raise DataError(operation, where=path, expected="a file that can be written", got=error) from error
 
 

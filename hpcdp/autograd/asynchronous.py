@@ -113,18 +113,22 @@ class Pending(Tensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See `Tensor.shape`."""
         return self._meta[0]
 
     @property
     def dtype(self) -> Any:
+        """See `Tensor.dtype`."""
         return self._meta[1]
 
     @property
     def ndim(self) -> int:
+        """See `Tensor.ndim`."""
         return len(self._meta[0])
 
     @property
     def size(self) -> int:
+        """See `Tensor.size`."""
         return math.prod(self._meta[0])
 
     def __len__(self) -> int:
@@ -136,6 +140,7 @@ class Pending(Tensor):
         return repr(self.settled)
 
     def wait_to_read(self) -> None:
+        """See `Tensor.wait_to_read`."""
         self._call.results()
 
     def __copy__(self) -> Tensor:

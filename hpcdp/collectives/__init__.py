@@ -1,4 +1,4 @@
-"""Floor 3: collectives. Imports: comm, compression, kernels, arrays, errors.
+"""Floor 3: collectives. Imports: comm, compression, kernels, replacing, arrays, errors.
 
 Operations in which every rank takes part.
 

@@ -17,6 +17,7 @@ from ..errors import UnsupportedError
 from .algorithms import Algorithm
 from .progress import Progress, Steps
 from .select import find
+from .tuning import CHOICES
 
 _MOVED: Any = object()
 """In the place of an op: what is only moved is not reduced."""
@@ -270,7 +271,7 @@ def _found(
     by_monoid = isinstance(op, Monoid)
     try:
         key = (operation, x.dtype, Monoid if by_monoid else op, algorithm, x.nbytes.bit_length())
-        found = world.kept.get(key)
+        found = world.kept.get(CHOICES, {}).get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
     except TypeError:
@@ -285,8 +286,8 @@ def _found(
                 facts = [f"{operation} of {x.size} {x.dtype}", f"op {name}", f"algorithm {algorithm!r}", f"root {root}"]
                 # The MPI library would not tell, and might crash; later calls are not worth a message each time.
                 require_same(Progress.of(world).first_calls, operation, facts, _ALIKE)
-            world.kept[key] = found
-    return (found[0], resolve(operation, op, x.dtype)) if isinstance(op, Monoid) else found
+            world.kept.setdefault(CHOICES, {})[key] = found
+    return (found[0], resolve(operation, op, x.dtype)) if by_monoid else found
 
 
 def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError, WorldAborted
+from ..errors import ConfigError, WorldAborted, listed
 from .members import Member, look_at
 from .roll_call import Question, RollCall
 from .shared import Gate, NodeMemory
@@ -302,8 +302,7 @@ class Watchdog:
 
     def _listed(self, missing: dict[int, str]) -> str:
         if missing:
-            shown = [f"{self._everyone[rank]} {why}" for rank, why in list(missing.items())[:_MOST_NAMES]]
-            return ", ".join(shown) + (f" and {len(missing) - len(shown)} more" if len(missing) > len(shown) else "")
+            return listed([f"{self._everyone[rank]} {why}" for rank, why in missing.items()], _MOST_NAMES)
         if self._roll is not None or len(self._neighbours) == self._world.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from .. import exits
 from ..devices import Device
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
+from ..launched import is_launched
 from .agreement import require_same
+from .blas import share_cores
 from .communicator import Communicator
 from .ending import outlives_ranks
 from .failing import abort_when_one_fails
@@ -45,7 +46,7 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a job, seen from one of them. Made by `init`, or by `hpcdp.comm.threads.run` in tests.
+    """All ranks of a job, seen from one of them. Made by `init` or `split`, in tests by `hpcdp.comm.threads.run`.
 
     Where there are servers, they are no ranks of it: see `whole`.
     """
@@ -208,6 +209,7 @@ def init(ranks_per_node: int | None = None) -> World:
 
     Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. Servers, if
     there are some (`hpcdp.kvstore.serve`), are counted in no number of this world, but in those of its `World.whole`.
+    BLAS that is loaded by now gets the cores divided by the ranks of this machine that share them, see `blas`.
 
     Args:
         ranks_per_node: split every machine into virtual nodes of so many ranks, to try out several nodes on one
@@ -296,6 +298,8 @@ def _world_of(
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
     nodes = sorted(set(leaders))
     cores = len({core for member in node_comm.allgather_json(sorted(os.sched_getaffinity(0))) for core in member})
+    if within is None and not roles.get("num_servers"):  # once, and servers do not compute
+        share_cores(machine.size, cores)
     memory = _share_memory(MPI, comm, node_comm, sharing, cores)
     num_rails = min(comm.allgather_json(memory.size))
     color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
@@ -335,7 +339,7 @@ def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[
 def _load_mpi() -> Any:
     # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
     # /dev/shm where a signal ends the process.
-    if not exits.is_launched():
+    if not is_launched():
         os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if outlives_ranks():

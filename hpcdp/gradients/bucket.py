@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from .. import kernels
 from ..arrays import Array, is_host
+from ..errors import listed
 from .buckets import Slot
 
 _MOST_NAMES = 2
@@ -62,6 +63,5 @@ class Bucket:
 
     def described(self) -> str:
         """Its number, first parameters and size, for messages."""
-        first = ", ".join(slot.name for slot in self.slots[:_MOST_NAMES])
-        more = f" and {len(self.slots) - _MOST_NAMES} more" if len(self.slots) > _MOST_NAMES else ""
-        return f"bucket {self.number} ({first}{more}; {self.mine.nbytes} bytes)"
+        names = listed([slot.name for slot in self.slots], _MOST_NAMES)
+        return f"bucket {self.number} ({names}; {self.mine.nbytes} bytes)"

@@ -129,24 +129,22 @@ class AsyncStore(WorldStore):
         together.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
 
     def set_updater(self, updater: Function) -> None:
+        """See `KVStore.set_updater`."""
         with self._world.meeting():
             super().set_updater(updater)
-            alike = [name_of(updater)]
-            require_same(self._world.comm, "set_updater", alike, "pass the same function on all ranks")
 
             def checked() -> Updater:
                 if self._table.group.num_servers:
                     require_same_by_name(updater)
                 return self._updater
 
-            self._install({"function": alike[0]}, checked)
+            self._install({"function": name_of(updater)}, checked)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
+        """See `KVStore.set_optimizer`."""
         with self._world.meeting():
             super().set_optimizer(optimizer)
-            described = optimizer.config()
-            require_same(self._world.comm, "set_optimizer", [json.dumps(described)], "pass the same on all ranks")
-            self._install({"optimizer": described}, lambda: self._updater)
+            self._install({"optimizer": optimizer.config()}, lambda: self._updater)
 
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
@@ -343,6 +341,7 @@ class AsyncStore(WorldStore):
         self._install({"optimizer": config}, lambda: self._updater)
 
     def save_optimizer_states(self, path: str) -> None:
+        """See `KVStore.save_optimizer_states`."""
         rule = self._by_optimizer("save_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("save_optimizer_states", path))
         self.barrier()
@@ -358,6 +357,7 @@ class AsyncStore(WorldStore):
         self._by_first(write)
 
     def load_optimizer_states(self, path: str) -> None:
+        """See `KVStore.load_optimizer_states`."""
         rule = self._by_optimizer("load_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("load_optimizer_states", path))
         self.barrier()

@@ -40,6 +40,7 @@ class LocalStore(KVStore):
         """Bytes of these keys on each GPU."""
 
     def barrier(self) -> None:
+        """See `KVStore.barrier`."""
         self.wait()
 
     def _stays(self, value: Array) -> bool:

@@ -135,6 +135,7 @@ class SyncStore(WorldStore):
             self._coded[key] = Coded(self._compression, self._rows[key], self._memory, self._rail, self._members)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """See `KVStore.pushpull`."""
         # What is done most often: of short arrays the checks for all else take longer than the exchange.
         exchange = self._exchanges.get(key) if type(key) is int or type(key) is str else None
         target = value if out is None else out

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from hpcdp.comm.gpus import LIBRARY, Driver, Gpu
-from hpcdp.errors import DeviceError, LaunchError
-
-from . import inside, machine, mpi_library
+from ..comm.gpus import LIBRARY, Driver, Gpu
+from ..errors import DeviceError, LaunchError
+from ..launched import launched_ranks
+from . import machine, mpi_library
 from .children import child
 
 _CUPY = """
@@ -82,7 +82,7 @@ def cupy() -> tuple[bool, str]:
 
 def cuda_aware() -> str:
     """Whether the MPI library takes arrays in a GPU's memory: ``yes`` or ``no``, and how one knows."""
-    if inside.launched_ranks() is not None:
+    if launched_ranks() is not None:
         return "not tried: this is itself a rank of a job"
     try:
         library = mpi_library.find_library()

@@ -13,6 +13,7 @@ import numpy as np
 from ..autograd import Tensor, pause
 from ..autograd.registry import CALLS
 from ..errors import ConfigError, DataError, HpcdpError
+from ..replacing import replaced
 from .hybrid.graph import Graph, Held, Input, Literal, Result, Source
 from .hybrid.saved import Reader, arrays_of, as_json, call, with_held
 from .module import Module, Parameter
@@ -21,7 +22,7 @@ from .module import Module, Parameter
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     """Write ``graph`` to ``path`` with ``.json`` and what its network holds to ``path`` with ``.h5``; their paths.
 
-    Each file replaces an older one when it is complete, and the first says what the second must hold.
+    They replace an older pair when both are complete, and the first says what the second must hold.
 
     Raises:
         DataError: they cannot be written.
@@ -32,11 +33,10 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)
     text = json.dumps(as_json(graph, arrays), indent=1)
-    write_arrays(parameters, arrays)
-    torn = description.with_name(description.name + ".part")
     try:
-        torn.write_text(text + "\n")
-        os.replace(torn, description)
+        with replaced(description) as part:
+            part.write_text(text + "\n")
+            write_arrays(parameters, arrays)
     except OSError as error:
         raise DataError("export", where=description, expected="a file that can be written", got=error) from error
     return description, parameters

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from hpcdp.comm import World, gpus
-from hpcdp.comm.agreement import on_every_rank
-from hpcdp.devices import Device, cpu
-from hpcdp.errors import ConfigError
+from ..comm import World, gpus
+from ..comm.agreement import on_every_rank
+from ..devices import Device, cpu
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from .config import TrainConfig

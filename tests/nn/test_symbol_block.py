@@ -126,8 +126,22 @@ def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     with pytest.raises(ConfigError, match="none since the module was made or changed"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
-    with pytest.raises(DataError, match=r"absent/net\.h5.*expected a file that can be written"):
+    with pytest.raises(DataError, match=r"absent/net\.json.*expected a file that can be written"):
         net.export(tmp_path / "absent" / "net")
+
+
+@pytest.mark.parametrize("file", ["net.json", "net.h5"])
+def test_an_export_that_fails_leaves_the_pair_that_was_there_and_nothing_beside(file, tmp_path):
+    net, _, _ = exported("mlp", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for param in net.parameters():
+        param.data[...] = 1
+    in_the_way = tmp_path / f"{file}.part"
+    in_the_way.mkdir()
+    with pytest.raises(DataError, match=rf"{file}\]: expected a file that can be written"):
+        net.export(tmp_path / "net")
+    in_the_way.rmdir()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("path", ["nets/", "nets/.", "..", "."])
