@@ -25,8 +25,13 @@ OPTIONS = ("-std=c++17", "--fmad=false")
 THREADS = 256
 """Of a block; `common.cuh` says so, too."""
 
-MAX_BLOCKS = 1056
-"""Of a launch; threads stride over what is more. Eight blocks are at once on each of an H100's 132 multiprocessors."""
+MAX_BLOCKS = 8448
+"""Of a launch; threads stride over what is more. So an H100 has 64 for each of its 132 multiprocessors, which run four
+to eight at once, by the kernel's registers: with several turns it counts little that the last one does not fill all."""
+
+MAX_PARTS = 1056
+"""Of what blocks sum or count each for itself, to be put together: so few that this is soon done, and on any GPU alike,
+since the order of additions must not depend on it."""
 
 _FOLDER = Path(__file__).parent
 _TYPES = {"float32": "f32", "float64": "f64", "uint16": "f16", "int32": "i32", "int64": "i64"}
