@@ -22,8 +22,8 @@ from ..errors import UnsupportedError
 OPTIONS = ("-std=c++17", "--fmad=false")
 """Of NVRTC and nvcc. The specification rounds each product before it is added, so they must not be contracted."""
 
-THREADS = 256
-"""Of a block; `common.cuh` says so, too."""
+THREADS, WARP = 256, 32
+"""Of a block, and of those that vote together; `common.cuh` says so, too."""
 
 MAX_BLOCKS = 8448
 """Of a launch; threads stride over what is more. So an H100 has 64 for each of its 132 multiprocessors, which run four

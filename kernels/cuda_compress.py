@@ -94,7 +94,7 @@ def _encode_blocks(
 ) -> None:
     grad, residual = map(_bits, arrays)
     of_type = _checked_blocks(name, width, scales, words, grad, residual)
-    blocks = min(num_blocks(grad.size), cuda.MAX_BLOCKS)
+    blocks = cuda.blocks(num_blocks(grad.size) * cuda.WARP)
     passed = (grad, residual, np.int64(grad.size), *(np.float64(each) for each in numbers), scales, words)
     cuda.launch("compress", f"{name}_{of_type}", blocks, *passed)
 

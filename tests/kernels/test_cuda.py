@@ -134,7 +134,7 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 
 
 def test_numbers_that_two_files_say_agree() -> None:
-    assert f"THREADS = {cuda.THREADS}," in cuda.source("update")
+    assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
     assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
     assert f"MAX_ROWS = {cuda_reduce.MAX_ROWS} " in cuda.source("reduce")
     assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")

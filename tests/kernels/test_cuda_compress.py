@@ -57,6 +57,19 @@ def test_codecs_on_a_device_send_what_the_specification_sends(
                 same(ours, theirs)
 
 
+@pytest.mark.parametrize("codec", [TwoBit(), OneBit()], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_do_not_depend_on_where_elements_begin(codec: Any, dtype: type, cupy: ModuleType) -> None:
+    x, residual = given(600, dtype)
+    wire = np.zeros(codec.nbytes(600, np.dtype(dtype)), np.uint8)
+    found = [
+        coded(codec, *(cupy.asarray(np.append(y[:offset], y))[offset:] for y in (x, residual)), cupy.asarray(wire))
+        for offset in (0, 1)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        same(ours, theirs.to_host())
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -98,8 +111,8 @@ def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.M
 def test_more_blocks_than_are_launched(bits: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", 2)
     codec = {1: OneBit(0.25), 2: TwoBit(0.5)}[bits]
-    x, residual = given(1700, np.float32)
-    wire = np.zeros(codec.nbytes(1700, x.dtype), np.uint8)
+    x, residual = given(5003, np.float32)
+    wire = np.zeros(codec.nbytes(5003, x.dtype), np.uint8)
     found = coded(codec, *(cupy.asarray(each) for each in (x, residual, wire)))
     for ours, theirs in zip(found, coded(codec, x, residual, wire), strict=True):
         same(ours, theirs)
