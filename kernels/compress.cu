@@ -129,8 +129,8 @@ template <class T> __device__ void encode_bfloat16(const T* grad, T* residual, H
     encode_halves(grad, residual, halves, count, to, [](Half x) { return float_from_bfloat16(x); });
 }
 
-extern "C" __global__ void choose_digit(const Word* counts, Index blocks, Index k, bool is_first, Limit* limit) {
-    choose_next_digit(counts, blocks, k, is_first, limit);
+extern "C" __global__ void choose_digit(const Word* counts, Index k, bool is_first, Limit* limit) {
+    choose_next_digit(counts, k, is_first, limit);
 }
 
 #define KERNELS(T, NAME)                                                                                               \

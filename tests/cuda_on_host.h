@@ -61,6 +61,7 @@ inline unsigned long long bits_of_double(double x) {
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 
 // Of integers alone: the result of adding floats would depend on the order.
 inline unsigned atomicAdd(unsigned* to, unsigned value) { return std::exchange(*to, *to + value); }
@@ -214,6 +215,11 @@ template <class T> inline T exchanged(T value, unsigned from) {
 
 template <class T> inline T __shfl_xor_sync(unsigned, T value, unsigned mask) {
     return exchanged(value, threadIdx.x % on_host::WARP_SIZE ^ mask);
+}
+
+template <class T> inline T __shfl_up_sync(unsigned, T value, unsigned by) {
+    const unsigned lane = threadIdx.x % on_host::WARP_SIZE;
+    return exchanged(value, lane < by ? lane : lane - by);
 }
 
 // `args` are the addresses of the arguments, as cuLaunchKernel takes them. Returns null or what went wrong.
