@@ -99,7 +99,7 @@ def launch(file: str, name: str, grid: int, *args: Array | np.generic | np.ndarr
         _kernel(file, name)((grid,), (THREADS,), args)
 
 
-def launch_elementwise(file: str, name: str, arrays: tuple[Array, ...], *scalars: np.generic) -> None:
-    """Launch a kernel of ``(*arrays, count, *scalars)`` whose threads have 16 bytes each of the largest elements."""
+def launch_elementwise(file: str, name: str, arrays: tuple[Array, ...], *others: np.generic | Array) -> None:
+    """Launch a kernel of ``(*arrays, count, *others)`` whose threads have 16 bytes each of the largest elements."""
     nbytes = max(x.nbytes for x in arrays)
-    launch(file, name, blocks(-(-nbytes // 16)), *arrays, np.int64(arrays[0].size), *scalars)
+    launch(file, name, blocks(-(-nbytes // 16)), *arrays, np.int64(arrays[0].size), *others)

@@ -3,7 +3,7 @@
 // number of elements alone, not on where they lie or which GPU it is.
 #include "common.cuh"
 
-enum { PIECES = 64 };  // of a layer, cuda_norms.py launches as many blocks for each
+enum { PIECES = 128 };  // of a layer, cuda_norms.py launches as many blocks for each
 
 // The sum of squares of what thread `thread` of `threads` is to read of `count` elements; `x` may begin anywhere.
 template <class T> __device__ double squares(const T* __restrict__ x, Index count, Index thread, Index threads) {
