@@ -13,12 +13,15 @@ __device__ inline Index all_warps() { return all_threads() / WARP; }
 template <class T> struct Own {
     typedef typename WideOf<T>::Type Wide;
     static constexpr int N = 16 / sizeof(T), PACKS = BLOCK / WARP / N;
-    Index first, count;  // of the block, and of all elements
-    bool is_whole;       // all BLOCK elements are there, and packs of them can be loaded and stored
-    Wide at[PACKS][N];   // elements of `grad` and `residual` together; 0 where there are none
+    Index first;        // of the block
+    int number;         // of elements in it
+    bool is_whole;      // BLOCK elements are there, and packs of them can be loaded and stored
+    Wide at[PACKS][N];  // elements of `grad` and `residual` together; 0 where there are none
 
     __device__ Own(const T* grad, const T* residual, Index first, Index count, bool aligned)
-        : first(first), count(count), is_whole(aligned && first + BLOCK <= count) {
+        : first(first), number(count - first < BLOCK ? count - first : BLOCK), is_whole(aligned && number == BLOCK) {
+        grad += first;
+        residual += first;
         Pack<T, N> given[PACKS], kept[PACKS];
         for (int pack = 0; pack < PACKS; ++pack) {
             if (is_whole) {
@@ -36,11 +39,12 @@ template <class T> struct Own {
         }
     }
 
-    // The first element of a pack, and whether one of it exists.
-    __device__ Index place(int pack) const { return first + (pack * WARP + this_lane()) * N; }
-    __device__ bool is_there(int pack, int k) const { return is_whole || place(pack) + k < count; }
+    // The first element of a pack, counted within the block, and whether one of it exists.
+    __device__ static int place(int pack) { return (pack * WARP + this_lane()) * N; }
+    __device__ bool is_there(int pack, int k) const { return place(pack) + k < number; }
 
     __device__ void store_pack(T* to, int pack, const Pack<T, N>& x) const {
+        to += first;
         if (is_whole) {
             store(to + place(pack), x);
         } else {
@@ -48,6 +52,11 @@ template <class T> struct Own {
                 if (is_there(pack, k)) to[place(pack) + k] = x.at[k];
             }
         }
+    }
+
+    // Stores the word of `width` elements, of which those of this lane's pack are some, by the lane that has the first.
+    __device__ void store_word(Word* words, int width, int pack, Word word) const {
+        if (place(pack) % width == 0 && is_there(pack, 0)) words[first / width + place(pack) / width] = word;
     }
 
     // The sum of `each(element)` over the block, in a fixed order; all lanes must call it.
@@ -79,7 +88,8 @@ struct OneBit {
     }
 };
 
-// Encodes a block by one of these, which all lanes must call: `residual` becomes what is left, and the code goes to `words`.
+// Encodes a block by one of these, which all lanes must call: `residual` becomes what is left, and the code goes to
+// `words`.
 template <class Code, class T, class Wide>
 __device__ inline void encode(const Own<T>& own, T* residual, Word* words, Wide limit, Wide sent) {
     constexpr int N = Own<T>::N;
@@ -88,12 +98,12 @@ __device__ inline void encode(const Own<T>& own, T* residual, Word* words, Wide 
         Pack<T, N> kept;
         for (int k = 0; k < N; ++k) {
             Wide left;
-            const Word bits = Code::of(own.at[pack][k], limit, sent, (this_lane() * N + k) % Code::WIDTH, left);
+            const Word bits = Code::of(own.at[pack][k], limit, sent, Own<T>::place(pack) % Code::WIDTH + k, left);
             if (own.is_there(pack, k)) word |= bits;
             kept.at[k] = narrowed<T>(left);
         }
         for (int half = 1; half < Code::WIDTH / N; half *= 2) word |= __shfl_xor_sync(~0u, word, half);
-        if (this_lane() * N % Code::WIDTH == 0 && own.is_there(pack, 0)) words[own.place(pack) / Code::WIDTH] = word;
+        own.store_word(words, Code::WIDTH, pack, word);
         own.store_pack(residual, pack, kept);
     }
 }

@@ -114,8 +114,8 @@ template <class T, int N> __device__ inline void store_to(T* first, const Pack<T
     }
 }
 
-// Calls `body(first element, pack)` for the packs of N that are this thread's among `threads`, and for packs of 1 at the
-// end. Which elements that are depends on `count` alone, not on where `x` begins, and so does what is added up.
+// Calls `body(first element, pack)` for the packs of N that are this thread's among `threads`, and for packs of 1 at
+// the end. Which elements that are depends on `count` alone, not on where `x` begins, and so does what is added up.
 // AT_ONCE packs are loaded before the first of them is used: where a thread does nothing but read, one after the other
 // would leave memory idle.
 template <int N, int AT_ONCE = 1, class T, class Body>

@@ -4,6 +4,7 @@
 #include "codes.cuh"
 #include "top_k.cuh"
 
+enum { AT_ONCE = 4 };  // blocks of a multiprocessor that must have room; else the compiler keeps all sums in registers
 constexpr double SHARE = 0.6, LARGEST = 3.4028234e38;
 
 // Rounded as an element, in the type that it is computed in.
@@ -19,22 +20,20 @@ struct Choice {
 // Of a block that is not sent nothing is kept.
 template <int WIDTH, class T> __device__ inline void forget(const Own<T>& own, T* residual, Word* words) {
     for (int pack = 0; pack < Own<T>::PACKS; ++pack) {
-        const Index i = own.place(pack);
-        if (i < own.count && i % WIDTH == 0) words[i / WIDTH] = Word(~0ull >> (64 - WIDTH));
+        own.store_word(words, WIDTH, pack, Word(~0ull >> (64 - WIDTH)));
         own.store_pack(residual, pack, {});
     }
 }
 
-// All blocks of elements, which have a scale each; `choose(what a lane has, how many are in the block)`.
+// All blocks of elements, which have a scale each; `choose(what a lane has)` says how it is encoded.
 template <class Code, class T, class Choose>
 __device__ inline void encode_blocks(
     const T* grad, T* residual, Index count, float* scales, Word* words, Choose choose
 ) {
     const bool aligned = is_aligned<16 / sizeof(T)>(grad, residual);
     for (Index block = this_warp(); block * BLOCK < count; block += all_warps()) {
-        const Index left = count - block * BLOCK;
         const Own<T> own(grad, residual, block * BLOCK, count, aligned);
-        const Choice choice = choose(own, double(left < BLOCK ? left : BLOCK));
+        const Choice choice = choose(own);
         const float scale = choice.sent;
         const bool is_sent = choice.is_finite && choice.sent <= LARGEST;
         if (this_lane() == 0) scales[block] = is_sent ? scale : float_of_bits(0x7FC00000);
@@ -53,11 +52,11 @@ __device__ void encode_two_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, double threshold, float* __restrict__ scales,
     Word* __restrict__ words
 ) {
-    encode_blocks<TwoBits>(grad, residual, count, scales, words, [&](const Own<T>& own, double number) {
+    encode_blocks<TwoBits>(grad, residual, count, scales, words, [&](const Own<T>& own) {
         const double squares = own.sum([](double x) { return x * x; });
         Choice choice = {threshold, threshold, is_finite(squares)};
         if (threshold == 0 && choice.is_finite) {
-            const double limit = SHARE * sqrt(squares / number);
+            const double limit = SHARE * sqrt(squares / own.number);
             const double sizes = own.sum([&](double x) { return size_of(x) >= limit ? size_of(x) : 0.0; });
             choice.sent = sizes / own.sum([&](double x) { return Word(size_of(x) >= limit); });
             choice.limit = limit;
@@ -71,9 +70,9 @@ __device__ void encode_one_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, double threshold, double magnitude,
     float* __restrict__ scales, Word* __restrict__ words
 ) {
-    encode_blocks<OneBit>(grad, residual, count, scales, words, [&](const Own<T>& own, double number) {
+    encode_blocks<OneBit>(grad, residual, count, scales, words, [&](const Own<T>& own) {
         const double sum = own.sum([](double x) { return size_of(x); });
-        return Choice{threshold, magnitude > 0 ? magnitude : sum / number, is_finite(sum)};
+        return Choice{threshold, magnitude > 0 ? magnitude : sum / own.number, is_finite(sum)};
     });
 }
 
@@ -134,7 +133,7 @@ extern "C" __global__ void choose_digit(const Word* counts, Index k, bool is_fir
 }
 
 #define KERNELS(T, NAME)                                                                                               \
-    extern "C" __global__ void encode_two_bit_##NAME(                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) encode_two_bit_##NAME(                              \
         const T* grad, T* residual, Index count, double threshold, float* scales, Word* words                          \
     ) {                                                                                                                \
         encode_two_bit(grad, residual, count, threshold, scales, words);                                               \

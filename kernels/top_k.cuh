@@ -64,8 +64,8 @@ __device__ inline void choose_next_digit(const Word* counts, Index k, bool is_fi
         from_here[digit] += more;
     }
     const Index above = from_here[digit] - counts[digit];
-    const bool is_found = before.ties > 0 ? above < before.ties && before.ties <= from_here[digit] : digit == DIGITS - 1;
-    if (is_found) *limit = {before.digits * DIGITS + digit, before.ties - above};
+    const bool is_here = above < before.ties && before.ties <= from_here[digit];
+    if (before.ties > 0 ? is_here : digit == DIGITS - 1) *limit = {before.digits * DIGITS + digit, before.ties - above};
 }
 
 // How many of its `chunk` elements each block has above the limit, and just at it: `numbers` has shape (2, blocks).

@@ -19,6 +19,7 @@
 #define __device__
 #define __shared__ static
 #define __restrict__ __restrict
+#define __launch_bounds__(...)
 
 using std::exp;
 using std::log;
