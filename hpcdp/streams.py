@@ -28,6 +28,7 @@ Event = Any
 """One of CuPy's, or `OpenedEvent`."""
 
 _PASSED, _NOT_READY = 0, 600
+_BEFORE_OTHERS = -1
 
 
 class OpenedEvent:
@@ -71,9 +72,10 @@ class Streams:
         return gpu(int(self._runtime.getDevice()))
 
     def stream(self) -> Stream:
-        """A new stream, which does not wait for the default one."""
+        """A new stream, which does not wait for the default one. Blocks of its kernels run before those that wait of
+        streams that compute (of priority 0), since other ranks wait for what it sends."""
         with self.on_device():
-            return self._cuda.Stream(non_blocking=True)
+            return self._cuda.Stream(non_blocking=True, priority=_BEFORE_OTHERS)
 
     def current(self) -> Stream:
         """The stream to which this thread's operations on arrays go."""

@@ -29,7 +29,7 @@ import pytest
 from hpcdp.kernels import cuda
 
 HERE = Path(__file__).parent
-_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)')
 _ONE_AT_A_TIME = threading.Lock()
 """Ranks may be threads, and a kernel's fibers are those of the process."""
 _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}

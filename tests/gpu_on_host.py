@@ -357,8 +357,9 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         cuda: Any = ModuleType("cupy.cuda")
         null = Stream(gpus, DEFAULT)
 
-        def make_stream(non_blocking: bool = False) -> Stream:
+        def make_stream(non_blocking: bool = False, priority: int | None = None) -> Stream:
             assert non_blocking, "it would wait for the default stream"
+            assert priority == -1, "what other ranks wait for would wait for what computes"
             with gpus.lock:
                 made = Stream(gpus, next(gpus.numbers))
                 gpus.queues[made.ptr] = deque()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, to_host
+from ..arrays import Array, array_namespace, from_host
 from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
@@ -15,6 +15,7 @@ from ..comm.reductions import resolve
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 from .algorithms import Algorithm
+from .pinned import bring_back, brought, on_host
 from .progress import Progress, Steps
 from .select import find
 from .tuning import CHOICES
@@ -67,7 +68,7 @@ def allreduce(
     staged = _staged("allreduce", target)
     if world.size > 1:
         chosen.run(world, "allreduce", staged.reshape(-1), reduction)
-    target[...] = from_host(staged, target)
+    bring_back(staged, target)
     return target
 
 
@@ -99,7 +100,7 @@ def iallreduce(
         if world.size > 1:
             yield from chosen.machine(world, "iallreduce", staged.reshape(-1), reduction)
         if staged is not target:
-            target[...] = from_host(staged, target)
+            bring_back(staged, target)
 
     with Watchdog.of(world).watching("iallreduce", staged):  # the first one of an algorithm may wait for the others
         return Progress.of(world).start(then_copied_back(), staged)
@@ -129,7 +130,7 @@ def reduce_scatter(
     chosen, reduction = _found("reduce_scatter", x, op, algorithm, world)
     ends = bounds(x.size, world.size)
     own = ends[world.rank + 1] - ends[world.rank]
-    host = to_host(x)
+    host = on_host(x)
     result = np.empty(own, host.dtype)
     if out is not None:
         _check_like("reduce_scatter", out, (own,), x)
@@ -169,7 +170,7 @@ def allgather(
     world = _ranks(world)
     _check_array("allgather", "x", x)
     array_namespace(x)
-    host = to_host(x)
+    host = on_host(x)
     if out is None:
         gathered = np.empty((world.size, *host.shape), host.dtype)
         gathered[world.rank] = host
@@ -181,7 +182,7 @@ def allgather(
     if out is None:
         return from_host(gathered, x)
     if gathered is not out:
-        out[...] = from_host(gathered, out)
+        bring_back(gathered, out)
     return out
 
 
@@ -214,7 +215,7 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     staged = _staged("broadcast", x) if world.rank != root else _source(x)
     chosen.run(world, "broadcast", _flat(staged), root)
     if staged is not x and world.rank != root:
-        x[...] = from_host(staged, x)
+        bring_back(staged, x)
     return x
 
 
@@ -241,7 +242,7 @@ def reduce(
     root = _checked_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
-        host = np.asarray(to_host(x))
+        host = np.asarray(on_host(x))
         work = host if chosen.spares_input and host.flags.c_contiguous else np.array(host, order="C")
         chosen.run(world, "reduce", _flat(work), reduction, root)
         return x
@@ -249,7 +250,7 @@ def reduce(
     staged = _staged("reduce", target)
     chosen.run(world, "reduce", _flat(staged), reduction, root)
     if staged is not target:
-        target[...] = from_host(staged, target)
+        bring_back(staged, target)
     return target
 
 
@@ -353,7 +354,7 @@ def _flat(x: np.ndarray) -> np.ndarray:
 
 def _source(x: Array) -> np.ndarray:
     """``x`` as a contiguous host array that MPI may be handed, which wants a writeable one even where it only reads."""
-    host = np.ascontiguousarray(to_host(x))
+    host = np.ascontiguousarray(on_host(x))
     return host if host.flags.writeable else host.copy()
 
 
@@ -363,4 +364,4 @@ def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
         return target
     _check_array(operation, where, target)
     _check_writeable(operation, where, target)
-    return np.array(to_host(target), order="C")
+    return brought(target)

@@ -10,7 +10,7 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 HERE = Path(__file__).parent
-PER_STEP = {"lars": 1, "clip_norm": 1}
+PER_STEP = {"clip_norm": 1}
 """How often the host waits in a step, for numbers that it needs; in others it does not (docs/gpu.md)."""
 
 
