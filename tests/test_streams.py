@@ -103,6 +103,30 @@ def test_threads_of_lanes_make_no_context_on_other_gpus(streams, gpus_on_host):
     assert gpus_on_host.contexts == {1}
 
 
+def test_a_later_thread_with_the_ident_of_the_maker_is_another_one(gpus_on_host):
+    made = []
+
+    def on_thread(act):
+        def noted():
+            ident.append(threading.get_ident())
+            act()
+
+        ident = []
+        thread = threading.Thread(target=noted)
+        thread.start()
+        thread.join()
+        return ident[0]
+
+    first = on_thread(lambda: made.append(Streams(gpu(1))))
+    gpus_on_host.contexts.clear()
+    for _ in range(100):
+        if on_thread(lambda: made[0].query(made[0].event())) == first:
+            break
+    else:
+        pytest.skip("no later thread has had the ident of the first one")
+    assert gpus_on_host.contexts == {1}
+
+
 def test_the_thread_that_makes_streams_keeps_its_current_device(streams, gpus_on_host):
     gpu(2).use()
     assert streams.query(streams.event()) and streams.pinned(8).nbytes == 8
