@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_cupy, to_host
+from .arrays import Array, array_namespace, from_host, is_cupy, is_host, to_host
 from .errors import ConfigError, DeviceError
 
 
@@ -33,7 +33,7 @@ class Device:
         return cls("gpu", int(x.device.id)) if is_cupy(x) else cls("cpu", 0)
 
     def put(self, x: Array) -> Array:
-        """A copy of ``x`` on this device.
+        """A copy of ``x`` on this device, by the streams that are current there and where ``x`` is.
 
         Raises:
             DeviceError: the machine does not have it; a RuntimeError.
@@ -41,6 +41,8 @@ class Device:
         if self.kind == "cpu":
             return np.array(to_host(x))
         cupy = _cupy(self)
+        if is_cupy(x) and Device.of(x) != self:
+            return _copied_between_gpus(cupy, x, self.index)
         with cupy.cuda.Device(self.index):
             return cupy.array(x)
 
@@ -82,6 +84,42 @@ def require_devices(operation: str, devices: object) -> tuple[Device, ...]:
         expected = "a list of devices, such as [cpu(0), cpu(1)]"
         raise ConfigError(operation, where="devices", expected=expected, got=repr(devices))
     return found
+
+
+def lie_together(x: Array, y: Array) -> bool:
+    """Whether both are on the host, or on the same GPU."""
+    if is_host(x) or is_host(y):
+        return is_host(x) and is_host(y)
+    return array_namespace(x) is array_namespace(y) and Device.of(x) == Device.of(y)
+
+
+def brought(x: Array, like: Array) -> Array:
+    """``x`` where ``like`` is: itself, if it is there, else a copy."""
+    if lie_together(x, like):
+        return x
+    if is_host(like):
+        return to_host(x)
+    if is_cupy(x) and is_cupy(like):
+        return Device.of(like).put(x)
+    return from_host(to_host(x), like)
+
+
+def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
+    """A copy of ``x`` on another GPU. Streams of two GPUs do not wait for each other, also the default ones: events
+    say when ``x`` is there, and when its memory may be given to others."""
+    with x.device as source:
+        x, giving = cupy.ascontiguousarray(x), cupy.cuda.get_current_stream()
+        filled = giving.record(cupy.cuda.Event(disable_timing=True))
+    with cupy.cuda.Device(index):
+        taking = cupy.cuda.get_current_stream()
+        taking.wait_event(filled)
+        made = cupy.empty(x.shape, dtype=x.dtype)
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(made.data.ptr, x.data.ptr, x.nbytes, runtime.memcpyDefault, taking.ptr)
+        come = taking.record(cupy.cuda.Event(disable_timing=True))
+    with source:
+        giving.wait_event(come)
+    return made
 
 
 def _cupy(device: Device) -> Any:

@@ -127,14 +127,20 @@ class Gpus:
         self.contexts.add(device)
         return device
 
+    def streams_of_thread(self) -> list[Stream]:
+        """Those that are current, the last one now, on the current GPU of this thread."""
+        by_device = vars(self.of_thread).setdefault("streams", {})
+        found: list[Stream] = by_device.setdefault(getattr(self.of_thread, "device", 0), [])
+        return found
+
     def note_array(self, held: np.ndarray) -> None:
         if not isinstance(held.base, np.ndarray):
             self.made_on[held.ctypes.data] = getattr(self.of_thread, "device", 0)
 
-    def device_of(self, held: np.ndarray) -> SimpleNamespace:
+    def device_of(self, held: np.ndarray) -> _Device:
         while isinstance(held.base, np.ndarray):
             held = held.base
-        return SimpleNamespace(id=self.made_on[held.ctypes.data])
+        return _Device(self, self.made_on[held.ctypes.data])
 
     def take_ms(self, ms: float) -> None:
         """Let the clock that events of this thread read go on."""
@@ -148,19 +154,28 @@ class Gpus:
 
 
 class Stream:
-    def __init__(self, gpus: Gpus, ptr: int) -> None:
-        self._gpus, self.ptr = gpus, ptr
+    def __init__(self, gpus: Gpus, ptr: int, device: int | None = None) -> None:
+        self._gpus, self.ptr, self._device = gpus, ptr, device
 
     def __enter__(self) -> Stream:
-        vars(self._gpus.of_thread).setdefault("streams", []).append(self)
+        if self._device not in (None, getattr(self._gpus.of_thread, "device", 0)):
+            raise RuntimeError(f"The device that the stream is created on ({self._device}) does not match")
+        self._gpus.streams_of_thread().append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._gpus.of_thread.streams.pop()
+        self._gpus.streams_of_thread().pop()
 
     def synchronize(self) -> None:
         self._gpus.current()
         self._gpus.wait_until(lambda: not self._gpus.queues.get(self.ptr))
+
+    def record(self, event: Event) -> Event:
+        sys.modules["cupy.cuda.runtime"].eventRecord(event.ptr, self.ptr)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        sys.modules["cupy.cuda.runtime"].streamWaitEvent(self.ptr, event.ptr)
 
 
 class Event:
@@ -178,18 +193,20 @@ class Event:
 
 class _Device:
     def __init__(self, gpus: Gpus, index: int) -> None:
-        self._gpus, self._index = gpus, index
+        self._gpus, self.id = gpus, index
+        self._before: list[int] = []
 
     def use(self) -> None:
-        self._gpus.of_thread.device = self._index
+        self._gpus.of_thread.device = self.id
         self._gpus.current()
 
-    def __enter__(self) -> None:
-        self._before = getattr(self._gpus.of_thread, "device", 0)
+    def __enter__(self) -> _Device:
+        self._before.append(getattr(self._gpus.of_thread, "device", 0))
         self.use()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _Device(self._gpus, self._before).use()
+        _Device(self._gpus, self._before.pop()).use()
 
 
 def _runtime(gpus: Gpus) -> ModuleType:
@@ -332,7 +349,8 @@ def _compute_in_turn(cupy: Any, current: Callable[[], Stream]) -> None:
     call, get_item, to_host = cupy._Function.__call__, cupy.Array.__getitem__, cupy.Array.to_host
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._function.__name__ not in _VIEWS:
+        strided = any(isinstance(x, cupy.Array) and not x.flags.c_contiguous for x in args)
+        if self._function.__name__ not in _VIEWS or (self._function.__name__ == "ascontiguousarray" and strided):
             reach()
         return call(self, *args, **kwargs)
 
@@ -360,7 +378,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         def make_stream(non_blocking: bool = False) -> Stream:
             assert non_blocking, "it would wait for the default stream"
             with gpus.lock:
-                made = Stream(gpus, next(gpus.numbers))
+                made = Stream(gpus, next(gpus.numbers), getattr(gpus.of_thread, "device", 0))
                 gpus.queues[made.ptr] = deque()
             return made
 
@@ -374,7 +392,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             return Event(gpus, ptr)
 
         def current() -> Stream:
-            return (getattr(gpus.of_thread, "streams", None) or [null])[-1]
+            return (gpus.streams_of_thread() or [null])[-1]
 
         def array_at(shape: tuple[int, ...], dtype: Any, memptr: Any) -> Any:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize

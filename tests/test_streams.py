@@ -62,7 +62,7 @@ def test_a_wait_for_an_event_that_is_not_recorded_waits_for_nothing(streams):
 
 def test_the_current_stream_is_that_of_operations(streams):
     assert streams.current().ptr == 0
-    with streams.stream() as stream:
+    with streams.on_device(), streams.stream() as stream:
         assert streams.current().ptr == stream.ptr
 
 
@@ -136,7 +136,7 @@ def test_the_thread_that_makes_streams_keeps_its_current_device(streams, gpus_on
 def test_a_stream_follows_what_the_current_one_was_given(streams):
     x, y, z = of([1, 2]), of([0, 0]), of([0, 0])
     first, second = streams.stream(), streams.stream()
-    with first:
+    with streams.on_device(), first:
         streams.copy_async(y, x, first)
         streams.follow(second)
     streams.copy_async(z, y, second)

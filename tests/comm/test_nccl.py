@@ -300,6 +300,7 @@ def test_memory_goes_back_to_the_stream_it_was_made_for(gpus_on_host):
 
     def rank(world):
         made_for, size, waits = Streams(gpu(world.rank)).stream(), RowSize(8, np.dtype("f4")), []
+        gpu(world.rank).use()
         with made_for:
             group = make(world, size)
         kept = group.node.group([size])  # else the communicator ends, and what its kernels do with it
