@@ -18,6 +18,7 @@ from .errors import ArrayMixError
 Array = Any
 """An N-dimensional array of NumPy, CuPy or a namespace that follows the array API standard."""
 
+_NO_DEVICE = contextlib.nullcontext()
 _HALF = ("e", "E")
 """The characters of float16 and of bfloat16, which ml_dtypes adds to NumPy's types."""
 
@@ -108,4 +109,4 @@ def from_host(x: np.ndarray, like: Array) -> Array:
 
 def on_device_of(x: Array) -> AbstractContextManager[object]:
     """Within it this thread's operations go to the GPU of ``x``, if it is on one, whatever its current one is."""
-    return x.device if is_cupy(x) else contextlib.nullcontext()
+    return x.device if is_cupy(x) else _NO_DEVICE

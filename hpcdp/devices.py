@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +44,23 @@ class Device:
         cupy = _cupy(self)
         if is_cupy(x) and Device.of(x) != self:
             return _copied_between_gpus(cupy, x, self.index)
-        with cupy.cuda.Device(self.index):
+        with self.current():
             return cupy.array(x)
 
     def check(self) -> None:
         """Raise `DeviceError`, a RuntimeError, where the machine does not have it."""
         if self.kind == "gpu":
             _cupy(self)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Within it this is the thread's current device, on which CuPy computes; nothing is done for a virtual one.
+
+        Raises:
+            DeviceError: the machine does not have it; a RuntimeError.
+        """
+        with contextlib.nullcontext() if self.kind == "cpu" else _cupy(self).cuda.Device(self.index):
+            yield
 
     def use(self) -> None:
         """Let it be this thread's current device, on which CuPy computes; nothing is done for a virtual one.

@@ -137,6 +137,13 @@ class Gpus:
         if not isinstance(held.base, np.ndarray):
             self.made_on[held.ctypes.data] = getattr(self.of_thread, "device", 0)
 
+    def require_here(self, cupy: Any, xs: Any) -> None:
+        """CuPy would compute with arrays of another GPU through its memory, if at all; kernels of ours would fault."""
+        for x in xs:
+            if isinstance(x, cupy.Array):
+                current = getattr(self.of_thread, "device", 0)
+                assert self.device_of(x._held).id == current, f"an array of another GPU is computed with on {current}"
+
     def device_of(self, held: np.ndarray) -> _Device:
         while isinstance(held.base, np.ndarray):
             held = held.base
@@ -316,11 +323,13 @@ def _remember_devices(cupy: Any, gpus: Gpus) -> None:
     cupy.Array.device = property(lambda x: gpus.device_of(x._held))
 
 
-def _change_later(cupy: Any, give: Callable[[Callable[[], None]], None]) -> None:
+def _change_later(cupy: Any, gpus: Gpus, give: Callable[[Callable[[], None]], None]) -> None:
     """Let what changes an array in place be done when the current stream comes to it, as kernels are."""
 
     def deferred(method: Any, answers: bool) -> Any:
         def call(self: Any, *args: Any) -> Any:
+            gpus.require_here(cupy, (self, *args))
+
             def run() -> None:
                 method(self, *args)
 
@@ -339,7 +348,7 @@ _VIEWS = ("reshape", "view", "ravel", "squeeze", "swapaxes", "transpose", "empty
 """Functions of arrays that look at no element, or are asked of what is contiguous."""
 
 
-def _compute_in_turn(cupy: Any, current: Callable[[], Stream]) -> None:
+def _compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> None:
     """What makes a new array, or reads one, is done at once, when all is done that its stream was given before."""
 
     def reach() -> None:
@@ -349,6 +358,7 @@ def _compute_in_turn(cupy: Any, current: Callable[[], Stream]) -> None:
     call, get_item, to_host = cupy._Function.__call__, cupy.Array.__getitem__, cupy.Array.to_host
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gpus.require_here(cupy, args)
         strided = any(isinstance(x, cupy.Array) and not x.flags.c_contiguous for x in args)
         if self._function.__name__ not in _VIEWS or (self._function.__name__ == "ascontiguousarray" and strided):
             reach()
@@ -418,8 +428,8 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         cupy.cuda, cupy.ndarray = cuda, array_at
         cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks)
         _remember_devices(cupy, gpus)
-        _change_later(cupy, lambda run: gpus.push(current().ptr, run, name="change"))
-        _compute_in_turn(cupy, current)
+        _change_later(cupy, gpus, lambda run: gpus.push(current().ptr, run, name="change"))
+        _compute_in_turn(cupy, gpus, current)
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
