@@ -30,7 +30,9 @@ def on_the_host(pieces):
     """Losses and gradients of as many pieces, each with statistics of its own."""
     net = network()
     with autograd.record():
-        losses = [softmax_cross_entropy(net(x), y) for x, y in zip(np.split(X, pieces), np.split(Y, pieces))]
+        losses = [
+            softmax_cross_entropy(net(x), y) for x, y in zip(np.split(X, pieces), np.split(Y, pieces), strict=True)
+        ]
     autograd.backward(losses)
     return np.concatenate([each.data for each in losses]), gradients(net)
 
