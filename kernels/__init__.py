@@ -40,7 +40,7 @@ _queues = True
 _ON_CUDA = frozenset(
     {
         "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "norms", "pool", "quantise", "reduce",
-        "update",
+        "rows", "update",
     }
 )  # fmt: skip
 """What CuPy arrays have kernels of their own for."""
