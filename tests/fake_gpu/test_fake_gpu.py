@@ -59,6 +59,24 @@ def test_a_step_waits_for_its_gpu_only_for_a_number(on_fake_gpu: Run) -> None:
     assert found["waits"] == expected
 
 
+def test_a_network_that_is_hybridized_before_any_product(on_fake_gpu: Run) -> None:
+    """cuBLAS of a wheel is found once CuPy has loaded it."""
+    program = """
+        import cupy, warnings
+        from hpcdp import autograd, nn
+        warnings.simplefilter("error")
+        net = nn.models.gpt((8,), 11, width=8, heads=2, layers=1).to(like=cupy.zeros(1))
+        net.hybridize()
+        for _ in range(3):
+            with autograd.record():
+                loss = net(cupy.zeros((2, 8), int)).sum()
+            loss.backward()
+        print("trained")
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "trained\n" and done.returncode == 0, done.stderr
+
+
 def test_the_benchmark_ends(on_fake_gpu: Run, tmp_path: Path) -> None:
     """With 1, which is for wrong values: all are."""
     path = tmp_path / "gpu.json"
