@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from hpcdp.comm.gpus import LIBRARY, Driver, Gpu
+from hpcdp.comm.gpus import LIBRARY, Driver, Gpu, driver_release
 from hpcdp.errors import DeviceError, LaunchError
 
 from . import inside, machine, mpi_library
@@ -66,7 +66,7 @@ def shown() -> dict[str, str]:
         return {"GPU": f"none: {', '.join(models)} cannot be used, {told}" if models else "none"}
     return {
         "GPU": ", ".join(f"{each.index}: {each.name} at {each.bus_id}" for each in found),
-        "GPU driver": f"for CUDA up to {told}",
+        "GPU driver": f"{driver_release()}, for CUDA up to {told}",
         "CuPy": cupy()[1],
         "CUDA-aware MPI": cuda_aware(),
     }
