@@ -1,7 +1,8 @@
 """What this machine has for computing on GPUs: those that CUDA's driver shows, CuPy, NCCL, and MPI's way with them.
 
 Whether MPI takes arrays in a GPU's memory it is asked, and then tried: a library that says so may still be built for
-another CUDA, and one that does not crashes. So that happens in processes of their own.
+another CUDA, and one that does not crashes. So that happens in processes of their own, on this machine: between nodes a
+job tries itself (`comm.cuda_aware`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ else:
     else:
         world.comm.mpi.Recv(x, 0)
     right = world.comm.allgather_json(bool((x == cupy.arange(1 << 20)).all()))[1]
-    answer = "yes, it says and does" if right else "no: it says so, but sends something else"
+    does = "yes, it says and does between two ranks of this machine"
+    answer = does if right else "no: it says so, but sends something else"
 if world.rank == 0:
     print("answer", answer)
 """
