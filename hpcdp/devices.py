@@ -71,6 +71,21 @@ class Device:
         if self.kind == "gpu":
             _cupy(self).cuda.Device(self.index).use()
 
+    def limit_memory(self, share: float) -> None:
+        """Let this process's arrays take at most ``share`` of the GPU's memory; nothing is done for a virtual one.
+
+        It is the limit of CuPy's pool, which gives back what it keeps unused before it exceeds that. Graphs of
+        hybridized networks, sums of gradients and CUDA itself take memory beside it.
+
+        Raises:
+            DeviceError: ``share`` is no share, or the machine does not have the device; a RuntimeError.
+        """
+        if not 0 < share <= 1:
+            raise DeviceError("limit_memory", where=self, expected="a share above 0 and up to 1", got=share)
+        if self.kind == "gpu":
+            with self.current():
+                _cupy(self).get_default_memory_pool().set_limit(fraction=share)
+
 
 def cpu(index: int = 0) -> Device:
     """The virtual device of this number, from 0 on."""

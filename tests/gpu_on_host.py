@@ -73,6 +73,8 @@ class Gpus:
         """The GPU of each array, by the address of its memory."""
         self.room: float = float("inf")
         """Bytes for which `malloc` has room until the pool gives back what it keeps."""
+        self.limits: dict[str, tuple[int, float | None]] = {}
+        """By process the GPU whose pool was limited, and to which part of its memory."""
         self.log: list[str] = []
         """What was given to streams, in the order in which it was done."""
 
@@ -426,7 +428,12 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
         )  # fmt: skip
         cupy.cuda, cupy.ndarray = cuda, array_at
-        cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks)
+
+        def set_limit(size: int | None = None, fraction: float | None = None) -> None:
+            assert size is None
+            gpus.limits[gpus.process()] = gpus.current(), fraction
+
+        cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks, set_limit=set_limit)
         _remember_devices(cupy, gpus)
         _change_later(cupy, gpus, lambda run: gpus.push(current().ptr, run, name="change"))
         _compute_in_turn(cupy, gpus, current)

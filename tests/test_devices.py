@@ -31,6 +31,15 @@ def test_a_copy_on_another_gpu_comes_behind_what_made_it_and_before_what_changes
     assert copy.to_host().tolist() == [[1, 1], [1, 1]] and Device.of(copy) == gpu(2)
 
 
+def test_a_share_of_memory(gpus_on_host):
+    gpu(1).use()
+    gpu(2).limit_memory(0.25)
+    cpu().limit_memory(0.5)
+    assert list(gpus_on_host.limits.values()) == [(2, 0.25)]
+    with pytest.raises(RuntimeError, match=r"limit_memory \[gpu\(1\)\]: expected a share above 0 and up to 1, got 25"):
+        gpu(1).limit_memory(25)
+
+
 def test_what_is_brought_is_where_the_other_is(gpus_on_host):
     gpu(1).use()
     x, y = of([1, 2]), of([3, 4])

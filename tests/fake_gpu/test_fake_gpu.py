@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,24 @@ def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> Non
     assert done.stderr.splitlines()[-1].startswith(
         "fake_gpu.Unsuitable: the fake GPU was written for CuPy 9.0.*, this is"
     )
+
+
+@pytest.mark.parametrize(("gpus", "limit", "share"), [("1", "", 0.45), ("1", "25%", 0.25), ("2", "", 0)])
+def test_ranks_that_share_a_gpu_share_its_memory(on_fake_gpu: Run, gpus: str, limit: str, share: float) -> None:
+    program = """
+        import cupy, hpcdp
+        from hpcdp.train.config import TrainConfig
+        from hpcdp.train.device import choose_device
+        world = hpcdp.init()
+        choose_device(TrainConfig(device="gpu"), world)
+        found = world.comm.allgather_json(cupy.get_default_memory_pool().get_limit() / 2**30)
+        if world.rank == 0:
+            print(found)
+    """
+    launch = ("-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", textwrap.dedent(program))
+    done = on_fake_gpu(*launch, FAKE_GPUS=gpus, **({"CUPY_GPU_MEMORY_LIMIT": limit} if limit else {}))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [pytest.approx(80 * share)] * 2
 
 
 def test_a_step_waits_for_its_gpu_only_for_a_number(on_fake_gpu: Run) -> None:
