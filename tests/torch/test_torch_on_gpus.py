@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import gpu_cases
 from pairs import pairs
 from torch import nn
 from toy import SEEDING, add_average, loss_of
@@ -239,6 +240,14 @@ def test_buffers_are_those_of_rank_0_and_on_one_node_no_host_waits_for_them(on_g
         for name, wanted in first.items():
             np.testing.assert_array_equal(each[name], wanted)
     assert any(waits) == (nodes is not None or not seen)
+
+
+def test_the_body_of_the_test_on_a_real_gpu(on_gpus):
+    def rank(world):
+        world.device.use()
+        gpu_cases.check_torch(world, "cpu")
+
+    threads.run(3, rank)
 
 
 def groups(model):
