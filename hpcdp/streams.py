@@ -54,13 +54,14 @@ class Streams:
         self._cuda: Any = self._cupy.cuda
         self._runtime: Any = self._cuda.runtime
         self.device = device
-        self._maker = threading.get_ident()
+        self._is_maker = threading.local()  # not its ident, which a later thread may have
+        self._is_maker.here = True
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """The GPU is this thread's current device."""
         device = self._cuda.Device(self.device.index)
-        if threading.get_ident() == self._maker:
+        if hasattr(self._is_maker, "here"):
             with device:
                 yield
         else:

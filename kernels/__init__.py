@@ -40,7 +40,7 @@ _queues = True
 _ON_CUDA = frozenset(
     {
         "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "lars", "norms", "pool", "quantise",
-        "reduce", "update",
+        "reduce", "rows", "update",
     }
 )  # fmt: skip
 """What CuPy arrays have kernels of their own for."""

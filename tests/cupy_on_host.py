@@ -40,6 +40,12 @@ def give(run: Callable[[], None]) -> None:
     run()
 
 
+class OnlyDevice(contextlib.nullcontext[None]):
+    """The GPU of all arrays."""
+
+    id = 0
+
+
 class RawModule:
     """CUDA C++ compiled for the host; ``options`` are those of NVRTC."""
 
@@ -155,5 +161,6 @@ def _install() -> ModuleType:
     spec.loader.exec_module(module)
     del module.Array.__array_namespace__  # type: ignore[attr-defined]  # CuPy's arrays do not name theirs
     module.RawModule = RawModule  # type: ignore[attr-defined]
+    module.Array.device = OnlyDevice()  # type: ignore[attr-defined]
     module.Array.data = property(lambda x: SimpleNamespace(ptr=x._held.ctypes.data))  # type: ignore[attr-defined]
     return module

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arrays import Array, array_namespace
 from ..errors import UnsupportedError
+from ..kernels import kernels_for, reference_rows
 from . import tensor
 from .operators import Derivative, add_up, divide, unary
 from .registry import Call, operator
@@ -150,7 +151,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
     def derivative(gy: Array) -> Array:
         dx = xp.zeros(shape, dtype=gy.dtype)
         if indices:
-            xp.add.at(dx, chosen, gy)
+            kernels_for("rows", dx, reference_rows).add_at(dx, chosen, gy)
         else:
             dx[chosen] = gy
         return dx

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, to_host
+from ..arrays import Array, array_namespace, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from .modes import modes
 from .registry import Again
@@ -94,7 +94,8 @@ class Tensor:
             raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
         self.node = None
         self.grad_req = grad_req
-        self.grad = None if grad_req == "null" else array_namespace(self.data).zeros(self.shape, dtype=self.dtype)
+        with on_device_of(self.data):
+            self.grad = None if grad_req == "null" else array_namespace(self.data).zeros(self.shape, dtype=self.dtype)
 
     def backward(self, head_grad: Any = None, retain_graph: bool = False) -> None:
         """`autograd.backward` from this tensor; ``head_grad`` has its shape, None means ones."""
@@ -156,7 +157,8 @@ class Tensor:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
         self._refuse_recorded()
-        self.data[arrangement.index(key)] = value_of(value)
+        with on_device_of(self.data):
+            self.data[arrangement.index(key)] = value_of(value)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until
@@ -189,7 +191,8 @@ class Tensor:
                 got=result.dtype,
                 remedy="use x = ...",
             )
-        self.data[...] = result
+        with on_device_of(self.data):
+            self.data[...] = result
         return self
 
     def __getitem__(self, key: Any) -> Tensor:

@@ -15,13 +15,14 @@ import numpy as np
 
 from ..arrays import Array, is_host, to_host
 from ..compression import Compression, Settings
+from ..devices import brought, lie_together
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import Key, check_array, checked_rows, grouped, listed_keys, new_keys, rows_of_each
 from .entry import Entry
 from .keeps_state import KeepsState
-from .placed import brought, carry, fill, lie_together, like
+from .placed import carry, fill, like
 from .pulled import Pulled, can_wait, hook_of
 from .updaters import ByFunction, ByOptimizer, Function, Replace
 

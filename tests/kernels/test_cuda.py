@@ -26,6 +26,7 @@ from hpcdp.kernels import (
     cuda_pool,
     cuda_quantise,
     cuda_reduce,
+    cuda_rows,
     cuda_update,
     reference,
     reference_cast,
@@ -35,6 +36,7 @@ from hpcdp.kernels import (
     reference_norms,
     reference_quantise,
     reference_reduce,
+    reference_rows,
     reference_update,
 )
 
@@ -51,6 +53,7 @@ SPECIFICATIONS = {
     cuda_pool: reference,
     cuda_quantise: reference_quantise,
     cuda_reduce: reference_reduce,
+    cuda_rows: reference_rows,
     cuda_update: reference_update,
 }
 
@@ -198,7 +201,7 @@ def test_the_host_refuses_what_a_gpu_would_misread(on_host: ModuleType) -> None:
 
 
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
-    """Those of top-k count: `cuda_on_host.h` has none but of integers."""
+    """Those of top-k and of rows count: `cuda_on_host.h` has none but of integers."""
     for path in [*FOLDER.glob("cuda*.py"), *FOLDER.glob("*.cu*")]:
         assert "synchronize" not in path.read_text(), path
-        assert path.name == "top_k.cuh" or "atomicAdd" not in path.read_text(), path
+        assert path.name in ("top_k.cuh", "rows.cu") or "atomicAdd" not in path.read_text(), path
