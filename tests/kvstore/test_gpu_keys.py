@@ -16,7 +16,7 @@ from hpcdp.comm.ways import Way
 from hpcdp.devices import Device, gpu
 from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import staging
-from hpcdp.kvstore import gpu_keys, local, placed
+from hpcdp.kvstore import gpu_keys, placed
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
@@ -420,7 +420,7 @@ def test_a_key_with_a_state_stays_on_its_gpu(gpus_on_host):
 
 
 def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):
-    def full(x, device):
+    def full(device, x):
         raise MemoryError(device)
 
     store = kvstore.create("device")
@@ -431,7 +431,7 @@ def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):
     gpu(0).use()
     arrays = [there, on_gpu(np.ones(8, "f4"))]
     with monkeypatch.context() as changed, pytest.raises(MemoryError):
-        changed.setattr(local, "moved", full)
+        changed.setattr(Device, "put", full)
         store.push("a", arrays)
     assert not store._entries["a"].variable.held
     store.push("a", arrays)
