@@ -70,7 +70,8 @@ def number(where: str, value: object, *, low: float = 0.0, high: float = math.in
         ConfigError: it is something else.
     """
     try:
-        got = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+        is_one = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+        got = float(value) if is_one else math.nan  # type: ignore[arg-type]
     except OverflowError:
         got = math.inf
     if not (low <= got < high or (include_high and got == high)):
