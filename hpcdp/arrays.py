@@ -16,8 +16,36 @@ from .errors import ArrayMixError
 Array = Any
 """An N-dimensional array of NumPy, CuPy or a namespace that follows the array API standard."""
 
-_HALF = ("e", "E")
-"""The characters of float16 and of bfloat16, which ml_dtypes adds to NumPy's types."""
+BFLOAT16 = "bfloat16"
+"""The name of a dtype that NumPy has not; ml_dtypes adds it, with the kind of a void and a character of its own."""
+
+_WORDS = {"e": np.dtype(np.uint16), "E": np.dtype(np.int16)}
+"""By the character of a float of 16 bits, float16 or bfloat16, the integers that `words` makes of it."""
+
+
+def dtype_of(dtype: Any) -> np.dtype:
+    """``numpy.dtype(dtype)``, also of ``"bfloat16"``: who names it imports ml_dtypes, which nothing else does.
+
+    Raises:
+        TypeError: there is no such dtype.
+    """
+    if isinstance(dtype, str) and dtype == BFLOAT16:
+        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    return np.dtype(dtype)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether its elements are real floats, bfloat16 among them."""
+    return dtype.kind == "f" or dtype.char == "E"
+
+
+def words(x: Array) -> Array:
+    """``x`` as kernels take it: float16 as its bits in uint16, bfloat16 in int16, all else as it is; no copy.
+
+    Neither Numba nor MPI knows floats of 16 bits, and by the integers kernels tell one from the other.
+    """
+    kind = _WORDS.get(x.dtype.char)
+    return x if kind is None else x.view(kind)
 
 
 def array_namespace(*xs: Array) -> Any:
@@ -70,8 +98,8 @@ def is_host(x: Array) -> bool:
 
 
 def is_half(x: Any) -> bool:
-    """Whether ``x`` is an array, or a tensor, of floats of 16 bits: float16, or bfloat16 where the namespace has it."""
-    return getattr(getattr(x, "dtype", None), "char", "") in _HALF
+    """Whether ``x`` is an array, or a tensor, of floats of 16 bits: float16 or bfloat16."""
+    return getattr(getattr(x, "dtype", None), "char", "") in _WORDS
 
 
 def is_cupy(x: Array) -> bool:

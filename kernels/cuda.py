@@ -29,8 +29,10 @@ MAX_BLOCKS = 1056
 """Of a launch; threads stride over what is more. Eight blocks are at once on each of an H100's 132 multiprocessors."""
 
 _FOLDER = Path(__file__).parent
-_TYPES = {"float32": "f32", "float64": "f64", "uint16": "f16", "int32": "i32", "int64": "i64"}
-"""The last part of a kernel's name by the dtype that it is for; uint16 holds the bits of float16."""
+_TYPES = {
+    "float32": "f32", "float64": "f64", "uint16": "f16", "int16": "bf16", "int32": "i32", "int64": "i64",
+}  # fmt: skip
+"""The last part of a kernel's name by the dtype that it is for; of 16 bits as `hpcdp.arrays.words` gives them."""
 
 
 def source(file: str) -> str:
