@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import copied_to_host, from_host, has_namespace, to_host
+from ..arrays import copied_to_host, from_host, has_namespace, is_float, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
@@ -178,7 +178,7 @@ def average(x: Any, world: World) -> Any:
     """A new array: the mean over all ranks, or rank 0's where it is no floating array; every rank must call."""
     host = np.array(to_host(x))
     if world.size > 1 and host.size:
-        if host.dtype.kind == "f":
+        if is_float(host.dtype):
             allreduce(host, "mean", world)
         else:
             world.comm.native_broadcast(host, 0)
