@@ -14,13 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import copied_to_host, from_host, has_namespace, is_float, to_host
+from ..arrays import BFLOAT16, copied_to_host, dtype_of, from_host, has_namespace, is_float, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
 
-BFLOAT16 = "bfloat16"
-"""Has no NumPy dtype: its bits are kept as uint16."""
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """``x`` as it is kept: bfloat16, which HDF5 has not, as its bits in uint16, all else as it is; no copy."""
+    return x.view(np.uint16) if x.dtype.name == BFLOAT16 else x
+
+
+def numbers(x: np.ndarray, dtype: str) -> np.ndarray:
+    """What `bits` has kept of an array of ``dtype``, in that dtype; no copy."""
+    return x.view(dtype_of(BFLOAT16)) if dtype == BFLOAT16 else x
 
 
 class HostView(NamedTuple):
@@ -56,18 +63,19 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 def as_array(value: Any) -> HostView | None:
     """``value`` as a NumPy array, None where it is no array."""
     if has_namespace(value):
-        copied = copied_to_host(value)
-        return HostView(copied, str(value.dtype), "", lambda x: value.__setitem__(..., from_host(x, value)))
+        copied, dtype = copied_to_host(value), str(value.dtype)
+        return HostView(bits(copied), dtype, "", lambda x: value.__setitem__(..., from_host(numbers(x, dtype), value)))
     return None
 
 
 @as_array.register
 def _(value: np.ndarray) -> HostView:
     if value.flags.carray and value.dtype.isnative:
-        return HostView(value, value.dtype.name)
+        return HostView(bits(value), value.dtype.name)
     native = np.array(value, value.dtype.newbyteorder("="), order="C")
     shared = overlaps(value.shape, value.strides, value.itemsize)
-    return HostView(native, native.dtype.name, "", lambda x: np.copyto(value, x), shared)
+    dtype = native.dtype.name
+    return HostView(bits(native), dtype, "", lambda x: np.copyto(value, numbers(x, dtype)), shared)
 
 
 @as_array.register
@@ -77,10 +85,10 @@ def _(value: np.ma.MaskedArray) -> None:
 
 @as_array.register
 def _(value: np.generic) -> HostView:
-    return HostView(np.array(value), value.dtype.name)
+    return HostView(bits(np.array(value)), value.dtype.name)
 
 
-MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": lambda array, _: array}
+MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": numbers}
 """By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
 
 
