@@ -48,11 +48,21 @@ def words(x: Array) -> Array:
     return x if kind is None else x.view(kind)
 
 
+def bits(x: np.ndarray) -> np.ndarray:
+    """``x`` as files have it, which know no bfloat16: that as its bits in uint16, all else as it is; no copy."""
+    return x.view(np.uint16) if x.dtype.name == BFLOAT16 else x
+
+
+def of_bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    """What `bits` has made of an array of ``dtype``, in that dtype; no copy."""
+    return x.view(dtype_of(BFLOAT16)) if dtype == BFLOAT16 else x
+
+
 def array_namespace(*xs: Array) -> Any:
     """The module whose functions work on all of ``xs``: ``numpy``, ``cupy`` or a stand-in.
 
     Args:
-        xs: arrays of one namespace; Python scalars are ignored.
+        xs: arrays of one namespace; Python's scalars and NumPy's, which fit any, are ignored.
 
     Raises:
         ArrayMixError: the arrays come from different namespaces.
@@ -61,7 +71,7 @@ def array_namespace(*xs: Array) -> Any:
     for x in xs:
         if type(x) is np.ndarray:
             namespace: Any = np
-        elif isinstance(x, (bool, int, float)):
+        elif isinstance(x, (bool, int, float, np.generic)):
             continue
         else:
             namespace = _namespace_of(x)
@@ -78,7 +88,7 @@ def array_namespace(*xs: Array) -> Any:
 
 
 def _namespace_of(x: Any) -> Any:
-    if isinstance(x, (np.ndarray, np.generic)):
+    if isinstance(x, np.ndarray):
         return np
     if is_cupy(x):
         return importlib.import_module("cupy")
@@ -100,6 +110,11 @@ def is_host(x: Array) -> bool:
 def is_half(x: Any) -> bool:
     """Whether ``x`` is an array, or a tensor, of floats of 16 bits: float16 or bfloat16."""
     return getattr(getattr(x, "dtype", None), "char", "") in _WORDS
+
+
+def is_bfloat16(x: Any) -> bool:
+    """Whether ``x`` is an array of bfloat16."""
+    return getattr(getattr(x, "dtype", None), "char", "") == "E"
 
 
 def is_cupy(x: Array) -> bool:

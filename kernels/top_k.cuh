@@ -14,6 +14,7 @@ struct Limit {
 
 // Without the sign; a NaN is larger than all others, which are equal.
 __device__ inline Bits magnitude_of(Half x) { return (x & 0x7FFF) > 0x7C00 ? 0x7FFF : x & 0x7FFF; }
+__device__ inline Bits magnitude_of(BFloat16 x) { return (x.bits & 0x7FFF) > 0x7F80 ? 0x7FFF : x.bits & 0x7FFF; }
 __device__ inline Bits magnitude_of(float x) { return x != x ? 0x7FFFFFFF : bits_of_float(x) & 0x7FFFFFFF; }
 __device__ inline Bits magnitude_of(double x) { return x != x ? ~0ull >> 1 : bits_of_double(x) & ~0ull >> 1; }
 
@@ -116,7 +117,7 @@ __device__ void write_chosen(
     const Index first = blockIdx.x * chunk, last = first + chunk < count ? first + chunk : count;
     for (Index at = first; at < last; at += blockDim.x) {
         const Index i = at + threadIdx.x;
-        const T value = i < last ? x[i] : T(0);
+        const T value = i < last ? x[i] : T{};
         const Bits magnitude = magnitude_of(value);
         const bool is_above = i < last && magnitude > limit->digits, is_tie = i < last && magnitude == limit->digits;
         const Votes of_above = votes_of_block(is_above), of_ties = votes_of_block(is_tie);
@@ -125,9 +126,9 @@ __device__ void write_chosen(
             const Index place = above + of_above.before + (ties_before < limit->ties ? ties_before : limit->ties);
             indices[place] = Word(i);
             values[place] = value;
-            x[i] = T(0);
+            x[i] = T{};
         } else if (i < last && !is_finite(widened(value))) {
-            x[i] = T(0);
+            x[i] = T{};
         }
         above += of_above.all;
         ties += of_ties.all;

@@ -14,20 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import BFLOAT16, copied_to_host, dtype_of, from_host, has_namespace, is_float, to_host
+from ..arrays import bits, copied_to_host, from_host, has_namespace, is_float, of_bits, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
-
-
-def bits(x: np.ndarray) -> np.ndarray:
-    """``x`` as it is kept: bfloat16, which HDF5 has not, as its bits in uint16, all else as it is; no copy."""
-    return x.view(np.uint16) if x.dtype.name == BFLOAT16 else x
-
-
-def numbers(x: np.ndarray, dtype: str) -> np.ndarray:
-    """What `bits` has kept of an array of ``dtype``, in that dtype; no copy."""
-    return x.view(dtype_of(BFLOAT16)) if dtype == BFLOAT16 else x
 
 
 class HostView(NamedTuple):
@@ -36,7 +26,7 @@ class HostView(NamedTuple):
     array: np.ndarray
     """Shares memory with what it is a view of, where that is contiguous host memory."""
     dtype: str
-    """The name of the dtype that the elements have; `array` has another only where it is `BFLOAT16`."""
+    """The name of the dtype that the elements have; `array` has another only where it is bfloat16, see `bits`."""
     kind: str = ""
     """The key of `MAKERS` by which such an array is made again; "" for NumPy's."""
     write_back: Callable[[np.ndarray], object] | None = None
@@ -64,7 +54,7 @@ def as_array(value: Any) -> HostView | None:
     """``value`` as a NumPy array, None where it is no array."""
     if has_namespace(value):
         copied, dtype = copied_to_host(value), str(value.dtype)
-        return HostView(bits(copied), dtype, "", lambda x: value.__setitem__(..., from_host(numbers(x, dtype), value)))
+        return HostView(bits(copied), dtype, "", lambda x: value.__setitem__(..., from_host(of_bits(x, dtype), value)))
     return None
 
 
@@ -75,7 +65,7 @@ def _(value: np.ndarray) -> HostView:
     native = np.array(value, value.dtype.newbyteorder("="), order="C")
     shared = overlaps(value.shape, value.strides, value.itemsize)
     dtype = native.dtype.name
-    return HostView(bits(native), dtype, "", lambda x: np.copyto(value, numbers(x, dtype)), shared)
+    return HostView(bits(native), dtype, "", lambda x: np.copyto(value, of_bits(x, dtype)), shared)
 
 
 @as_array.register
@@ -88,7 +78,7 @@ def _(value: np.generic) -> HostView:
     return HostView(bits(np.array(value)), value.dtype.name)
 
 
-MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": numbers}
+MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": of_bits}
 """By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
 
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import from_host, is_host
+from ..arrays import bits, from_host, is_host, of_bits
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, listed, type_named
 from ..state import Part, PerRank, Sharded, Stateful
 from . import tree
-from .leaves import MAKERS, as_array, as_stateful, bits, numbers
+from .leaves import MAKERS, as_array, as_stateful
 from .manifest import Manifest, Tensor
 from .reading import read_elements, widened
 from .refused import TOLD, refused
@@ -251,7 +251,7 @@ class Filling:
         if isinstance(template, np.generic):
             array = np.empty(tensor.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, 0, array.reshape(-1)))
-            return lambda: numbers(array, tensor.dtype)[()]
+            return lambda: of_bits(array, tensor.dtype)[()]
         _require_writable(template, name)
         if view.overlaps:
             raise ConfigError(
@@ -287,7 +287,7 @@ class Filling:
             out = np.empty(place.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, part.first, out, rows))
             self._write_back.append(
-                (name, lambda: place.__setitem__(..., from_host(numbers(out, tensor.dtype), place)))
+                (name, lambda: place.__setitem__(..., from_host(of_bits(out, tensor.dtype), place)))
             )
 
 
@@ -336,4 +336,4 @@ def _read_shares(reader: ShardReader, read: _Read) -> None:
         read_elements(reader, read.tensor, number * columns + read.first % columns, row)
         total += widened(row, dtype)
     total /= read.rows
-    numbers(read.out, dtype)[...] = total
+    of_bits(read.out, dtype)[...] = total

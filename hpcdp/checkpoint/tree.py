@@ -15,11 +15,11 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from ..arrays import copied_to_host, is_host
+from ..arrays import bits, copied_to_host, is_host
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError, shortened
 from ..state import Part, PerRank, Sharded
-from .leaves import as_array, as_stateful, bits
+from .leaves import as_array, as_stateful
 from .refused import TOLD, refused
 
 Form = Any

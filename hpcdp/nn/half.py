@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_half, is_host
+from ..arrays import Array, array_namespace, is_float, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Again, Call, calls_of, captured
 from ..autograd.tensor import value_of
@@ -78,8 +78,7 @@ class _Call:
 
     def _converted(self, x: Any, is_first: bool) -> Any:
         a = value_of(x)
-        is_float = is_half(a) or getattr(getattr(a, "dtype", None), "kind", "") == "f"
-        if not is_float or (a.dtype == self._to and not is_first):
+        if not (hasattr(a, "dtype") and is_float(a.dtype)) or (a.dtype == self._to and not is_first):
             return x
         copy = self._copied(a)
         self._refresh.append((lambda: copy.__setitem__(..., self._copied(a)), ()))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, words
 from ..kernels import reference_norms
 from .optimizer import require_alike
 from .rules import SGD
@@ -66,15 +66,7 @@ def squares(xs: Sequence[Array]) -> list[float]:
     """The squared norms of flat arrays, all on one device, summed in float64; for a GPU the host waits once."""
     if not xs:
         return []
-    return kernels.kernels_for("norms", xs[0], reference_norms).sums_of_squares(map(_as_taken, xs))  # type: ignore[no-any-return]
-
-
-def _as_taken(x: Array) -> Array:
-    """As the kernels take it, which know float16 by its bits, and no bfloat16."""
-    if not is_half(x):
-        return x
-    xp = array_namespace(x)
-    return x.view(xp.uint16) if x.dtype == xp.float16 else x.astype(xp.float32)
+    return kernels.kernels_for("norms", xs[0], reference_norms).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:
