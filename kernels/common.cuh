@@ -66,6 +66,9 @@ template <class T> __device__ inline typename WideOf<T>::Type added(const T& a, 
     return widened(narrowed<T>(widened(a) + widened(b)));
 }
 
+// ReLU, if it is one; a NaN stays.
+template <class T> __device__ inline T activated(T x, bool relu) { return !relu || x > 0 || x != x ? x : 0; }
+
 // `x - x` of an infinity or a NaN is a NaN.
 template <class T> __device__ inline bool is_finite(T x) { return x - x == T(0); }
 

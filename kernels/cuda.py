@@ -29,10 +29,14 @@ MAX_BLOCKS = 1056
 """Of a launch; threads stride over what is more. Eight blocks are at once on each of an H100's 132 multiprocessors."""
 
 _FOLDER = Path(__file__).parent
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""What kernels of networks take."""
+
 _TYPES = {
-    "float32": "f32", "float64": "f64", "uint16": "f16", "int16": "bf16", "int32": "i32", "int64": "i64",
+    "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "uint16": "f16", "int16": "bf16",
+    "int32": "i32", "int64": "i64",
 }  # fmt: skip
-"""The last part of a kernel's name by the dtype that it is for; of 16 bits as `hpcdp.arrays.words` gives them."""
+"""The last part of a kernel's name by the dtype that it is for: of 16 bits itself, or what `hpcdp.arrays.words` has."""
 
 
 def source(file: str) -> str:
