@@ -155,8 +155,9 @@ def test_a_hybridized_network_does_the_same_to_the_bit_and_sees_updates(model, h
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_asynchronous_calls_give_the_same():
-    net, x = nn.models.lenet((1, 12, 12)).to("float16"), halves(2, 1, 12, 12)
+@pytest.mark.parametrize("half", HALVES)
+def test_asynchronous_calls_give_the_same(half):
+    net, x = nn.models.lenet((1, 12, 12)).to(half), halves(2, 1, 12, 12, half=half)
     with autograd.asynchronous():
         ours = net(x).asnumpy()
     np.testing.assert_array_equal(ours, net(x).data)
