@@ -20,7 +20,7 @@ from .. import comm
 from ..compression import CODECS, Compression, pays_below
 from ..errors import ConfigError, check_name
 from ..gradients.rail import node_nbytes
-from ..launch.inside import launched_ranks
+from ..launched import launched_ranks
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe

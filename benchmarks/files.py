@@ -11,6 +11,7 @@ from typing import Any
 from ..comm import World
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError
+from ..replacing import part_of, replaced
 
 
 def check_writable(what: str, paths: Iterable[str | None], world: World | None = None) -> None:
@@ -47,7 +48,7 @@ def _obstacle(path: str) -> str:
         if given.exists() and not os.access(given, os.W_OK):
             return f"{path} may not be written"
         if not _is_special(given):  # to try is the only way to know: permissions mean nothing to root, or on /proc
-            part = _part(given)
+            part = part_of(given.resolve())
             try:
                 part.touch()
             finally:
@@ -66,11 +67,6 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _part(path: Path) -> Path:
-    target = path.resolve()
-    return target.with_name(f"{target.name}.part")
-
-
 def write(path: str, content: bytes | str) -> None:
     """Write a file, which is replaced in one go unless it is a device or a pipe.
 
@@ -83,12 +79,8 @@ def write(path: str, content: bytes | str) -> None:
         if _is_special(given):
             given.write_bytes(data)
             return
-        part = _part(given)
-        try:
+        with replaced(given.resolve()) as part:
             part.write_bytes(data)
-            os.replace(part, given.resolve())
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(_reason(path, error)) from error
 

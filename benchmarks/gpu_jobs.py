@@ -17,6 +17,9 @@ from typing import Any
 
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""
+_LAST_S = 60.0
+"""How long a kernel may take that has begun in time."""
+_LAUNCH = [sys.executable, "-m", "hpcdp.cli", "launch"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Job:
 
     def command(self, size: str, report: Path) -> list[str]:
         """What starts it; ``size`` is that of its arrays, and ``report`` gets its figures."""
-        launch = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(self.ranks), "--", sys.executable, "-m"]
+        launch = [*_LAUNCH, "-n", str(self.ranks), "--", sys.executable, "-m"]
         return [*launch, "hpcdp.benchmarks.gpu_sums", self.case, "-m", size, "--json", str(report)]
 
     def environment(self) -> Mapping[str, str]:
@@ -65,6 +68,19 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
             yield {**about, **_run(job.command(size, report), job.environment(), report, min(left, _JOB_S))}
 
 
+def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
+    """The figures of `gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over.
+
+    Where it fails, or does not end, ``failed`` says why, beside those that it has until then.
+    """
+    left = max(1.0, ends - time.monotonic())
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        report = Path(folder, "report.json")
+        command = [*_LAUNCH, "-n", "1", "--", sys.executable, "-m", "hpcdp.benchmarks.gpu_alone", "-m", size]
+        command += ["--batch", str(batch), "--limit-s", str(int(left)), "--json", str(report)]
+        return _run(command, {}, report, left + _LAST_S)
+
+
 def _run(command: Sequence[str], more: Mapping[str, str], report: Path, limit_s: float) -> dict[str, Any]:
     process = subprocess.Popen(
         command, env={**os.environ, **more}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -74,16 +90,20 @@ def _run(command: Sequence[str], more: Mapping[str, str], report: Path, limit_s:
         said, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         _end(process)
-        return {"failed": f"no end after {limit_s:.0f} s"}
+        return {**_read(report), "failed": f"no end after {limit_s:.0f} s"}
     except BaseException:  # Ctrl-C
         _end(process)
         raise
     if report.exists():
-        found: dict[str, Any] = json.loads(report.read_text())
-        return found
+        return _read(report)
     lines = [line for line in said.splitlines() if line.strip(" -")]
     told = next((line for line in lines if line.startswith(("skipped:", "hpcdp: "))), "")
     return {"failed": told or (lines[-1] if lines else f"status {process.returncode}")}
+
+
+def _read(report: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    return found
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -162,7 +162,7 @@ def _both_ways(world: World, count: int, codec: str | None) -> tuple[tuple[float
 
 
 def _trained(world: World, count: int, overlap: bool, codec: str | None) -> tuple[float, list[np.ndarray], str]:
-    """Seconds of a step, the parameters after some, and how sums go."""
+    """Seconds of a step, of some in a row without waits between them, the parameters after those, and how sums go."""
     hidden = max(1, count // _WIDTH)
     rng = np.random.default_rng(world.rank)
     streams = Streams(world.device)
@@ -170,15 +170,16 @@ def _trained(world: World, count: int, overlap: bool, codec: str | None) -> tupl
     net = nn.models.mlp(_WIDTH, 10, (hidden,), seed=0).to(world.device)
     trainer = Trainer(net.parameters(), optim.SGD(lr=0.01), world=world, overlap=overlap, compression=codec)
     step = step_of(net, trainer, [(x, y)])
-    taken = []
-    for number in range(_STEPS + 1):
-        world.comm.barrier()
-        begin = time.perf_counter()
-        step(number)
-        taken.append(max(world.comm.allgather_json(time.perf_counter() - begin)))
+    to_host(step(0))
+    world.comm.barrier()
+    begin = time.perf_counter()
+    for number in range(_STEPS):
+        loss = step(number)
+    to_host(loss)  # which waits for all of them
+    taken = max(world.comm.allgather_json(time.perf_counter() - begin)) / _STEPS
     gpus = trainer.reducer.gpus  # type: ignore[attr-defined]
     way = "host" if gpus is None else gpus.way.name + ", MPI on its memory" * gpus.goes_direct
-    return float(np.median(taken[1:])), [to_host(each.data).copy() for each in net.parameters()], way
+    return taken, [to_host(each.data).copy() for each in net.parameters()], way
 
 
 def nccl(world: World, count: int) -> Found:

@@ -22,7 +22,7 @@ import numpy as np
 from .. import comm
 from ..errors import ConfigError
 from ..kvstore import serve
-from ..launch.inside import launched_rank
+from ..launched import launched_rank
 from . import program, traffic
 from .cluster import Cluster, ClusterError, obstacle
 from .files import as_json, check_writable, write, write_json

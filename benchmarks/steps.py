@@ -135,7 +135,6 @@ class Alone(Training):
         reducer = self.trainer.reducer
         self._ready_ns = [0] * len(reducer.buckets)
         self._needed_ns = [0] * len(reducer.buckets)
-        self._updated_ns = [0] * len(reducer.buckets)
         self.taken: list[list[float]] = []
         """Of every step: forward, backward, then of each bucket when it is ready after backward began, when it is
         needed after forward began, and how long its update takes; seconds."""

@@ -30,7 +30,7 @@ from threadpoolctl import threadpool_limits
 from .. import comm
 from ..autograd import Tensor
 from ..errors import ConfigError, check_name
-from ..launch.inside import launched_ranks
+from ..launched import launched_ranks
 from ..nn.functional import softmax_cross_entropy
 from ..train import inputs
 from ..train.config import TrainConfig

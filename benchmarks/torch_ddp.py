@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import comm
 from ..errors import check_name
-from ..launch.inside import launched_ranks
+from ..launched import launched_ranks
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core

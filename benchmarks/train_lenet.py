@@ -41,7 +41,7 @@ def random_batches(batch: int, rank: int) -> list[tuple[np.ndarray, np.ndarray]]
     return [(rng.standard_normal((batch, 1, 28, 28), np.float32), rng.integers(0, 10, batch)) for _ in range(_BATCHES)]
 
 
-def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], float], list[np.ndarray], Trainer]:
+def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], Any], list[np.ndarray], Trainer]:
     """What trains on batch ``i`` and returns this rank's mean loss, copies of the initial parameters, the trainer."""
     net = nn.models.lenet(input_shape=(1, 28, 28), num_classes=10, seed=0)
     trainer = Trainer(net.parameters(), optim.SGD(lr=_LR, momentum=_MOMENTUM), world=world)
@@ -49,16 +49,16 @@ def hpcdp_step(world: comm.World, batches: list[Any]) -> tuple[Callable[[int], f
     return step_of(net, trainer, batches), initial, trainer
 
 
-def step_of(net: nn.Module, trainer: Trainer, batches: list[Any]) -> Callable[[int], float]:
-    """What trains ``net`` on batch ``i`` and returns its mean loss."""
+def step_of(net: nn.Module, trainer: Trainer, batches: list[Any]) -> Callable[[int], Any]:
+    """What trains ``net`` on batch ``i`` and returns its mean loss, which on a GPU is there, and not waited for."""
 
-    def step(i: int) -> float:
+    def step(i: int) -> Any:
         x, y = batches[i % len(batches)]
         with autograd.record():
             loss = nn.functional.softmax_cross_entropy(net(x), y)
         loss.backward()
         trainer.step(len(y))
-        return float(loss.data.mean())
+        return loss.data.mean()
 
     return step
 
@@ -78,9 +78,7 @@ def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool)
     return training_step(model, optimizer, tensors)
 
 
-def turns_of(
-    steps: dict[str, Callable[[int], float]], batch: int, turns: int, seconds: float
-) -> dict[str, list[float]]:
+def turns_of(steps: dict[str, Callable[[int], Any]], batch: int, turns: int, seconds: float) -> dict[str, list[float]]:
     """Samples per second of every candidate in every turn, the candidates in turn; a turn lasts about ``seconds``."""
     per_turn = {}
     for name, step in steps.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, listed
 from .options import Parser
 
 if TYPE_CHECKING:
@@ -357,9 +357,7 @@ def _fingerprint_lines(table: Table) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    if not isinstance(value, list):
-        return str(value)
-    return ", ".join(map(str, value if len(value) <= 8 else [*value[:8], f"and {len(value) - 8} more"]))
+    return listed(value, 8) if isinstance(value, list) else str(value)
 
 
 def _as_ranges(found: Sequence[Sequence[Any]]) -> str:

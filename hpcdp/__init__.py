@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import exits
+from .launched import is_launched
 
 if TYPE_CHECKING:
     from hpcdp import (
@@ -90,7 +91,7 @@ _HOMES = {
 """The modules of the names that are no modules themselves."""
 
 
-if exits.is_launched():
+if is_launched():
     exits.note()
 
 

@@ -1,4 +1,5 @@
-"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: arrays, errors.
+"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: arrays,
+replacing, errors.
 
 A .npz file of named arrays, and one entry more that is text: the header in JSON. It names those that are the bits of
 bfloat16, which NumPy's files have not.
@@ -6,7 +7,6 @@ bfloat16, which NumPy's files have not.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -19,6 +19,7 @@ import numpy as np
 
 from .arrays import BFLOAT16, bits, of_bits
 from .errors import DataError
+from .replacing import replaced
 
 # NumPy parses an array's header with ast, whose count of its depth the threads of a process share in CPython 3.11
 # (python/cpython#106905): two that read at once may end with a SystemError.
@@ -31,19 +32,15 @@ def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arra
     Raises:
         DataError: it cannot be written; what was there stays.
     """
-    torn = path.with_name(path.name + ".part")
     of_16_bits = [each for each, array in arrays.items() if array.dtype.name == BFLOAT16]
     text = json.dumps({**header, BFLOAT16: of_16_bits} if of_16_bits else header)
+    kept = {each: bits(array) for each, array in arrays.items()}
     try:
-        with open(torn, "wb") as file:
-            kept = {each: bits(array) for each, array in arrays.items()}
+        with replaced(path) as part, open(part, "wb") as file:
             np.savez(file, **{name: np.array(text)}, **kept)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
-        os.replace(torn, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            torn.unlink(missing_ok=True)
         raise DataError(operation, where=path, expected="a file that can be written", got=error) from error
 
 

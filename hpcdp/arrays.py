@@ -6,7 +6,9 @@ An array names its own namespace through ``__array_namespace__`` (the array API 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from .errors import ArrayMixError
 Array = Any
 """An N-dimensional array of NumPy, CuPy or a namespace that follows the array API standard."""
 
+_NO_DEVICE = contextlib.nullcontext()
 BFLOAT16 = "bfloat16"
 """The name of a dtype that NumPy has not; ml_dtypes adds it, with the kind of a void and a character of its own."""
 
@@ -141,4 +144,12 @@ def copied_to_host(x: Array) -> np.ndarray:
 
 def from_host(x: np.ndarray, like: Array) -> Array:
     """The NumPy array ``x`` in the namespace of ``like``: itself for NumPy (no copy), else a copy on that device."""
-    return x if isinstance(like, np.ndarray) else array_namespace(like).asarray(x)
+    if isinstance(like, np.ndarray):
+        return x
+    with on_device_of(like):
+        return array_namespace(like).asarray(x)
+
+
+def on_device_of(x: Array) -> AbstractContextManager[object]:
+    """Within it this thread's operations go to the GPU of ``x``, if it is on one, whatever its current one is."""
+    return x.device if is_cupy(x) else _NO_DEVICE

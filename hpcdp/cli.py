@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, errors.
+"""Floor 8: the command line. Imports: launch, benchmarks, train, checkpoint, comm, commands, launched, errors.
 
 Parses, calls the room that does the work, and turns an error into one line and an exit status: 2 for what was asked
 wrongly, 127 for a program that is missing, 130 after Ctrl-C, 1 for the rest.
@@ -195,7 +195,7 @@ def _add_doctor(commands: Any) -> Parser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from hpcdp.launch.inside import launched_ranks
+    from hpcdp.launched import launched_ranks
     from hpcdp.train import config as settings
 
     atexit.register(gc.freeze)  # what is there at the end goes with the process, and is not looked through before

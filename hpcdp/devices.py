@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_cupy, to_host
+from .arrays import Array, array_namespace, from_host, is_cupy, is_host, to_host
 from .errors import ConfigError, DeviceError
 
 
@@ -33,7 +34,7 @@ class Device:
         return cls("gpu", int(x.device.id)) if is_cupy(x) else cls("cpu", 0)
 
     def put(self, x: Array) -> Array:
-        """A copy of ``x`` on this device.
+        """A copy of ``x`` on this device, by the streams that are current there and where ``x`` is.
 
         Raises:
             DeviceError: the machine does not have it; a RuntimeError.
@@ -41,13 +42,25 @@ class Device:
         if self.kind == "cpu":
             return np.array(to_host(x))
         cupy = _cupy(self)
-        with cupy.cuda.Device(self.index):
+        if is_cupy(x) and Device.of(x) != self:
+            return _copied_between_gpus(cupy, x, self.index)
+        with self.current():
             return cupy.array(x)
 
     def check(self) -> None:
         """Raise `DeviceError`, a RuntimeError, where the machine does not have it."""
         if self.kind == "gpu":
             _cupy(self)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Within it this is the thread's current device, on which CuPy computes; nothing is done for a virtual one.
+
+        Raises:
+            DeviceError: the machine does not have it; a RuntimeError.
+        """
+        with contextlib.nullcontext() if self.kind == "cpu" else _cupy(self).cuda.Device(self.index):
+            yield
 
     def use(self) -> None:
         """Let it be this thread's current device, on which CuPy computes; nothing is done for a virtual one.
@@ -57,6 +70,21 @@ class Device:
         """
         if self.kind == "gpu":
             _cupy(self).cuda.Device(self.index).use()
+
+    def limit_memory(self, share: float) -> None:
+        """Let this process's arrays take at most ``share`` of the GPU's memory; nothing is done for a virtual one.
+
+        It is the limit of CuPy's pool, which gives back what it keeps unused before it exceeds that. Graphs of
+        hybridized networks, sums of gradients and CUDA itself take memory beside it.
+
+        Raises:
+            DeviceError: ``share`` is no share, or the machine does not have the device; a RuntimeError.
+        """
+        if not 0 < share <= 1:
+            raise DeviceError("limit_memory", where=self, expected="a share above 0 and up to 1", got=share)
+        if self.kind == "gpu":
+            with self.current():
+                _cupy(self).get_default_memory_pool().set_limit(fraction=share)
 
 
 def cpu(index: int = 0) -> Device:
@@ -82,6 +110,42 @@ def require_devices(operation: str, devices: object) -> tuple[Device, ...]:
         expected = "a list of devices, such as [cpu(0), cpu(1)]"
         raise ConfigError(operation, where="devices", expected=expected, got=repr(devices))
     return found
+
+
+def lie_together(x: Array, y: Array) -> bool:
+    """Whether both are on the host, or on the same GPU."""
+    if is_host(x) or is_host(y):
+        return is_host(x) and is_host(y)
+    return array_namespace(x) is array_namespace(y) and Device.of(x) == Device.of(y)
+
+
+def brought(x: Array, like: Array) -> Array:
+    """``x`` where ``like`` is: itself, if it is there, else a copy."""
+    if lie_together(x, like):
+        return x
+    if is_host(like):
+        return to_host(x)
+    if is_cupy(x) and is_cupy(like):
+        return Device.of(like).put(x)
+    return from_host(to_host(x), like)
+
+
+def _copied_between_gpus(cupy: Any, x: Array, index: int) -> Array:
+    """A copy of ``x`` on another GPU. Streams of two GPUs do not wait for each other, also the default ones: events
+    say when ``x`` is there, and when its memory may be given to others."""
+    with x.device as source:
+        x, giving = cupy.ascontiguousarray(x), cupy.cuda.get_current_stream()
+        filled = giving.record(cupy.cuda.Event(disable_timing=True))
+    with cupy.cuda.Device(index):
+        taking = cupy.cuda.get_current_stream()
+        taking.wait_event(filled)
+        made = cupy.empty(x.shape, dtype=x.dtype)
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(made.data.ptr, x.data.ptr, x.nbytes, runtime.memcpyDefault, taking.ptr)
+        come = taking.record(cupy.cuda.Event(disable_timing=True))
+    with source:
+        giving.wait_event(come)
+    return made
 
 
 def _cupy(device: Device) -> Any:

@@ -141,9 +141,9 @@ def to_stderr(text: str) -> None:
     sys.stderr.flush()
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first three of ``names``, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def listed(names: Sequence[object], most: int = 3) -> str:
+    """The first of ``names``, at ``most`` so many, and how many more there are."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def shortened(text: str, longest: int) -> str:

@@ -8,18 +8,10 @@ SystemExit(3)``, is not seen.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any, NoReturn
 
-_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")
-
 _status = 0
-
-
-def is_launched() -> bool:
-    """Whether a launcher has started this process, as its environment tells."""
-    return any(name in os.environ for name in _LAUNCHED)
 
 
 def status() -> int:

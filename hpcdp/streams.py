@@ -28,6 +28,7 @@ Event = Any
 """One of CuPy's, or `OpenedEvent`."""
 
 _PASSED, _NOT_READY = 0, 600
+_BEFORE_OTHERS = -1
 
 
 class OpenedEvent:
@@ -53,13 +54,14 @@ class Streams:
         self._cuda: Any = self._cupy.cuda
         self._runtime: Any = self._cuda.runtime
         self.device = device
-        self._maker = threading.get_ident()
+        self._is_maker = threading.local()  # not its ident, which a later thread may have
+        self._is_maker.here = True
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """The GPU is this thread's current device."""
         device = self._cuda.Device(self.device.index)
-        if threading.get_ident() == self._maker:
+        if hasattr(self._is_maker, "here"):
             with device:
                 yield
         else:
@@ -71,9 +73,10 @@ class Streams:
         return gpu(int(self._runtime.getDevice()))
 
     def stream(self) -> Stream:
-        """A new stream, which does not wait for the default one."""
+        """A new stream, which does not wait for the default one. Blocks of its kernels run before those that wait of
+        streams that compute (of priority 0), since other ranks wait for what it sends."""
         with self.on_device():
-            return self._cuda.Stream(non_blocking=True)
+            return self._cuda.Stream(non_blocking=True, priority=_BEFORE_OTHERS)
 
     def current(self) -> Stream:
         """The stream to which this thread's operations on arrays go."""

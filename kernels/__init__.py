@@ -1,4 +1,4 @@
-"""Floor 0: compute kernels. Imports: arrays, errors.
+"""Floor 0: compute kernels. Imports: arrays, errors, launched.
 
 ``reference`` and the modules ``reference_X`` are the specification, in the functions that NumPy and CuPy share. The
 modules ``cuda_X``, with ``X.cu``, are for CuPy arrays (`cuda`), as are `capture` and `cublas` for CUDA graphs. The
@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import importlib
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -27,7 +26,8 @@ from types import ModuleType
 from typing import IO
 
 from ..arrays import Array, is_cupy, is_host
-from ..errors import ConfigError
+from ..errors import ConfigError, to_stderr
+from ..launched import speaks
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()
@@ -39,14 +39,13 @@ _all_kept = True
 _queues = True
 _ON_CUDA = frozenset(
     {
-        "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "norms", "pool", "quantise", "reduce",
-        "update",
+        "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "lars", "norms", "pool", "quantise",
+        "reduce", "rows", "update",
     }
 )  # fmt: skip
 """What CuPy arrays have kernels of their own for."""
-_PLAIN_ON_HOST = frozenset({"cross_entropy"})
+_PLAIN_ON_HOST = frozenset({"cross_entropy", "lars"})
 """Of these what NumPy arrays have none for."""
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20
 """That a disk must have left to be tried: the code of one module takes less."""
@@ -103,19 +102,14 @@ def _problem(folder: Path) -> str | None:
 def _warn_once(text: str) -> None:
     """Warn of the cache if this process is rank 0 or no rank, and has not yet done so."""
     global _warned
-    if not _warned and _speaks():
+    if not _warned and speaks():
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     _warned = True
 
 
-def _speaks() -> bool:
-    """Whether this process is rank 0 or no rank."""
-    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
-
-
 def _say_once(text: str) -> None:
-    if text not in _said and _speaks():
-        print(f"hpcdp: {text}", file=sys.stderr, flush=True)
+    if text not in _said and speaks():
+        to_stderr(f"hpcdp: {text}")
     _said.add(text)
 
 

@@ -2,8 +2,6 @@
 // alone; what is done element by element has its bits.
 #include "common.cuh"
 
-enum { PIECES = 16 };  // of a channel, cuda_batch_norm.py launches as many blocks for each
-
 // Passed by value: the shape of `x`.
 struct Shape {
     Index batch, channels, size;
@@ -13,28 +11,69 @@ struct Two {
     double first, second;
 };
 
-// Sums the two numbers of `body(index, channel)` over each channel, by blocks: into `partial`, shape (2, channels,
-// PIECES), which add_partials of norms.cu adds.
-template <class Body> __device__ inline void sum_channels(const Shape& shape, double* partial, Body body) {
-    const Index channel = blockIdx.x / PIECES, piece = blockIdx.x % PIECES;
-    double first = 0, second = 0;
-    for (Index i = piece * blockDim.x + threadIdx.x; i < shape.batch * shape.size; i += Index(PIECES) * blockDim.x) {
-        const Two each = body((i / shape.size * shape.channels + channel) * shape.size + i % shape.size, channel);
-        first += each.first;
-        second += each.second;
+// What a thread adds up of `body(elements of all arrays)` over a channel, of which each of its blocks has a piece, in
+// packs of N. The threads of all pieces take neighbouring packs; the place in a plane is kept, not divided for. Several
+// packs are loaded before the first of them is used, since a thread does little else than read.
+template <int N, int ARRAYS, class T, class Body>
+__device__ inline Two sum_of_thread(const T* const (&from)[ARRAYS], const Shape& shape, bool aligned, Body body) {
+    constexpr int AT_ONCE = (N == 1 ? 8 : 4) / ARRAYS;
+    const Index pieces = gridDim.x / shape.channels, channel = blockIdx.x / pieces, piece = blockIdx.x % pieces;
+    const Index plane = shape.size / N, count = shape.batch * plane, stride = pieces * THREADS;
+    Two total = {0, 0};
+    Index pack = piece * THREADS + threadIdx.x;
+    if (pack >= count) return total;
+    const Index to_next_plane = (shape.channels - 1) * shape.size, on = stride % plane;
+    const Index step = stride / plane * shape.channels * shape.size + on * N;
+    Index in_plane = pack % plane, i = (pack / plane * shape.channels + channel) * shape.size + in_plane * N;
+    while (pack < count) {
+        Pack<T, N> packs[AT_ONCE][ARRAYS];
+        bool is_there[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; ++k) {
+            is_there[k] = pack < count;
+            for (int array = 0; array < ARRAYS; ++array) {
+                if (is_there[k]) packs[k][array] = load_from<N>(from[array] + i, aligned);
+            }
+            pack += stride;
+            i += step;
+            in_plane += on;
+            if (in_plane >= plane) {
+                in_plane -= plane;
+                i += to_next_plane;
+            }
+        }
+        for (int k = 0; k < AT_ONCE; ++k) {
+            for (int at = 0; at < N && is_there[k]; ++at) {
+                T elements[ARRAYS];
+                for (int array = 0; array < ARRAYS; ++array) elements[array] = packs[k][array].at[at];
+                const Two each = body(elements);
+                total.first += each.first;
+                total.second += each.second;
+            }
+        }
     }
-    first = block_sum(first);
-    second = block_sum(second);
+    return total;
+}
+
+// Sums the two numbers of `body` over each channel, by as many blocks for each: into `partial`, shape (2, channels,
+// pieces), which add_partials of norms.cu adds. Whether elements go in packs depends on the shape alone.
+template <int ARRAYS, class T, class Body>
+__device__ inline void sum_channels(
+    const T* const (&from)[ARRAYS], bool aligned, const Shape& shape, double* partial, Body body
+) {
+    constexpr int N = 16 / sizeof(T);
+    const Two total = shape.size % N == 0 ? sum_of_thread<N>(from, shape, aligned, body)
+                                          : sum_of_thread<1>(from, shape, aligned, body);
+    const double first = block_sum(total.first), second = block_sum(total.second);
     if (threadIdx.x == 0) {
-        partial[channel * PIECES + piece] = first;
-        partial[(shape.channels + channel) * PIECES + piece] = second;
+        partial[blockIdx.x] = first;
+        partial[gridDim.x + blockIdx.x] = second;
     }
 }
 
 // The sums of the elements and of their squares.
 template <class T> __device__ void channel_sums(const T* __restrict__ x, const Shape& shape, double* partial) {
-    sum_channels(shape, partial, [&](Index i, Index) {
-        const double each = x[i];
+    sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [](const T (&of)[1]) {
+        const double each = of[0];
         return Two{each, each * each};
     });
 }
@@ -42,8 +81,9 @@ template <class T> __device__ void channel_sums(const T* __restrict__ x, const S
 // The sums of what is left of the elements without `mean`, and of its squares, which cancel less.
 template <class T>
 __device__ void centred_sums(const T* __restrict__ x, const T* __restrict__ mean, const Shape& shape, double* partial) {
-    sum_channels(shape, partial, [&](Index i, Index channel) {
-        const double each = x[i] - mean[channel];
+    const T centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
+    sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [&](const T (&of)[1]) {
+        const double each = of[0] - centre;
         return Two{each, each * each};
     });
 }
@@ -53,8 +93,9 @@ template <class T>
 __device__ void gradient_sums(
     const T* __restrict__ gy, const T* __restrict__ x, const T* __restrict__ mean, const Shape& shape, double* partial
 ) {
-    sum_channels(shape, partial, [&](Index i, Index channel) {
-        return Two{double(gy[i]), double(gy[i]) * double(x[i] - mean[channel])};
+    const T centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
+    sum_channels({gy, x}, is_aligned<16 / sizeof(T)>(gy, x), shape, partial, [&](const T (&of)[2]) {
+        return Two{double(of[0]), double(of[0]) * double(of[1] - centre)};
     });
 }
 

@@ -1,28 +1,111 @@
-// Gradients in 2 bits or 1 bit an element. A warp takes 32 neighbouring elements and votes: the votes are the words.
+// Gradients in 2 bits or 1 bit an element. A warp encodes BLOCK elements at once: each of its lanes has several packs,
+// and those of all lanes lie one behind the other, so loads and stores are of whole lines. Which elements a lane has
+// does not depend on where they begin.
 
-// All threads of a warp must call the following, with element `i` each: `residual[i]` becomes what is left of `total`,
-// and the votes go to `words`. Of the first thread `i` is a multiple of 32; elements from `count` on do not exist.
+enum { BLOCK = 256 };
 
-template <class T, class Wide>
-__device__ inline void vote_in_two_bits(
-    T* residual, Word* words, Index i, Index count, Wide total, Wide limit, Wide sent
-) {
-    const bool is_there = i < count;
-    const bool plus = is_there && total >= limit, minus = is_there && total <= -limit;
-    if (is_there) residual[i] = narrowed<T>(total - (plus ? sent : minus ? -sent : Wide(0)));
-    const Word up = __ballot_sync(~0u, plus), down = __ballot_sync(~0u, minus);
-    if (is_there && i % 32 == 0) words[i / 16] = (up & 0xFFFF) | (down << 16);
-    if (is_there && i % 32 == 16) words[i / 16] = (up >> 16) | (down & 0xFFFF0000);
-}
+// The lane of a thread, and its warp among all.
+__device__ inline int this_lane() { return threadIdx.x % WARP; }
+__device__ inline Index this_warp() { return this_thread() / WARP; }
+__device__ inline Index all_warps() { return all_threads() / WARP; }
 
-template <class T, class Wide>
-__device__ inline void vote_in_one_bit(
-    T* residual, Word* words, Index i, Index count, Wide total, Wide limit, Wide sent
-) {
-    const bool is_there = i < count, plus = is_there && total > limit;
-    if (is_there) residual[i] = narrowed<T>(total - (plus ? sent : -sent));
-    const Word up = __ballot_sync(~0u, plus);
-    if (is_there && i % 32 == 0) words[i / 32] = up;
+// What a lane has of a block.
+template <class T> struct Own {
+    typedef typename WideOf<T>::Type Wide;
+    static constexpr int N = 16 / sizeof(T), PACKS = BLOCK / WARP / N;
+    Index first;        // of the block
+    int number;         // of elements in it
+    bool is_whole;      // BLOCK elements are there, and packs of them can be loaded and stored
+    Wide at[PACKS][N];  // elements of `grad` and `residual` together; 0 where there are none
+
+    __device__ Own(const T* grad, const T* residual, Index first, Index count, bool aligned)
+        : first(first), number(count - first < BLOCK ? count - first : BLOCK), is_whole(aligned && number == BLOCK) {
+        grad += first;
+        residual += first;
+        Pack<T, N> given[PACKS], kept[PACKS];
+        for (int pack = 0; pack < PACKS; ++pack) {
+            if (is_whole) {
+                given[pack] = load<N>(grad + place(pack));
+                kept[pack] = load<N>(residual + place(pack));
+            } else {
+                for (int k = 0; k < N; ++k) {
+                    given[pack].at[k] = is_there(pack, k) ? grad[place(pack) + k] : T{};
+                    kept[pack].at[k] = is_there(pack, k) ? residual[place(pack) + k] : T{};
+                }
+            }
+        }
+        for (int pack = 0; pack < PACKS; ++pack) {
+            for (int k = 0; k < N; ++k) at[pack][k] = added(given[pack].at[k], kept[pack].at[k]);
+        }
+    }
+
+    // The first element of a pack, counted within the block, and whether one of it exists.
+    __device__ static int place(int pack) { return (pack * WARP + this_lane()) * N; }
+    __device__ bool is_there(int pack, int k) const { return place(pack) + k < number; }
+
+    __device__ void store_pack(T* to, int pack, const Pack<T, N>& x) const {
+        to += first;
+        if (is_whole) {
+            store(to + place(pack), x);
+        } else {
+            for (int k = 0; k < N; ++k) {
+                if (is_there(pack, k)) to[place(pack) + k] = x.at[k];
+            }
+        }
+    }
+
+    // Stores the word of `width` elements, of which those of this lane's pack are some, by the lane that has the first.
+    __device__ void store_word(Word* words, int width, int pack, Word word) const {
+        if (place(pack) % width == 0 && is_there(pack, 0)) words[first / width + place(pack) / width] = word;
+    }
+
+    // The sum of `each(element)` over the block, in a fixed order; all lanes must call it.
+    template <class Each> __device__ auto sum(Each each) const {
+        decltype(each(0.0)) total = 0;
+        for (int pack = 0; pack < PACKS; ++pack) {
+            for (int k = 0; k < N; ++k) total += each(double(at[pack][k]));
+        }
+        return warp_sum(total);
+    }
+};
+
+// The bits of one element of which `place` are before it in its word; it leaves `left`.
+struct TwoBits {
+    enum { WIDTH = 16 };
+    template <class Wide> static __device__ Word of(Wide total, Wide limit, Wide sent, int place, Wide& left) {
+        const bool plus = total >= limit, minus = total <= -limit;
+        left = total - (plus ? sent : minus ? -sent : Wide(0));
+        return Word(plus) << place | Word(minus) << (16 + place);
+    }
+};
+
+struct OneBit {
+    enum { WIDTH = 32 };
+    template <class Wide> static __device__ Word of(Wide total, Wide limit, Wide sent, int place, Wide& left) {
+        const bool plus = total > limit;
+        left = total - (plus ? sent : -sent);
+        return Word(plus) << place;
+    }
+};
+
+// Encodes a block by one of these, which all lanes must call: `residual` becomes what is left, and the code goes to
+// `words`.
+template <class Code, class T, class Wide>
+__device__ inline void encode(const Own<T>& own, T* residual, Word* words, Wide limit, Wide sent) {
+    constexpr int N = Own<T>::N;
+    for (int pack = 0; pack < Own<T>::PACKS; ++pack) {
+        Word word = 0;
+        Pack<T, N> kept;
+        for (int k = 0; k < N; ++k) {
+            Wide left;
+            const Word bits = Code::of(own.at[pack][k], limit, sent, Own<T>::place(pack) % Code::WIDTH + k, left);
+            if (own.is_there(pack, k)) word |= bits;
+            kept.at[k] = narrowed<T>(left);
+        }
+        for (int half = 1; half < Code::WIDTH / N; half *= 2) word |= __shfl_xor_sync(~0u, word, half);
+        own.store_word(words, Code::WIDTH, pack, word);
+        own.store_pack(residual, pack, kept);
+    }
 }
 
 // What was sent for the `n` elements from `i` on, which lie in one word.

@@ -74,6 +74,7 @@ template <class T> __device__ inline bool is_finite(T x) { return x - x == T(0);
 
 // Elements that are loaded or stored at once, 16 bytes if there are as many.
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
+    static constexpr int size = N;
     T at[N];
 };
 
@@ -107,50 +108,60 @@ template <int N, class Body> __device__ inline void for_packs(Index count, bool 
     for (Index i = packs * N + this_thread(); i < count; i += all_threads()) body(i, Width<1>());
 }
 
-// Calls `body(first element, pack, how many elements are in it)` for the packs of N that are this thread's among
-// `threads`. Which elements that are depends on `count` alone, not on where `x` begins, and so does what is added up.
-template <int N, class T, class Body>
+// A pack from where `first` is, which is `aligned` or begins within one.
+template <int N, class T> __device__ inline Pack<T, N> load_from(const T* first, bool aligned) {
+    if (aligned) return load<N>(first);
+    Pack<T, N> pack;
+    for (int k = 0; k < N; ++k) pack.at[k] = first[k];
+    return pack;
+}
+
+template <class T, int N> __device__ inline void store_to(T* first, const Pack<T, N>& pack, bool aligned) {
+    if (aligned) {
+        store(first, pack);
+    } else {
+        for (int k = 0; k < N; ++k) first[k] = pack.at[k];
+    }
+}
+
+// Calls `body(first element, pack)` for the packs of N that are this thread's among `threads`, and for packs of 1 at
+// the end. Which elements that are depends on `count` alone, not on where `x` begins, and so does what is added up.
+// AT_ONCE packs are loaded before the first of them is used: where a thread does nothing but read, one after the other
+// would leave memory idle.
+template <int N, int AT_ONCE = 1, class T, class Body>
 __device__ inline void for_same_packs(const T* x, Index count, Index thread, Index threads, Body body) {
     const bool aligned = is_aligned<N>(x);
-    for (Index first = thread * N; first < count; first += threads * N) {
-        const int n = count - first < N ? int(count - first) : N;
-        Pack<T, N> pack;
-        if (aligned && n == N) {
-            pack = load<N>(x + first);
-        } else {
-            for (int k = 0; k < n; ++k) pack.at[k] = x[first + k];
-        }
-        body(first, pack, n);
+    const Index packs = count / N;
+    Index pack = thread;
+    for (; pack + (AT_ONCE - 1) * threads < packs; pack += AT_ONCE * threads) {
+        Pack<T, N> loaded[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; ++k) loaded[k] = load_from<N>(x + (pack + k * threads) * N, aligned);
+        for (int k = 0; k < AT_ONCE; ++k) body((pack + k * threads) * N, loaded[k]);
     }
+    for (; pack < packs; pack += threads) body(pack * N, load_from<N>(x + pack * N, aligned));
+    if (pack != packs) return;
+    for (Index i = packs * N; i < count; ++i) body(i, load<1>(x + i));
 }
 
-// Stores the first `n` elements of a pack, at once if it is whole and `to` allows it.
-template <class T, int N> __device__ inline void store_some(T* to, const Pack<T, N>& pack, int n) {
-    if (n == N && is_aligned<N>(to)) {
-        store(to, pack);
-    } else {
-        for (int k = 0; k < n; ++k) to[k] = pack.at[k];
-    }
-}
-
-// `combined` of the values of `lanes` neighbouring threads, in a fixed order, returned to all of them; all threads of
-// the block must call it. `lanes` must be a power of two that divides blockDim.x, at most THREADS.
-template <class T, class Combined> __device__ inline T among_lanes(T value, unsigned lanes, Combined combined) {
-    __shared__ T partial[THREADS];
-    const unsigned first = threadIdx.x / lanes * lanes, lane = threadIdx.x % lanes;
-    partial[threadIdx.x] = value;
-    for (unsigned half = lanes / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (lane < half) partial[threadIdx.x] = combined(partial[threadIdx.x], partial[threadIdx.x + half]);
-    }
+// `combined`, which is the same both ways, of the values of `lanes` neighbouring threads, in a fixed order, returned to
+// all of them; all threads of the block must call it. `lanes` must be a power of two, at most THREADS.
+template <class T, class Combined> __device__ inline T among_lanes(T value, int lanes, Combined combined) {
+    const int within_warp = lanes < WARP ? lanes : WARP;
+    for (int half = 1; half < within_warp; half *= 2) value = combined(value, __shfl_xor_sync(~0u, value, half));
+    if (lanes <= WARP) return value;
+    __shared__ T of_warp[THREADS / WARP];
+    const int warp = threadIdx.x / WARP, warps = lanes / WARP, first = warp / warps * warps;
+    if (threadIdx.x % WARP == 0) of_warp[warp] = value;
     __syncthreads();
-    const T total = partial[first];
+    T total = of_warp[first];
+    for (int k = 1; k < warps; ++k) total = combined(total, of_warp[first + k]);
     __syncthreads();  // before what comes next overwrites it
     return total;
 }
 
-template <class T> __device__ inline T sum_of_lanes(T value, unsigned lanes) {
+template <class T> __device__ inline T sum_of_lanes(T value, int lanes) {
     return among_lanes(value, lanes, [](T a, T b) { return a + b; });
 }
 
-template <class T> __device__ inline T block_sum(T value) { return sum_of_lanes(value, blockDim.x); }
+template <class T> __device__ inline T block_sum(T value) { return sum_of_lanes(value, THREADS); }
+template <class T> __device__ inline T warp_sum(T value) { return sum_of_lanes(value, WARP); }

@@ -4,7 +4,7 @@
 #include "codes.cuh"
 #include "top_k.cuh"
 
-enum { BLOCK = 256 };  // elements with a scale of their own, one for each thread
+enum { AT_ONCE = 4 };  // blocks of a multiprocessor that must have room; else the compiler keeps all sums in registers
 constexpr double SHARE = 0.6, LARGEST = 3.4028234e38;
 
 // Rounded as an element, in the type that it is computed in.
@@ -18,47 +18,51 @@ struct Choice {
     bool is_finite;
 };
 
-// All blocks of elements: `choose(total, how many)` takes what this thread is to send of one, 0 behind the last
-// element, and `vote` is one of those of codes.cuh, for words of WIDTH elements.
-template <int WIDTH, class T, class Choose, class Vote>
+// Of a block that is not sent nothing is kept.
+template <int WIDTH, class T> __device__ inline void forget(const Own<T>& own, T* residual, Word* words) {
+    for (int pack = 0; pack < Own<T>::PACKS; ++pack) {
+        own.store_word(words, WIDTH, pack, Word(~0ull >> (64 - WIDTH)));
+        own.store_pack(residual, pack, {});
+    }
+}
+
+// All blocks of elements, which have a scale each; `choose(what a lane has)` says how it is encoded.
+template <class Code, class T, class Choose>
 __device__ inline void encode_blocks(
-    const T* grad, T* residual, Index count, float* scales, Word* words, Choose choose, Vote vote
+    const T* grad, T* residual, Index count, float* scales, Word* words, Choose choose
 ) {
-    for (Index block = blockIdx.x; block * BLOCK < count; block += gridDim.x) {
-        const Index i = block * BLOCK + threadIdx.x, left = count - block * BLOCK;
-        const bool is_there = i < count;
-        const auto total = is_there ? added(grad[i], residual[i]) : typename WideOf<T>::Type(0);
-        const Choice choice = choose(double(total), double(left < BLOCK ? left : BLOCK));
+    const bool aligned = is_aligned<16 / sizeof(T)>(grad, residual);
+    for (Index block = this_warp(); block * BLOCK < count; block += all_warps()) {
+        const Own<T> own(grad, residual, block * BLOCK, count, aligned);
+        const Choice choice = choose(own);
         const float scale = choice.sent;
-        if (choice.is_finite && choice.sent <= LARGEST) {
-            if (threadIdx.x == 0) scales[block] = scale;
-            vote(i, total, rounded<T>(choice.limit), rounded<T>(scale));
+        const bool is_sent = choice.is_finite && choice.sent <= LARGEST;
+        if (this_lane() == 0) scales[block] = is_sent ? scale : float_of_bits(0x7FC00000);
+        if (is_sent) {
+            encode<Code>(own, residual, words, rounded<T>(choice.limit), rounded<T>(scale));
         } else {
-            if (threadIdx.x == 0) scales[block] = float_of_bits(0x7FC00000);
-            if (is_there) residual[i] = T{};
-            if (is_there && i % WIDTH == 0) words[i / WIDTH] = Word(~0ull >> (64 - WIDTH));
+            forget<Code::WIDTH>(own, residual, words);
         }
     }
 }
+
+__device__ inline double size_of(double x) { return x < 0 ? -x : x; }
 
 template <class T>
 __device__ void encode_two_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, double threshold, float* __restrict__ scales,
     Word* __restrict__ words
 ) {
-    const auto choose = [&](double total, double number) {
-        const double squares = block_sum(total * total);
+    encode_blocks<TwoBits>(grad, residual, count, scales, words, [&](const Own<T>& own) {
+        const double squares = own.sum([](double x) { return x * x; });
         Choice choice = {threshold, threshold, is_finite(squares)};
         if (threshold == 0 && choice.is_finite) {
-            choice.limit = SHARE * sqrt(squares / number);
-            const double size = total < 0 ? -total : total;
-            const bool is_sent = size >= choice.limit;
-            choice.sent = block_sum(is_sent ? size : 0.0) / block_sum(is_sent ? 1.0 : 0.0);
+            const double limit = SHARE * sqrt(squares / own.number);
+            const double sizes = own.sum([&](double x) { return size_of(x) >= limit ? size_of(x) : 0.0; });
+            choice.sent = sizes / own.sum([&](double x) { return Word(size_of(x) >= limit); });
+            choice.limit = limit;
         }
         return choice;
-    };
-    encode_blocks<16>(grad, residual, count, scales, words, choose, [&](Index i, auto total, auto limit, auto sent) {
-        vote_in_two_bits(residual, words, i, count, total, limit, sent);
     });
 }
 
@@ -67,12 +71,9 @@ __device__ void encode_one_bit(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, double threshold, double magnitude,
     float* __restrict__ scales, Word* __restrict__ words
 ) {
-    const auto choose = [&](double total, double number) {
-        const double sum = block_sum(total < 0 ? -total : total);
-        return Choice{threshold, magnitude > 0 ? magnitude : sum / number, is_finite(sum)};
-    };
-    encode_blocks<32>(grad, residual, count, scales, words, choose, [&](Index i, auto total, auto limit, auto sent) {
-        vote_in_one_bit(residual, words, i, count, total, limit, sent);
+    encode_blocks<OneBit>(grad, residual, count, scales, words, [&](const Own<T>& own) {
+        const double sum = own.sum([](double x) { return size_of(x); });
+        return Choice{threshold, magnitude > 0 ? magnitude : sum / own.number, is_finite(sum)};
     });
 }
 
@@ -128,12 +129,12 @@ template <class T> __device__ void encode_bfloat16(const T* grad, T* residual, H
     encode_halves(grad, residual, halves, count, to, [](Half x) { return float_from_bfloat16(x); });
 }
 
-extern "C" __global__ void choose_digit(const Word* counts, Index blocks, Index k, bool is_first, Limit* limit) {
-    choose_next_digit(counts, blocks, k, is_first, limit);
+extern "C" __global__ void choose_digit(const Word* counts, Index k, bool is_first, Limit* limit) {
+    choose_next_digit(counts, k, is_first, limit);
 }
 
 #define KERNELS(T, NAME)                                                                                               \
-    extern "C" __global__ void encode_two_bit_##NAME(                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) encode_two_bit_##NAME(                              \
         const T* grad, T* residual, Index count, double threshold, float* scales, Word* words                          \
     ) {                                                                                                                \
         encode_two_bit(grad, residual, count, threshold, scales, words);                                               \

@@ -18,22 +18,24 @@ __device__ void softmax_cross_entropy(
         const Index width = row < rows ? classes : 0;  // what is no row waits with the others
         const T* const x = logits + row * classes;
         T largest = -1 / T(0);  // a NaN is lost here, and found again in the sum
-        for_same_packs<N>(x, width, lane, lanes, [&](Index, const auto& pack, int n) {
-            for (int k = 0; k < n; ++k) largest = pack.at[k] > largest ? pack.at[k] : largest;
+        for_same_packs<N>(x, width, lane, lanes, [&](Index, const auto& pack) {
+            for (int k = 0; k < pack.size; ++k) largest = pack.at[k] > largest ? pack.at[k] : largest;
         });
         largest = among_lanes(largest, lanes, [](T a, T b) { return a > b ? a : b; });
         double sum = 0;
-        for_same_packs<N>(x, width, lane, lanes, [&](Index, const auto& pack, int n) {
-            for (int k = 0; k < n; ++k) sum += exp(pack.at[k] - largest);
+        for_same_packs<N>(x, width, lane, lanes, [&](Index, const auto& pack) {
+            for (int k = 0; k < pack.size; ++k) sum += exp(pack.at[k] - largest);
         });
         T total = sum_of_lanes(sum, lanes);
         if (width == 0) continue;
         const Index label = labels[row];
         const bool is_class = label >= 0 && label < classes;
         if (!is_class) total = float_of_bits(0x7FC00000);
-        for_same_packs<N>(x, width, lane, lanes, [&](Index i, auto pack, int n) {
-            for (int k = 0; k < n; ++k) pack.at[k] = exp(pack.at[k] - largest) / total;
-            store_some(chances + row * classes + i, pack, n);
+        T* const out = chances + row * classes;
+        const bool aligned = is_aligned<N>(out);
+        for_same_packs<N>(x, width, lane, lanes, [&](Index i, auto pack) {
+            for (int k = 0; k < pack.size; ++k) pack.at[k] = exp(pack.at[k] - largest) / total;
+            store_to(out + i, pack, aligned);
         });
         if (lane == 0) losses[row] = log(total) - (is_class ? x[label] - largest : T(0));
     }

@@ -82,8 +82,8 @@ class Cublas:
         import cupy
 
         self._cupy = cupy
-        self._set_stream = importlib.import_module("cupy_backends.cuda.libs.cublas").setStream
         self._handle = cupy.cuda.get_cublas_handle()  # also loads the library, which is then found by its name
+        self._set_stream = importlib.import_module("cupy_backends.cuda.libs.cublas").setStream
         self._library = _library(f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
         self._capability = int(cupy.cuda.Device().compute_capability)
         nbytes = _OF_HOPPER_NBYTES if self._capability >= 90 else _WORKSPACE_NBYTES

@@ -22,11 +22,16 @@ from ..errors import UnsupportedError
 OPTIONS = ("-std=c++17", "--fmad=false")
 """Of NVRTC and nvcc. The specification rounds each product before it is added, so they must not be contracted."""
 
-THREADS = 256
-"""Of a block; `common.cuh` says so, too."""
+THREADS, WARP = 256, 32
+"""Of a block, and of those that vote together; `common.cuh` says so, too."""
 
-MAX_BLOCKS = 1056
-"""Of a launch; threads stride over what is more. Eight blocks are at once on each of an H100's 132 multiprocessors."""
+MAX_BLOCKS = 8448
+"""Of a launch; threads stride over what is more. So an H100 has 64 for each of its 132 multiprocessors, which run four
+to eight at once, by the kernel's registers: with several turns it counts little that the last one does not fill all."""
+
+MAX_PARTS = 1056
+"""Of what blocks sum or count each for itself, to be put together: so few that this is soon done, and on any GPU alike,
+since the order of additions must not depend on it."""
 
 _FOLDER = Path(__file__).parent
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -100,7 +105,7 @@ def launch(file: str, name: str, grid: int, *args: Array | np.generic | np.ndarr
         _kernel(file, name)((grid,), (THREADS,), args)
 
 
-def launch_elementwise(file: str, name: str, arrays: tuple[Array, ...], *scalars: np.generic) -> None:
-    """Launch a kernel of ``(*arrays, count, *scalars)`` whose threads have 16 bytes each of the largest elements."""
+def launch_elementwise(file: str, name: str, arrays: tuple[Array, ...], *others: np.generic | Array) -> None:
+    """Launch a kernel of ``(*arrays, count, *others)`` whose threads have 16 bytes each of the largest elements."""
     nbytes = max(x.nbytes for x in arrays)
-    launch(file, name, blocks(-(-nbytes // 16)), *arrays, np.int64(arrays[0].size), *scalars)
+    launch(file, name, blocks(-(-nbytes // 16)), *arrays, np.int64(arrays[0].size), *others)

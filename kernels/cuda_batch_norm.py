@@ -12,8 +12,8 @@ from ..arrays import Array, array_namespace
 from . import cuda
 
 _DTYPES = ("float32", "float64")
-_PIECES = 16
-"""Blocks that sum one channel; `batch_norm.cu` says so, too."""
+_BLOCKS, _PER_BLOCK = 2112, 16 * cuda.THREADS
+"""About so many blocks sum all channels where there is enough to sum, each at least so many elements."""
 
 _SHAPE = np.dtype([("at", np.int64, 3)])
 
@@ -85,10 +85,18 @@ def _sums(name: str, arrays: tuple[Array, ...], of_channels: tuple[Array, ...]) 
     x = arrays[-1]
     of_type = cuda.type_name(name, _DTYPES, x.size, *arrays)
     xp, channels = array_namespace(x), x.shape[1]
-    partial, sums = (xp.empty((2, channels, width), dtype=np.float64) for width in (_PIECES, 1))
-    cuda.launch("batch_norm", f"{name}_{of_type}", channels * _PIECES, *arrays, *of_channels, _shape(x), partial)
-    cuda.launch("norms", "add_partials", 2 * channels, partial, np.int64(_PIECES), sums)
+    pieces = _pieces(*x.shape)
+    partial, sums = (xp.empty((2, channels, width), dtype=np.float64) for width in (pieces, 1))
+    cuda.launch("batch_norm", f"{name}_{of_type}", channels * pieces, *arrays, *of_channels, _shape(x), partial)
+    if pieces == 1:
+        return partial.reshape(2, channels)
+    cuda.launch("norms", "add_partials", 2 * channels, partial, np.int64(pieces), sums)
     return sums.reshape(2, channels)
+
+
+def _pieces(batch: int, channels: int, size: int) -> int:
+    """How many blocks sum one channel; of the shape alone, for the order of additions depends on it."""
+    return max(1, min(-(-_BLOCKS // max(channels, 1)), batch * size // _PER_BLOCK))
 
 
 def _shape(x: Array) -> np.ndarray:

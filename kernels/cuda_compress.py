@@ -57,16 +57,17 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     of_type, xp = cuda.type_name("encode_top_k", _DTYPES, grad.size, grad, residual), array_namespace(grad)
     cuda.check("encode_top_k", (str(grad.dtype),), indices.size, values)
     cuda.check("encode_top_k", ("uint32",), indices.size, indices)
-    count, blocks = np.int64(grad.size), cuda.blocks(-(-grad.nbytes // 16))
-    counts, limit = xp.empty((blocks, 1 << _DIGIT_BITS), dtype=xp.uint32), xp.empty(_LIMIT.itemsize, dtype=xp.uint8)
-    highest = 8 * grad.itemsize - _DIGIT_BITS
-    for shift in range(highest, -1, -_DIGIT_BITS):
-        is_first = np.bool_(shift == highest)
-        counting = (grad, residual, count, np.int32(shift), is_first, limit, counts)
+    count, k = np.int64(grad.size), np.int64(indices.size)
+    blocks = min(cuda.blocks(-(-grad.nbytes // 16)), cuda.MAX_PARTS)
+    counts = xp.zeros((grad.itemsize * 8 // _DIGIT_BITS, 1 << _DIGIT_BITS), dtype=xp.uint32)
+    limit = xp.empty(_LIMIT.itemsize, dtype=xp.uint8)
+    for number, of_digit in enumerate(counts):
+        shift, is_first = np.int32(8 * grad.itemsize - (number + 1) * _DIGIT_BITS), np.bool_(number == 0)
+        counting = (grad, residual, count, shift, is_first, limit, of_digit)
         cuda.launch("compress", f"count_digits_{of_type}", blocks, *counting)
-        choosing = (counts, np.int64(blocks), np.int64(indices.size), is_first, limit)
-        cuda.launch("compress", "choose_digit", min(blocks, 1), *choosing)
-    chunk = max(1, -(-grad.size // (cuda.MAX_BLOCKS * cuda.THREADS))) * cuda.THREADS
+        cuda.launch("compress", "choose_digit", min(blocks, 1), of_digit, k, is_first, limit)
+    at_once = cuda.THREADS * 16 // grad.itemsize
+    chunk = max(1, -(-grad.size // (cuda.MAX_PARTS * at_once))) * at_once
     blocks = -(-grad.size // chunk)
     numbers = xp.empty((2, blocks), dtype=xp.uint32)
     chosen = (residual, count, np.int64(chunk), limit, numbers)
@@ -90,7 +91,7 @@ def _encode_blocks(
 ) -> None:
     grad, residual = map(bits_of, arrays)
     of_type = _checked_blocks(name, width, scales, words, grad, residual)
-    blocks = min(num_blocks(grad.size), cuda.MAX_BLOCKS)
+    blocks = cuda.blocks(num_blocks(grad.size) * cuda.WARP)
     passed = (grad, residual, np.int64(grad.size), *(np.float64(each) for each in numbers), scales, words)
     cuda.launch("compress", f"{name}_{of_type}", blocks, *passed)
 

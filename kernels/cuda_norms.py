@@ -14,7 +14,7 @@ from ..arrays import Array, array_namespace, to_host
 from . import cuda
 
 _DTYPES = ("uint16", "int16", "float32", "float64")
-_PIECES = 64
+_PIECES = 128
 """Blocks that sum one layer; `norms.cu` says so, too."""
 
 
@@ -40,7 +40,7 @@ def sums_of_squares(xs: Iterable[Array]) -> list[float]:
 def _sum_of_squares(x: Array) -> Array:
     """Shape ``(1,)``, on the GPU."""
     of_type = cuda.type_name("sum_of_squares", _DTYPES, x.size, x)
-    xp, blocks = array_namespace(x), cuda.blocks(-(-x.nbytes // 16))
+    xp, blocks = array_namespace(x), min(cuda.blocks(-(-x.nbytes // 16)), cuda.MAX_PARTS)
     partial, out = xp.empty(blocks, dtype=np.float64), xp.empty(1, dtype=np.float64)
     cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
     cuda.launch("norms", "add_partials", 1, partial, np.int64(blocks), out)

@@ -1,4 +1,4 @@
-"""Gradients in 2 bits or 1 bit an element, the rest being kept, for CuPy arrays. Imports: cuda.
+"""Gradients in 2 bits or 1 bit an element, the rest being kept, for CuPy arrays. Imports: cuda, reference_compress.
 
 `reference_quantise` is the specification: same names, same arguments, same bits.
 """
@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array
 from . import cuda
+from .reference_compress import num_blocks
 
 _DTYPES = ("uint16", "float32", "float64")
 
@@ -38,7 +39,8 @@ def _pack(name: str, width: int, arrays: tuple[Array, Array], threshold: float, 
     of_type = cuda.type_name(name, _DTYPES, count, *arrays)
     cuda.check(name, ("uint32",), -(-count // width), words)
     scalars = (_rounded(threshold, arrays[0]), _rounded(magnitude, arrays[0]))
-    cuda.launch("quantise", f"{name}_{of_type}", cuda.blocks(count), *arrays, np.int64(count), *scalars, words)
+    blocks = cuda.blocks(num_blocks(count) * cuda.WARP)
+    cuda.launch("quantise", f"{name}_{of_type}", blocks, *arrays, np.int64(count), *scalars, words)
 
 
 def _unpack(name: str, width: int, words: Array, magnitude: float, out: Array) -> None:

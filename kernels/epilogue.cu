@@ -1,5 +1,5 @@
-// Bias and activation after a product, in one pass over memory. reference.py is the specification: same bits, of 16 bits
-// those of its float32 rounded once.
+// Bias and activation after a product, in one pass over memory. reference.py is the specification: same bits, of 16
+// bits those of its float32 rounded once.
 #include "common.cuh"
 
 // `y` has `count` elements in rows of `features`.

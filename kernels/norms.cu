@@ -3,13 +3,13 @@
 // number of elements alone, not on where they lie or which GPU it is.
 #include "common.cuh"
 
-enum { PIECES = 64 };  // of a layer, cuda_norms.py launches as many blocks for each
+enum { PIECES = 128 };  // of a layer, cuda_norms.py launches as many blocks for each
 
 // The sum of squares of what thread `thread` of `threads` is to read of `count` elements; `x` may begin anywhere.
 template <class T> __device__ double squares(const T* __restrict__ x, Index count, Index thread, Index threads) {
     double total = 0;
-    for_same_packs<16 / sizeof(T)>(x, count, thread, threads, [&](Index, const auto& pack, int n) {
-        for (int k = 0; k < n; ++k) {
+    for_same_packs<16 / sizeof(T), 4>(x, count, thread, threads, [&](Index, const auto& pack) {
+        for (int k = 0; k < pack.size; ++k) {
             const double each = widened(pack.at[k]);
             total += each * each;
         }

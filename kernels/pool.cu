@@ -1,6 +1,6 @@
-// Average and max pooling. reference.py is the specification: same order of additions, same bits, of 16 bits
-// those of its float32 rounded once. A thread computes one
-// element of the result, or of the gradient, for which it collects from all windows that it lies in: no atomics.
+// Average and max pooling. reference.py is the specification: same order of additions, same bits, of 16 bits those of
+// its float32 rounded once. A thread computes one element of the result, or of the gradient, for which it collects from
+// all windows that it lies in: no atomics.
 #include "common.cuh"
 #include "windows.cuh"
 

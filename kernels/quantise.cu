@@ -2,29 +2,14 @@
 #include "common.cuh"
 #include "codes.cuh"
 
-// Calls `body(element)` for all elements and some behind them: whole warps go round a loop together, as a vote demands.
-template <class Body> __device__ inline void for_warps(Index count, Body body) {
-    for (Index i = this_thread(); i / WARP * WARP < count; i += all_threads()) body(i);
-}
-
-template <class T, class Wide>
-__device__ void pack_two_bit(
+template <class Code, class T, class Wide>
+__device__ void pack(
     const T* __restrict__ grad, T* __restrict__ residual, Index count, Wide limit, Wide sent, Word* __restrict__ words
 ) {
-    for_warps(count, [&](Index i) {
-        const Wide total = i < count ? added(grad[i], residual[i]) : Wide(0);
-        vote_in_two_bits(residual, words, i, count, total, limit, sent);
-    });
-}
-
-template <class T, class Wide>
-__device__ void pack_one_bit(
-    const T* __restrict__ grad, T* __restrict__ residual, Index count, Wide limit, Wide sent, Word* __restrict__ words
-) {
-    for_warps(count, [&](Index i) {
-        const Wide total = i < count ? added(grad[i], residual[i]) : Wide(0);
-        vote_in_one_bit(residual, words, i, count, total, limit, sent);
-    });
+    const bool aligned = is_aligned<16 / sizeof(T)>(grad, residual);
+    for (Index first = this_warp() * BLOCK; first < count; first += all_warps() * BLOCK) {
+        encode<Code>(Own<T>(grad, residual, first, count, aligned), residual, words, limit, sent);
+    }
 }
 
 template <class T, class Wide>
@@ -47,12 +32,12 @@ __device__ void unpack_one_bit(const Word* __restrict__ words, T* __restrict__ o
     extern "C" __global__ void pack_two_bit_##NAME(                                                                    \
         const T* grad, T* residual, Index count, WIDE limit, WIDE sent, Word* words                                    \
     ) {                                                                                                                \
-        pack_two_bit(grad, residual, count, limit, sent, words);                                                       \
+        pack<TwoBits>(grad, residual, count, limit, sent, words);                                                      \
     }                                                                                                                  \
     extern "C" __global__ void pack_one_bit_##NAME(                                                                    \
         const T* grad, T* residual, Index count, WIDE limit, WIDE sent, Word* words                                    \
     ) {                                                                                                                \
-        pack_one_bit(grad, residual, count, limit, sent, words);                                                       \
+        pack<OneBit>(grad, residual, count, limit, sent, words);                                                       \
     }                                                                                                                  \
     extern "C" __global__ void unpack_two_bit_##NAME(const Word* words, T* out, Index count, WIDE sent) {              \
         unpack_two_bit(words, out, count, sent);                                                                       \

@@ -65,17 +65,6 @@ def lstm_step_gradients(
     dcell *= f
 
 
-def add_rows(table: Array, rows: Array, values: Array) -> None:
-    """``table[rows[k]] += values[k]`` for each k, in that order; ``table`` is changed.
-
-    Args:
-        table: ``(number, features)``.
-        rows: integers from 0 to ``number - 1``, shape ``(count,)``.
-        values: ``(count, features)``.
-    """
-    array_namespace(table, values).add.at(table, rows, values)
-
-
 def layer_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
     """Each row normalised by its own mean and variance (Ba, Kiros and Hinton 2016), times ``scale``, plus ``shift``.
 

@@ -1,4 +1,4 @@
-"""Floor 0: embedding, layer normalisation, GELU and causal softmax of NumPy arrays. Imports: numba.
+"""Floor 0: layer normalisation, GELU and causal softmax of NumPy arrays. Imports: numba.
 
 `reference_sequences` is the specification. Sums over a row run in as many lanes as a vector register has (``reassoc``),
 the same in every run.
@@ -15,17 +15,6 @@ from .machine_code import kernel
 
 _FLOATS = (numba.float32, numba.float64)
 _LANES = {"reassoc", "contract"}
-
-
-@kernel(
-    [numba.void(f[:, ::1], numba.int64[::1], f[:, ::1]) for f in _FLOATS],
-)
-def add_rows(table, rows, values):  # type: ignore[no-untyped-def]
-    """See `reference_sequences.add_rows`."""
-    for k in range(rows.size):
-        row, value = table[rows[k]], values[k]
-        for j in range(row.size):
-            row[j] += value[j]
 
 
 @kernel(

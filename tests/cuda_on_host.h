@@ -19,6 +19,7 @@
 #define __device__
 #define __shared__ static
 #define __restrict__ __restrict
+#define __launch_bounds__(...)
 
 using std::exp;
 using std::log;
@@ -61,6 +62,7 @@ inline unsigned long long bits_of_double(double x) {
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 
 // Of integers alone: the result of adding floats would depend on the order.
 inline unsigned atomicAdd(unsigned* to, unsigned value) { return std::exchange(*to, *to + value); }
@@ -77,9 +79,11 @@ struct Barrier {
 struct Warp {
     Barrier barrier;
     unsigned votes = 0;
+    unsigned long long given[2][WARP_SIZE] = {};
 };
 
 struct Fiber {
+    unsigned exchanges = 0;
     jmp_buf place;  // swapcontext would ask the system twice a turn
     std::vector<char> stack = std::vector<char>(STACK_NBYTES);
     bool has_begun = false, is_done = false;
@@ -150,7 +154,10 @@ inline void run_block() {
     block_barrier = Barrier();
     warps.assign(blockDim.x / WARP_SIZE + 1, Warp());
     while (fibers.size() < blockDim.x) fibers.emplace_back();
-    for (Fiber& fiber : fibers) fiber.is_done = false;
+    for (Fiber& fiber : fibers) {
+        fiber.is_done = false;
+        fiber.exchanges = 0;
+    }
     for (unsigned done = 0; done < blockDim.x;) {
         has_moved = false;
         for (current = 0; current < blockDim.x; ++current) {
@@ -194,6 +201,26 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     const unsigned votes = warp.votes;
     on_host::meet(warp.barrier, threads);  // before the next ballot clears it
     return votes;
+}
+
+// Every other exchange has the same room, so one meeting each is enough: who comes to the next has read from this one.
+template <class T> inline T exchanged(T value, unsigned from) {
+    static_assert(sizeof(T) <= 8, "as on a GPU");
+    on_host::Warp& warp = on_host::warps[threadIdx.x / on_host::WARP_SIZE];
+    auto& given = warp.given[on_host::fibers[on_host::current].exchanges++ % 2];
+    std::memcpy(&given[threadIdx.x % on_host::WARP_SIZE], &value, sizeof value);
+    on_host::meet(warp.barrier, on_host::warp_size());
+    std::memcpy(&value, &given[from], sizeof value);
+    return value;
+}
+
+template <class T> inline T __shfl_xor_sync(unsigned, T value, unsigned mask) {
+    return exchanged(value, threadIdx.x % on_host::WARP_SIZE ^ mask);
+}
+
+template <class T> inline T __shfl_up_sync(unsigned, T value, unsigned by) {
+    const unsigned lane = threadIdx.x % on_host::WARP_SIZE;
+    return exchanged(value, lane < by ? lane : lane - by);
 }
 
 // `args` are the addresses of the arguments, as cuLaunchKernel takes them. Returns null or what went wrong.

@@ -29,7 +29,7 @@ import pytest
 from hpcdp.kernels import cuda
 
 HERE = Path(__file__).parent
-_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)')
 _ONE_AT_A_TIME = threading.Lock()
 """Ranks may be threads, and a kernel's fibers are those of the process."""
 _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, "long long": 8}
@@ -38,6 +38,12 @@ _NBYTES = {"Index": 8, "float": 4, "double": 8, "int": 4, "bool": 1, "Word": 4, 
 def give(run: Callable[[], None]) -> None:
     """Give a kernel to the current stream."""
     run()
+
+
+class OnlyDevice(contextlib.nullcontext[None]):
+    """The GPU of all arrays."""
+
+    id = 0
 
 
 class RawModule:
@@ -155,5 +161,6 @@ def _install() -> ModuleType:
     spec.loader.exec_module(module)
     del module.Array.__array_namespace__  # type: ignore[attr-defined]  # CuPy's arrays do not name theirs
     module.RawModule = RawModule  # type: ignore[attr-defined]
+    module.Array.device = OnlyDevice()  # type: ignore[attr-defined]
     module.Array.data = property(lambda x: SimpleNamespace(ptr=x._held.ctypes.data))  # type: ignore[attr-defined]
     return module

@@ -73,6 +73,8 @@ class Gpus:
         """The GPU of each array, by the address of its memory."""
         self.room: float = float("inf")
         """Bytes for which `malloc` has room until the pool gives back what it keeps."""
+        self.limits: dict[str, tuple[int, float | None]] = {}
+        """By process the GPU whose pool was limited, and to which part of its memory."""
         self.log: list[str] = []
         """What was given to streams, in the order in which it was done."""
 
@@ -127,14 +129,27 @@ class Gpus:
         self.contexts.add(device)
         return device
 
+    def streams_of_thread(self) -> list[Stream]:
+        """Those that are current, the last one now, on the current GPU of this thread."""
+        by_device = vars(self.of_thread).setdefault("streams", {})
+        found: list[Stream] = by_device.setdefault(getattr(self.of_thread, "device", 0), [])
+        return found
+
     def note_array(self, held: np.ndarray) -> None:
         if not isinstance(held.base, np.ndarray):
             self.made_on[held.ctypes.data] = getattr(self.of_thread, "device", 0)
 
-    def device_of(self, held: np.ndarray) -> SimpleNamespace:
+    def require_here(self, cupy: Any, xs: Any) -> None:
+        """CuPy would compute with arrays of another GPU through its memory, if at all; kernels of ours would fault."""
+        for x in xs:
+            if isinstance(x, cupy.Array):
+                current = getattr(self.of_thread, "device", 0)
+                assert self.device_of(x._held).id == current, f"an array of another GPU is computed with on {current}"
+
+    def device_of(self, held: np.ndarray) -> _Device:
         while isinstance(held.base, np.ndarray):
             held = held.base
-        return SimpleNamespace(id=self.made_on[held.ctypes.data])
+        return _Device(self, self.made_on[held.ctypes.data])
 
     def take_ms(self, ms: float) -> None:
         """Let the clock that events of this thread read go on."""
@@ -148,19 +163,28 @@ class Gpus:
 
 
 class Stream:
-    def __init__(self, gpus: Gpus, ptr: int) -> None:
-        self._gpus, self.ptr = gpus, ptr
+    def __init__(self, gpus: Gpus, ptr: int, device: int | None = None) -> None:
+        self._gpus, self.ptr, self._device = gpus, ptr, device
 
     def __enter__(self) -> Stream:
-        vars(self._gpus.of_thread).setdefault("streams", []).append(self)
+        if self._device not in (None, getattr(self._gpus.of_thread, "device", 0)):
+            raise RuntimeError(f"The device that the stream is created on ({self._device}) does not match")
+        self._gpus.streams_of_thread().append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._gpus.of_thread.streams.pop()
+        self._gpus.streams_of_thread().pop()
 
     def synchronize(self) -> None:
         self._gpus.current()
         self._gpus.wait_until(lambda: not self._gpus.queues.get(self.ptr))
+
+    def record(self, event: Event) -> Event:
+        sys.modules["cupy.cuda.runtime"].eventRecord(event.ptr, self.ptr)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        sys.modules["cupy.cuda.runtime"].streamWaitEvent(self.ptr, event.ptr)
 
 
 class Event:
@@ -178,18 +202,20 @@ class Event:
 
 class _Device:
     def __init__(self, gpus: Gpus, index: int) -> None:
-        self._gpus, self._index = gpus, index
+        self._gpus, self.id = gpus, index
+        self._before: list[int] = []
 
     def use(self) -> None:
-        self._gpus.of_thread.device = self._index
+        self._gpus.of_thread.device = self.id
         self._gpus.current()
 
-    def __enter__(self) -> None:
-        self._before = getattr(self._gpus.of_thread, "device", 0)
+    def __enter__(self) -> _Device:
+        self._before.append(getattr(self._gpus.of_thread, "device", 0))
         self.use()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _Device(self._gpus, self._before).use()
+        _Device(self._gpus, self._before.pop()).use()
 
 
 def _runtime(gpus: Gpus) -> ModuleType:
@@ -299,11 +325,13 @@ def _remember_devices(cupy: Any, gpus: Gpus) -> None:
     cupy.Array.device = property(lambda x: gpus.device_of(x._held))
 
 
-def _change_later(cupy: Any, give: Callable[[Callable[[], None]], None]) -> None:
+def _change_later(cupy: Any, gpus: Gpus, give: Callable[[Callable[[], None]], None]) -> None:
     """Let what changes an array in place be done when the current stream comes to it, as kernels are."""
 
     def deferred(method: Any, answers: bool) -> Any:
         def call(self: Any, *args: Any) -> Any:
+            gpus.require_here(cupy, (self, *args))
+
             def run() -> None:
                 method(self, *args)
 
@@ -322,7 +350,7 @@ _VIEWS = ("reshape", "view", "ravel", "squeeze", "swapaxes", "transpose", "empty
 """Functions of arrays that look at no element, or are asked of what is contiguous."""
 
 
-def _compute_in_turn(cupy: Any, current: Callable[[], Stream]) -> None:
+def _compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> None:
     """What makes a new array, or reads one, is done at once, when all is done that its stream was given before."""
 
     def reach() -> None:
@@ -332,7 +360,9 @@ def _compute_in_turn(cupy: Any, current: Callable[[], Stream]) -> None:
     call, get_item, to_host = cupy._Function.__call__, cupy.Array.__getitem__, cupy.Array.to_host
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._function.__name__ not in _VIEWS:
+        gpus.require_here(cupy, args)
+        strided = any(isinstance(x, cupy.Array) and not x.flags.c_contiguous for x in args)
+        if self._function.__name__ not in _VIEWS or (self._function.__name__ == "ascontiguousarray" and strided):
             reach()
         return call(self, *args, **kwargs)
 
@@ -357,10 +387,11 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         cuda: Any = ModuleType("cupy.cuda")
         null = Stream(gpus, DEFAULT)
 
-        def make_stream(non_blocking: bool = False) -> Stream:
+        def make_stream(non_blocking: bool = False, priority: int | None = None) -> Stream:
             assert non_blocking, "it would wait for the default stream"
+            assert priority == -1, "what other ranks wait for would wait for what computes"
             with gpus.lock:
-                made = Stream(gpus, next(gpus.numbers))
+                made = Stream(gpus, next(gpus.numbers), getattr(gpus.of_thread, "device", 0))
                 gpus.queues[made.ptr] = deque()
             return made
 
@@ -374,7 +405,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             return Event(gpus, ptr)
 
         def current() -> Stream:
-            return (getattr(gpus.of_thread, "streams", None) or [null])[-1]
+            return (gpus.streams_of_thread() or [null])[-1]
 
         def array_at(shape: tuple[int, ...], dtype: Any, memptr: Any) -> Any:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -398,10 +429,15 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
             MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
         )  # fmt: skip
         cupy.cuda, cupy.ndarray = cuda, array_at
-        cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks)
+
+        def set_limit(size: int | None = None, fraction: float | None = None) -> None:
+            assert size is None
+            gpus.limits[gpus.process()] = gpus.current(), fraction
+
+        cupy.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=free_all_blocks, set_limit=set_limit)
         _remember_devices(cupy, gpus)
-        _change_later(cupy, lambda run: gpus.push(current().ptr, run, name="change"))
-        _compute_in_turn(cupy, current)
+        _change_later(cupy, gpus, lambda run: gpus.push(current().ptr, run, name="change"))
+        _compute_in_turn(cupy, gpus, current)
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)

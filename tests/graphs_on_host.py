@@ -158,7 +158,8 @@ class Device:
 
     def use(self) -> None: ...
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> Device:
+        return self
 
     def __exit__(self, *_: object) -> None: ...
 
@@ -356,7 +357,7 @@ def _patch_arrays(cupy: Any, machine: Machine) -> None:
     array.__getitem__, array.__setitem__ = getitem, setitem
     array.fill = lambda self, value: setitem(self, ..., value)
     array.T = property(lambda self: array(self._held.T))
-    array.device = property(lambda self: SimpleNamespace(id=0))
+    array.device = property(lambda self: Device())
     for name in ("__float__", "__int__", "__bool__", "item", "tolist", "to_host"):
         setattr(array, name, reading(name))
 

@@ -145,7 +145,10 @@ def test_the_public_face() -> None:
         (["train", "--data", "digitz"], "'digitz'"),
         (["train", "--batch-size", "3", "--ranks", "4"], "at least one sample for each of the 4 ranks, got 3"),
         (["train", "--shift", "28"], "RandomCrop: expected images larger than 28 pixels, got samples of shape (1, 28,"),
-        (["train", "gpt", "--flip"], "RandomFlip: expected images (channels, height, width), got samples of shape"),
+        (
+            ["train", "gpt", "--flip"],
+            "setting flip: expected data of images (channels, height, width), got samples of shape (64,) in",
+        ),
         (["train", "--config", "none.toml"], "[none.toml]: got No such file or directory"),
         (["launch", "-n", "two", "--", "x"], "launch -n: expected a number of ranks, 1 to 1,000,000, got 'two'"),
         (["launch", "-n", "999999999999", "--", "x"], "1 to 1,000,000, got '999999999999'"),

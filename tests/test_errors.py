@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from hpcdp.errors import ConfigError, HpcdpError, shortened, to_stderr
+from hpcdp.errors import ConfigError, HpcdpError, listed, shortened, to_stderr
 
 
 def test_an_error_is_one_line_with_all_its_parts():
@@ -33,6 +33,14 @@ def test_an_error_survives_a_copy_with_its_kind():
 @pytest.mark.parametrize(("text", "shown"), [("", ""), ("a" * 7, "a" * 7), ("a" * 8, "aaaa...")])
 def test_long_texts_are_cut_to_as_many_characters_as_there_may_be(text, shown):
     assert shortened(text, 7) == shown
+
+
+@pytest.mark.parametrize(
+    ("names", "most", "shown"),
+    [([], 3, ""), ("ab", 2, "a, b"), ("abcd", 3, "a, b, c and 1 more"), (range(9), 2, "0, 1 and 7 more")],
+)
+def test_of_many_names_the_first_are_listed(names, most, shown):
+    assert listed(names, most) == shown
 
 
 def test_a_line_reaches_stderr_in_one_piece(monkeypatch):

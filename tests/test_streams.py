@@ -62,7 +62,7 @@ def test_a_wait_for_an_event_that_is_not_recorded_waits_for_nothing(streams):
 
 def test_the_current_stream_is_that_of_operations(streams):
     assert streams.current().ptr == 0
-    with streams.stream() as stream:
+    with streams.on_device(), streams.stream() as stream:
         assert streams.current().ptr == stream.ptr
 
 
@@ -103,6 +103,30 @@ def test_threads_of_lanes_make_no_context_on_other_gpus(streams, gpus_on_host):
     assert gpus_on_host.contexts == {1}
 
 
+def test_a_later_thread_with_the_ident_of_the_maker_is_another_one(gpus_on_host):
+    made = []
+
+    def on_thread(act):
+        def noted():
+            ident.append(threading.get_ident())
+            act()
+
+        ident = []
+        thread = threading.Thread(target=noted)
+        thread.start()
+        thread.join()
+        return ident[0]
+
+    first = on_thread(lambda: made.append(Streams(gpu(1))))
+    gpus_on_host.contexts.clear()
+    for _ in range(100):
+        if on_thread(lambda: made[0].query(made[0].event())) == first:
+            break
+    else:
+        pytest.skip("no later thread has had the ident of the first one")
+    assert gpus_on_host.contexts == {1}
+
+
 def test_the_thread_that_makes_streams_keeps_its_current_device(streams, gpus_on_host):
     gpu(2).use()
     assert streams.query(streams.event()) and streams.pinned(8).nbytes == 8
@@ -112,7 +136,7 @@ def test_the_thread_that_makes_streams_keeps_its_current_device(streams, gpus_on
 def test_a_stream_follows_what_the_current_one_was_given(streams):
     x, y, z = of([1, 2]), of([0, 0]), of([0, 0])
     first, second = streams.stream(), streams.stream()
-    with first:
+    with streams.on_device(), first:
         streams.copy_async(y, x, first)
         streams.follow(second)
     streams.copy_async(z, y, second)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arrays import Array, array_namespace
 from ..errors import UnsupportedError
+from ..kernels import kernels_for, reference_rows
 from . import tensor
 from .operators import Derivative, add_up, divide, unary
 from .registry import Call, operator
@@ -86,7 +87,7 @@ def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
     """What gives a reduced array its axes of length 1 back."""
     if keepdims:
         return lambda y: y
-    axes = range(len(shape)) if axis is None else (axis,) if isinstance(axis, int) else axis
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     reduced = {each % len(shape) for each in axes} if shape else set()
     kept = tuple(1 if i in reduced else n for i, n in enumerate(shape))
     return lambda y: y.reshape(kept)
@@ -150,7 +151,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
     def derivative(gy: Array) -> Array:
         dx = xp.zeros(shape, dtype=gy.dtype)
         if indices:
-            xp.add.at(dx, chosen, gy)
+            kernels_for("rows", dx, reference_rows).add_at(dx, chosen, gy)
         else:
             dx[chosen] = gy
         return dx

@@ -13,16 +13,18 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..devices import Device
 from ..engine import Engine, Variable
 from ..errors import ConfigError
+from ..streams import Streams
 from .modes import modes
-from .registry import Operator
+from .registry import Operator, first_on_gpu
 from .tensor import Tensor
 
 _LANE = "compute"
@@ -45,6 +47,9 @@ def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator
     line called it. Arrays that are passed to operators must not be changed by other means before `waitall`, and the
     ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1`` wait for who still reads ``a``, but
     ``a.data[...] += 1`` does not.
+
+    A call on a GPU is given to the stream that is current there when it is called, by whatever thread, and results are
+    read behind it on that stream. Who orders it with another stream by an event calls `waitall` before recording that.
 
     With ``HPCDP_ENGINE=synchronous`` each call is computed before it returns, in this thread: for debugging.
 
@@ -79,11 +84,13 @@ def waitall() -> None:
 class _Call:
     """One call of an operator: what it gives, once it has been computed."""
 
-    __slots__ = ("engine", "found", "variable")
+    __slots__ = ("device", "engine", "found", "variable")
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, device: Device | None) -> None:
         self.engine = engine
         self.variable: Variable = engine.variable(name)
+        self.device = device
+        """The GPU that computes it; None: the host."""
         self.found: list[Tensor] | None = None
 
     def results(self) -> list[Tensor]:
@@ -113,18 +120,22 @@ class Pending(Tensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See `Tensor.shape`."""
         return self._meta[0]
 
     @property
     def dtype(self) -> Any:
+        """See `Tensor.dtype`."""
         return self._meta[1]
 
     @property
     def ndim(self) -> int:
+        """See `Tensor.ndim`."""
         return len(self._meta[0])
 
     @property
     def size(self) -> int:
+        """See `Tensor.size`."""
         return math.prod(self._meta[0])
 
     def __len__(self) -> int:
@@ -136,6 +147,7 @@ class Pending(Tensor):
         return repr(self.settled)
 
     def wait_to_read(self) -> None:
+        """See `Tensor.wait_to_read`."""
         self._call.results()
 
     def __copy__(self) -> Tensor:
@@ -167,6 +179,7 @@ class _Dispatcher:
         self._effects = engine.variable("effects")
         """Read by all calls, and written by those that do more than to give a result, which so come in their order."""
         self._shapes: dict[tuple[Any, ...], tuple[bool, list[Meta]]] = {}
+        self._streams: dict[Device, Streams] = {}
 
     def read(self) -> None:
         """See `registry.Tracer`; they are there."""
@@ -178,7 +191,8 @@ class _Dispatcher:
     def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have an operator computed; what it gives."""
         key = _key_of(called, args, kwargs)
-        call = _Call(self._engine, called.name)
+        device = _gpu_of(*args, *kwargs.values())
+        call, place = _Call(self._engine, called.name, device), self._place_on(device)
         told = modes.recording, modes.training, modes.signature
         context = contextvars.copy_context()  # with NumPy's errstate, as it is here
         where = _caller()
@@ -190,7 +204,8 @@ class _Dispatcher:
             (modes.recording, modes.training, modes.signature), modes.tracer = told, None
             try:
                 given = {name: _settled(x) for name, x in kwargs.items()}
-                result = context.run(called.function, *map(_settled, args), **given)
+                with place():
+                    result = context.run(called.function, *map(_settled, args), **given)
             except Exception as error:
                 error.add_note(f"in the operator {called.name}, called at {where}")
                 raise
@@ -221,6 +236,35 @@ class _Dispatcher:
         pending = [Pending(call, number, meta) for number, meta in enumerate(known[1])]
         return tuple(pending) if known[0] else pending[0]
 
+    def _place_on(self, device: Device | None) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """Within what it gives, on any thread, work goes to the stream that is now current on ``device``."""
+        if device is None:
+            return contextlib.nullcontext
+        if device not in self._streams:
+            self._streams[device] = Streams(device)
+        streams = self._streams[device]
+        stream = streams.current()
+
+        @contextlib.contextmanager
+        def place() -> Iterator[None]:
+            with streams.on_device(), stream:
+                yield
+
+        return place
+
+
+def _gpu_of(*operands: Any) -> Device | None:
+    """The GPU of the first operand that is on one, or will be."""
+    for x in operands:
+        if isinstance(x, Pending):
+            device = x.call.device
+        else:
+            array = first_on_gpu(x)
+            device = None if array is None else Device.of(array)
+        if device is not None:
+            return device
+    return None
+
 
 def _settled(x: Any) -> Any:
     return x.settled if isinstance(x, Pending) else x
@@ -228,7 +272,7 @@ def _settled(x: Any) -> Any:
 
 def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What the shapes and dtypes of an operator's results depend on; None where it is values."""
-    if called.name == "getitem" and any(str(x.dtype) == "bool" for x in args[1:]):
+    if called.name == "getitem" and any(str(getattr(x, "dtype", "")) == "bool" for x in args[1:]):
         return None  # a mask chooses any number of elements
     try:
         key = called.name, tuple(map(_described, args)), tuple((name, _described(x)) for name, x in kwargs.items())

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from ..arrays import Array, array_namespace
+import numpy as np
+
+from ..arrays import Array, array_namespace, is_cupy, on_device_of
 from .modes import modes
 
 P = ParamSpec("P")
@@ -87,6 +89,12 @@ class Tracer(Protocol):
         ...
 
 
+def first_on_gpu(*operands: Any) -> Array | None:
+    """Of tensors, arrays and other operands the array of the first one that is on a GPU."""
+    arrays = (x if is_cupy(x) else getattr(x, "data", None) for x in operands)
+    return next(filter(is_cupy, arrays), None)
+
+
 OPERATORS: dict[str, Operator] = {}
 """All operators by name."""
 CALLS: dict[str, Callable[..., Any]] = {}
@@ -98,7 +106,8 @@ def operator(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function as the operator ``name``, whose arguments called ``inputs`` may be tensors.
 
-    While this thread traces, calls go to its tracer; else straight to the function.
+    While this thread traces, calls go to its tracer; else straight to the function, which computes on the GPU of its
+    operands, if they are on one, whatever this thread's current one is.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -111,9 +120,12 @@ def operator(
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             tracer = modes.tracer
-            if tracer is None:
+            if tracer is not None:
+                return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
+            if args and type(getattr(args[0], "data", None)) is np.ndarray:  # on the host no more is asked
                 return function(*args, **kwargs)
-            return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
+            with on_device_of(first_on_gpu(*args, *kwargs.values())):
+                return function(*args, **kwargs)
 
         CALLS[name] = call
         return call

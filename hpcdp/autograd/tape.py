@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, on_device_of
 from ..errors import HpcdpError
 from ..kernels.buffers import empty
 
@@ -114,7 +114,8 @@ class Gradient:
     def take(self) -> Array:
         """The sum as an array that nobody else has."""
         value = self.finish()
-        return value if self._private else self._xp.asarray(value).copy()
+        with on_device_of(value):
+            return value if self._private else self._xp.asarray(value).copy()
 
 
 def backward(
@@ -173,7 +174,8 @@ def grad(
     found: list[Array] = []
     for variable in wanted:  # one that is asked for twice gets two arrays
         gradient = walk.found(variable)
-        found.append(gradient + 0 if any(gradient is other for other in found) else gradient)
+        with on_device_of(gradient):
+            found.append(gradient + 0 if any(gradient is other for other in found) else gradient)
     return found if isinstance(variables, Sequence) else found[0]
 
 
@@ -217,10 +219,9 @@ def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
                 remedy="compute it inside `with autograd.record():`",
             )
         xp = array_namespace(head.data)
-        if seed is None:
-            seed = xp.ones(head.shape, dtype=head.dtype)
-        elif not hasattr(seed, "shape"):
-            seed = xp.full(head.shape, seed, dtype=head.dtype)
+        if seed is None or not hasattr(seed, "shape"):
+            with on_device_of(head.data):
+                seed = xp.full(head.shape, 1 if seed is None else seed, dtype=head.dtype)
         seed = getattr(seed, "data", seed) if hasattr(seed, "grad_req") else seed
         if tuple(seed.shape) != head.shape:
             raise HpcdpError("backward", where="head_grads", expected=f"shape {head.shape}", got=tuple(seed.shape))
@@ -273,7 +274,11 @@ class _Pass:
                 if self._wanted is not None and node in self._wanted:
                     self._kept[node] = gradient.take()
                 assert node.pullback is not None
-                node.pullback(gy, *[self._gradient(source) for source in node.inputs])
+                if type(gy) is np.ndarray:  # on the host no more is asked
+                    node.pullback(gy, *[self._gradient(source) for source in node.inputs])
+                else:
+                    with on_device_of(gy):
+                        node.pullback(gy, *[self._gradient(source) for source in node.inputs])
             for each in node.inputs:
                 if each is not None and not isinstance(each, Node):
                     self._used(each)
@@ -285,7 +290,8 @@ class _Pass:
         source = variable.node or variable
         if source not in self._kept:
             xp = array_namespace(variable.data)
-            self._kept[source] = xp.zeros(variable.shape, dtype=variable.dtype)
+            with on_device_of(variable.data):
+                self._kept[source] = xp.zeros(variable.shape, dtype=variable.dtype)
         return self._kept[source]
 
     def _gradient(self, source: Any) -> Gradient | None:
@@ -304,7 +310,8 @@ class _Pass:
                 return None
             else:
                 if source.grad is None:
-                    source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
+                    with on_device_of(source.data):  # which need not be where its operation was
+                        source.grad = self._xp.zeros(source.shape, dtype=source.dtype)
                 gradient = Gradient(source, self._xp, home=source.grad, adds=source.grad_req == "add")
             self.gradients[source] = gradient
         return gradient

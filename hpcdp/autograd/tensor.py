@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_float, to_host
+from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from .modes import modes
 from .registry import Again
@@ -61,22 +61,27 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """That of ``data``."""
         return self.data.shape
 
     @property
     def dtype(self) -> Any:
+        """That of ``data``."""
         return self.data.dtype
 
     @property
     def ndim(self) -> int:
+        """How many axes there are."""
         return self.data.ndim
 
     @property
     def size(self) -> int:
+        """How many elements there are."""
         return self.data.size
 
     @property
     def T(self) -> Tensor:
+        """A view with the axes reversed."""
         return arrangement.transpose(self)
 
     def attach_grad(self, grad_req: str = "write") -> None:
@@ -89,7 +94,8 @@ class Tensor:
             raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
         self.node = None
         self.grad_req = grad_req
-        self.grad = None if grad_req == "null" else array_namespace(self.data).zeros(self.shape, dtype=self.dtype)
+        with on_device_of(self.data):
+            self.grad = None if grad_req == "null" else array_namespace(self.data).zeros(self.shape, dtype=self.dtype)
 
     def backward(self, head_grad: Any = None, retain_graph: bool = False) -> None:
         """`autograd.backward` from this tensor; ``head_grad`` has its shape, None means ones."""
@@ -151,7 +157,8 @@ class Tensor:
         if modes.recording and (self.node is not None or self.grad_req != "null"):
             raise self._on_tape("while recording", "use `with autograd.pause():`" * (self.node is None))
         self._refuse_recorded()
-        self.data[arrangement.index(key)] = value_of(value)
+        with on_device_of(self.data):
+            self.data[arrangement.index(key)] = value_of(value)
 
     def _refuse_recorded(self) -> None:
         """The operation that made a tensor may need its elements until backward has freed the tape, and others until
@@ -184,7 +191,8 @@ class Tensor:
                 got=result.dtype,
                 remedy="use x = ...",
             )
-        self.data[...] = result
+        with on_device_of(self.data):
+            self.data[...] = result
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -265,42 +273,59 @@ class Tensor:
     __hash__ = object.__hash__
 
     def astype(self, dtype: Any) -> Tensor:
+        """A copy in another dtype; the gradient comes back in the old one."""
         return operators.astype(self, dtype)
 
     def reshape(self, *shape: Any) -> Tensor:
+        """The same elements in another shape, given as numbers or one tuple; one may be -1. A view if possible."""
         return arrangement.reshape(self, *shape)
 
     def transpose(self, *axes: Any) -> Tensor:
+        """A view with the axes in another order, given as numbers or one tuple; reversed if none are given."""
         return arrangement.transpose(self, *axes)
 
     def sum(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """The sum over ``axis``: a number, a tuple of them, or None, which is all of them.
+
+        The axes that are summed over are gone, or with ``keepdims`` of length 1. The dtype is the one that NumPy gives:
+        that of floats stays, integers become int64.
+        """
         return arrangement.sum(self, axis, keepdims)
 
     def mean(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """The mean over ``axis``, see `sum`; of integers in floating point."""
         return arrangement.mean(self, axis, keepdims)
 
     def max(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """The largest element over ``axis``, see `sum`; equal ones share the gradient."""
         return arrangement.max(self, axis, keepdims)
 
     def min(self, axis: Any = None, keepdims: bool = False) -> Tensor:
+        """The smallest element over ``axis``, see `sum`; equal ones share the gradient."""
         return arrangement.min(self, axis, keepdims)
 
     def argmax(self, axis: Any = None) -> Tensor:
+        """Where the largest element is along ``axis``, a number, or if it is None among all: int64, no gradient."""
         return arrangement.argmax(self, axis)
 
     def exp(self) -> Tensor:
+        """e to the power of each element."""
         return operators.exp(self)
 
     def log(self) -> Tensor:
+        """The natural logarithm of each element."""
         return operators.log(self)
 
     def sqrt(self) -> Tensor:
+        """The square root of each element."""
         return operators.sqrt(self)
 
     def tanh(self) -> Tensor:
+        """The hyperbolic tangent of each element."""
         return operators.tanh(self)
 
     def sigmoid(self) -> Tensor:
+        """``1 / (1 + exp(-x))`` of each element x."""
         return operators.sigmoid(self)
 
 

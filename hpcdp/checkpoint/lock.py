@@ -9,17 +9,16 @@ import getpass
 import json
 import os
 import socket
-import struct
 import time
 from pathlib import Path
 
+from ..comm.locks import is_free, lock_request
 from ..errors import DataError
 from . import notice
 
 NAME = "writer.lock"
-_FLOCK = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)  # fcntl(2), "open file description locks"
+_LOCK, _UNLOCK = lock_request(fcntl.F_WRLCK, 0), lock_request(fcntl.F_UNLCK, 0)
 _NOBODY_SAYS = "one that does not say who it is"
-_UNLOCK = struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0)
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
@@ -50,7 +49,7 @@ class WriterLock:
 
     def _take(self, path: Path) -> None:
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _LOCK)
         except OSError as error:
             if error.errno not in _HELD:
                 notice.warn(f"{path}: {error.strerror}: nothing keeps a second job from writing here")
@@ -96,10 +95,10 @@ def holder(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _FLOCK)
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _LOCK)
         finally:
             os.close(file)
-        if struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK:
+        if not is_free(found):
             return owner(path) or _NOBODY_SAYS
     return None
 

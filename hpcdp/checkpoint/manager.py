@@ -94,10 +94,9 @@ class Manager:
         self._lock: WriterLock | None = None
         self._engine = Engine(lanes=(_SAVES, _REMOVALS))
         self._saving: Saving | None = None
-        self._is_registered = self._is_claimed = self._is_closed = False
+        self._is_registered = self._is_claimed = self._is_closed = self._is_left = False
         self._staging = np.empty(0, np.uint8)
-        own = weakref.ref(self)
-        self.world.endings.append(lambda: _let_end(own))
+        self.world.endings.add(self._let_end)
 
     def __enter__(self) -> Manager:
         return self
@@ -109,6 +108,7 @@ class Manager:
         if error is None:
             self.close()
         else:  # others may be elsewhere: no collective, and no waiting for ever
+            self._is_left = True
             if self._saving is not None:
                 self._saving.wait(_PATIENCE_S)
             self._release(_PATIENCE_S)
@@ -132,11 +132,21 @@ class Manager:
     def _release(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
             self._engine.waitall()
-        self._engine.shutdown(timeout_s)
-        self._engine, self._saving = Engine(lanes=(_SAVES, _REMOVALS)), None
-        if self._lock is not None:
+        is_over, self._saving = self._engine.shutdown(timeout_s), None
+        if self._lock is not None and is_over:  # else another job would clean the folder where this one still writes
             self._lock.release()
             self._lock = None
+
+    def _let_end(self) -> None:
+        """When the program ends, what is under way ends first; after an exception nobody waits any more."""
+        if self._is_left:
+            return
+        try:
+            self.wait()
+        except HpcdpError as error:
+            if self.world.rank == 0:
+                warnings.warn(str(error), stacklevel=1)
+        self._release()
 
     @property
     def pending(self) -> bool:
@@ -333,7 +343,11 @@ class Manager:
 
     def _remove_behind(self, path: Path) -> None:
         """It may take as long as a save, and nobody needs to wait for it."""
-        self._engine.push(lambda: shutil.rmtree(path, ignore_errors=True), lane=_REMOVALS, name="remove")
+        remove = partial(shutil.rmtree, path, ignore_errors=True)
+        if self._is_left:  # the engine is shut down
+            remove()
+        else:
+            self._engine.push(remove, lane=_REMOVALS, name="remove")
 
     def steps(self) -> list[int]:
         """The steps of which there are complete checkpoints, in order, alike on all ranks; every rank must call."""
@@ -380,13 +394,6 @@ class Manager:
 
 
 def _let_end(own: Callable[[], Manager | None]) -> None:
-    """When the program ends, what is under way ends first."""
     manager = own()
-    if manager is None:
-        return
-    try:
-        manager.wait()
-    except HpcdpError as error:
-        if manager.world.rank == 0:
-            warnings.warn(str(error), stacklevel=1)
-    manager._release()
+    if manager is not None:
+        manager._let_end()

@@ -1,10 +1,11 @@
-"""Floor 3: collectives. Imports: comm, compression, kernels, arrays, errors.
+"""Floor 3: collectives. Imports: comm, compression, kernels, streams, replacing, arrays, devices, errors.
 
 Operations in which every rank takes part.
 
 - `operations`: the public functions.
 - `algorithms`: all of them by name.
 - `select`: which one runs.
+- `pinned`: arrays on GPUs in host memory and back.
 - `progress`: algorithms are machines that are resumed when their messages have come; several progress together.
 
 One algorithm a file:

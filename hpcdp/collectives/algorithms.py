@@ -48,7 +48,7 @@ class Algorithm:
         progress = Progress.of(world)
         watchdog = progress.watchdog
         watchdog.calls += 1
-        watchdog.call = operation, x
+        before = watchdog.enter((operation, x))
         try:
             progress.finish()
             if self.blocking is not None:
@@ -56,7 +56,7 @@ class Algorithm:
             else:
                 drive(self.machine(world, operation, x, *others))
         finally:
-            watchdog.call = None
+            watchdog.call = before
 
 
 def _is_agreed(argument: object) -> bool:

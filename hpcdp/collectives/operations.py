@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, is_float, to_host
+from ..arrays import Array, array_namespace, from_host, is_float
 from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
@@ -15,8 +15,10 @@ from ..comm.reductions import resolve
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 from .algorithms import Algorithm
+from .pinned import bring_back, brought, on_host
 from .progress import Progress, Steps
 from .select import find
+from .tuning import CHOICES
 
 _MOVED: Any = object()
 """In the place of an op: what is only moved is not reduced."""
@@ -66,7 +68,7 @@ def allreduce(
     staged = _staged("allreduce", target)
     if world.size > 1:
         chosen.run(world, "allreduce", staged.reshape(-1), reduction)
-    target[...] = from_host(staged, target)
+    bring_back(staged, target)
     return target
 
 
@@ -98,7 +100,7 @@ def iallreduce(
         if world.size > 1:
             yield from chosen.machine(world, "iallreduce", staged.reshape(-1), reduction)
         if staged is not target:
-            target[...] = from_host(staged, target)
+            bring_back(staged, target)
 
     with Watchdog.of(world).watching("iallreduce", staged):  # the first one of an algorithm may wait for the others
         return Progress.of(world).start(then_copied_back(), staged)
@@ -128,7 +130,7 @@ def reduce_scatter(
     chosen, reduction = _found("reduce_scatter", x, op, algorithm, world)
     ends = bounds(x.size, world.size)
     own = ends[world.rank + 1] - ends[world.rank]
-    host = to_host(x)
+    host = on_host(x)
     result = np.empty(own, host.dtype)
     if out is not None:
         _check_like("reduce_scatter", out, (own,), x)
@@ -168,7 +170,7 @@ def allgather(
     world = _ranks(world)
     _check_array("allgather", "x", x)
     array_namespace(x)
-    host = to_host(x)
+    host = on_host(x)
     if out is None:
         gathered = np.empty((world.size, *host.shape), host.dtype)
         gathered[world.rank] = host
@@ -180,7 +182,7 @@ def allgather(
     if out is None:
         return from_host(gathered, x)
     if gathered is not out:
-        out[...] = from_host(gathered, out)
+        bring_back(gathered, out)
     return out
 
 
@@ -213,7 +215,7 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     staged = _staged("broadcast", x) if world.rank != root else _source(x)
     chosen.run(world, "broadcast", _flat(staged), root)
     if staged is not x and world.rank != root:
-        x[...] = from_host(staged, x)
+        bring_back(staged, x)
     return x
 
 
@@ -240,7 +242,7 @@ def reduce(
     root = _checked_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
-        host = np.asarray(to_host(x))
+        host = np.asarray(on_host(x))
         work = host if chosen.spares_input and host.flags.c_contiguous else np.array(host, order="C")
         chosen.run(world, "reduce", _flat(work), reduction, root)
         return x
@@ -248,7 +250,7 @@ def reduce(
     staged = _staged("reduce", target)
     chosen.run(world, "reduce", _flat(staged), reduction, root)
     if staged is not target:
-        target[...] = from_host(staged, target)
+        bring_back(staged, target)
     return target
 
 
@@ -270,7 +272,7 @@ def _found(
     by_monoid = isinstance(op, Monoid)
     try:
         key = (operation, x.dtype, Monoid if by_monoid else op, algorithm, x.nbytes.bit_length())
-        found = world.kept.get(key)
+        found = world.kept.get(CHOICES, {}).get(key)
     except AttributeError:
         raise UnsupportedError(operation, where="x", expected="an array", got=type(x).__name__) from None
     except TypeError:
@@ -285,8 +287,8 @@ def _found(
                 facts = [f"{operation} of {x.size} {x.dtype}", f"op {name}", f"algorithm {algorithm!r}", f"root {root}"]
                 # The MPI library would not tell, and might crash; later calls are not worth a message each time.
                 require_same(Progress.of(world).first_calls, operation, facts, _ALIKE)
-            world.kept[key] = found
-    return (found[0], resolve(operation, op, x.dtype)) if isinstance(op, Monoid) else found
+            world.kept.setdefault(CHOICES, {})[key] = found
+    return (found[0], resolve(operation, op, x.dtype)) if by_monoid else found
 
 
 def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World, root: int) -> None:
@@ -352,7 +354,7 @@ def _flat(x: np.ndarray) -> np.ndarray:
 
 def _source(x: Array) -> np.ndarray:
     """``x`` as a contiguous host array that MPI may be handed, which wants a writeable one even where it only reads."""
-    host = np.ascontiguousarray(to_host(x))
+    host = np.ascontiguousarray(on_host(x))
     return host if host.flags.writeable else host.copy()
 
 
@@ -362,4 +364,4 @@ def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
         return target
     _check_array(operation, where, target)
     _check_writeable(operation, where, target)
-    return np.array(to_host(target), order="C")
+    return brought(target)

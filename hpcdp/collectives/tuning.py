@@ -22,11 +22,15 @@ from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError, HpcdpError, to_stderr
+from ..replacing import replaced
 from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
 VERSION = 1
 """Of the tables' format, and of the algorithms that were measured."""
+
+CHOICES = "what collectives have chosen"
+"""Under this a world keeps for `operations` what each call has chosen once, until another table counts."""
 
 Fingerprint = dict[str, Any]
 Table = dict[str, Any]
@@ -266,15 +270,8 @@ def save(world: World, table: Table) -> Path:
     """
     name = on_rank_0(world.comm, lambda: str(_write(table)))
     world.kept["tuning table"] = table
-    _forget_choices(world)
+    world.kept.pop(CHOICES, None)
     return Path(name)
-
-
-def _forget_choices(world: World) -> None:
-    """Have `operations` choose anew: what it keeps by size begins with the name of the collective."""
-    names = {*ALGORITHMS, *(f"i{collective}" for collective in ALGORITHMS)}
-    for key in [key for key in world.kept if isinstance(key, tuple) and key and key[0] in names]:
-        del world.kept[key]
 
 
 def check_folder(world: World) -> None:
@@ -303,16 +300,12 @@ def _unwritable(where: Path, error: OSError) -> ConfigError:
 def _write(table: Table) -> Path:
     target = path(table["fingerprint"])
     _make_folder(target.parent)
-    temporary = target.with_name(f".{target.stem}-{os.getpid()}")
+    own = target.with_name(f".{target.stem}-{os.getpid()}")  # jobs may tune at the same time
     try:
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(as_text(table))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replaced(target, own) as part, part.open("w", encoding="utf-8") as file:
+            file.write(as_text(table))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise _unwritable(target, error) from error
     return target

@@ -1,4 +1,4 @@
-"""Floor 2: comm. Imports: engine, kernels, streams, arrays, devices, errors, exits.
+"""Floor 2: comm. Imports: engine, kernels, streams, arrays, devices, errors, exits, launched.
 
 Who takes part in a job and how they reach each other. The only importer of mpi4py.
 
@@ -10,7 +10,7 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
 - `node_rows` says what sums over the GPUs of a node can do; `nccl` (in an `agreed_order`) and `cuda_ipc` do it,
   `ways` chooses and `node_groups` makes.
 - `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch, `roles` those
-  whose servers do not come behind the workers.
+  whose servers do not come behind the workers; `blas` shares cores out among the ranks of a machine.
 - `agreement` compares what ranks hold and raises the same error on all of them.
 - `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes how far they are.
 """

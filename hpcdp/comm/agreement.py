@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from .. import errors
-from ..errors import HpcdpError, MismatchError
+from ..errors import HpcdpError, MismatchError, listed
 from .communicator import Communicator
 
 T = TypeVar("T")
@@ -60,18 +60,13 @@ def _raise_first_difference(
         operation,
         where=f"item {at + 1} of {len(everything[longer])} on rank {longer}",
         expected=f"{_item(first, at)} as on rank 0",
-        got=f"{_item(other, at)} on rank{'s' if len(alike) > 1 else ''} {_listed(alike)}",
+        got=f"{_item(other, at)} on rank{'s' if len(alike) > 1 else ''} {listed(alike, 8)}",
         remedy=remedy,
     )
 
 
 def _item(items: Sequence[str], at: int) -> str:
     return items[at] if at < len(items) else "nothing more"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,32 @@
 """Whether messages go from and to a GPU's memory itself: some MPI libraries take arrays there (CUDA-aware ones).
 
 What a library says of itself may be wrong: it then crashes, or sends something else. So where it says yes, two ranks of
-a job of their own try it, as in `hpcdp info`.
+a job of their own try it on each machine, as in `hpcdp info`. Between nodes a library goes another way than within a
+machine, and a rank can start no job there. So then the ranks themselves send each other a message, and look what comes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import ConfigError
+from .communicator import Communicator
 from .world import World
 
 SETTING = "HPCDP_GPU_MESSAGES"
 MESSAGES = ("auto", "direct", "staged")
 """The valid values of ``HPCDP_GPU_MESSAGES``: direct where it was tried, direct untried, through host memory."""
 
+_COUNTS = (100, 1 << 17)
+"""Of int64: what a library sends at once, and the longest message of `gradients.direct`."""
 _LIMIT_S = 120.0
 """Of the try, which ends itself after 60 s."""
 
@@ -45,8 +52,8 @@ def says(library: ctypes.CDLL) -> bool:
 def agreed(world: World) -> tuple[bool, str]:
     """Whether messages of ``world`` take arrays in GPUs' memory as they are, and why, or why not.
 
-    Every rank must call, and all have the same answer, that of the first call: all libraries say so, and on each node
-    it was tried; or what ``HPCDP_GPU_MESSAGES`` of rank 0 says.
+    Every rank must call, and all have the same answer, that of the first call: all libraries say so, on each node it
+    was tried, and between nodes comes what was sent; or what ``HPCDP_GPU_MESSAGES`` of rank 0 says.
 
     Raises:
         ConfigError: it says something else than `MESSAGES`; on all ranks.
@@ -64,7 +71,29 @@ def _agree(world: World) -> tuple[bool, str]:
         return False, "no, the MPI library says"
     answers = world.comm.allgather_json(tried() if world.local_rank == 0 else _YES)
     no = next((each for each in answers if not each.startswith(_YES)), None)
-    return no is None, answers[0] if no is None else no
+    if no is not None:
+        return False, no
+    wrong = [rank for rank, arrives in enumerate(world.comm.allgather_json(_arrives(world.rail_comm))) if not arrives]
+    if wrong:
+        return False, f"no: rank {wrong[0]} gets something else from another node than was sent"
+    return True, f"{answers[0]}, and between nodes comes what is sent" if world.num_nodes > 1 else answers[0]
+
+
+def _arrives(comm: Communicator | None) -> bool:
+    """Whether each rank of ``comm`` gets what the one before it sends, of all lengths; every rank of it must call."""
+    if comm is None or comm.size == 1:
+        return True
+    cupy = importlib.import_module("cupy")
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    is_right = True
+    for count in _COUNTS:
+        sent, come = cupy.arange(count) + comm.rank, cupy.zeros(count, dtype=np.int64)
+        cupy.cuda.get_current_stream().synchronize()  # a library does not wait for it
+        requests = comm.irecv(come, before), comm.isend(sent, after)
+        for each in requests:
+            each.wait()
+        is_right = is_right and bool((come == cupy.arange(count) + before).all())
+    return is_right
 
 
 def library_says() -> bool:

@@ -7,10 +7,13 @@ sees one GPU has number 0.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..devices import Device, cpu, gpu
@@ -18,6 +21,10 @@ from ..errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
 """Of CUDA's driver."""
+MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
+"""NVML, which comes with the driver."""
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+"""Where the kernel says which driver it has."""
 _TEXT_NBYTES, _UUID_NBYTES = 256, 16
 
 
@@ -77,6 +84,21 @@ class Driver:
         of_instance = "cuDeviceGetUuid_v2" if hasattr(self._cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         self._call(of_instance, uuid, device)
         return Gpu(index, name.value.decode(), bus_id.value.decode().lower(), bytes(uuid).hex())
+
+
+def driver_release() -> str:
+    """That of NVIDIA's driver, e.g. ``580.65.06``: NVML says it, or the kernel; ``unknown`` where neither does."""
+    release = ctypes.create_string_buffer(_TEXT_NBYTES)
+    try:
+        nvml = ctypes.CDLL(MANAGEMENT_LIBRARY)
+        if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(release, _TEXT_NBYTES) == 0:
+            return release.value.decode()
+    except (OSError, AttributeError):
+        pass  # a container may have the driver without it
+    with contextlib.suppress(OSError):
+        if found := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", KERNEL_MODULE.read_text()):
+            return found[1]
+    return "unknown"
 
 
 @cache

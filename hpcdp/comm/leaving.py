@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import exits
 from ..errors import to_stderr
-from .failing import end_job, outlives_ranks
+from .ending import end_job, outlives_ranks
 from .roles import name_of
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ def wait_for_all_to_leave(comm_world: MPI.Intracomm, workers: int) -> None:
                 return  # with MPICH, which ends the process a little later
             time.sleep(_NAP_S)
 
-    atexit.register(leave)  # before all others, so that it is called after them
+    atexit.register(leave)  # before what a world registers, and so called after that; engines end later still

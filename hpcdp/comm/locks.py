@@ -22,8 +22,14 @@ _TRIES = 50
 """Of who finds a lock taken, before it sleeps: waking up takes as long as some updates."""
 
 
-def _request(kind: int, byte: int) -> bytes:
+def lock_request(kind: int, byte: int) -> bytes:
+    """What fcntl(2) is given for the lock of a byte: ``kind`` is F_RDLCK, F_WRLCK or F_UNLCK."""
     return struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0)
+
+
+def is_free(answer: bytes) -> bool:
+    """Whether F_OFD_GETLK says that nobody else holds a lock that would keep the requested one out."""
+    return bool(struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK)
 
 
 class NodeLocks:
@@ -39,7 +45,7 @@ class NodeLocks:
         self._own: dict[int, threading.Lock] = {}
         """The threads of a rank share its description, whose locks would let them all in."""
         self._adding = threading.Lock()
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, self.rank))
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock_request(fcntl.F_WRLCK, self.rank))
         if comm is not None:
             comm.barrier()
 
@@ -70,10 +76,10 @@ class NodeLocks:
         return lock
 
     def _release(self, byte: int) -> None:
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock_request(fcntl.F_UNLCK, byte))
 
     def _take(self, byte: int, kind: int) -> None:
-        request = _request(kind, byte)
+        request = lock_request(kind, byte)
         for _ in range(_TRIES):
             try:
                 fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, request)
@@ -86,8 +92,8 @@ class NodeLocks:
         """The local ranks whose processes have ended."""
         found = []
         for rank in range(self.size):
-            answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, rank))
-            if rank != self.rank and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK:
+            answer = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, lock_request(fcntl.F_WRLCK, rank))
+            if rank != self.rank and is_free(answer):
                 found.append(rank)
         return found
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ..arrays import words
 from ..errors import MismatchError, UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
-from .failing import end_job
+from .ending import end_job
 from .reductions import reducible, resolve
 
 MAX_ELEMENTS = 2**30

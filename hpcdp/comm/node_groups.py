@@ -50,7 +50,7 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
         DeviceError: as `Nccl` and `CudaIpc`; on all ranks of the world.
         UnsupportedError: as well.
     """
-    given: list[_Given] = world.keep("rows on GPUs", lambda: _begin(world))
+    given = world.keep("rows on GPUs", lambda: _begin(world))
     _give_back(world, given)
     comm, memory = world.node_comm, world.node_memory
     found = offers(comm, own_offer(streams.device, shares_memory=memory.size == comm.size))
@@ -92,18 +92,22 @@ def _communicator(world: World, streams: Streams, found: Sequence[Offer]) -> Ncc
     return Nccl(world.node_comm, world.node_memory, streams, found, world.rank)
 
 
-def _begin(world: World) -> list[_Given]:
-    given: list[_Given] = []
+class _AllGiven(list[_Given]):
+    """What a world has been given."""
 
-    def end_all() -> None:
-        while given:
-            given.pop().end()
+    def end(self) -> None:
+        """Every rank must call."""
+        while self:
+            self.pop().end()
 
-    world.endings.append(end_all)
+
+def _begin(world: World) -> _AllGiven:
+    given = _AllGiven()
+    world.endings.add(given.end)
     return given
 
 
-def _give_back(world: World, given: list[_Given]) -> None:
+def _give_back(world: World, given: _AllGiven) -> None:
     """End what no rank of the world uses any more; every rank must call."""
     gc.collect()  # networks and trainers refer to each other
     everyone = world.comm.allgather_json([bool(each.users) for each in given])

@@ -21,7 +21,7 @@ class Monoid:
     Args:
         function: takes two arrays of one shape and dtype and returns their reduction, element by element, changing
             neither. It must be associative and commutative: algorithms reduce in orders of their own.
-        identity: reduces with any x to x: what a rank without data fills its array with.
+        identity: reduces with any x to x: what a rank without data can fill its array with, as reductions do not.
         name: for messages; the same on all ranks.
 
     Raises:
@@ -29,7 +29,7 @@ class Monoid:
     """
 
     function: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    identity: float
+    identity: float | None = None
     name: str = "monoid"
 
     def __post_init__(self) -> None:

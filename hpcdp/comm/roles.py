@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import LaunchError
-
-if TYPE_CHECKING:
-    from .world import World
+from .communicator import Communicator
 
 ENDED = 3
 """The tag of the empty message to each server, on the communicator of all, by which a worker says that it has ended."""
@@ -51,7 +48,7 @@ def short_name_of(rank: int, workers: int) -> str:
     return f"rank {rank}" if rank < workers else name_of(rank, workers)
 
 
-def tell_servers(whole: World) -> None:
-    """Say that this worker has ended (`ENDED`): the servers end when all workers have."""
-    for server in range(whole.size - whole.num_servers, whole.size):
-        whole.comm.isend(np.empty(0, np.uint8), server, ENDED).wait()
+def tell_servers(comm: Communicator, num_servers: int) -> None:
+    """Say on the communicator of all that this worker has ended (`ENDED`): the servers end when all workers have."""
+    for server in range(comm.size - num_servers, comm.size):
+        comm.isend(np.empty(0, np.uint8), server, ENDED).wait()

@@ -14,14 +14,6 @@ _LAUNCHER = {
 }
 
 
-def launched(environ: Mapping[str, str]) -> int:
-    """How many processes a launcher says it has started this one with, the innermost one first; 1 if there is none."""
-    for name in _LAUNCHER:
-        if environ.get(name, "").isdecimal():
-            return int(environ[name])
-    return 1
-
-
 def refuse_lonely_world(library: str, size: int, environ: Mapping[str, str]) -> None:
     """Refuse a world of one whose innermost launcher started more processes; say why and what to do.
 

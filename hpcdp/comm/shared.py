@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import kernels
-from ..errors import MismatchError
+from ..errors import HpcdpError, MismatchError
 from .communicator import Communicator
 
 _SPINS_WITH_A_CORE_EACH = 4000
@@ -37,7 +37,11 @@ class NodeMemory(Protocol):
     size: int
 
     def alloc(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A zeroed array, the same memory on every rank of the node. Every rank of the node must call, in one order."""
+        """A zeroed array, the same memory on every rank of the node. Every rank of the node must call, in one order.
+
+        Raises:
+            HpcdpError: the system does not give as much; on every rank of the node.
+        """
         ...
 
     def check(self) -> None:
@@ -177,7 +181,11 @@ class ProcessMemory:
         nbytes = math.prod(shape) * kind.itemsize
         block = self._allocate(self._comm, max(nbytes, 1))
         if block is None:
-            raise MemoryError(f"{nbytes} bytes of shared memory on a node of {self.size} ranks")
+            raise HpcdpError(
+                "share memory", where=f"{self.size} ranks of a node", expected=f"{nbytes} bytes", got="none",
+                remedy="lift the job's limits (ulimit -v, ulimit -f; hpcdp doctor looks for more), or go other ways: "
+                "HPCDP_SHARED_MEMORY=window or none",
+            )  # fmt: skip
         return block[:nbytes].view(kind).reshape(shape)
 
     def check(self) -> None:

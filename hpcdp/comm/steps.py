@@ -25,22 +25,27 @@ _YIELDS, _NAP_S = 10, 50e-6
 
 
 class Until:
-    """That ``test()`` has become true: a request for what is no message."""
+    """That ``test()`` has become true: a request for what is no message.
 
-    def __init__(self, test: Callable[[], bool]) -> None:
+    Args:
+        yields: how often who waits for it alone asks before it naps; more where it comes soon.
+    """
+
+    def __init__(self, test: Callable[[], bool], yields: int = _YIELDS) -> None:
         self.test = test
+        self._yields = yields
 
     def wait(self) -> None:
         """Block until it has."""
-        wait_for(self.test)
+        wait_for(self.test, self._yields)
 
 
-def wait_for(test: Callable[[], bool]) -> None:
+def wait_for(test: Callable[[], bool], yields: int = _YIELDS) -> None:
     """Call ``test()`` until it is true: at once for a while, then after naps, which leave the core to others."""
     idle = 0
     while not test():
         idle += 1
-        if idle < _YIELDS:
+        if idle < yields:
             os.sched_yield()
         else:
             time.sleep(_NAP_S)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import numpy as np
 
 from .. import kernels
-from ..errors import ConfigError, WorldAborted
+from ..errors import ConfigError, WorldAborted, listed
 from .members import Member, look_at
 from .roll_call import Question, RollCall
 from .shared import Gate, NodeMemory
@@ -75,26 +75,26 @@ class Watchdog:
 
     Args:
         world: the ranks; its communicator ends the job.
-        stall: seconds after which a call is reported, once; 0 for never.
-        timeout: seconds after which a call is reported and the job ended; 0 for never.
+        stall_s: seconds after which a call is reported, once; 0 for never.
+        timeout_s: seconds after which a call is reported and the job ended; 0 for never.
         stream: where reports go; default standard error.
     """
 
-    def __init__(self, world: World, stall: float, timeout: float, stream: TextIO | None = None) -> None:
+    def __init__(self, world: World, stall_s: float, timeout_s: float, stream: TextIO | None = None) -> None:
         self.call: tuple[Any, ...] | None = None
         """What this rank is in, a new tuple for every call: see the arguments of `watching`."""
         self.calls = 0
         """How many calls this rank has begun."""
         self.asked: Asked | None = None
         """What this rank asks for in vain now and then, between other things."""
-        self._world, self._stall, self._timeout = world, stall, timeout
+        self._world, self._stall_s, self._timeout_s = world, stall_s, timeout_s
         self._stream = sys.stderr if stream is None else stream
-        self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall, timeout) if limit > 0)])
+        self._look_s = min([_LONGEST_LOOK_S, *(limit / _LOOKS for limit in (stall_s, timeout_s) if limit > 0)])
         self._ended = threading.Event()
         self._parent = os.getppid() if world.size > 1 else None
         """What has started this rank among others; one that is alone may outlive the shell of its user."""
         self._thread = threading.Thread(target=self._watch, name="hpcdp-watchdog", daemon=True)
-        if stall > 0 or timeout > 0:
+        if stall_s > 0 or timeout_s > 0:
             self._meet(shows_stacks=stream is None and _show_stacks_when_asked())
             self._thread.start()
             atexit.register(self.end)  # before MPI_Finalize, during which no thread may be in MPI
@@ -138,6 +138,14 @@ class Watchdog:
                 the call needs no other rank, and so goes on when one dies.
         """
         return _Watching(self, (operation, x, behind))
+
+    def enter(self, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Be in ``call``, a new tuple of the arguments of `watching`; returns what `call` is to be again at the end.
+
+        For what is too short for a context; a call to which all ranks come adds one to `calls` before.
+        """
+        before, self.call = self.call, call
+        return before
 
     def end(self) -> None:
         """Watch no longer; this rank makes no more calls."""
@@ -183,26 +191,26 @@ class Watchdog:
                 return
             if kernels.loading():
                 lasted = 0.0
-            elif 0 < self._timeout < lasted:
+            elif 0 < self._timeout_s < lasted:
                 told = True
-                self._report(call, self._timeout, "the job ends now (HPCDP_TIMEOUT_S)")
+                self._report(call, self._timeout_s, "the job ends now (HPCDP_TIMEOUT_S)")
                 self._answer_for(_GRACE_S, lambda: False)  # the other ranks have something to say too
                 if self._now() is call:
                     self._world.comm.abort(1)
                     return
-            elif 0 < self._stall < lasted and not told:
+            elif 0 < self._stall_s < lasted and not told:
                 told = True
-                until = f", until {self._timeout:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout else ""
-                self._report(call, self._stall, f"the job goes on{until}")
+                until = f", until {self._timeout_s:g} s have passed (HPCDP_TIMEOUT_S)" if self._timeout_s else ""
+                self._report(call, self._stall_s, f"the job goes on{until}")
 
     def _now(self) -> tuple[Any, ...] | None:
         asked = self.asked
         return self.call if self.call is not None or asked is None else asked.call
 
-    def _report(self, call: tuple[Any, ...], limit: float, next_: str) -> None:
+    def _report(self, call: tuple[Any, ...], limit_s: float, next_: str) -> None:
         missing = self._missing(call)
         self._say(
-            f"{_described(call)} has not ended in {limit:g} s: {self._listed(missing)}\n"
+            f"{_described(call)} has not ended in {limit_s:g} s: {self._listed(missing)}\n"
             f"  {next_}; HPCDP_DEBUG=1 compares the calls of all ranks; stacks:"
         )
         with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor
@@ -294,8 +302,7 @@ class Watchdog:
 
     def _listed(self, missing: dict[int, str]) -> str:
         if missing:
-            shown = [f"{self._everyone[rank]} {why}" for rank, why in list(missing.items())[:_MOST_NAMES]]
-            return ", ".join(shown) + (f" and {len(missing) - len(shown)} more" if len(missing) > len(shown) else "")
+            return listed([f"{self._everyone[rank]} {why}" for rank, why in missing.items()], _MOST_NAMES)
         if self._roll is not None or len(self._neighbours) == self._world.size:
             return "all ranks have come, and their calls may differ"
         return "the ranks of this node have come; see what those of others report"
@@ -318,7 +325,7 @@ class Asked(Protocol):
 class _Watching:
     """See `Watchdog.watching`; a generator would take three times as long, in each step of training."""
 
-    __slots__ = ("_around", "_call", "_watchdog")
+    __slots__ = ("_before", "_call", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, call: tuple[Any, ...]) -> None:
         self._watchdog, self._call = watchdog, call
@@ -326,10 +333,10 @@ class _Watching:
     def __enter__(self) -> None:
         watchdog = self._watchdog
         watchdog.calls += 1
-        self._around, watchdog.call = watchdog.call, self._call
+        self._before = watchdog.enter(self._call)
 
     def __exit__(self, *_: object) -> None:
-        self._watchdog.call = self._around
+        self._watchdog.call = self._before
 
 
 class WatchedGate(Gate):

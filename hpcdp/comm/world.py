@@ -13,13 +13,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .. import exits
+import numpy as np
+
 from ..devices import Device
 from ..engine import Engine
 from ..errors import ConfigError, LaunchError
+from ..launched import is_launched
 from .agreement import require_same
+from .blas import share_cores
 from .communicator import Communicator
-from .failing import abort_when_one_fails, outlives_ranks
+from .ending import outlives_ranks
+from .failing import abort_when_one_fails
 from .gpus import device_of
 from .leaving import wait_for_all_to_leave
 from .meeting import meet
@@ -27,6 +31,7 @@ from .roles import count_workers, tell_servers
 from .sanity import refuse_lonely_world, warn_of_foreign_launcher
 from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
 from .watchdog import Watchdog, limits_s
+from .weak_methods import WeakMethods
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,7 +46,7 @@ SHARED_MEMORY = ("auto", "memfd", "window", "none")
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a job, seen from one of them. Made by `init`, or by `hpcdp.comm.threads.run` in tests.
+    """All ranks of a job, seen from one of them. Made by `init` or `split`, in tests by `hpcdp.comm.threads.run`.
 
     Where there are servers, they are no ranks of it: see `whole`.
     """
@@ -82,10 +87,10 @@ class World:
     """So many of this world's ranks, the last ones, are servers."""
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
     """See `keep`."""
-    endings: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
+    endings: WeakMethods[None] = field(default_factory=WeakMethods, repr=False, compare=False)
     """Called by `finish`, the last first."""
-    meetings: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False, compare=False)
-    """What makes the contexts of `meeting`; alike on all ranks."""
+    meetings: WeakMethods[AbstractContextManager[None]] = field(default_factory=WeakMethods, repr=False, compare=False)
+    """What makes the contexts of `meeting`; added, and dropped when nothing lives on any rank, by all ranks alike."""
     divide: Callable[[int], World] | None = field(default=None, repr=False, compare=False)
     """What makes the worlds of `split`; None in a world with servers among its ranks."""
     parts: list[World] = field(default_factory=list, repr=False, compare=False)
@@ -134,17 +139,21 @@ class World:
         self.kept["meeting"] = True
         try:
             with contextlib.ExitStack() as stack:
-                for each in tuple(self.meetings):
+                for each in self.meetings.living():
                     stack.enter_context(each())
                 yield
                 self._meet()  # nothing keeps anybody waiting again before all have come
-            self._meet()
+            if not self._meet():
+                self.meetings.clear()
         finally:
             del self.kept["meeting"]
 
-    def _meet(self) -> None:
+    def _meet(self) -> bool:
+        """Wait for all ranks; whether anything of `meetings` lives on one of them."""
+        living = np.array([bool(self.meetings.living())], np.int32)
         with Watchdog.of(self).watching("a call of all ranks"):
-            self.comm.barrier()
+            self.comm.native_allreduce(living, "max")
+        return bool(living[0])
 
     def barrier(self) -> None:
         """Block until every rank has called it."""
@@ -161,12 +170,12 @@ class World:
         try:
             for part in reversed(self.parts):
                 part.finish()
-            for ending in reversed(self.endings):
+            for ending in reversed(self.endings.living()):
                 ending()
         finally:
             if self.whole is not None:
                 self.whole.finish()
-                tell_servers(self.whole)
+                tell_servers(self.whole.comm, self.whole.num_servers)
 
     def end(self) -> None:
         """Shut down the engines that are kept, for a world that ends before its process does."""
@@ -200,6 +209,7 @@ def init(ranks_per_node: int | None = None) -> World:
 
     Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. Servers, if
     there are some (`hpcdp.kvstore.serve`), are counted in no number of this world, but in those of its `World.whole`.
+    BLAS that is loaded by now gets the cores divided by the ranks of this machine that share them, see `blas`.
 
     Args:
         ranks_per_node: split every machine into virtual nodes of so many ranks, to try out several nodes on one
@@ -288,6 +298,8 @@ def _world_of(
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
     nodes = sorted(set(leaders))
     cores = len({core for member in node_comm.allgather_json(sorted(os.sched_getaffinity(0))) for core in member})
+    if within is None and not roles.get("num_servers"):  # once, and servers do not compute
+        share_cores(machine.size, cores)
     memory = _share_memory(MPI, comm, node_comm, sharing, cores)
     num_rails = min(comm.allgather_json(memory.size))
     color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
@@ -327,7 +339,7 @@ def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[
 def _load_mpi() -> Any:
     # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
     # /dev/shm where a signal ends the process.
-    if not exits.is_launched():
+    if not is_launched():
         os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
     # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
     if outlives_ranks():
@@ -365,8 +377,6 @@ def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, s
     windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
 
     def window(node: Communicator, nbytes: int) -> Any:
-        import numpy as np
-
         assert node is node_comm
         windows.append(MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node_comm.mpi))
         block = np.frombuffer(windows[-1].Shared_query(0)[0], np.uint8)

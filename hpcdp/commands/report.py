@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
     runs = report.read_runs(arguments.runs)
     output = arguments.output or (arguments.runs[0] if len(runs) == 1 else Path()) / "report.html"
+    if output.suffix not in (".html", ".htm"):
+        raise ConfigError("report", where="--output", expected="a name that ends in .html", got=repr(str(output)))
     for path in filter(None, (output, arguments.png)):
         if not path.parent.is_dir():
             raise ConfigError("report", where=path, expected=f"a folder {path.parent} that is there", got="none")

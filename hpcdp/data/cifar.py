@@ -1,4 +1,4 @@
-"""Floor 3: data, the binary version of CIFAR-10. Imports: errors.
+"""Floor 3: data, the binary version of CIFAR-10. Imports: replacing, errors.
 
 The format (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, and its web page): records of
 3073 bytes, one label and 3 x 32 x 32 pixels, channels first. The "python version" is a pickle and is not read.
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError, DataError
+from ..replacing import replaced
 
 RECORD = 1 + 3 * 32 * 32
 CLASSES = 10
@@ -84,11 +85,9 @@ def unpack_cifar10(archive: Path) -> None:
                 source = tar.extractfile(member) if name in missing and member.isfile() else None
                 if source is None:
                     continue
-                part = archive.with_name(f".{name}.part")
-                with source, open(part, "wb") as target:
+                with source, replaced(archive.with_name(name)) as part, open(part, "wb") as target:
                     while block := source.read(1 << 20):
                         target.write(block)
-                os.replace(part, archive.with_name(name))
                 missing.remove(name)
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise DataError("unpack CIFAR-10", where=archive, expected="an undamaged tar.gz file", got=error) from error

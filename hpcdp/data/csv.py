@@ -51,8 +51,9 @@ def read_csv(
             is no number; a delimiter of several characters; another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (names of
             columns are told from those) or are beyond float32, lacks the label's column, has labels that are not of
-            ``label_dtype``, or does not fit ``sample_shape``. Lines and columns are named by their numbers in the file,
-            both from 1, so that skipped lines count. ``inf`` and ``nan`` are numbers.
+            ``label_dtype``, does not fit ``sample_shape``, or is read in parts and ends lines by a carriage return
+            alone. Lines and columns are named by their numbers in the file, both from 1, so that skipped lines count.
+            ``inf`` and ``nan`` are numbers.
     """
     whole_number("read csv", "skip_rows", skip_rows, 0)
     whole_number("read csv", "num_parts", num_parts, 1)
@@ -64,9 +65,12 @@ def read_csv(
     labels_as = _label_dtype(label_dtype)
     if not Path(path).is_file():
         raise DataError("read csv", where=path, expected="a file", got="none")
-    if part_index >= num_parts or (num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz")):
-        expected = "0 <= part_index < num_parts, and one part of a compressed file"
-        raise ConfigError("read csv", where=path, expected=expected, got=f"part {part_index} of {num_parts}")
+    if part_index >= num_parts:
+        expected = f"a part from 0 to {num_parts - 1} of {num_parts}"
+        raise ConfigError("read csv", where="part_index", expected=expected, got=part_index)
+    if num_parts > 1 and Path(path).suffix in (".gz", ".bz2", ".xz"):
+        expected = "num_parts=1 for a compressed file, which can only be read from its start"
+        raise ConfigError("read csv", where=path, expected=expected, got=num_parts)
     if not isinstance(label_column, int):
         raise ConfigError("read csv", where="label_column", expected="the number of a column", got=repr(label_column))
     try:
@@ -218,6 +222,7 @@ def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -
     with open(path, "rb") as file:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
+        _refuse_other_ends(path, file)
         for _ in range(skip_rows):
             file.readline()
         start, end = file.tell(), os.fstat(file.fileno()).st_size
@@ -227,6 +232,17 @@ def _rows_of_part(path: Path, skip_rows: int, num_parts: int, part_index: int) -
         file.seek(first)
         text = io.StringIO(file.read(last - first).decode("utf-8"), newline=None)
     return [line.rstrip("\n") for line in text]  # by splitlines() other characters would end rows, too
+
+
+def _refuse_other_ends(path: Path, file: BinaryIO) -> None:
+    """Raises `DataError` where a line ends with ``\\r`` alone, which is not looked for; the place in ``file`` stays."""
+    start = file.tell()
+    if b"\r" in file.readline().rstrip(b"\r\n"):
+        raise DataError(
+            "read csv", where=path, expected=r"lines that end with \n or \r\n, in a file that is read in parts",
+            got=r"lines that end with \r alone", remedy="read it whole, or convert it",
+        )  # fmt: skip
+    file.seek(start)
 
 
 def _next_row(file: BinaryIO, place: int, start: int) -> int:

@@ -1,15 +1,15 @@
-"""Floor 3: data, files from the net, checked and whole. Imports: errors."""
+"""Floor 3: data, files from the net, checked and whole. Imports: replacing, errors."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import DataError
+from ..replacing import replaced
 
 _MAX_NBYTES = 1 << 30
 
@@ -73,11 +73,10 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
             return
         reasons = []
         for url in urls:
-            part = path.with_name(f".{path.name}.part")
             try:
-                _receive(url, part, timeout_s)
-                check_md5(part, md5)
-                os.replace(part, path)
+                with replaced(path) as part:
+                    _receive(url, part, timeout_s)
+                    check_md5(part, md5)
                 return
             except DataError as error:
                 reasons.append(f"{url}: {error.operation} {error.got} instead of {error.expected}")
@@ -87,8 +86,6 @@ def fetch(urls: tuple[str, ...], path: Path, md5: str, timeout_s: float = 30.0) 
                 reasons.append(f"{url}: no network ({error.reason})")
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reasons.append(f"{url}: {type(error).__name__} {error}")
-            finally:
-                part.unlink(missing_ok=True)
     raise DataError(
         "download",
         where=path.name,

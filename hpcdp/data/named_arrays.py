@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16, bits, of_bits
 from ..errors import DataError
+from ..replacing import replaced
 from .hdf5 import open_hdf5
 
 Kind = tuple[tuple[int, ...], str]
@@ -26,17 +25,13 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     import h5py  # type: ignore[import-untyped]
 
     path = Path(path)
-    torn = path.with_name(path.name + ".part")
     try:
-        with h5py.File(torn, "w", locking=False) as file:
+        with replaced(path) as part, h5py.File(part, "w", locking=False) as file:
             for name, values in arrays.items():
                 file.create_dataset(name, data=bits(values))
                 if values.dtype.name == BFLOAT16:  # as in checkpoints
                     file[name].attrs["dtype"] = BFLOAT16
-        os.replace(torn, path)
     except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError):
-            torn.unlink(missing_ok=True)
         raise DataError("write HDF5", where=path, expected="a file that can be written", got=error) from error
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
-import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from sys import _getframe
 from types import TracebackType
 from typing import Self
 
-from ..errors import ConfigError, to_stderr
+from ..errors import ConfigError
 from .schedule import Schedule
 from .tasks import DeferredTask, Failure, Lane, Task, Variable, throw
 from .workers import Observer, Workers
@@ -21,19 +18,13 @@ from .workers import Observer, Workers
 Done = Callable[..., None]
 """What the function of a deferred task is given: ``done()`` when it has ended, ``done(error)`` when it has failed."""
 
-_living: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def living_engines() -> list[Engine]:
-    """All engines of this process that may have threads."""
-    return list(_living)
-
 
 class Engine:
     """Lanes of work ordered by what each task reads and writes.
 
     As a context it ends with `waitall` and `shutdown`; after an exception with `shutdown` alone. Threads start with the
-    first task of a lane and end with `shutdown`, which happens by itself when the process exits.
+    first task of a lane and end with `shutdown`, which happens by itself when the process exits. Those of an engine
+    that nobody holds any more end when everything pushed is done.
 
     Args:
         lanes: the names of the lanes, one thread each, or a mapping of names to numbers of threads.
@@ -60,7 +51,7 @@ class Engine:
         self._workers = Workers(self._schedule)
         for name, threads in dict(lanes if isinstance(lanes, Mapping) else dict.fromkeys(lanes, 1)).items():
             self.add_lane(name, threads)
-        _living.add(self)
+        weakref.finalize(self, self._schedule.abandon).atexit = False
 
     @property
     def observer(self) -> Observer | None:
@@ -174,6 +165,10 @@ class Engine:
             self._workers.run_inline()
             throw(self._schedule.take_unseen())
 
+    def has_ready(self, lane: str) -> bool:
+        """Whether a task of the lane could begin now: for ``idle``, which keeps it from that."""
+        return bool(self._schedule.lanes[lane].ready)
+
     def wait_to_read(self, var: Variable) -> None:
         """Block until every write of ``var`` pushed so far is done; Ctrl-C ends the wait.
 
@@ -186,12 +181,16 @@ class Engine:
             self._refuse("wait_to_read", var)
         throw(self._schedule.wait_for(var))
 
-    def hold(self, var: Variable) -> bool:
+    def hold(self, var: Variable, unless_spoilt: bool = False) -> bool:
         """Take a variable for writing in this thread, if no task holds it or waits for it; never blocks.
 
         Whoever got it calls `release`; what is pushed meanwhile waits for that.
+
+        Args:
+            unless_spoilt: do not take it while its last write has failed, as who only reads must not: `release` drops
+                the error.
         """
-        return self._schedule.hold(var)
+        return self._schedule.hold(var, unless_spoilt)
 
     def release(self, var: Variable, error: BaseException | None = None) -> None:
         """Let go of what `hold` has taken. ``error`` is raised to whoever reads it until it is written anew."""
@@ -211,29 +210,18 @@ class Engine:
         self._schedule.wait_for_all()
         throw(self._schedule.take_unseen())
 
-    def shutdown(self, timeout_s: float | None = None) -> None:
+    def shutdown(self, timeout_s: float | None = None) -> bool:
         """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again.
 
         An exception that nobody has seen is printed.
 
         Args:
             timeout_s: wait no longer than this for what runs.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        threads = self._schedule.close()
-        if threading.current_thread() in threads:  # two tasks that shut down would wait for each other's lane
-            threads = []
-        for thread in threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        failure = self._schedule.take_unseen()
-        if failure is not None:
-            to_stderr("hpcdp: a task failed, and nobody waited for it:")
-            traceback.print_exception(failure.error.with_traceback(failure.traceback))
 
-    def forget_threads(self) -> None:
-        """For a child made by fork, where they do not exist: what waits or pushes is told of a shutdown."""
-        self._schedule.forget()
-        self._workers = Workers(self._schedule)
+        Returns:
+            Whether nothing runs any more.
+        """
+        return self._workers.shutdown(timeout_s)
 
     def __enter__(self) -> Self:
         return self

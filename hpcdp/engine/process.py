@@ -7,7 +7,8 @@ import os
 import threading
 import time
 
-from .engine import Engine, living_engines
+from .engine import Engine
+from .workers import living_workers
 
 EXIT_LIMIT_S = 5.0
 """So long a process that exits waits for the tasks that run; what has not started is dropped."""
@@ -27,15 +28,15 @@ def default_engine() -> Engine:
 
 def _shut_down_all() -> None:
     deadline = time.monotonic() + EXIT_LIMIT_S
-    for engine in living_engines():
-        engine.shutdown(max(0.0, deadline - time.monotonic()))
+    for workers in living_workers():
+        workers.shutdown(max(0.0, deadline - time.monotonic()))
 
 
 def _forget_all() -> None:
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
-    for engine in living_engines():
-        engine.forget_threads()
+    for workers in living_workers():
+        workers.forget_threads()
 
 
 atexit.register(_shut_down_all)

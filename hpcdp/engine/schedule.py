@@ -25,6 +25,7 @@ class Schedule:
         self.lanes: dict[str, Lane] = {}
         self.own: dict[int, Lane] = {}  # the threads that run tasks
         self.closed = False
+        self.abandoned = False  # nobody holds the engine any more
         self._max_inflight = max_inflight
         self._pushed = self._inflight = self._running = 0
         self._unseen: Failure | None = None
@@ -70,13 +71,21 @@ class Schedule:
                 self._room.append(bell)
             _hear(bell)
 
-    def hold(self, var: Variable) -> bool:
+    def hold(self, var: Variable, unless_spoilt: bool) -> bool:
         """Let a thread that runs no task write a variable, if that is free."""
-        with self.lock:
-            if var.held or var.queue or self.closed or get_ident() in self.own:
-                return False
-            var.held = -1
-            return True
+        held = False
+        try:
+            with self.lock:
+                if var.held or var.queue or self.closed or get_ident() in self.own:
+                    return False
+                if unless_spoilt and var.failure is not None:
+                    return False
+                held, var.held = True, -1
+        except BaseException:  # Ctrl-C, when the lock was let go
+            if held:
+                self.release(var, var.failure)
+            raise
+        return True
 
     def release(self, var: Variable, failure: Failure | None) -> None:
         """It has written; the failure that is dropped is dropped without the lock."""
@@ -127,6 +136,8 @@ class Schedule:
         """A deferred task has ended. Returns whether nobody has said so before."""
         with self.lock:
             dropped = self._end(task, failure, None)
+        if self.abandoned:
+            self.abandon()
         return dropped is not None
 
     def _end(self, task: DeferredTask, failure: Failure | None, own: Lane | None) -> list[Failure] | None:
@@ -249,6 +260,22 @@ class Schedule:
             threads = [thread for lane in lanes for thread in lane.threads]
         del dropped
         return threads
+
+    def abandon(self) -> None:
+        """Nobody can push any more: let the threads end when nothing is unfinished.
+
+        Whatever drops the engine calls it, garbage collection under the lock, too. So it does not wait for the lock:
+        who has it, a thread that is about to sleep or that ends a deferred task, calls it thereafter.
+        """
+        self.abandoned = True
+        if self.lock.acquire(blocking=False):
+            try:
+                if not self._inflight:
+                    self.closed = True
+                    for lane in self.lanes.values():
+                        _ring(lane.asleep)
+            finally:
+                self.lock.release()
 
     def forget(self) -> None:
         """Close in a child made by fork, where nobody sleeps and any thread may have held the lock."""

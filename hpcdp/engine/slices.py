@@ -41,12 +41,6 @@ def ask_for_short_slices() -> bool:
     return bool(_system().syscall(setter, 0, _ATTRIBUTES.pack(*attributes), 0) == 0)
 
 
-def slice_ns() -> int | None:
-    """What the calling thread has asked for, or the system's default; None where that is unknown."""
-    attributes = _attributes()
-    return attributes[_RUNTIME] if attributes else None
-
-
 def _attributes() -> list[int] | None:
     if sys.platform != "linux" or platform.machine() not in _NUMBERS:
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 
-from ..errors import ConfigError
+from ..errors import ConfigError, to_stderr
 from .schedule import Schedule
 from .slices import ask_for_short_slices
 from .tasks import DeferredTask, Failure, Lane, Task, silent_bell
@@ -20,6 +22,14 @@ Observer = Callable[[str, str, int, int], object]
 """``observer(name, lane, start_ns, end_ns)``, on the clock of `time.perf_counter_ns`."""
 
 
+_living: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def living_workers() -> list[Workers]:
+    """Those of all engines of this process that may have threads; threads outlive an engine that nobody holds."""
+    return list(_living)
+
+
 class Workers:
     """Runs tasks, tells the schedule of their end, and the observer when."""
 
@@ -27,6 +37,7 @@ class Workers:
         self.observer: Observer | None = None
         self._schedule = schedule
         self._turn = threading.Lock()  # of one pusher to run tasks inline
+        _living.add(self)
 
     def start(self, lane: Lane) -> None:
         """Start a lane's threads; more than there may be end by themselves."""
@@ -55,15 +66,19 @@ class Workers:
                 if task is None:
                     if schedule.closed:
                         del schedule.own[get_ident()]
-                        return
+                        break
                     lane.asleep.append(bell)
             last = failure = None
             del dropped
             if task is None:
+                if schedule.abandoned:
+                    schedule.abandon()
                 nap_s = self._doze(lane, bell, nap_s)
             else:
                 failure, last, nap_s = self._run(task), task, NAPS_S[0]
                 task = None
+        if schedule.abandoned and not schedule.own:
+            self._tell_unseen()
 
     def _doze(self, lane: Lane, bell: threading.Lock, nap_s: float) -> float:
         """Wait until the bell, which lies among those of the lane, is rung, or a nap is over. Returns the next nap."""
@@ -134,11 +149,33 @@ class Workers:
 
     def _observe(self, task: Task, start_ns: int) -> None:
         end_ns = time.perf_counter_ns()
+        observer = self.observer  # which another thread may take away
         try:
-            if self.observer is not None:
-                self.observer(task.label(), task.lane.name, start_ns, end_ns)
+            if observer is not None:
+                observer(task.label(), task.lane.name, start_ns, end_ns)
         except BaseException as error:
             self._schedule.keep_unseen(Failure(error))
+
+    def shutdown(self, timeout_s: float | None) -> bool:
+        """See `Engine.shutdown`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        threads = self._schedule.close()
+        if threading.current_thread() not in threads:  # two tasks that shut down would wait for each other's lane
+            for thread in threads:
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._tell_unseen()
+        return not any(thread.is_alive() for thread in threads)
+
+    def _tell_unseen(self) -> None:
+        failure = self._schedule.take_unseen()
+        if failure is not None:
+            to_stderr("hpcdp: a task failed, and nobody waited for it:")
+            traceback.print_exception(failure.error.with_traceback(failure.traceback))
+
+    def forget_threads(self) -> None:
+        """For a child made by fork, where they do not exist: what waits or pushes is told of a shutdown."""
+        self._schedule.forget()
+        self._turn = threading.Lock()
 
     def run_inline(self) -> None:
         """Run all that may run. What a task pushes runs after it, within the outermost push."""

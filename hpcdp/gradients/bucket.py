@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from ..arrays import Array, words
+from ..errors import listed
 from .buckets import Slot
 
 _MOST_NAMES = 2
@@ -61,6 +62,5 @@ class Bucket:
 
     def described(self) -> str:
         """Its number, first parameters and size, for messages."""
-        first = ", ".join(slot.name for slot in self.slots[:_MOST_NAMES])
-        more = f" and {len(self.slots) - _MOST_NAMES} more" if len(self.slots) > _MOST_NAMES else ""
-        return f"bucket {self.number} ({first}{more}; {self.mine.nbytes} bytes)"
+        names = listed([slot.name for slot in self.slots], _MOST_NAMES)
+        return f"bucket {self.number} ({names}; {self.mine.nbytes} bytes)"

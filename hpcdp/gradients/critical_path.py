@@ -25,6 +25,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..errors import listed
+
 
 class BucketTimes(NamedTuple):
     """When a bucket was where in one step, in ns of `time.perf_counter_ns`."""
@@ -63,9 +65,7 @@ class CriticalPath(NamedTuple):
     def __str__(self) -> str:
         if not self.buckets:
             return "computation"
-        shown = ", ".join(str(number) for number in self.buckets[:4])
-        more = f" and {len(self.buckets) - 4} more" if len(self.buckets) > 4 else ""
-        return f"bucket{'s' if len(self.buckets) > 1 else ''} {shown}{more}"
+        return f"bucket{'s' if len(self.buckets) > 1 else ''} {listed(self.buckets, 4)}"
 
 
 def critical_path(

@@ -58,8 +58,6 @@ class Lane:
         """Of the machines under way, the most urgent first."""
         self._machines: list[tuple[Machine, Done]] = []
         self._awaited = 0
-        self._launched = self._started = 0
-        """Two counts, since two threads cannot add to one: whoever launches, and the lane's own."""
         engine.add_lane(UPDATE)
         engine.add_lane(COMMUNICATION, idle=self._poll)
 
@@ -86,13 +84,11 @@ class Lane:
         """
 
         def start(done: Done) -> None:
-            self._started += 1
             turn = Turn(self, priority)
             place = bisect.bisect_right(self.turns, -priority, key=lambda each: -each.priority)
             self.turns.insert(place, turn)
             self._machines.insert(place, (Machine(steps(turn)), done))
 
-        self._launched += 1
         self.engine.push_deferred(start, reads, writes, lane=COMMUNICATION, priority=priority, name=name)
 
     def wait(self, var: Variable) -> None:
@@ -109,7 +105,7 @@ class Lane:
             self._awaited -= 1
 
     def _poll(self) -> bool:
-        while self._awaited and self._machines and self._launched == self._started:
+        while self._awaited and self._machines and not self.engine.has_ready(COMMUNICATION):
             wait_for(self._advance)
         self._advance()
         return bool(self._machines)
@@ -129,7 +125,7 @@ class Lane:
         for place, done, failure in reversed(ended):
             del self._machines[place], self.turns[place]
             done(failure)
-        return bool(ended) or self._launched != self._started or not self._awaited
+        return bool(ended) or self.engine.has_ready(COMMUNICATION) or not self._awaited
 
 
 def _engine_of(world: World) -> Engine:

@@ -7,16 +7,17 @@ what is cut into parts counts in each of them, and what is whole counts once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, array_namespace, from_host, is_host, to_host
 from ..collectives import allreduce
 from ..collectives.progress import Progress
 from ..comm import Communicator
 from ..comm.watchdog import nobody
-from ..optim.lars import squares
+from ..optim.lars import segment_squares, squares
 from ..state import cut_of
 from .bucket import Bucket
 from .reducer import Reducer
@@ -51,37 +52,79 @@ def of_model(reducer: Reducer) -> float:
     return float(total**0.5)
 
 
-def of_layers(
-    reducer: Reducer, flats: Sequence[Array], span: Callable[[Bucket], tuple[int, int]]
-) -> dict[str, Squares]:
-    """By the name of each parameter of two axes or more, alike on all ranks, which must call once gradients are summed.
-
-    Where every rank holds all sums each adds up for itself, in an order that does not depend on the number of ranks.
+class Layers:
+    """The norms of the parameters of two axes or more, which are layers for a rule that needs norms.
 
     Args:
+        reducer: of their gradients.
         flats: the parameters of each bucket.
-        span: the columns of a bucket whose sums this rank has, where it has not all.
     """
-    slots = [slot for slot in reducer.layout.slots if len(slot.shape) > 1]
-    found = np.zeros((len(slots), 2))
-    had: list[int] = []
-    runs: list[Array] = []
-    for number, slot in enumerate(slots):
-        bucket = reducer.buckets[slot.bucket]
-        first, last = (0, bucket.mine.shape[0]) if reducer.holds_sums else span(bucket)
-        part = slice(max(first, slot.offset), min(last, slot.offset + slot.count))
-        if part.start < part.stop and (reducer.holds_sums or reducer.is_counted):
-            had.append(number)
-            runs += [flats[slot.bucket][part], bucket.mine[part]]
-    found[had] = np.reshape(squares(runs), (-1, 2))
-    if reducer.holds_sums:
-        reducer.gate.barrier()  # before others update what this rank has read
-    else:
-        allreduce(found.reshape(-1), "sum", reducer.world)
-    cut = [number for number, slot in enumerate(slots) if cut_of(reducer.params[slot.name]) is not None]
-    if cut:
-        found[cut] = np.sum(_told_by(reducer.world.part_comm, reducer, found[cut].tolist()), axis=0)
-    return {slot.name: (row[0], row[1]) for row, slot in zip(found.tolist(), slots, strict=True)}
+
+    def __init__(self, reducer: Reducer, flats: Sequence[Array]) -> None:
+        self._reducer, self._flats = reducer, flats
+        self._slots = [slot for slot in reducer.layout.slots if len(slot.shape) > 1]
+        self._cut = [number for number, slot in enumerate(self._slots) if cut_of(reducer.params[slot.name]) is not None]
+        self._segments: dict[tuple[tuple[int, int], ...], list[_Segments]] = {}
+
+    def squares(self, span: Callable[[Bucket], tuple[int, int]]) -> dict[str, Squares | Array]:
+        """By the name of each layer, alike on all ranks, which must call once gradients are summed.
+
+        Where every rank holds all sums each adds up for itself, in an order that does not depend on the number of
+        ranks; on a GPU they stay there, shape ``(2,)``, and nothing waits, if no other rank has more of a layer.
+
+        Args:
+            span: the columns of a bucket whose sums this rank has, where it has not all.
+        """
+        reducer, holds_sums = self._reducer, self._reducer.holds_sums
+        columns = [(0, bucket.mine.shape[0]) if holds_sums else span(bucket) for bucket in reducer.buckets]
+        if not (holds_sums or reducer.is_counted):
+            columns = [(0, 0)] * len(columns)
+        segments = self._in(tuple(columns))
+        found = [
+            segment_squares(self._flats[each.bucket], reducer.buckets[each.bucket].mine, each.bounds)[::2]
+            for each in segments
+        ]
+        layers = [number for each in segments for number in each.layers]
+        if holds_sums and not self._cut and not all(map(is_host, found)):
+            rows = [row for each in found for row in each]
+            return {self._slots[number].name: row for number, row in zip(layers, rows, strict=True)}
+        squares = np.zeros((len(self._slots), 2))
+        if found:
+            squares[layers] = to_host(array_namespace(*found).concatenate(found))
+        if holds_sums:
+            reducer.gate.barrier()  # before others update what this rank has read
+        else:
+            allreduce(squares.reshape(-1), "sum", reducer.world)
+        if self._cut:
+            whole = _told_by(reducer.world.part_comm, reducer, squares[self._cut].tolist())
+            squares[self._cut] = np.sum(whole, axis=0)
+        return {slot.name: (row[0], row[1]) for row, slot in zip(squares.tolist(), self._slots, strict=True)}
+
+    def _in(self, columns: tuple[tuple[int, int], ...]) -> list[_Segments]:
+        """What lies in these columns of the buckets; kept, for a GPU has it in its memory."""
+        if columns not in self._segments:
+            every = (self._of_bucket(number, first, last) for number, (first, last) in enumerate(columns))
+            self._segments[columns] = [each for each in every if each is not None]
+        return self._segments[columns]
+
+    def _of_bucket(self, bucket: int, first: int, last: int) -> _Segments | None:
+        slots = [(number, slot) for number, slot in enumerate(self._slots) if slot.bucket == bucket]
+        layers, bounds = [], []
+        for number, slot in sorted(slots, key=lambda each: each[1].offset):
+            begin, end = max(first, slot.offset), min(last, slot.offset + slot.count)
+            if begin < end:
+                layers.append(number)
+                bounds += [begin, end]
+        return _Segments(bucket, layers, from_host(np.array(bounds), self._flats[bucket])) if layers else None
+
+
+@dataclass
+class _Segments:
+    """Layers of a bucket: every other one of the segments within `bounds`, between which other things lie."""
+
+    bucket: int
+    layers: list[int]
+    bounds: Array
 
 
 def _counted(reducer: Reducer, bucket: Bucket, first: int, last: int) -> Iterator[Array]:

@@ -109,6 +109,7 @@ class _Flat:
             first, last = self.span(bucket)
             self._states.append(master_weights.init_state(optimizer, flat[first:last]))
         self._divide_all()
+        self._layers = norms.Layers(reducer, self.flats)
 
     def span(self, bucket: Bucket) -> tuple[int, int]:
         return 0, bucket.mine.shape[0]
@@ -192,7 +193,7 @@ class _Flat:
             for bucket in self.reducer.buckets:
                 self._update_own(bucket, self._pieces[bucket.number], step, scale)
             return
-        found = norms.of_layers(self.reducer, self.flats, self.span)
+        found = self._layers.squares(self.span)
         for bucket in self.reducer.buckets:
             for piece in self._pieces[bucket.number]:
                 rule, scale_of = piece.rule.of_layer(step - piece.passed_over, scale, found.get(piece.layer))

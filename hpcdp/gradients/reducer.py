@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,18 +40,6 @@ from .device_sums import DeviceSums
 from .lane import Lane
 from .rail import Coder, Rail
 from .virtual_shards import VirtualShards
-
-
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """What calls ``method`` as long as its object lives, and does not keep it alive."""
-    weak = weakref.WeakMethod(method)
-
-    def call() -> None:
-        living = weak()
-        if living is not None:
-            living()
-
-    return call
 
 
 class Reducer:
@@ -153,7 +140,7 @@ class Reducer:
         self.arrivals = Arrivals(self.params, self.buckets, self.beside)
         """Which gradients backward has written in this step."""
         if self.beside is not None:
-            world.endings.append(weakly(self.settle))  # a rank that left earlier would leave others waiting
+            world.endings.add(self.settle)  # a rank that left earlier would leave others waiting
 
     @property
     def coder(self) -> Coder | None:

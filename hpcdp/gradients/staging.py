@@ -1,13 +1,15 @@
-"""Sums over nodes of what lies on GPUs: in segments through host memory, one on the network while others are copied.
+"""Sums over nodes of what lies on GPUs: in segments through host memory, some on the network while others are copied.
 
-A bucket has two slots of pinned memory. Each takes every other segment::
+A bucket has `SLOTS` slots of pinned memory, through which its segments go in turn, and of those `ON_THE_NETWORK` are
+summed at a time::
 
     slot 0:   to the host | network          | back      | to the host | network ...
-    slot 1:               | to the host      | network   | back        | to the host ...
+    slot 1:               | to the host | network          | back      | to the host ...
+    slot 2:                             | to the host | network          | back ...
 
-So the network carries one segment while the next comes and the last one goes. Copies go on two streams of their own,
-one each way, which a GPU does at once; what follows what is said by events, and the host waits for none but that before
-a message.
+Copies go on two streams of their own, one each way, which a GPU does at once. What follows what is said by events, and
+the host waits for none but that before a message; it sees that one late, after a nap, and meanwhile the copies go on:
+those of all slots are given to the stream at once, and the next one of a slot when its sum goes back, behind that.
 """
 
 from __future__ import annotations
@@ -17,15 +19,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..arrays import Array
-from ..collectives.progress import LANES, Steps, in_lanes, segments, together
+from ..collectives.progress import LANES, TAGS, Steps, segments, together
 from ..comm import Request
 from ..comm.node_rows import NodeRows
 from ..comm.steps import StepsTo, Until
 from ..streams import Event, Streams
 
-SLOTS = 2
-SEGMENT_NBYTES = 2 << 20
-"""The longest segment: long enough for a copy to go at full speed, and for a ring to cut it into messages."""
+SEGMENT_NBYTES = 4 << 20
+"""The longest segment: long enough for a copy to take longer than the host needs for what comes with one, and for a
+ring to cut it into messages."""
+
+ON_THE_NETWORK = TAGS // LANES
+"""So many segments are summed at a time: as many as have tags of their own."""
+
+SLOTS = 2 * ON_THE_NETWORK
+"""A bucket has pinned memory for so many segments: while half of them are summed, the others are copied."""
 
 Sum = Callable[[np.ndarray, int, Request | None], Steps]
 """``sum(x, tag, turn)`` sums ``x`` in place over other nodes, with up to `LANES` tags from ``tag`` on."""
@@ -51,7 +59,7 @@ class Staging:
         self._streams = streams
         self._down, self._up = streams.stream(), streams.stream()
         self._ready = [streams.event() for _ in nbytes]
-        self._slots = [[_Slot(streams, _slot_nbytes(each)) for _ in range(SLOTS if each else 0)] for each in nbytes]
+        self._slots = [[_Slot(streams, size) for size in _slot_nbytes(each)] for each in nbytes]
 
     def sum(
         self, number: int, part: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None
@@ -67,29 +75,44 @@ class Staging:
         streams.record(self._ready[number], row.stream)
         streams.wait_event(self._down, self._ready[number])
         pieces = segments(part, SEGMENT_NBYTES)
+        for slot, piece in zip(slots, pieces, strict=False):
+            self._bring(slot, piece)
 
-        def through(piece: Array, lane: int) -> Steps:
-            return self._through(slots[lane], piece, row, total, tag + lane * LANES, turn)
+        def every(lane: int) -> Steps:
+            for at in range(lane, len(pieces), ON_THE_NETWORK):
+                slot, host = slots[at % SLOTS], _host(slots[at % SLOTS], pieces[at])
+                yield [self._brought(slot, row)]
+                yield from total(host, tag + lane * LANES, turn)
+                streams.copy_async(pieces[at], host, self._up)
+                streams.record(slot.returned, self._up)
+                if at + SLOTS < len(pieces):
+                    self._bring(slot, pieces[at + SLOTS])
 
-        yield from together(in_lanes(pieces, through, 0, SLOTS))
+        yield from together([every(lane) for lane in range(min(ON_THE_NETWORK, len(pieces)))])
         return tuple(slot.returned for slot in slots[: len(pieces)])
 
-    def _through(self, slot: _Slot, piece: Array, row: NodeRows, total: Sum, tag: int, turn: Request | None) -> Steps:
-        streams, host = self._streams, slot.memory[: piece.nbytes].view(piece.dtype)
-        streams.wait_event(self._down, slot.returned)  # the segment before has left the slot
-        streams.copy_async(host, piece, self._down)
+    def _bring(self, slot: _Slot, piece: Array) -> None:
+        """Copy a segment to the host behind what was taken back from its slot."""
+        streams = self._streams
+        streams.wait_event(self._down, slot.returned)
+        streams.copy_async(_host(slot, piece), piece, self._down)
         streams.record(slot.brought, self._down)
 
-        def brought() -> bool:
+    def _brought(self, slot: _Slot, row: NodeRows) -> Until:
+        def is_there() -> bool:
             row.check()
-            return streams.query(slot.brought)
+            return self._streams.query(slot.brought)
 
-        yield [Until(brought)]
-        yield from total(host, tag, turn)
-        streams.copy_async(piece, host, self._up)
-        streams.record(slot.returned, self._up)
+        return Until(is_there)
 
 
-def _slot_nbytes(nbytes: int) -> int:
-    """Enough for the longest of nearly equal segments."""
-    return -(-nbytes // -(-nbytes // SEGMENT_NBYTES)) + 8 if nbytes else 0
+def _host(slot: _Slot, piece: Array) -> np.ndarray:
+    return slot.memory[: piece.nbytes].view(piece.dtype)
+
+
+def _slot_nbytes(nbytes: int) -> list[int]:
+    """Of each slot: enough for the longest of nearly equal segments, and no more slots than there are."""
+    if nbytes == 0:
+        return []
+    number = -(-nbytes // SEGMENT_NBYTES)
+    return [-(-nbytes // number) + 8] * min(SLOTS, number)

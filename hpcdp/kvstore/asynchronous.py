@@ -32,7 +32,6 @@ from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import COMMUNICATION, Lane, Turn
-from ..gradients.reducer import weakly
 from ..optim import Optimizer, Schedule
 from ..state import Part, Sharded
 from . import together
@@ -81,9 +80,9 @@ class AsyncStore(WorldStore):
             self._begin(group, staleness, replay)
         self._dropped = weakref.finalize(self, _let_go, self._transfer, self._replay, world.rank)
         self._dropped.atexit = False
-        world.endings.append(weakly(self._leave))
-        if staleness is not None:
-            world.meetings.append(_aside_of(self))
+        world.endings.add(self._leave)
+        if staleness is not None or self._replay is not None:
+            world.meetings.add(self._aside)
 
     def _begin(self, group: World, staleness: int | None, replay: int | None) -> None:
         """What all do together."""
@@ -130,24 +129,22 @@ class AsyncStore(WorldStore):
         together.assign(self._table, list(values), [np.array(value, order="C") for value in values.values()])
 
     def set_updater(self, updater: Function) -> None:
+        """See `KVStore.set_updater`."""
         with self._world.meeting():
             super().set_updater(updater)
-            alike = [name_of(updater)]
-            require_same(self._world.comm, "set_updater", alike, "pass the same function on all ranks")
 
             def checked() -> Updater:
                 if self._table.group.num_servers:
                     require_same_by_name(updater)
                 return self._updater
 
-            self._install({"function": alike[0]}, checked)
+            self._install({"function": name_of(updater)}, checked)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
+        """See `KVStore.set_optimizer`."""
         with self._world.meeting():
             super().set_optimizer(optimizer)
-            described = optimizer.config()
-            require_same(self._world.comm, "set_optimizer", [json.dumps(described)], "pass the same on all ranks")
-            self._install({"optimizer": described}, lambda: self._updater)
+            self._install({"optimizer": optimizer.config()}, lambda: self._updater)
 
     def _install(self, described: dict[str, Any], find: Callable[[], Updater]) -> None:
         self._settle()
@@ -233,8 +230,8 @@ class AsyncStore(WorldStore):
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         own, versions = self._own[entry.key], list[int]()
-        is_near = not own.item.in_order and own.item.cells[0] is not None and entry.variable.failure is None
-        if self._replay is not None or (is_near and self._engine.hold(entry.variable)):
+        is_near = not own.item.in_order and own.item.cells[0] is not None
+        if self._replay is not None or (is_near and self._engine.hold(entry.variable, unless_spoilt=True)):
             try:
                 with self._replayed(), self._watching(f"pull of {entry.variable.name}"):
                     drive(self._transfer.pull(own, place, rows, versions, None))
@@ -276,12 +273,13 @@ class AsyncStore(WorldStore):
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Within it this worker, which waits for all others, holds none back; nothing of its own is on its way."""
-        self._settle()
-        self._transfer.set_clocks(AWAY)
-        try:
-            yield
-        finally:
-            self._transfer.set_clocks(BACK)
+        with contextlib.nullcontext() if self._replay is None else self._replay.meeting(self.rank):
+            self._settle()
+            self._transfer.set_clocks(AWAY)
+            try:
+                yield
+            finally:
+                self._transfer.set_clocks(BACK)
 
     def _wait_for(self, entry: Entry, variable: Variable) -> None:
         with self._watching(f"wait for {variable.name}"):
@@ -343,6 +341,7 @@ class AsyncStore(WorldStore):
         self._install({"optimizer": config}, lambda: self._updater)
 
     def save_optimizer_states(self, path: str) -> None:
+        """See `KVStore.save_optimizer_states`."""
         rule = self._by_optimizer("save_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("save_optimizer_states", path))
         self.barrier()
@@ -358,6 +357,7 @@ class AsyncStore(WorldStore):
         self._by_first(write)
 
     def load_optimizer_states(self, path: str) -> None:
+        """See `KVStore.load_optimizer_states`."""
         rule = self._by_optimizer("load_optimizer_states").optimizer
         file = self._agreed(lambda: checked_file("load_optimizer_states", path))
         self.barrier()
@@ -375,17 +375,6 @@ class AsyncStore(WorldStore):
                     self._transfer.write(item, which, Sharded(item.shape, whole.dtype, [Part(0, whole.reshape(-1))]))
 
         self._by_first(read)
-
-
-def _aside_of(store: AsyncStore) -> Callable[[], AbstractContextManager[None]]:
-    """For `World.meetings`, which must not keep a store alive."""
-    weak = weakref.WeakMethod(store._aside)
-
-    def aside() -> AbstractContextManager[None]:
-        living = weak()
-        return contextlib.nullcontext() if living is None else living()
-
-    return aside
 
 
 def _let_go(transfer: Transfer, replay: Replay | None, worker: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..arrays import Array, is_cupy, is_host
 from ..comm import World
+from ..devices import brought
 from ..engine import Variable
 from ..state import Part, Sharded
 from . import gpu_keys
@@ -20,7 +21,7 @@ from .arguments import Key
 from .entry import Entry
 from .gpu_keys import GpuKeys, can_stay
 from .keeps_state import KeepsState
-from .placed import brought, carry
+from .placed import carry
 from .pulled import Pulled
 from .store import KVStore
 from .sync import SyncStore

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import Array, to_host
+from ..devices import brought
 from ..errors import ConfigError
 from ..state import Part, Sharded, take
 from .arguments import Key, checked_file
 from .compress import Codes
 from .entry import Entry
-from .placed import brought
 from .states import read_states, write_states
 from .updaters import ByOptimizer, Replace, Updater, new_state
 

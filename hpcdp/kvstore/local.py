@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array, is_bfloat16, is_cupy, is_host
+from ..arrays import Array, is_bfloat16, is_cupy, is_host, on_device_of
 from ..compression import Compression
 from ..devices import Device
 from ..engine import Engine
@@ -15,7 +15,7 @@ from .compress import Codes, check_codable
 from .entry import Entry
 from .keeps_state import residuals_of
 from .kinds import KINDS
-from .placed import carry, computing, fill, like, moved, sum_into
+from .placed import carry, fill, like, sum_into
 from .pulled import Pulled
 from .store import KVStore
 from .updaters import ByOptimizer
@@ -40,6 +40,7 @@ class LocalStore(KVStore):
         """Bytes of these keys on each GPU."""
 
     def barrier(self) -> None:
+        """See `KVStore.barrier`."""
         self.wait()
 
     def _stays(self, value: Array) -> bool:
@@ -50,7 +51,7 @@ class LocalStore(KVStore):
         if self._compression is not None:
             check_codable("init", values.items())
         for key, value in values.items():
-            with computing(value):
+            with on_device_of(value):
                 self._entries[key] = Entry(key, value.copy(), self._engine.variable(f"key {key!r}"))
             self._code(key)
 
@@ -94,7 +95,7 @@ class LocalStore(KVStore):
         sum_into(received, arrays)
         self._hold(entry)
         try:
-            with computing(entry.stored):
+            with on_device_of(entry.stored):
                 self._updater.update(entry.key, received, entry.stored)
         except Exception as error:
             failure = error  # for who waits for the key
@@ -129,15 +130,17 @@ class LocalStore(KVStore):
             loads[device] = loads.get(device, 0) + int(each.stored.nbytes)
             if device != Device.of(each.stored):
                 self._hold(each)
-                each.stored = moved(each.stored, device)
-                self._engine.release(each.variable)
+                try:
+                    each.stored = device.put(each.stored)
+                finally:
+                    self._engine.release(each.variable)
             self._settled.add(each.key)
 
     def _pull(self, entry: Entry, place: Array, priority: int, rows: np.ndarray | None = None) -> Pulled:
         if is_host(entry.stored):
             return super()._pull(entry, place, priority, rows)
         failure, version = entry.variable.failure, entry.pushes
-        with computing(place):
+        with on_device_of(place):
             fill(place, entry.stored, rows)
         return Pulled(lambda: throw(failure), place, lambda: version)
 

@@ -18,10 +18,12 @@ class Pulled:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """That of the key."""
         return tuple(self._place.shape)
 
     @property
     def dtype(self) -> np.dtype:
+        """That of the key."""
         return np.dtype(self._place.dtype)
 
     def wait(self) -> Array:

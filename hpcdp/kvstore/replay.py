@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 
@@ -56,7 +55,6 @@ class Replay:
             made: list[Replay | None] = world.comm.meet(cls(world) if world.rank == 0 else None)
             kept = world.kept[cls] = made[0]
             assert kept is not None
-            world.meetings.append(partial(kept.meeting, world.rank))
         if world.rank == 0:
             kept._random = np.random.default_rng(seed)
         return kept
@@ -90,9 +88,11 @@ class Replay:
         with self._changed:
             self._away.add(worker)
             self._choose()
-        yield
-        with self._changed:
-            self._away.discard(worker)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._away.discard(worker)
 
     def end(self, worker: int) -> None:
         """A store less of this worker; after the last one it does nothing any more."""

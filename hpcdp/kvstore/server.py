@@ -156,7 +156,7 @@ class Server:
         self._answering: list[_Arriving] = []
         self._waiting: list[tuple[int, int, Attempt]] = []
         self._answers: dict[int, Message] = {}
-        self._sending: list[Request] = []
+        self._sending: deque[Request] = deque()
         self._requests = 0
         self._looking = threading.Lock()
         self._counting = threading.RLock()  # a store that is dropped meanwhile tells so within
@@ -166,7 +166,7 @@ class Server:
         engine.add_lane(_LANE, idle=self._poll)
         engine.push(lambda: None, lane=_LANE, name="start of the server")
         if not has_servers:
-            group.endings.append(self.end)  # called after those of the stores, which were made later
+            group.endings.add(self.end)  # called after those of the stores, which were made later
 
     @classmethod
     def of(cls, group: World, has_servers: bool) -> Server:
@@ -202,7 +202,7 @@ class Server:
         first, following = message.encode()
         with self._counting:  # what follows one message comes before what follows the next
             self.sent_nbytes += first.nbytes + sum(piece.nbytes for piece in following)
-            self._sending = [each for each in self._sending if not self._has_ended(each)]
+            self._drop_sent()
             if dest in self.comm.lost:
                 return  # who waits for its answer is told
             try:
@@ -211,6 +211,14 @@ class Server:
             except Exception as error:
                 if not self.comm.takes_note(error):
                     raise
+
+    def _drop_sent(self) -> None:
+        """One by one: a store that is dropped meanwhile sends, and so comes here within, and all others stay kept."""
+        for _ in range(len(self._sending)):
+            if self._sending:
+                each = self._sending.popleft()
+                if not self._has_ended(each):
+                    self._sending.append(each)
 
     def _has_ended(self, moving: Request | _Arriving) -> bool:
         """Whether a message is here, or there, or its other end has died."""
@@ -250,7 +258,7 @@ class Server:
                 busy = True
         if self._sending:
             with self._counting:
-                self._sending = [each for each in self._sending if not self._has_ended(each)]
+                self._drop_sent()
         with self._looking:
             self._collect_answers()
         return busy or bool(self._answering)

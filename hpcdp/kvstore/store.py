@@ -15,13 +15,14 @@ import numpy as np
 
 from ..arrays import Array, is_host, to_host
 from ..compression import Compression, Settings
+from ..devices import brought, lie_together
 from ..engine import Engine, Variable
 from ..errors import ConfigError, UnsupportedError, listed
 from ..optim import Optimizer, require_by_elements, require_optimizer
 from .arguments import Key, check_array, checked_rows, grouped, listed_keys, new_keys, rows_of_each
 from .entry import Entry
 from .keeps_state import KeepsState
-from .placed import brought, carry, fill, lie_together, like
+from .placed import carry, fill, like
 from .pulled import Pulled, can_wait, hook_of
 from .updaters import ByFunction, ByOptimizer, Function, Replace
 
@@ -112,15 +113,17 @@ class KVStore(KeepsState):
         self._assign(values)
 
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        """Add to the next value of one key or several; returns at once. In a ``dist`` store every worker must push.
+        """Add to the next value of one key or several; returns at once.
 
-        With an updater it is applied to the stored value and the sum over all workers, else the sum is stored.
+        With an updater it is applied to the stored value and what is pushed, else that is stored. In ``dist_async``,
+        which needs an updater, that is each push by itself. In other ``dist`` stores every worker must push, and it is
+        the sum.
 
         Args:
             priority: keys of higher priority get the network first.
 
         Raises:
-            ConfigError: there is no such key.
+            ConfigError: there is no such key; ``dist_async`` has no updater.
             UnsupportedError: an array of another shape or dtype than the key's; no key is pushed then.
         """
         priority = _checked_priority("push", priority)
@@ -231,8 +234,13 @@ class KVStore(KeepsState):
         It returns None, or ``stored`` itself. One that raises has changed nothing; who waits for the key gets the error
         until it is pushed again, or assigned.
 
-        It is called on a thread of the store's, with the sum of all pushes and the stored value in the key's shape; in
-        a ``dist`` store on one worker of every node, so it must compute the same everywhere.
+        It is called in the thread that pushes, or in one of the store's, with what `push` says and the stored value, in
+        the key's shape (in ``dist_async`` flat parts of a large key): on the worker that pushes, on one of every node,
+        or on a server. So it must compute the same everywhere, and every worker must give the same function.
+
+        Raises:
+            ConfigError: it cannot be called, or servers of their own cannot import it.
+            MismatchError: workers give functions of other names; on all of them.
         """
         if not callable(updater):
             raise ConfigError("set_updater", expected="a function of key, received, stored", got=repr(updater))
@@ -242,6 +250,10 @@ class KVStore(KeepsState):
         """From the next push on change stored values by an update rule; every worker must call, with the same settings.
 
         What was received stands for the gradient. A learning rate that is assigned counts from the next push on.
+
+        Raises:
+            ConfigError: it is no `Optimizer`, or a rule that needs whole layers; on all workers.
+            MismatchError: workers differ in its settings; on all of them.
         """
         require_optimizer("set_optimizer", optimizer)
         require_by_elements("set_optimizer", optimizer)
@@ -293,9 +305,10 @@ class KVStore(KeepsState):
         return UnsupportedError(operation, where="kvstore", expected=expected, got=f"one of kind {self.kind}")
 
     def num_dead_node(self, timeout_s: float = 60) -> int:
-        """How many workers or servers are gone: have said nothing for ``timeout_s`` seconds.
+        """How many workers or servers are gone: have died, or said nothing for ``timeout_s`` seconds.
 
-        0 where there are no servers: a worker that dies ends the job, so whoever can ask has lost none.
+        0 in other kinds than ``dist_async``: there one that dies ends the job, so whoever can ask has lost none. So it
+        does with ``dist_async``, too, unless the MPI library lets the others go on.
 
         Raises:
             ConfigError: that is no positive number.

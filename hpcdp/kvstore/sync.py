@@ -29,7 +29,6 @@ from ..engine import Variable
 from ..errors import ConfigError
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
-from ..gradients.reducer import weakly
 from ..state import Part, Sharded
 from .arguments import Key, merged
 from .coded import Coded
@@ -83,7 +82,7 @@ class SyncStore(WorldStore):
         self._held_nbytes = [0] * self._memory.size
         self._neighbours = world.node_comm.allgather_json(world.rank)
         self._members = [self._neighbours] if self._rail is None else self._rail.comm.allgather_json(self._neighbours)
-        world.endings.append(weakly(self._settle))  # a rank that left earlier would leave others waiting
+        world.endings.add(self._settle)  # a rank that left earlier would leave others waiting
 
     def _make(self, values: dict[Key, Array]) -> None:
         self._check_new(values)
@@ -136,6 +135,7 @@ class SyncStore(WorldStore):
             self._coded[key] = Coded(self._compression, self._rows[key], self._memory, self._rail, self._members)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """See `KVStore.pushpull`."""
         # What is done most often: of short arrays the checks for all else take longer than the exchange.
         exchange = self._exchanges.get(key) if type(key) is int or type(key) is str else None
         target = value if out is None else out
@@ -173,12 +173,14 @@ class SyncStore(WorldStore):
         Args:
             x, out: contiguous, apart or the same.
         """
+        watchdog, failure = self._watchdog, None
+        before = watchdog.call
         if (self._rail is not None and self._of_world.turns) or not self._engine.hold(entry.variable):
             return False
-        rows, updater, watchdog, failure = self._rows[entry.key], self._updater, self._watchdog, None
-        around, watchdog.calls = watchdog.call, watchdog.calls + 1
-        watchdog.call = rows.label, None, rows.behind
         try:
+            rows, updater = self._rows[entry.key], self._updater
+            watchdog.calls += 1
+            watchdog.enter((rows.label, None, rows.behind))
             exchange = self._exchanges.get(entry.key) if self._compression is None else None
             if exchange is None or not isinstance(updater, Replace):
                 self._push_and_pull(self._begin(entry, rows, updater), exchange, x, out)
@@ -191,7 +193,7 @@ class SyncStore(WorldStore):
             failure = error
             raise
         finally:
-            watchdog.call = around
+            watchdog.call = before
             self._engine.release(entry.variable, failure)
         return True
 
@@ -262,7 +264,7 @@ class SyncStore(WorldStore):
 
     def _copied(self, entry: Entry, target: Any) -> bool:
         """Copy a value in this thread, if it is there."""
-        if can_wait(target) or entry.variable.failure is not None or not self._engine.hold(entry.variable):
+        if can_wait(target) or not self._engine.hold(entry.variable, unless_spoilt=True):
             return False
         try:
             carry(entry.stored, target)

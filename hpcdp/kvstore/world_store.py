@@ -10,7 +10,7 @@ from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..compression import Compression, Settings
 from ..engine import Engine
-from ..optim import Optimizer
+from ..optim import Optimizer, require_optimizer
 from .arguments import Key, check_storable
 from .compress import check_codable
 from .gpu_keys import check_one_gpu
@@ -30,13 +30,16 @@ class WorldStore(KVStore):
 
     @property
     def rank(self) -> int:
+        """See `KVStore.rank`."""
         return self._world.rank
 
     @property
     def num_workers(self) -> int:
+        """See `KVStore.num_workers`."""
         return self._world.size
 
     def barrier(self) -> None:
+        """See `KVStore.barrier`."""
         self._settle()
         self._meet()  # with a push that failed, too: others wait
         self.wait()
@@ -46,24 +49,30 @@ class WorldStore(KVStore):
         self._world.barrier()
 
     def init(self, key: Any, value: Any) -> None:
+        """See `KVStore.init`."""
         with self._world.meeting():
             super().init(key, value)
 
     def assign(self, key: Any, value: Any) -> None:
+        """See `KVStore.assign`."""
         with self._world.meeting():
             super().assign(key, value)
 
     def set_gradient_compression(self, settings: Settings) -> None:
+        """See `KVStore.set_gradient_compression`."""
         with self._world.meeting():
             super().set_gradient_compression(settings)
 
     def set_updater(self, updater: Function) -> None:
+        """See `KVStore.set_updater`."""
         require_same(self._world.comm, "set_updater", [name_of(updater)], "pass the same function on all ranks")
         super().set_updater(updater)
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        config = optimizer.config() if isinstance(optimizer, Optimizer) else repr(optimizer)
-        require_same(self._world.comm, "set_optimizer", [f"optimizer {config}"], "pass the same on all ranks")
+        """See `KVStore.set_optimizer`."""
+        self._agreed(lambda: require_optimizer("set_optimizer", optimizer))
+        said = f"optimizer {optimizer.config()}"
+        require_same(self._world.comm, "set_optimizer", [said], "pass the same on all ranks")
         super().set_optimizer(optimizer)
 
     def _check_new(self, values: dict[Key, Array]) -> None:

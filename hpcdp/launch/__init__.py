@@ -1,9 +1,9 @@
-"""Floor 7: launch. Imports: comm, errors, kernels, arrays.
+"""Floor 7: launch. Imports: comm, errors, kernels, arrays, launched.
 
 Starts ranks and examines the machine and its MPI library, without ever starting MPI in the launcher itself.
 """
 
-from hpcdp.errors import LaunchError
+from ..errors import LaunchError
 
 
 class ProgramMissingError(LaunchError):

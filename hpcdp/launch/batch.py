@@ -19,10 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from hpcdp.errors import ConfigError, LaunchError, to_stderr
-
+from ..errors import ConfigError, LaunchError, to_stderr
+from ..launched import launched_ranks
 from .environment import FIND_PROGRAMS, READ_BY_PROGRAMS
-from .inside import launched_ranks
 from .job import Job, Plan
 from .supervise import ENDING, FORWARDED
 

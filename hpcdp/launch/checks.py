@@ -8,10 +8,9 @@ import shutil
 import signal
 from pathlib import Path
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
+from ..launched import launched_ranks
 from . import ProgramMissingError, interfaces, mpi_library
-from .inside import launched_ranks
 from .job import Job
 from .supervise import FORWARDED, say
 
@@ -101,7 +100,7 @@ def _check_limits() -> None:
     # With NumPy, which the launcher does not need otherwise, and whose threads must not take signals from this one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
-        from hpcdp.comm.watchdog import limits_s
+        from ..comm.watchdog import limits_s
 
         limits_s()
     finally:

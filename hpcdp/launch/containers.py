@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from hpcdp.errors import LaunchError, listed, to_stderr
-
+from ..errors import LaunchError, listed, to_stderr
 from .batch import ERRORS, OUTPUT, STATUS, replace
 from .mpi_library import find_library
 from .orphans import adopt, end_orphans

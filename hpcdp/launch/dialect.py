@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from . import interfaces
 from .hosts import Place, of_ranks
 from .job import Job

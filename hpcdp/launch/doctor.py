@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpcdp import kernels
-from hpcdp.errors import HpcdpError, LaunchError
-
-from . import gpus, inside, machine, mpi_library
+from .. import kernels
+from ..errors import HpcdpError, LaunchError
+from ..launched import THREAD_VARIABLES, launched_ranks
+from . import gpus, machine, mpi_library
 from .children import child
 
 _SEGMENTS = ("hpcdp-*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "mpich_shm_*")
@@ -139,7 +139,7 @@ def check_mpirun() -> Finding:
 
 
 def check_two_ranks() -> Finding:
-    if inside.launched_ranks() is not None:
+    if launched_ranks() is not None:
         return warning("not tried: this shell is itself a rank of a job", "run hpcdp doctor outside mpirun and srun")
     started = time.monotonic()
     hello = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", HELLO]
@@ -243,7 +243,7 @@ def check_cores() -> Finding:
 def check_threads() -> Finding:
     """A number left over from another job; hpcdp launch shares the cores out only where none is set."""
     cores = len(machine.usable_cores())
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    for name in THREAD_VARIABLES:
         text = os.environ.get(name)
         if text is None:
             continue

@@ -12,8 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from . import mpi_library, slurm
 from .children import child
 from .doctor import HELLO, Finding, failed, ok, warning

@@ -8,9 +8,8 @@ import signal
 import sys
 import time
 
-from hpcdp.errors import to_stderr
-
-from .inside import launched_rank
+from ..errors import to_stderr
+from ..launched import launched_rank
 
 INTERRUPTED = 128 + signal.SIGINT
 """The status after Ctrl-C, as in a shell."""

@@ -10,12 +10,11 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ..launched import THREAD_VARIABLES, batch_system
 from .dialect import Dialect
 from .hosts import Place, is_this_machine
-from .inside import batch_system
 from .mpi_library import MpiLibrary, is_open_mpi_4
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 READ_BY_PROGRAMS = (
     "HPCDP_", "PYTHON", "MPI4PY_", "OMP_", "OPENBLAS_", "MKL_", "NUMBA_", "HDF5_", "GLOO_", "NCCL_", "UCX_", "FI_",
 )  # fmt: skip
@@ -48,7 +47,7 @@ def environment(
         }
     else:
         wanted["HYDRA_LAUNCHER"] = "fork"
-    wanted |= _threads(max(1, cores // ranks), environ)
+    wanted |= blas_threads(max(1, cores // ranks), environ)
     return {**wanted, **environ}
 
 
@@ -70,7 +69,7 @@ def environment_of_hosts(
     if library.family == "mpich":  # which makes UCX warn, on standard output, of what it has not given back
         wanted["UCX_LOG_LEVEL"] = "error"
     if here:
-        wanted |= _threads(max(1, cores // max(1, *(place.ranks for place in here))), environ)
+        wanted |= blas_threads(max(1, cores // max(1, *(place.ranks for place in here))), environ)
     return {**wanted, **environ}
 
 
@@ -101,7 +100,8 @@ def _everywhere(library: MpiLibrary, environ: Mapping[str, str], crowded: bool) 
     return wanted | _terminal()
 
 
-def _threads(share: int, environ: Mapping[str, str]) -> dict[str, str]:
+def blas_threads(share: int | str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What gives BLAS so many threads; nothing where ``environ``, which is the user's, says how many it has."""
     return {} if any(name in environ for name in THREAD_VARIABLES) else dict.fromkeys(THREAD_VARIABLES, str(share))
 
 

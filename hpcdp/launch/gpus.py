@@ -1,7 +1,8 @@
 """What this machine has for computing on GPUs: those that CUDA's driver shows, CuPy, NCCL, and MPI's way with them.
 
 Whether MPI takes arrays in a GPU's memory it is asked, and then tried: a library that says so may still be built for
-another CUDA, and one that does not crashes. So that happens in processes of their own.
+another CUDA, and one that does not crashes. So that happens in processes of their own, on this machine: between nodes a
+job tries itself (`comm.cuda_aware`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from hpcdp.comm.gpus import LIBRARY, Driver, Gpu
-from hpcdp.errors import DeviceError, LaunchError
-
-from . import inside, machine, mpi_library
+from ..comm.gpus import LIBRARY, Driver, Gpu, driver_release
+from ..errors import DeviceError, LaunchError
+from ..launched import launched_ranks
+from . import machine, mpi_library
 from .children import child
 
 _CUPY = """
@@ -43,7 +44,8 @@ else:
     else:
         world.comm.mpi.Recv(x, 0)
     right = world.comm.allgather_json(bool((x == cupy.arange(1 << 20)).all()))[1]
-    answer = "yes, it says and does" if right else "no: it says so, but sends something else"
+    does = "yes, it says and does between two ranks of this machine"
+    answer = does if right else "no: it says so, but sends something else"
 if world.rank == 0:
     print("answer", answer)
 """
@@ -66,7 +68,7 @@ def shown() -> dict[str, str]:
         return {"GPU": f"none: {', '.join(models)} cannot be used, {told}" if models else "none"}
     return {
         "GPU": ", ".join(f"{each.index}: {each.name} at {each.bus_id}" for each in found),
-        "GPU driver": f"for CUDA up to {told}",
+        "GPU driver": f"{driver_release()}, for CUDA up to {told}",
         "CuPy": cupy()[1],
         "CUDA-aware MPI": cuda_aware(),
     }
@@ -82,7 +84,7 @@ def cupy() -> tuple[bool, str]:
 
 def cuda_aware() -> str:
     """Whether the MPI library takes arrays in a GPU's memory: ``yes`` or ``no``, and how one knows."""
-    if inside.launched_ranks() is not None:
+    if launched_ranks() is not None:
         return "not tried: this is itself a rank of a job"
     try:
         library = mpi_library.find_library()

@@ -25,7 +25,7 @@ from typing import Any
 
 from . import interfaces, machine, segments
 from .dialect import LOST_AFTER_S
-from .environment import THREAD_VARIABLES
+from .environment import blas_threads
 from .orphans import adopt, end_orphans
 from .watch import Watch
 
@@ -169,10 +169,7 @@ def main() -> None:
 
 def _shares(workers: int, environ: dict[str, str]) -> dict[str, str]:
     """This host's environment, with its cores shared out among the ranks' BLAS threads unless the user says."""
-    share = {}
-    if not any(name in environ for name in THREAD_VARIABLES):
-        share = dict.fromkeys(THREAD_VARIABLES, str(max(1, len(os.sched_getaffinity(0)) // max(1, workers))))
-    return {**os.environ, **share}
+    return {**os.environ, **blas_threads(max(1, len(os.sched_getaffinity(0)) // max(1, workers)), environ)}
 
 
 def _shell() -> str:

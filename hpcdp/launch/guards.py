@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hpcdp.errors import LaunchError, listed
-
+from ..errors import LaunchError, listed
 from . import agent, folders
 from .channel import Channel
 from .dialect import LOST_AFTER_S

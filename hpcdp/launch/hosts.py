@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdp.errors import ConfigError, LaunchError, listed
-
+from ..errors import ConfigError, LaunchError, listed
 from .job import Host, Job
 
 _VALID = "HOST, HOST:SLOTS or HOST slots=SLOTS, with a HOST that ssh knows"

@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import LaunchError
-
-from . import gpus, inside, machine, mpi_library
+from ..errors import LaunchError
+from ..launched import launched_ranks
+from . import gpus, machine, mpi_library
 from .environment import environment
 from .slurm_allocation import allocation
 
@@ -26,8 +26,8 @@ def show(as_json: bool = False) -> int:
     rank. Outside MPI is not started.
     """
     facts = _machine()
-    if inside.launched_ranks() is not None:
-        from hpcdp.comm.world import init
+    if launched_ranks() is not None:
+        from ..comm.world import init
 
         world = init()
         facts["MPI library"] = world.library

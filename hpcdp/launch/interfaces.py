@@ -8,7 +8,7 @@ import socket
 import struct
 from pathlib import Path
 
-from hpcdp.errors import ConfigError
+from ..errors import ConfigError
 
 # netdevice(7) and linux/if.h: a struct ifreq is 40 bytes, the name in 16 and then the flags
 _GET_FLAGS, _REQUEST, _FLAGS_AT, _UP, _LOOPBACK = 0x8913, "16sH22x", 16, 0x1, 0x8

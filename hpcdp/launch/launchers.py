@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Protocol, cast
 
-from .inside import batch_system
+from ..launched import batch_system
 from .job import Job, Plan
 
 LAUNCHERS = {

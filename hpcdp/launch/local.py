@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from . import mpi_library
 from .checks import check, check_binding, warn_of_other_library
 from .dialect import Dialect

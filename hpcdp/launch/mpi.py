@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
+from ..launched import batch_system
 from . import over_hosts
-from .inside import batch_system
 from .job import Job, Plan
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hpcdp.errors import LaunchError
+from ..errors import LaunchError
 
 FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 """The two binary interfaces; Intel MPI, MVAPICH and Cray MPICH are of MPICH's."""

@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..launched import batch_system
 from . import folders, mpi_library, segments, slurm_allocation, sync
 from .checks import check, check_binding, warn_of_other_library
 from .dialect import Dialect
 from .environment import environment_of_hosts, travelling
 from .guards import Guards
 from .hosts import is_this_machine, of_ranks, place
-from .inside import batch_system
 from .job import SERVER, Command, Job, Plan
 from .supervise import say, supervise
 

@@ -9,8 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcdp.errors import ConfigError, LaunchError, to_stderr
-
+from ..errors import ConfigError, LaunchError, to_stderr
 from . import batch, batch_values
 from .job import Command, Job, Plan
 

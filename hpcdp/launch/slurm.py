@@ -14,12 +14,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from . import batch_values, mpi_library
 from .checks import check, warn_of_other_library
 from .dialect import Dialect
-from .environment import THREAD_VARIABLES
+from .environment import blas_threads
 from .job import Command, Job, Plan
 from .slurm_allocation import Allocation, allocation
 from .supervise import supervise
@@ -164,8 +163,7 @@ def _environment(family: str, job: Job) -> Mapping[str, str]:
         wanted |= {"OMPI_MCA_osc": "^ucx", "PMIX_MCA_psec": "native"}
     wanted |= Dialect(family).interface(job.interface)
     cores = os.environ.get("SLURM_CPUS_PER_TASK")
-    if not any(name in os.environ for name in THREAD_VARIABLES):
-        wanted |= dict.fromkeys(THREAD_VARIABLES, cores or "1")
+    wanted |= blas_threads(cores or "1", os.environ)
     if cores is not None:
         wanted["SRUN_CPUS_PER_TASK"] = cores  # srun does not take it from the job by itself
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcdp.errors import LaunchError, shortened
-
+from ..errors import LaunchError, listed, shortened
 from . import hosts
 from .job import Host, Job
 
@@ -204,5 +203,4 @@ def _cut(text: str) -> str:
 
 
 def _shortened(hosts: tuple[Host, ...]) -> str:
-    shown = [f"{host.name}:{host.slots}" for host in hosts[:4]]
-    return ", ".join(shown) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    return listed([f"{host.name}:{host.slots}" for host in hosts], 4)

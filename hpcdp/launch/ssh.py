@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hpcdp.errors import LaunchError
-
+from ..errors import LaunchError
 from . import over_hosts
 from .job import Job, Plan
 

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpcdp.errors import LaunchError, to_stderr
-
+from ..errors import LaunchError, to_stderr
 from . import machine, segments
 from .cause import BEREFT, first_failure
 from .guards import Guards

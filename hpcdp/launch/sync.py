@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcdp.errors import LaunchError, listed
-
+from ..errors import LaunchError, listed
 from .channel import ALIVE, SSH
 from .hosts import is_this_machine
 from .job import Command

@@ -19,8 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcdp.errors import ConfigError, LaunchError, to_stderr
-
+from ..errors import ConfigError, LaunchError, to_stderr
 from . import batch, batch_values
 from .containers import agent_script, container_name
 from .job import Command, Job, Plan

@@ -320,6 +320,8 @@ class HybridConcurrent(Module):
     """
 
     def __init__(self, *modules: Module, axis: int = 1) -> None:
+        if not isinstance(axis, int):
+            raise ConfigError("HybridConcurrent", where="axis", expected="the number of an axis", got=repr(axis))
         self.axis = axis
         for number, module in enumerate(modules):
             if not isinstance(module, Module):

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..arrays import Array, from_host, to_host
+from ..arrays import Array, on_device_of
 from ..autograd import Gradient, Tensor, concatenate, on_tape
-from ..devices import Device, require_devices
+from ..devices import Device, brought, require_devices
 from ..errors import ConfigError, DeviceError
 from .deferred import lacks_shapes
 from .hybrid.held import array_of
@@ -21,7 +21,8 @@ def moved(x: Tensor, device: Device) -> Tensor:
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
-            dx.add(from_host(to_host(gy), home))
+            with on_device_of(home):  # where it is added to others
+                dx.add(brought(gy, home))
 
     return on_tape(device.put(home), (x,), pullback)
 
@@ -31,7 +32,8 @@ class Replicas(Module):
 
     The parameters are those of ``net``, and so are their gradients, which are summed over devices: to a `Trainer`, to
     checkpoints and to `fit` and `evaluate` this is ``net``. Every call copies the parameters to the other devices and
-    the results to the first one. Devices compute one after the other.
+    the results to the first one. The host has devices compute one after the other; GPUs, each on the stream that is
+    current there, do so side by side.
 
     Batch normalisation takes the statistics of each device's piece; running ones are kept by each device, those of the
     first are the network's ("Dive into Deep Learning", section 12.6, does the same).
@@ -111,8 +113,9 @@ class _OnDevice(Module):
         self.net, self.there, self.device = net, there, device
 
     def forward(self, *inputs: Any) -> Any:
-        _bring(self.net, self.there, self.device, {})
-        return self.there(*inputs)
+        with self.device.current():
+            _bring(self.net, self.there, self.device, {})
+            return self.there(*inputs)
 
 
 def _require_on(net: Module, device: Device) -> None:

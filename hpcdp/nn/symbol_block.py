@@ -14,6 +14,7 @@ from ..arrays import bits, dtype_of
 from ..autograd import Tensor, pause
 from ..autograd.registry import CALLS
 from ..errors import ConfigError, DataError, HpcdpError
+from ..replacing import replaced
 from .hybrid.graph import Graph, Held, Input, Literal, Result, Source
 from .hybrid.saved import Reader, arrays_of, as_json, call, with_held
 from .module import Module, Parameter
@@ -22,7 +23,7 @@ from .module import Module, Parameter
 def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     """Write ``graph`` to ``path`` with ``.json`` and what its network holds to ``path`` with ``.h5``; their paths.
 
-    Each file replaces an older one when it is complete, and the first says what the second must hold.
+    They replace an older pair when both are complete, and the first says what the second must hold.
 
     Raises:
         DataError: they cannot be written.
@@ -33,11 +34,10 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     description, parameters = _files("export", path)
     arrays = arrays_of(graph)
     text = json.dumps(as_json(graph, arrays), indent=1)
-    write_arrays(parameters, arrays)
-    torn = description.with_name(description.name + ".part")
     try:
-        torn.write_text(text + "\n")
-        os.replace(torn, description)
+        with replaced(description) as part:
+            part.write_text(text + "\n")
+            write_arrays(parameters, arrays)
     except OSError as error:
         raise DataError("export", where=description, expected="a file that can be written", got=error) from error
     return description, parameters
@@ -69,7 +69,7 @@ class SymbolBlock(Module):
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+        self.__graph = graph  # by a name that no part of a network has
         for name, value in zip(graph.names, graph.held, strict=True):
             *parts, last = name.split(".")
             place: Module = self
@@ -106,53 +106,56 @@ class SymbolBlock(Module):
                 )  # fmt: skip
             held.append({"parameter": Parameter, "buffer": Tensor}.get(each["kind"], np.asarray)(array))
             _require_name(description, each["name"])
-        net = cls(with_held(graph, held))
-        net._try(description)
-        return net
-
-    def _try(self, where: Path) -> None:
-        """Compute once on zeros: then a graph that was tampered with is refused now, by name."""
-        try:
-            zeros = [Tensor(np.zeros(each.shape, dtype_of(each.dtype))) for each in self._graph.inputs]
-            with pause(), np.errstate(all="ignore"):
-                self._run(zeros, check=True)
-        except (HpcdpError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
-            raise DataError("load", where=where, expected="a graph that can be computed", got=error) from error
+        _try(graph := with_held(graph, held), description)
+        return cls(graph)
 
     def forward(self, *inputs: Any) -> Any:
-        any_batch = self._graph.any_batch
+        graph = self.__graph
+        any_batch = graph.any_batch
         given = [(each.ndim, tuple(each.shape[any_batch:]), str(each.dtype)) for each in inputs]
-        expected = [(len(each.shape), each.shape[any_batch:], each.dtype) for each in self._graph.inputs]
+        expected = [(len(each.shape), each.shape[any_batch:], each.dtype) for each in graph.inputs]
         if given != expected:
             shape_of = _any_batch if any_batch else tuple
-            shapes = ", ".join(f"{each.dtype} of shape {shape_of(each.shape)}" for each in self._graph.inputs)
+            shapes = ", ".join(f"{each.dtype} of shape {shape_of(each.shape)}" for each in graph.inputs)
             got = ", ".join(f"{each.dtype} of shape {tuple(each.shape)}" for each in inputs)
             raise ConfigError("SymbolBlock", where="inputs", expected=shapes, got=got or "none")
-        return self._run(inputs)
-
-    def _run(self, inputs: Any, check: bool = False) -> Any:
-        graph, results = self._graph, list[list[Any]]()
-
-        def value(source: Source) -> Any:
-            if isinstance(source, Input):
-                return inputs[source.number]
-            if isinstance(source, Held):
-                held = graph.held[source.number]
-                return held.data if source.is_detached and isinstance(held, Tensor) else held
-            if isinstance(source, Result):
-                return results[source.node][source.output]
-            return source.operand() if isinstance(source, Literal) else None
-
-        for number, node in enumerate(graph.nodes):
-            found = call(node, [value(each) for each in node.inputs], CALLS)
-            results.append(list(found) if isinstance(found, tuple) else [found])
-            declared = [(each.shape, each.dtype) for each in node.outputs]
-            if check and declared != [(tuple(each.shape), str(each.dtype)) for each in results[-1]]:
-                raise ValueError(f"node {number} ({node.operator}), which gives other shapes than it says")
-        return graph.returned(value)
+        return _computed(graph, inputs)
 
     def describe(self) -> str:
-        return f"{len(self._graph.nodes)} operations"
+        return f"{len(self.__graph.nodes)} operations"
+
+
+def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
+    """The outputs of ``graph``; with ``check`` a `ValueError` for a node that gives something else than it says."""
+    results: list[list[Any]] = []
+
+    def value(source: Source) -> Any:
+        if isinstance(source, Input):
+            return inputs[source.number]
+        if isinstance(source, Held):
+            held = graph.held[source.number]
+            return held.data if source.is_detached and isinstance(held, Tensor) else held
+        if isinstance(source, Result):
+            return results[source.node][source.output]
+        return source.operand() if isinstance(source, Literal) else None
+
+    for number, node in enumerate(graph.nodes):
+        found = call(node, [value(each) for each in node.inputs], CALLS)
+        results.append(list(found) if isinstance(found, tuple) else [found])
+        declared = [(each.shape, each.dtype) for each in node.outputs]
+        if check and declared != [(tuple(each.shape), str(each.dtype)) for each in results[-1]]:
+            raise ValueError(f"node {number} ({node.operator}), which gives other shapes or dtypes than it says")
+    return graph.returned(value)
+
+
+def _try(graph: Graph, where: Path) -> None:
+    """Compute once on zeros: then a graph that was tampered with is refused now, by name."""
+    try:
+        zeros = [Tensor(np.zeros(each.shape, dtype_of(each.dtype))) for each in graph.inputs]
+        with pause(), np.errstate(all="ignore"):
+            _computed(graph, zeros, check=True)
+    except (HpcdpError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:
+        raise DataError("load", where=where, expected="a graph that can be computed", got=error) from error
 
 
 def _any_batch(shape: tuple[int, ...]) -> str:
@@ -160,7 +163,7 @@ def _any_batch(shape: tuple[int, ...]) -> str:
 
 
 def _require_name(where: Path, name: str) -> None:
-    """No tensor may take the place of what the network is made of."""
+    """No tensor may take the place of what networks are made of."""
     parts = name.split(".")
-    if any(hasattr(SymbolBlock, part) or part == "_graph" for part in parts):
+    if any(hasattr(Module, part) or part.startswith("_SymbolBlock__") for part in parts):
         raise DataError("load", where=where, expected="names of a network's tensors", got=repr(name))

@@ -10,7 +10,7 @@ from ..arrays import Array, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
 from ..errors import ConfigError, DataError, UnsupportedError, whole_number
-from ..kernels import reference_sequences
+from ..kernels import reference_rows, reference_sequences
 from ..kernels.buffers import empty
 from ..kernels.capture import fill
 from ..kernels.cublas import matmul_of
@@ -67,7 +67,7 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
             place = dweight.empty()
             place[...] = 0
             values = contiguous(gy).reshape(out.shape)
-            kernels_for("sequences", w, reference_sequences).add_rows(place, rows, values)
+            kernels_for("rows", w, reference_rows).add_rows(place, rows, values)
             dweight.add(place)
 
     return on_tape(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from .. import kernels
-from ..arrays import Array, words
-from ..kernels import reference_norms
+from ..arrays import Array, array_namespace, is_host, words
+from ..kernels import reference_lars, reference_norms
 from .optimizer import require_alike
 from .rules import SGD
 from .settings import count, number
@@ -44,22 +47,47 @@ class LARS(SGD):
         super().__post_init__()
         self.trust = number("lars trust", self.trust, low=math.ulp(0.0))
 
-    def of_layer(self, step: int, scale: float, squares: tuple[float, float] | None) -> tuple[SGD, float]:
+    def of_layer(self, step: int, scale: float, squares: tuple[float, float] | Array | None) -> tuple[SGD, float]:
+        if squares is not None and not isinstance(squares, tuple):
+            rule = copy.copy(self)
+            rule._squares = squares
+            return rule, scale
         factor = 1.0
         if squares is not None:
             weights, gradient = (math.sqrt(each) for each in squares)
             length = gradient * scale + self.weight_decay * weights
             factor = self.trust * weights / length if weights and gradient else 1.0
-        rule = SGD(self.learning_rate(step), self.momentum, self.nesterov, self.weight_decay * factor)
-        return rule, scale * factor
+        return SGD(self.learning_rate(step), self.momentum, self.nesterov, self.weight_decay * factor), scale * factor
+
+    _squares = None
+    """Of the norms of the layer that it is for, on a device; those of the arrays that it is given otherwise."""
 
     def update(self, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float = 1.0) -> None:
-        """As `Optimizer.update`, of ``param`` as one whole layer."""
+        """As `Optimizer.update`, of ``param`` as one whole layer; for a GPU's norms the host does not wait."""
         if param.ndim != 1 or grad.shape != param.shape:  # norms are taken before the rule looks at them
             require_alike("lars update", (param, grad))
-        weights, gradient = squares((param, grad))
-        rule, scale = self.of_layer(step, scale, (weights, gradient))
-        rule.update(param, grad, state, step=step, scale=scale)
+        if is_host(param):
+            weights, gradient = squares((param, grad))
+            rule, scale = self.of_layer(step, scale, (weights, gradient))
+            rule.update(param, grad, state, step=step, scale=scale)
+            return
+        of_layer = self._squares
+        if of_layer is None:
+            ends = array_namespace(param).asarray(np.array([0, param.size]))
+            of_layer = segment_squares(param, grad, ends)[0]
+        arrays = (param, grad, *(state[name] for name in self.state_names()))
+        require_alike("lars.update", arrays)
+        name, coefficients = self.kernel(step, scale)
+        lars = kernels.kernels_for("lars", param, reference_lars)
+        getattr(lars, name)(*arrays, of_layer, (*coefficients, self.trust))
+
+
+def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
+    """What `reference_norms.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
+    out = array_namespace(params).empty((bounds.size - 1, 2), dtype=np.float64)
+    norms = kernels.kernels_for("norms", params, reference_norms)
+    norms.segment_squares(words(params), words(grads), bounds, out)
+    return out
 
 
 def squares(xs: Sequence[Array]) -> list[float]:

@@ -90,12 +90,12 @@ class Optimizer(Configurable, abc.ABC):
     def kernel(self, step: int, scale: float) -> tuple[str, tuple[float, ...]]:
         """The name of the fused kernel and its coefficients at ``step``."""
 
-    def of_layer(self, step: int, scale: float, squares: tuple[float, float] | None) -> tuple[Optimizer, float]:
+    def of_layer(self, step: int, scale: float, squares: tuple[float, float] | Array | None) -> tuple[Optimizer, float]:
         """The rule by elements for a layer at ``step``, and its ``scale``: this one, but for a rule that is `by_layer`.
 
         Args:
-            squares: of the norms of the layer's weights and of its summed gradient, before ``scale``; None of what is
-                no layer.
+            squares: of the norms of the layer's weights and of its summed gradient, before ``scale``, as numbers or as
+                an array of shape ``(2,)`` on the device of both; None of what is no layer.
         """
         return self, scale
 

@@ -103,13 +103,12 @@ class Messages:
 
     def receive(self) -> tuple[Array, ...]:
         """See `Link`."""
-        watchdog = self._watchdog
-        around, watchdog.call = watchdog.call, (self._label, None, lambda: self._behind)
+        before = self._watchdog.enter((self._label, None, lambda: self._behind))
         try:
             (count,) = self._receive(np.empty(1, np.int64))
             return tuple(self._receive_one() for _ in range(count))
         finally:
-            watchdog.call = around
+            self._watchdog.call = before
 
     def _receive_one(self) -> Array:
         dtype, ndim, *shape = self._receive(np.empty(2 + _MOST_AXES, np.int64)).tolist()

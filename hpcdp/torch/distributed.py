@@ -20,6 +20,7 @@ from ..gradients.buckets import plan
 from ..gradients.residuals import gather_residuals, give_residuals
 from . import exchange
 from .backward import Backward
+from .gpu_buffers import GpuBuffers
 from .module_buffers import ModuleBuffers
 from .parameters import TorchParameter
 from .sync_batch_norm import SyncBatchNorm
@@ -44,7 +45,7 @@ class DistributedDataParallel(torch.nn.Module):
             `ShardedOptimizer` is to follow, which sums and updates in one; with overlap there is one backward for each
             of its steps, or all but the last are within `no_sync`.
         broadcast_buffers: give all ranks rank 0's buffers before each forward in training that a backward may follow.
-            Those on a GPU go through the host, which waits for them.
+            Those on a GPU wait for nothing on one node; between nodes they go through the host, which waits for them.
         find_unused_parameters: let a backward leave out parameters. They count as zero on the ranks that do; what no
             rank has used keeps its gradient, or None.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
@@ -106,6 +107,9 @@ class DistributedDataParallel(torch.nn.Module):
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
         with exchange.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
+        if self.device is not None and self.world.size > 1:
+            way = None if reducer.gpus is None else reducer.gpus.way
+            self._buffers_of_all.on_gpu = GpuBuffers(self.world, self.device, way)
         self.backward_pass = Backward(trained, reducer, self.world, find_unused_parameters, settings is not None)
         self.backward_pass.turns.events["forward"] = self._share_buffers
 

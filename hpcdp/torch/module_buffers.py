@@ -6,13 +6,15 @@ import torch
 
 from ..comm import World
 from ..errors import UnsupportedError
+from . import exchange
+from .gpu_buffers import GpuBuffers
 
 
 class ModuleBuffers:
     """The buffers of a module, of which all of a dtype travel in one message.
 
-    They are copied together and back, and stay where they are: others may hold views of them. Those on a GPU go through
-    the host.
+    They are copied together and back, and stay where they are: others may hold views of them. Those on the GPU of
+    `on_gpu` go its way, once that is there; others on a GPU go through the host, which waits for them.
 
     Raises:
         UnsupportedError: a buffer that is not dense.
@@ -21,6 +23,7 @@ class ModuleBuffers:
     def __init__(self, module: torch.nn.Module, world: World) -> None:
         self._module = module
         self._world = world
+        self.on_gpu: GpuBuffers | None = None
         for name, each in module.named_buffers():
             if each.layout is not torch.strided:
                 raise UnsupportedError(
@@ -32,6 +35,11 @@ class ModuleBuffers:
         if self._world.size == 1:
             return
         buffers = [each.detach() for each in self._module.buffers() if each.numel()]
+        if self.on_gpu is not None:
+            there = [each for each in buffers if exchange.gpu_of(each) == self.on_gpu.device]
+            buffers = [each for each in buffers if exchange.gpu_of(each) != self.on_gpu.device]
+            if there:
+                self.on_gpu.broadcast(there, root)
         for dtype, device in dict.fromkeys((each.dtype, each.device) for each in buffers):
             members = [each for each in buffers if (each.dtype, each.device) == (dtype, device)]
             flat = torch.cat([each.reshape(-1) for each in members]).cpu()

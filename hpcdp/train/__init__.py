@@ -1,7 +1,8 @@
 """Floor 6: train.
 
 Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, data, comm, autograd, engine, trace,
-archive, state, kernels, streams, devices, arrays, errors.
+archive, state, kernels, streams, devices, replacing, arrays, launched,
+errors.
 
 `trainer` makes one update of the gradients of all ranks, `fit` is the loop around it, `run` what ``hpcdp train`` does;
 `traced` writes down who did what when, `SyncBatchNorm` normalises by the batches of all ranks.

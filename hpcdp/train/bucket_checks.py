@@ -20,7 +20,9 @@ def check_settings(
     adding: Sequence[str],
 ) -> None:
     """Raises `ConfigError` for settings that buckets have not; ``adding`` names parameters with ``grad_req="add"``."""
-    if kvstore is not None or update_on_kvstore is not None:
+    if kvstore is not None:
+        raise ConfigError("Trainer", where="kvstore", expected="None in buckets", got=repr(kvstore))
+    if update_on_kvstore is not None:
         expected = "None without a kvstore"
         raise ConfigError("Trainer", where="update_on_kvstore", expected=expected, got=repr(update_on_kvstore))
     if owner not in OWNERS:

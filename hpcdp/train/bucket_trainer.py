@@ -14,7 +14,7 @@ import numpy as np
 from .. import autograd
 from ..arrays import from_host, is_cupy, to_host
 from ..comm import World, init
-from ..comm.agreement import on_every_rank, require_same
+from ..comm.agreement import on_every_rank
 from ..compression import Compression, Settings
 from ..devices import Device
 from ..errors import HpcdpError, NonFiniteGradientError, StaleGradientError
@@ -31,9 +31,10 @@ from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
 from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
-from .policy import Policy, Unwritten, stale_anywhere
+from .policy import Policy, Unwritten, checked_policy, stale_anywhere
 from .reproducible import ReproducibleSteps, checked_virtual_shards, fix_arithmetic
-from .trainer import Trainer, checked_count, described, require_alike, show_to_profiler, trained, unfinished
+from .trainer import Trainer, show_to_profiler
+from .trainer_checks import checked_count, described, require_alike, require_same_settings, trained, unfinished
 
 _SAVED_WHOLE = "save all of its ranks' state: checkpoint.Manager(path, world).save(step, {'trainer': trainer})"
 
@@ -68,7 +69,7 @@ class BucketTrainer(Trainer):
         self.virtual_shards = checked_virtual_shards(reproducible, virtual_shards, ours, self.compression, self.world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
-        self.policy = Policy() if policy is None else policy
+        self.policy = checked_policy(policy)
         self.loss_scale = first_scale(loss_scale)
         self._dynamic: DynamicLossScale | None = None
         if loss_scale == DYNAMIC:
@@ -250,12 +251,15 @@ class BucketTrainer(Trainer):
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
             )
         held = checked_count("update", count) + self._held_count
-        total = int(self.reducer.closing.tally(held)[0])
+        settings = self._settings
+        (total,), alike = self.reducer.closing.tally_alike(settings, held)
         try:
-            self._update(total)
+            if not alike:
+                require_same_settings(self.world.comm, "update", *settings)
+            self._update(int(total))
         finally:
             self._begin_step()
-        return total
+        return int(total)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -279,11 +283,12 @@ class BucketTrainer(Trainer):
         if not stale:
             self.reducer.arrivals.fill_with_zeros()
         self.reducer.launch_rest()
-        settings = self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
+        settings = self._settings
         met = () if self._reproducible is None else (self._reproducible.met_stranger,)
         (total, num_stale, *num_strangers), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), *met)
         if not alike:
-            self._refuse(settings)
+            self._give_up()
+            require_same_settings(self.world.comm, "step", *settings)
         if any(num_strangers):
             self._give_up()
             raise HpcdpError(
@@ -300,11 +305,10 @@ class BucketTrainer(Trainer):
         """Parameters without a gradient, although this rank had ``count`` samples, where that is an error."""
         return self._unwritten.refused(self.reducer.arrivals.missing) if count else []
 
-    def _refuse(self, settings: tuple[float, float]) -> None:
-        """Raise that ranks would go different ways, on all of them."""
-        self._give_up()
-        items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
-        require_same(self.world.comm, "step", items, "change them alike on all ranks")
+    @property
+    def _settings(self) -> tuple[float, float]:
+        """Of the next update, which must be the same on all ranks."""
+        return self.optimizer.learning_rate(self.step_count + 1), self.loss_scale
 
     def _give_up(self) -> None:
         """Drop the step before an error; nobody leaves before what was launched has ended."""

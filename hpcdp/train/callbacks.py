@@ -6,9 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from hpcdp.errors import ConfigError
-from hpcdp.state import Stateful, require_state
-
+from ..errors import ConfigError
+from ..state import Stateful, require_state
 from . import progress
 from .metrics import Record
 from .run_folder import RunFolder

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcdp.comm import World
-from hpcdp.errors import ConfigError, DataError, SaveError
-
+from ..comm import World
+from ..errors import ConfigError, DataError, SaveError
 from .metrics import Record
 from .preemption import Agreement, Reason, StopRequests
 
 if TYPE_CHECKING:
-    from hpcdp.checkpoint import Manager
+    from ..checkpoint import Manager
 
 _METRICS = ("loss", "accuracy", "test_loss", "test_accuracy")
 EPOCH = "epoch"
@@ -76,7 +75,7 @@ class Checkpoints:
         if not (whole or every in (None, EPOCH)):
             expected = f"a number of steps, {EPOCH!r} or None"
             raise ConfigError("Checkpoints", where="every", expected=expected, got=repr(every))
-        from hpcdp.checkpoint import Manager  # not before: who does not save needs none of it
+        from ..checkpoint import Manager  # not before: who does not save needs none of it
 
         if not isinstance(manager, Manager):
             raise ConfigError("Checkpoints", where="manager", expected="a checkpoint.Manager", got=repr(manager))

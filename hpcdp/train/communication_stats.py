@@ -22,11 +22,6 @@ class CommunicationStats:
         self._waits: deque[tuple[int, int]] = deque(maxlen=_WAITS_KEPT)
         self._ran_until_ns = 0
 
-    @property
-    def hidden_share(self) -> float:
-        """The share of communication that ran beside computation, 0 to 1."""
-        return 1.0 - self.exposed_s / self.total_s if self.total_s else 0.0
-
     def waited_on_gpu(self, seconds: float) -> None:
         """The GPU has waited for so long, as its events say."""
         self.exposed_s += seconds

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import ConfigError, check_name
-
+from ..errors import ConfigError, check_name
 from .setting import check_range, parsed, setting, toml_value, typed
 from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
 
@@ -137,7 +136,7 @@ class TrainConfig:
                 check_range(field, value)
         self._check_data()
         if self.compression is not None:
-            from hpcdp.compression import Compression  # not before: NumPy would be loaded for --help, too
+            from ..compression import Compression  # not before: NumPy would be loaded for --help, too
 
             Compression.of(self.compression)
         if self.momentum >= 1:
@@ -169,8 +168,8 @@ class TrainConfig:
     def _check_data(self) -> None:
         if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
             return
-        from hpcdp.data.catalog import NAMES  # not before, as above
-        from hpcdp.nn.models import MODELS
+        from ..data.catalog import NAMES  # not before, as above
+        from ..nn.models import MODELS
 
         if self.model not in MODELS:
             return  # `create` says what is wrong
@@ -307,8 +306,7 @@ def check_inputs(config: TrainConfig) -> None:
 
     Tries out the name of the trace, too.
     """
-    from hpcdp.comm.gpus import device_of
-
+    from ..comm.gpus import device_of
     from . import inputs
     from .device import require_gpu
     from .tracing import check_path

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from hpcdp.comm import World, gpus
-from hpcdp.comm.agreement import on_every_rank
-from hpcdp.devices import Device, cpu
-from hpcdp.errors import ConfigError
+from ..comm import World, gpus
+from ..comm.agreement import on_every_rank
+from ..devices import Device, cpu
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
+
+
+_FOR_POOLS = 0.9
+"""Of a GPU's memory, where ranks share it; the rest is for what is not in their pools."""
 
 
 def choose_device(config: TrainConfig, world: World) -> Device:
@@ -25,7 +31,20 @@ def choose_device(config: TrainConfig, world: World) -> Device:
     elif config.device == "cpu" or config.for_host or "cpu" in world.comm.allgather_json(world.device.kind):
         return cpu()
     world.device.use()
+    _share_memory(world)
     return world.device
+
+
+def _share_memory(world: World) -> None:
+    """Ranks that share a GPU get equal parts of its memory, unless CuPy is told otherwise; every rank must call.
+
+    The pool of each keeps what it has once taken, also when another one needs it, but not beyond its limit.
+    """
+    uuid = next((each.uuid for each in gpus.visible() if each.index == world.device.index), "")
+    found = {tuple(each) for each in world.comm.allgather_json([uuid, socket.gethostname(), os.getpid()])}
+    sharing = sum(of_other == uuid for of_other, _, _ in found)
+    if sharing > 1 and not os.environ.get("CUPY_GPU_MEMORY_LIMIT"):
+        world.device.limit_memory(_FOR_POOLS / sharing)
 
 
 def require_gpu(device: Device) -> None:

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcdp.arrays import from_host
-from hpcdp.autograd import predict_mode
-from hpcdp.collectives import allreduce
-from hpcdp.comm import World, init
-from hpcdp.data import Dataset
-from hpcdp.data.split import piece_bounds
-from hpcdp.errors import whole_number
-from hpcdp.nn import Module
-from hpcdp.nn.deferred import shape_of
-from hpcdp.nn.functional import softmax_cross_entropy
-
+from ..arrays import from_host
+from ..autograd import predict_mode
+from ..collectives import allreduce
+from ..comm import World, init
+from ..data import Dataset
+from ..data.split import piece_bounds
+from ..errors import whole_number
+from ..nn import Module
+from ..nn.deferred import shape_of
+from ..nn.functional import softmax_cross_entropy
 from .metrics import BatchSums
 
 

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.autograd import Tensor, record
-from hpcdp.comm import World, init
-from hpcdp.comm.agreement import on_every_rank, require_same
-from hpcdp.data import DataLoader, SharedSampler
-from hpcdp.errors import ConfigError
-from hpcdp.nn import Module
-from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.nn.losses import require_per_sample
-from hpcdp.trace import Trace
-
+from ..autograd import Tensor, record
+from ..comm import World, init
+from ..comm.agreement import on_every_rank, require_same
+from ..data import DataLoader, SharedSampler
+from ..errors import ConfigError
+from ..nn import Module
+from ..nn.functional import softmax_cross_entropy
+from ..nn.losses import require_per_sample
+from ..trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
 from .evaluate import Evaluation
@@ -67,8 +66,8 @@ def fit(
             says then whether there was one. None: nothing is saved.
 
     Returns:
-        One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md lists
-        what is in it).
+        One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md and
+        docs/tracing.md list what is in it).
 
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
@@ -96,7 +95,7 @@ def fit(
     if epochs and steps == 0:
         raise ConfigError(
             "fit", where="loader", expected="an epoch of at least one batch", got="none on any rank",
-            remedy="a smaller batch_size, or last_batch='keep'",
+            remedy="a smaller batch_size, or last='keep'",
         )  # fmt: skip
     for callback in callbacks:
         if position.total:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpcdp.comm import World
-from hpcdp.data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
-from hpcdp.errors import ConfigError, MismatchError, whole_number
-from hpcdp.nn import Module
-
+from ..comm import World
+from ..data import DataLoader, ShardedSampler, SharedSampler, VirtualShardSampler
+from ..errors import ConfigError, MismatchError, whole_number
+from ..nn import Module
 from .callbacks import Callback, EarlyStopping
 from .checkpoints import Checkpoints
 from .trainer import Trainer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcdp import data, nn, optim
-from hpcdp.devices import Device
-from hpcdp.nn import models
-
+from .. import data, nn, optim
+from ..devices import Device
+from ..errors import ConfigError
+from ..nn import models
 from .config import TrainConfig
 
 _IMAGE_SIZE = {"digits": 28}
@@ -32,8 +32,13 @@ def augmentation(config: TrainConfig, dataset: data.Dataset) -> data.Augmentatio
         changes.append(data.RandomFlip())
     if not changes:
         return None
+    if len(dataset.sample_shape) != 3:
+        raise ConfigError(
+            f"setting {'shift' if config.shift else 'flip'}", expected="data of images (channels, height, width)",
+            got=f"samples of shape {tuple(dataset.sample_shape)} in {config.data}",
+        )  # fmt: skip
     augment, no_samples = data.Augmentation(*changes, seed=config.seed), np.empty(0, np.int64)
-    augment(dataset[no_samples][0], no_samples, epoch=0)  # raises where they are no images
+    augment(dataset[no_samples][0], no_samples, epoch=0)  # raises where they are too small
     return augment
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.arrays import Array
-from hpcdp.collectives import allreduce
-from hpcdp.comm import World
-from hpcdp.state import Part, Sharded
-
+from ..arrays import Array
+from ..collectives import allreduce
+from ..comm import World
+from ..state import Part, Sharded
 from .metrics import BatchSums, Record
 from .trainer import Trainer
 

@@ -16,12 +16,13 @@ from typing import Any, Literal, TextIO
 
 import numpy as np
 
-from hpcdp.arrays import Array, array_namespace, to_host
-from hpcdp.errors import ConfigError, to_stderr, whole_number
+from ..arrays import Array, array_namespace, to_host
+from ..errors import ConfigError, to_stderr, whole_number
+from ..replacing import replaced
 
 Record = dict[str, Any]
 """One line of ``metrics.jsonl``: ``kind`` is "step" or "epoch", the rest are numbers, names and lists of names.
-`docs/training.md` lists them."""
+docs/training.md and docs/tracing.md list them."""
 
 _TAGS = {
     "step": ("loss", "accuracy", "samples_per_s", "learning_rate", "comm_s", "comm_exposed_s"),
@@ -114,15 +115,12 @@ def peak_memory_mb() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def number_correct(logits: Array, labels: Array) -> float:
+def number_correct(logits: Array, labels: Array) -> Array:
     """How many of ``logits``, shape ``(batch, ..., classes)``, are largest at ``labels``, integers ``(batch, ...)``.
 
-    A sample with several labels counts with the share of them that are right.
+    A number where they are, so that nobody waits for a GPU. A sample with several labels counts with the share of them
+    that are right.
     """
-    return float(to_host(_number_correct(logits, labels)))
-
-
-def _number_correct(logits: Array, labels: Array) -> Array:
     xp = array_namespace(logits, labels)
     return (xp.argmax(logits, axis=-1) == labels).sum() / max(1, math.prod(labels.shape[1:]))
 
@@ -146,7 +144,7 @@ class BatchSums:
             self._rows = xp.asarray(self.rows)
         place = self._rows[row]
         place[0] += losses.sum()
-        place[1] += _number_correct(logits, labels)
+        place[1] += number_correct(logits, labels)
         place[2] += len(labels)
 
     @property
@@ -263,20 +261,20 @@ def _finite(record: Mapping[str, Any]) -> Record:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file anew, whole or not at all; text in UTF-8. Raises OSError."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)  # what was written may be what fills the disk
-        raise
+    with replaced(path) as part:
+        part.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def read_metrics(path: str | Path) -> list[Record]:
     """The records of a ``metrics.jsonl``; a last line torn by a kill is left out. Raises OSError, or ValueError for a
     damaged line before the last."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")
-    records = [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            records += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise ValueError(f"line {number} of the file is none of JSON: {error}") from error
     if lines[-1]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(lines[-1]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import ConfigError
-
+from ..errors import ConfigError
+from ..replacing import replaced
 from .metrics import Record
 
 _TRAIN, _TEST = "#3566a8", "#c8552b"
@@ -55,13 +54,8 @@ def _require_png(operation: str, path: str | Path) -> None:
 
 
 def _write(figure: Any, path: Path) -> None:
-    unfinished = path.with_suffix(".png.part")
-    try:
-        with open(unfinished, "wb") as file:
-            figure.canvas.print_png(file)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replaced(path) as part, open(part, "wb") as file:
+        figure.canvas.print_png(file)
 
 
 class Animator:

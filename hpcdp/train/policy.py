@@ -42,6 +42,16 @@ class Policy:
                 raise ConfigError("Policy", where=name, expected=" or ".join(valid), got=repr(getattr(self, name)))
 
 
+def checked_policy(policy: object) -> Policy:
+    """``policy``, or that of a Trainer which is given none; `ConfigError` for what is neither."""
+    if policy is None:
+        return Policy()
+    if not isinstance(policy, Policy):
+        expected = "a Policy, e.g. Policy(unused='zero')"
+        raise ConfigError("Trainer", where="policy", expected=expected, got=repr(policy))
+    return policy
+
+
 class Unwritten:
     """Gradients that backward has not written: what the policy of one trainer says of them.
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcdp.comm import World
-from hpcdp.comm.communicator import Request
-from hpcdp.comm.watchdog import Watchdog
-from hpcdp.errors import ConfigError
-
+from ..comm import World
+from ..comm.communicator import Request
+from ..comm.watchdog import Watchdog
+from ..errors import ConfigError
+from ..launched import speaks, started_by_srun
 from . import stop_signal
 
 STOPPED = os.EX_TEMPFAIL
@@ -31,11 +31,6 @@ _GRACE_S, _GRACE_SHARE = 120.0, 0.1
 """So long before the end of a batch job, but not longer than this share of what is left of it, a run stops."""
 
 _SQUEUE_S = 5.0
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Variables of launchers, the innermost one first."""
-
-_OTHER_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-"""Variables of Open MPI's mpirun and of MPICH's; inside of them those of srun describe the launcher's daemons."""
 
 
 class Reason(enum.IntEnum):
@@ -127,11 +122,6 @@ class StopRequests:
         self._handlers = {}
 
 
-def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether srun is the innermost launcher of this process."""
-    return environ.get("SLURM_STEP_ID", "").isdecimal() and not any(name in environ for name in _OTHER_LAUNCHERS)
-
-
 def _end_of_job(environ: Mapping[str, str]) -> float:
     """When to stop before the batch job ends (monotonic); never outside of one."""
     text = environ.get("SLURM_JOB_END_TIME", "")
@@ -144,8 +134,8 @@ def _end_of_job(environ: Mapping[str, str]) -> float:
 
 def _end_by_squeue(environ: Mapping[str, str]) -> float:
     """When the job ends (seconds since 1970) as ``squeue`` tells rank 0; 0 elsewhere, and where it does not."""
-    job, rank = environ.get("SLURM_JOB_ID", ""), next((environ[name] for name in _RANKS if name in environ), "0")
-    if not job or rank != "0":
+    job = environ.get("SLURM_JOB_ID", "")
+    if not job or not speaks(environ):
         return 0.0
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         asked = subprocess.run(

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdp.errors import ConfigError, DataError, shortened
-
+from ..errors import ConfigError, DataError, shortened
 from .metrics import Record, read_metrics
 from .report_figures import PARTS
 

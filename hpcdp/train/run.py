@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from hpcdp import data, kernels, kvstore
-from hpcdp.autograd import record
-from hpcdp.checkpoint import Manager
-from hpcdp.collectives import allreduce
-from hpcdp.comm import World, init
-from hpcdp.comm.agreement import on_every_rank, on_rank_0
-from hpcdp.compression import pays_below
-from hpcdp.devices import Device
-from hpcdp.gradients.rail import node_nbytes
-from hpcdp.nn import Module
-from hpcdp.nn.functional import softmax_cross_entropy
-
+from .. import data, kernels, kvstore
+from ..autograd import record
+from ..checkpoint import Manager
+from ..collectives import allreduce
+from ..comm import World, init
+from ..comm.agreement import on_every_rank, on_rank_0
+from ..compression import pays_below
+from ..devices import Device
+from ..errors import listed
+from ..gradients.rail import node_nbytes
+from ..nn import Module
+from ..nn.functional import softmax_cross_entropy
 from . import inputs
 from .bucket_trainer import BucketTrainer
 from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
@@ -361,9 +361,8 @@ def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("slowest rank", f"rank {rank} on {then[0]['slowest_host']} {often}"))
     named = Counter(name for record in records for name in record.get("stragglers", ()))
     if named:
-        shown = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common(2)]
-        more = f" and {len(named) - 2} more" if len(named) > 2 else ""
-        lines.append(("stragglers", ", ".join(shown) + more))
+        stragglers = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common()]
+        lines.append(("stragglers", listed(stragglers, 2)))
     return lines
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hpcdp.comm import World
-from hpcdp.comm.agreement import on_rank_0
-from hpcdp.errors import ConfigError
-
+from ..comm import World
+from ..comm.agreement import on_rank_0
+from ..errors import ConfigError
 from .config import TrainConfig, load
 from .metrics import MetricsLog, Record, read_metrics, replace_file
 from .plots import draw_curves

@@ -11,16 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-from hpcdp.comm import World
-from hpcdp.gradients.critical_path import (
+from ..comm import World
+from ..gradients.critical_path import (
     BucketCost,
     BucketTimes,
     critical_path,
     mirrored_need,
     reduction_seconds,
 )
-from hpcdp.trace import Span, Trace
-
+from ..trace import Span, Trace
 from .gpu_times import GpuTimes
 from .metrics import Record
 from .trainer import Trainer
@@ -145,7 +144,7 @@ def _medians(measured: Iterable[tuple[float, float]]) -> list[float]:
 
 
 def compare(summaries: Sequence[Mapping[str, Any]]) -> Record:
-    """One epoch's numbers from those of each rank; docs/training.md lists them.
+    """One epoch's numbers from those of each rank; docs/tracing.md lists them.
 
     A rank's own work is its data and its computation in a step: all that it did but wait for others. The critical path
     is that of the rank with the longest computation. A bucket is ready when it is on the last rank, and its reduction

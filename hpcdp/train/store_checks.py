@@ -38,9 +38,6 @@ def check_settings(kind: object, update_on_kvstore: bool | None, policy: Policy,
             "Trainer", where="update_on_kvstore", expected="True with dist_async", got="False",
             remedy="leave it out, or take dist_sync: pushes that do not wait for each other have no sum",
         )  # fmt: skip
-    if not isinstance(policy, Policy):
-        expected = "a Policy, e.g. Policy(unused='zero')"
-        raise ConfigError("Trainer", where="policy", expected=expected, got=repr(policy))
     if policy.nonfinite != "ignore":
         raise ConfigError(
             "Trainer", where="policy", expected="nonfinite='ignore' with a kvstore", got=repr(policy.nonfinite),

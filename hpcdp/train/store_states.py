@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..kvstore.arguments import Key
 from ..kvstore.states import States, read_states, write_states
 from ..state import Part, Sharded, require_state, take
-from .trainer import unfinished
+from .trainer_checks import unfinished
 
 if TYPE_CHECKING:
     from .store_trainer import StoreTrainer

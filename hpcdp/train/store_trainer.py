@@ -6,7 +6,6 @@ parameter server", 2014.
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,6 @@ from .. import autograd
 from ..arrays import array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
-from ..comm.agreement import require_same
-from ..comm.sanity import launched
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
@@ -28,14 +25,16 @@ from ..gradients.closing import ClosingExchange
 from ..gradients.lane import Lane
 from ..kvstore import KINDS, KVStore, create
 from ..kvstore.asynchronous import AsyncStore
+from ..launched import launched_ranks
 from ..optim import Optimizer, require_by_elements
 from . import store_states
 from .communication_stats import CommunicationStats
 from .loss_scale import first_scale
 from .parts import require_whole
-from .policy import Policy, Unwritten, stale, stale_anywhere
+from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
 from .store_checks import check_precision, check_settings, check_unused
-from .trainer import Trainer, checked_count, require_alike, show_to_profiler, trained
+from .trainer import Trainer, show_to_profiler
+from .trainer_checks import checked_count, require_alike, require_same_settings, trained
 
 
 class StoreTrainer(Trainer):
@@ -63,7 +62,7 @@ class StoreTrainer(Trainer):
         self._params = trained(params, world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
-        self.policy = Policy() if policy is None else policy
+        self.policy = checked_policy(policy)
         self.compression = Compression.of(compression)
         self.update_on_kvstore = update_on_kvstore is not False
         """Whether the store updates; else every rank does."""
@@ -79,7 +78,7 @@ class StoreTrainer(Trainer):
             self.world = init() if world is None else world
             settings = f"kvstore {kind}, {self.update_on_kvstore=}, {self.policy}, compression {self.compression}"
             require_alike(self.world, self._params, optimizer, [settings])
-        elif (size := launched(os.environ) if world is None else world.size) > 1:
+        elif (size := launched_ranks() or 1 if world is None else world.size) > 1:
             raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
         show_to_profiler(self._params, self.world)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
@@ -135,13 +134,15 @@ class StoreTrainer(Trainer):
             self._refuse_sums("step")
         began_ns = time.perf_counter_ns()
         total = self._close_step(count)
-        if total and self.update_on_kvstore:
-            self.step_count += 1
-            self._push_and_pull(total)
-        elif total:
-            self._sum()
-            self._update(total)
-        self._begin_step()
+        try:
+            if total and self.update_on_kvstore:
+                self.step_count += 1
+                self._push_and_pull(total)
+            elif total:
+                self._sum()
+                self._update(total)
+        finally:
+            self._begin_step()
         self._account(began_ns)
         return total
 
@@ -166,9 +167,11 @@ class StoreTrainer(Trainer):
         total = checked_count("update", count) + self._held_count
         if self._closing is not None and self.world is not None:
             total = self._tally("update", self._closing, self.world, total)[0]
-        if total:
-            self._update(total)
-        self._begin_step()
+        try:
+            if total:
+                self._update(total)
+        finally:
+            self._begin_step()
         return total
 
     @contextmanager
@@ -295,8 +298,7 @@ class StoreTrainer(Trainer):
         sums, alike = closing.tally_alike(settings, *numbers)
         if not alike:
             self._begin_step()
-            items = [f"learning rate {settings[0]}", f"loss scale {settings[1]}"]
-            require_same(world.comm, operation, items, "change them alike on all ranks")
+            require_same_settings(world.comm, operation, *settings)
         return [int(each) for each in sums]
 
     def _fill_unwritten_with_zeros(self) -> None:
@@ -307,12 +309,13 @@ class StoreTrainer(Trainer):
     def _push_and_pull(self, total: int) -> None:
         weight = total if self.steps_together else total * self.store.num_workers
         scale = 1.0 / (weight * self.loss_scale)
-        for key, param in self.params.items():
-            self.store.pushpull(key, param.grad * scale, out=_place(param), priority=-key)
+        for key, param in enumerate(self._params):
+            param.grad *= scale  # in place: the store makes a copy
+            self.store.pushpull(key, param.grad, out=_place(param), priority=-key)
             self._time(param)
 
     def _pull(self) -> None:
-        for key, param in self.params.items():
+        for key, param in enumerate(self._params):
             self.store.pull(key, out=_place(param), priority=-key)
             self._time(param)
 

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from hpcdp.comm import Communicator, World, init
-from hpcdp.comm.agreement import on_rank_0
-from hpcdp.engine import Engine, default_engine
-from hpcdp.errors import ConfigError, to_stderr
-from hpcdp.trace import MAIN, Slice, Trace
+from ..comm import Communicator, World, init
+from ..comm.agreement import on_rank_0
+from ..engine import Engine, default_engine
+from ..errors import ConfigError, to_stderr
+from ..trace import MAIN, Slice, Trace
 
 LANES = (MAIN, "communication", "update", "io")
 """The order in which lanes are drawn; others follow by name."""

@@ -6,26 +6,21 @@ store.
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..arrays import is_cupy, is_host
+from ..arrays import is_cupy
 from ..comm import World
-from ..comm.agreement import require_same
 from ..compression import Compression, Settings
-from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer, require_optimizer
 from ..trace import Trace, nvtx
 from .communication_stats import CommunicationStats
 from .policy import Policy
+from .trainer_checks import no_parameters
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
@@ -78,8 +73,8 @@ class Trainer:
             nothing on all ranks, as with ``Policy(nonfinite="skip")``. Stores take a number.
 
     Raises:
-        MismatchError: the ranks' parameters or settings differ, later in `step` their learning rates or loss scales; on
-            every rank, naming ranks and the first difference.
+        MismatchError: the ranks' parameters or settings differ, later in `step` and `update` their learning rates or
+            loss scales; on every rank, naming ranks and the first difference.
         ConfigError: no parameters or two of one name, an unknown owner, codec or store, a clip_norm that is not
             positive; what a store cannot do; what would keep a run from being reproducible.
     """
@@ -122,8 +117,7 @@ class Trainer:
         if cls is not Trainer:
             return super().__new__(cls)
         if not isinstance(params, Iterable):
-            expected = "parameters, such as those of net.parameters()"
-            raise ConfigError("Trainer", where="params", expected=expected, got=type(params).__name__)
+            raise no_parameters(params)
         require_optimizer("Trainer", optimizer)
         from .bucket_trainer import BucketTrainer
         from .store_trainer import StoreTrainer
@@ -283,67 +277,8 @@ class Trainer:
         raise NotImplementedError
 
 
-def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
-    """Those that want a gradient; `ConfigError` for two of one name, or for none, unless ``world`` has but
-    one stage of a model."""
-    found = [param for param in params if param.grad_req != "null"]
-    if not found and (world is None or world.model_comm is None):
-        raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
-    twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]
-    if twice:
-        raise ConfigError(
-            "Trainer", where="params", expected="different names", got=f"{twice[0]!r} twice",
-            remedy="make two networks children of one Module, which puts their names before those of their parameters",
-        )  # fmt: skip
-    return found
-
-
 def show_to_profiler(params: Sequence[Parameter], world: World | None) -> None:
     """Where parameters are on a GPU, let the spans of a world that is traced be ranges for its profiler, too."""
     trace: Trace | None = None if world is None else world.kept.get(Trace)
     if trace is not None and trace.ranges is None and any(is_cupy(param.data) for param in params):
         trace.ranges = nvtx()
-
-
-def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
-    """Name, shape and dtype of each."""
-    return [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in params]
-
-
-def _marks(param: Parameter) -> str:
-    """What ranks must have alike of it, in the line about it: a difference then stands beside its like."""
-    accumulated = " grad_req='add'" if param.grad_req == "add" else ""
-    return accumulated + (" of a layer for all ranks together" if getattr(param, "is_joint", False) else "")
-
-
-def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
-    """Raises `MismatchError` where ranks have given a Trainer other things; every rank must call."""
-    places = ["" if is_host(param.data) else " on a GPU" for param in params]  # where gradients are summed follows
-    items = [
-        f"{name} {shape} {dtype}{place}{_marks(param)}"
-        for param, (name, shape, dtype), place in zip(params, described(params), places, strict=True)
-    ]
-    remedy = (
-        "build the same model with the same options on every rank; for the stages of a pipeline, or layers that are "
-        "split, pass their replicas as the world"
-    )
-    require_same(world.comm, "Trainer", [*items, f"optimizer {optimizer.config()}", *settings], remedy)
-
-
-def checked_count(operation: str, count: int) -> int:
-    """``count`` as an int; `ConfigError` unless it is a number of samples."""
-    try:
-        checked = operator.index(count)
-    except TypeError:
-        checked = -1
-    if checked < 0:
-        raise ConfigError(operation, where="count", expected="a number of samples, 0 or more", got=repr(count))
-    return checked
-
-
-def unfinished(operation: str) -> StaleGradientError:
-    """There are gradients that a later update would have used."""
-    return StaleGradientError(
-        operation, expected="the end of a step", got="gradients that no_sync() or allreduce_grads() holds",
-        remedy="call it after step(count), or drop them by step(0)",
-    )  # fmt: skip

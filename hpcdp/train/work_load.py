@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpcdp.data import ShardedSampler
-from hpcdp.errors import ConfigError
-
+from ..data import ShardedSampler
+from ..errors import ConfigError
 from .callbacks import Callback
 from .metrics import Record
 

@@ -227,6 +227,13 @@ def test_the_number_of_elements_that_a_mask_chooses_is_never_guessed():
             assert x[mask].shape == (mask.sum(),)
 
 
+def test_an_index_may_be_a_list():
+    x = random(0, 8)
+    with autograd.asynchronous():
+        for index in ([1, 0, 1], [True, False] * 4, (slice(None),), [2]):
+            np.testing.assert_array_equal(x[index].asnumpy(), x.data[index])
+
+
 def test_hybridized_networks_are_called_without_their_plans():
     net, x = nn.models.lenet(), np.random.default_rng(0).normal(size=(2, 1, 28, 28)).astype("f4")
     expected = net(x).asnumpy()

@@ -60,6 +60,7 @@ UNARY = {
     "mean": (Tensor.mean, np.mean, CUBE),
     "mean axis": (lambda x: x.mean(axis=(0, 2)), lambda x: x.mean(axis=(0, 2)), CUBE),
     "max": (Tensor.max, np.max, CUBE),
+    "sum axis of NumPy's": (lambda x: x.sum(axis=np.int64(1)), lambda x: x.sum(axis=1), CUBE),
     "max axis": (lambda x: x.max(axis=1), lambda x: x.max(axis=1), CUBE),
     "min axis": (lambda x: x.min(axis=2, keepdims=True), lambda x: x.min(axis=2, keepdims=True), CUBE),
     "reshape": (lambda x: x.reshape(4, -1), lambda x: x.reshape(4, -1), CUBE),

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -10,8 +10,9 @@ import graphs_on_host
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import gpu, gpu_jobs, gpu_kernels
+from hpcdp.benchmarks import gpu, gpu_alone, gpu_jobs, gpu_kernels
 from hpcdp.benchmarks.gpu_kernels import cases
+from hpcdp.comm import threads
 from hpcdp.kernels import cuda_update
 
 
@@ -36,14 +37,21 @@ def test_every_kernel_is_right_and_rated(
     tmp_path: Path, cupy: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "gpu_or_reason", lambda: (cupy, ""))
-    monkeypatch.setattr(gpu, "facts", lambda cupy: {"gpu": "none", "driver": 1, "cuda": 2, "cupy": "3"})
-    monkeypatch.setattr(gpu, "_MODELS", {"lenet": (1, 28, 28)})
-    monkeypatch.setattr(gpu, "_TURN_S", 0)
-    monkeypatch.setattr(gpu, "_TURNS", 1)
+    monkeypatch.setattr(gpu_alone, "facts", lambda cupy: {"gpu": "none", "driver": "1", "cuda": 2, "cupy": "3"})
+    monkeypatch.setattr(gpu_alone, "_MODELS", {"lenet": (1, 28, 28)})
+    monkeypatch.setattr(gpu_alone, "_TURN_S", 0)
+    monkeypatch.setattr(gpu_alone, "_TURNS", 1)
     monkeypatch.setattr(gpu_kernels, "_CHANNELS", 2)
     monkeypatch.setattr(gpu_kernels, "_CLASSES", 100)
     job = {"name": "shared, 2 ranks", "case": "shared", "ranks": 2, "share": 0.6, "told": "60 GB/s", "wrong": 0}
     monkeypatch.setattr(gpu_jobs, "run_all", lambda jobs, size, ends: iter([job]))
+    monkeypatch.setattr(gpu_alone.comm, "init", lambda: threads.run(1, lambda world: world)[0])
+
+    def run_here(command: Sequence[str], more: object, report: Path, limit_s: float) -> object:
+        assert gpu_alone.main(list(command)[command.index("hpcdp.benchmarks.gpu_alone") + 1 :]) == 0
+        return json.loads(report.read_text())
+
+    monkeypatch.setattr(gpu_jobs, "_run", run_here)
     path = tmp_path / "gpu.json"
     assert gpu.main(["-m", "17K", "--batch", "1", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
@@ -62,6 +70,39 @@ def test_every_kernel_is_right_and_rated(
     ]
 
 
+def test_models_and_kernels_that_hang_are_ended_and_those_before_are_told(
+    tmp_path: Path, cupy: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "gpu_or_reason", lambda: (cupy, ""))
+    monkeypatch.setattr(gpu_jobs, "run_all", lambda jobs, size, ends: iter([]))
+    monkeypatch.setattr(gpu_jobs, "_LAST_S", 1)
+    program = """
+import json, signal, sys
+model = {"name": "lenet", "batch": 2, "samples_s": 5.0, "graphs_samples_s": 6.0, "loss": 2.3}
+with open(sys.argv[-1], "w") as report:
+    json.dump({"models": [model], "failed": "it ended after lenet"}, report)
+signal.pause()
+"""
+    monkeypatch.setattr(gpu_jobs, "_LAUNCH", [sys.executable, "-c", program])
+    path = tmp_path / "gpu.json"
+    assert gpu.main(["--limit-s", "2", "--json", str(path)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "models and kernels            FAILED: no end after 3 s" in said
+    assert "lenet                 batch 2: 5 samples/s, 6 by CUDA graphs, loss 2.300" in said
+    assert json.loads(path.read_text())["models"][0]["name"] == "lenet"
+
+
+def test_a_step_that_is_timed_waits_for_nothing(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    for name in ("__float__", "item", "to_host"):
+        read = getattr(cupy.Array, name)
+        monkeypatch.setattr(cupy.Array, name, lambda x, read=read: (waited.append(x.shape), read(x))[1])
+    monkeypatch.setattr(gpu_alone, "seconds", lambda call, marker: (waited.clear(), call(), len(waited))[2] + 1.0)
+    found = threads.run(1, lambda world: gpu_alone.measure_model("lenet", 2, cupy.asarray, world))[0]
+    assert found["samples_s"] == found["graphs_samples_s"] == 2, "a second for none"
+    assert isinstance(found["loss"], float)
+
+
 def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_update, "sgd", lambda param, grad, coefficients: None)
     case = next(cases(300))
@@ -70,4 +111,4 @@ def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_begins_after_its_time(cupy: ModuleType) -> None:
-    assert list(gpu.all_kernels(100, cupy.asarray, ends=0)) == []
+    assert list(gpu_alone.all_kernels(100, cupy.asarray, ends=0)) == []

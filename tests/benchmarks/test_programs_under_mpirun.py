@@ -12,7 +12,7 @@ import pytest
 
 import hpcdp
 from hpcdp.benchmarks import command, floor
-from hpcdp.launch.inside import launched_ranks
+from hpcdp.launched import launched_ranks
 
 pytestmark = pytest.mark.mpi
 if launched_ranks() not in (None, 2):

@@ -12,7 +12,7 @@ import pytest
 import samples
 import standin
 
-from hpcdp.checkpoint import Manager, Part, Sharded, files
+from hpcdp.checkpoint import Manager, Part, Sharded, files, lock, manager
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 
@@ -306,3 +306,31 @@ def test_processes_that_end_while_a_save_is_under_way(ending, ranks, status, tmp
     found = manager.restore()
     assert found.step == 4  # under way, and let end
     assert np.array_equal(found.state["weights"], samples.weights(4))
+
+
+def test_after_an_exception_the_folder_is_locked_as_long_as_a_save_goes_on(held, monkeypatch, tmp_path):
+    """For this process, which another job may outlive; and the save is whole if it ends."""
+    monkeypatch.setattr(manager, "_PATIENCE_S", 0.1)
+
+    def one(world):
+        held.set()
+        with pytest.raises(KeyError), Manager(tmp_path, world, keep=1) as left:
+            left.save(1, {"x": np.ones(5)})
+            world.comm.barrier()
+            held.clear()
+            left.save(2, {"x": np.ones(5)}, wait=False)
+            saving = left._saving
+            raise KeyError
+        world.comm.barrier()
+        with pytest.raises(DataError, match="no other job that saves here"):
+            lock.WriterLock(tmp_path)
+        world.comm.barrier()
+        held.set()
+        saving.wait(30)
+        assert saving.is_over and saving.error is None
+        assert [path.name for path in tmp_path.glob("*step*")] == ["step-0000000002"]
+        assert left.steps() == [2]
+        if left._lock is not None:
+            left._lock.release()
+
+    threads.run(2, one)

@@ -236,6 +236,14 @@ def test_a_reduction_of_ones_own_needs_an_algorithm_for_it(n, collective, algori
         threads.run(n, lambda world: COLLECTIVES[collective](np.ones(3), mine, world=world, algorithm=algorithm))
 
 
+def test_a_reduction_of_ones_own_needs_no_identity():
+    def rank(world):
+        allreduce(x := np.array([world.rank, 2.0]), Monoid(np.fmax, name="fmax"), world)
+        return x.tolist()
+
+    assert threads.run(2, rank) == [[1.0, 2.0]] * 2
+
+
 def test_monoids_made_anew_are_not_kept():
     def rank(world):
         for _ in range(3):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import subprocess
 from dataclasses import replace
 
 import cuda_driver
@@ -60,6 +61,31 @@ def test_no_driver_is_no_gpu(monkeypatch):
         Driver("libnone.so.1")
     monkeypatch.setattr(gpus, "LIBRARY", "libnone.so.1")
     assert gpus.visible.__wrapped__() == ()
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlSystemGetDriverVersion(char* to, unsigned room) { strncpy(to, "580.65.06", room); return 0; }
+"""
+OF_THE_KERNEL = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  Thu Jan 23\n",
+)
+
+
+@pytest.mark.parametrize(("text", "release"), [*zip(OF_THE_KERNEL, ["535.104.05", "570.86.15"], strict=True)])
+def test_the_release_of_the_driver_itself(tmp_path, monkeypatch, text, release):
+    monkeypatch.setattr(gpus, "MANAGEMENT_LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(gpus, "KERNEL_MODULE", tmp_path / "version")
+    assert gpus.driver_release() == "unknown"
+    (tmp_path / "version").write_text(text)
+    assert gpus.driver_release() == release
+    if shutil.which("gcc"):
+        library = tmp_path / "libnvidia-ml.so.1"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=NVML, text=True, check=True)
+        monkeypatch.setattr(gpus, "MANAGEMENT_LIBRARY", str(library))
+        assert gpus.driver_release() == "580.65.06"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def values(rank, count, dtype):
 
 
 def make(world, *sizes):
+    gpu(world.rank).use()
     offers = [Offer(f"0000:{rank:02x}:00.0", str(rank), 22501) for rank in range(world.local_size)]
     return Nccl(world.node_comm, world.node_memory, Streams(gpu(world.rank)), offers, world.rank).group(sizes)
 
@@ -222,6 +223,7 @@ def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on
     monkeypatch.setattr(gpus, "visible", lambda: found)
 
     def rank(world):
+        gpu(world.place).use()
         sizes, chance = [RowSize(count, np.dtype("f4")) for count in (8, 300)], random.Random(world.rank)
         rows = [row for _ in range(3) for row in node_groups.make(world, Streams(gpu(world.place)), sizes)[0]]
         for step in range(3):
@@ -296,6 +298,7 @@ def test_memory_goes_back_to_the_stream_it_was_made_for(gpus_on_host):
     """CuPy's pool keeps it for that stream, which need not be the current one when it is given back."""
 
     def rank(world):
+        gpu(world.rank).use()
         made_for, size, waits = Streams(gpu(world.rank)).stream(), RowSize(8, np.dtype("f4")), []
         with made_for:
             group = make(world, size)

@@ -114,8 +114,15 @@ def test_a_failure_releases_workers_and_servers(who):
 
 
 def test_what_a_worker_leaves_for_its_end_is_done_before_servers_are_told():
+    class Tells:
+        def __init__(self, whole):
+            self.whole = whole
+
+        def end(self):
+            self.whole.comm.isend(np.full(1, 2.0), 1, 8).wait()
+
     def work(world):
-        world.endings.append(lambda: world.whole.comm.isend(np.full(1, 2.0), 1, 8).wait())
+        world.endings.add(world.keep(Tells, lambda: Tells(world.whole)).end)
 
     def serve(whole):
         wait_for_all(whole)

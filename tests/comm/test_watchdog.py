@@ -22,10 +22,10 @@ from hpcdp.comm.watchdog import DEFAULT_STALL_S, DEFAULT_TIMEOUT_S, Watchdog, li
 from hpcdp.errors import ConfigError, WorldAborted
 
 
-def watched(world, timeout, reports, stall=0):
+def watched(world, timeout_s, reports, stall_s=0):
     reports[world.rank] = io.StringIO()
     world.kept.pop(Progress, None)
-    world.kept[Watchdog] = Watchdog(world, stall, timeout, reports[world.rank])
+    world.kept[Watchdog] = Watchdog(world, stall_s, timeout_s, reports[world.rank])
     Progress.of(world)
     return world.kept[Watchdog]
 
@@ -62,7 +62,7 @@ def test_a_rank_of_another_node_is_named_and_says_where_it_is(nodes):
 
     def rank(world):
         allreduce(np.ones(2), world=world, algorithm="ring")
-        watched(world, 1, reports, stall=0.4)
+        watched(world, 1, reports, stall_s=0.4)
         if world.rank == 1:
             somewhere_else()
         try:
@@ -91,7 +91,7 @@ def test_ranks_of_other_nodes_are_told_apart():
     reports = {}
 
     def rank(world):
-        dog = watched(world, 0, reports, stall=0.4)
+        dog = watched(world, 0, reports, stall_s=0.4)
         if world.rank == 3:
             dog._ended.set()
             dog._thread.join()
@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_after_its_part_of_a_call_may_be_early(monkeypatch):
     reports = {}
 
     def rank(world):
-        dog = watched(world, 20, reports, stall=2)
+        dog = watched(world, 20, reports, stall_s=2)
         with dog.watching("the last call"):
             if world.rank == 0:
                 time.sleep(1)
@@ -209,7 +209,7 @@ def test_a_stall_is_reported_once_and_the_job_goes_on():
 
     def rank(world):
         allreduce(np.ones(2), world=world, algorithm="ring")
-        dog = watched(world, 30, reports, stall=0.3)
+        dog = watched(world, 30, reports, stall_s=0.3)
         for _ in range(2):
             if world.rank == 1:
                 time.sleep(1.2)  # four times as long
@@ -233,7 +233,7 @@ def test_what_is_waited_for_is_named_by_who_knows():
     reports = {}
 
     def rank(world):
-        dog = watched(world, 0, reports, stall=0.3)
+        dog = watched(world, 0, reports, stall_s=0.3)
         if world.rank == 0:
             dog.calls += 100
             gone, stopped = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
@@ -269,6 +269,18 @@ def test_what_is_waited_for_is_named_by_who_knows():
     assert re.search(
         r"rank 2 \(host .*, pid \d+\) is gone, rank 3 \(host .*, pid \d+\) is stopped\n", reports[0].getvalue()
     )
+
+
+def test_what_is_watched_goes_on_to_be_after_a_collective_within_it():
+    def rank(world):
+        dog = Watchdog.of(world)
+        with dog.watching("more than a collective"):
+            around = dog.call
+            allreduce(np.ones(2), world=world)
+            assert dog.call is around
+        assert dog.call is None
+
+    threads.run(2, rank)
 
 
 @pytest.mark.parametrize("per_node", [None, 1])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from hpcdp.comm.agreement import require_same
 from hpcdp.comm.shared import Gate
 from hpcdp.comm.watchdog import Watchdog
 from hpcdp.comm.world import _world_of
-from hpcdp.errors import ConfigError, LaunchError, MismatchError
+from hpcdp.errors import ConfigError, HpcdpError, LaunchError, MismatchError
 
 
 @pytest.fixture
@@ -61,6 +62,20 @@ def test_shared_memory_is_the_same_bytes_for_all_and_starts_zeroed(world):
     gate.barrier()
     assert (x == np.arange(1, world.size + 1)[:, None]).all()
     assert world.size == 1 or "/memfd:hpcdp" in Path("/proc/self/maps").read_text()  # no name: nothing to leave behind
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shared_memory_that_is_not_to_be_had_is_an_error_of_one_line_on_every_rank(world):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(
+            HpcdpError, match=rf"share memory \[{world.size} ranks of a node\]: expected 8388608 .*SHARED_MEMORY=window"
+        ):
+            world.node_memory.alloc((1 << 20,), np.float64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert world.node_memory.alloc((1 << 20,), np.float64).nbytes == 8 << 20
 
 
 @pytest.mark.mpi

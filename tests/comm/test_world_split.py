@@ -48,9 +48,16 @@ def test_on_thread_ranks(n, per_node, color):
 def test_parts_of_parts_end_with_the_world():
     ended = []
 
+    class Ends:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def end(self):
+            ended.append(self.rank)
+
     def rank(world):
         inner = world.split(world.rank % 2).split(world.rank // 2)
-        inner.endings.append(lambda: ended.append(world.rank))
+        inner.endings.add(inner.keep(Ends, lambda: Ends(world.rank)).end)
         return inner.size, inner.split(0).rank
 
     assert threads.run(5, rank) == [(1, 0)] * 5

@@ -152,15 +152,25 @@ def test_parts_that_there_are_not(tmp_path: Path) -> None:
     path = tmp_path / "table.csv.gz"
     with gzip.open(path, "wt") as file:
         file.write("1,2\n3,4\n")
-    with pytest.raises(ConfigError, match="one part of a compressed file, got part 1 of 2"):
+    with pytest.raises(ConfigError, match=r"num_parts=1 for a compressed file, .*, got 2$"):
         read_csv(path, num_parts=2, part_index=1)
     path = tmp_path / "table.csv"
     path.write_text("1,2\n3,x\n")
-    with pytest.raises(ConfigError, match="got part 2 of 2"):
+    with pytest.raises(ConfigError, match=r"part_index\]: expected a part from 0 to 1 of 2, got 2"):
         read_csv(path, num_parts=2, part_index=2)
     assert read_csv(path, num_parts=2, part_index=0).y.tolist() == [2]
     with pytest.raises(DataError, match=r"got 'x', which is not a number, in line 2, column 2$"):
         read_csv(path, num_parts=2, part_index=1)
+
+
+@pytest.mark.parametrize("skip_rows", [0, 1])
+def test_parts_of_a_file_whose_lines_end_otherwise_are_refused_on_all(tmp_path: Path, skip_rows: int) -> None:
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"0,0,0\r1,0,0\r2,1,1\r3,2,0\r4,3,1\r")
+    assert len(read_csv(path, skip_rows=skip_rows)) == 5 - skip_rows
+    for part in range(3):
+        with pytest.raises(DataError, match=r"read in parts, got lines that end with \\r alone; read it whole"):
+            read_csv(path, skip_rows=skip_rows, num_parts=3, part_index=part)
 
 
 def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:

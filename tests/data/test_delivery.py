@@ -29,6 +29,7 @@ def on_host(batches):
 def test_batches_on_a_gpu_are_those_of_the_host(gpus_on_host, prefetch):
     cupy = importlib.import_module("cupy")
     streams, wanted = Streams(gpu(1)), on_host(loader(prefetch))
+    gpu(1).use()
     with streams.stream() as compute:
         for _ in range(2):
             kept = []

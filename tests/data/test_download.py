@@ -129,7 +129,7 @@ def test_of_several_processes_one_fetches(server: Server, tmp_path: Path) -> Non
 
 
 def test_what_a_killed_process_left_is_overwritten(server: Server, tmp_path: Path) -> None:
-    (tmp_path / ".file.gz.part").write_bytes(b"half")
+    (tmp_path / "file.gz.part").write_bytes(b"half")
     fetch((server.address + "good",), tmp_path / "file.gz", MD5)
     assert leftovers(tmp_path) == {"file.gz"}
 

@@ -9,6 +9,8 @@ from queue import SimpleQueue
 import pytest
 from programs import script
 
+from hpcdp.engine.workers import Workers
+
 
 def test_an_exception_reaches_who_waits_and_skips_who_reads(engine):
     source, result, ran = engine.variable(), engine.variable(), []
@@ -83,6 +85,18 @@ def test_the_observer_is_told_of_every_task_and_its_failure_is_not_the_task_s(en
     engine.wait_to_read(var)
     with pytest.raises(ZeroDivisionError):
         engine.waitall()
+
+
+def test_an_observer_that_is_taken_away_when_a_task_ends_is_not_missed(engine):
+    seen, looks = [], iter([lambda *task: seen.append(task)] * 2)
+
+    class Taken(Workers):
+        observer = property(lambda self: next(looks, None))
+
+    engine._workers.__class__ = Taken
+    engine.push(lambda: None)
+    engine.waitall()
+    assert len(seen) == 1
 
 
 def test_the_exit_of_a_task_reaches_who_waits():

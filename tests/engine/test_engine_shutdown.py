@@ -1,5 +1,6 @@
 """How an engine ends: by shutdown, with its process, and in a child made by fork."""
 
+import gc
 import threading
 import time
 
@@ -129,3 +130,90 @@ def test_two_tasks_that_shut_down_do_not_wait_for_each_other():
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
+
+
+def threads_of(*lanes):
+    return [thread for thread in threading.enumerate() if thread.name.removeprefix("hpcdp-").partition("-")[0] in lanes]
+
+
+def end_of(threads):
+    deadline = time.monotonic() + 20
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_threads_of_an_engine_that_nobody_holds_end_when_all_is_done(capfd):
+    engine, gate, ran = Engine({"dropped": 2, "slow": 1}), threading.Event(), []
+    var = engine.variable()
+
+    def fails():
+        gate.wait(20)
+        raise ValueError("nobody has waited")
+
+    for lane in ("dropped", "slow"):
+        engine.push(lambda: None, lane=lane)
+    engine.waitall()
+    engine.push(fails, writes=[var], lane="slow")
+    engine.push(lambda: ran.append("not after a failure"), reads=[var], lane="dropped")
+    engine.push(lambda: ran.append("whole"), lane="slow")
+    threads = threads_of("dropped", "slow")
+    assert len(threads) == 3
+    del engine
+    gc.collect()
+    time.sleep(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    gate.set()
+    assert end_of(threads)
+    assert ran == ["whole"]
+    said = capfd.readouterr().err
+    assert said.count("a task failed, and nobody waited for it") == said.count("ValueError: nobody has waited") == 1
+
+
+def test_threads_of_an_engine_that_nobody_holds_end_with_what_others_end():
+    engine, dones = Engine(lanes=("dropped",)), []
+    engine.push_deferred(dones.append, lane="dropped")
+    threads = threads_of("dropped")
+    del engine
+    time.sleep(0.05)
+    assert threads[0].is_alive()
+    dones.pop()()
+    assert end_of(threads)
+
+
+def test_an_engine_may_be_dropped_by_a_thread_that_has_its_lock():
+    """As by garbage collection there."""
+    engine = Engine(lanes=("asleep", "dropping"))
+    schedule, kept = engine._schedule, [engine]
+    for lane in schedule.lanes:
+        engine.push(lambda: None, lane=lane)
+    engine.waitall()
+    threads, take = threads_of(*schedule.lanes), schedule.take
+
+    def dropping(lane):
+        task = take(lane)
+        if task is None:
+            kept.clear()
+        return task
+
+    schedule.take = dropping
+    engine.push(lambda: None, lane="dropping")
+    del engine
+    assert end_of(threads)
+    assert not kept
+
+
+def test_what_runs_is_waited_for_at_exit_and_failures_are_told_although_nobody_holds_the_engine():
+    running = script("""
+        from hpcdp.engine import Engine
+        begun = threading.Event()
+        def fails():
+            begun.set()
+            time.sleep(0.3)
+            raise ValueError("late")
+        Engine().push(fails)
+        begun.wait()
+    """)
+    errors = running.communicate(timeout=20)[1]
+    assert running.returncode == 0
+    assert errors.count("a task failed, and nobody waited for it") == errors.count("ValueError: late") == 1

@@ -17,19 +17,30 @@ class Interrupted(BaseException):
     pass
 
 
-def test_a_push_that_is_interrupted_anywhere_is_done_or_undone():
-    """A signal raises at a random moment in each of some thousand calls, as Ctrl-C may."""
+@pytest.fixture
+def alarms():
+    """A signal that raises when `signal.setitimer` says, as Ctrl-C may."""
 
     def interrupt(number, frame):
         raise Interrupted
 
+    gc.disable()  # what others do when it runs might be interrupted, too
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    with suppress(Interrupted):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, earlier)
+    gc.enable()
+
+
+@pytest.mark.usefixtures("alarms")
+def test_a_push_that_is_interrupted_anywhere_is_done_or_undone():
+    """At a random moment in each of some thousand calls."""
     engine = Engine({"io": 1, "compute": 2}, max_inflight=8)
     variables = [engine.variable() for _ in range(3)]
     pushed, ran, interrupted, draw = 0, [], 0, random.Random(3)
     for lane in ("io", "compute"):
         engine.push(lambda: None, lane=lane)
-    gc.disable()  # what others do when it runs might be interrupted, too
-    earlier = signal.signal(signal.SIGALRM, interrupt)
     try:
         deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline:
@@ -51,12 +62,29 @@ def test_a_push_that_is_interrupted_anywhere_is_done_or_undone():
     finally:
         with suppress(Interrupted):
             signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
-        gc.enable()
         engine.shutdown()
     assert interrupted > 50
     assert pushed <= len(ran) <= pushed + interrupted
     assert [(var.held, len(var.queue or ())) for var in variables] == [(0, 0)] * 3
+
+
+@pytest.mark.usefixtures("alarms")
+def test_a_hold_that_is_interrupted_anywhere_holds_nothing():
+    engine = Engine()
+    var, interrupted, draw = engine.variable(), 0, random.Random(4)
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        held = False
+        try:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 8e-6))
+            held = engine.hold(var)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupted:
+            interrupted += not held
+        assert bool(var.held) == held
+        if held:
+            engine.release(var)
+    assert interrupted > 50
 
 
 @pytest.mark.parametrize("task", ["time.sleep(60)", SPIN], ids=["sleeping", "spinning"])

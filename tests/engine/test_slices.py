@@ -5,8 +5,14 @@ import threading
 
 import pytest
 
-from hpcdp.engine import Engine
-from hpcdp.engine.slices import SLICE_NS, ask_for_short_slices, slice_ns
+from hpcdp.engine import Engine, slices
+from hpcdp.engine.slices import SLICE_NS, ask_for_short_slices
+
+
+def slice_ns():
+    """What the calling thread has asked for, or the system's default; None where that is unknown."""
+    attributes = slices._attributes()
+    return attributes[slices._RUNTIME] if attributes else None
 
 
 def in_a_thread(fn):

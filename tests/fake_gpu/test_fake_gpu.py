@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 HERE = Path(__file__).parent
-PER_STEP = {"lars": 1, "clip_norm": 1}
+PER_STEP = {"clip_norm": 1}
 """How often the host waits in a step, for numbers that it needs; in others it does not (docs/gpu.md)."""
 
 
@@ -50,6 +51,24 @@ def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> Non
     )
 
 
+@pytest.mark.parametrize(("gpus", "limit", "share"), [("1", "", 0.45), ("1", "25%", 0.25), ("2", "", 0)])
+def test_ranks_that_share_a_gpu_share_its_memory(on_fake_gpu: Run, gpus: str, limit: str, share: float) -> None:
+    program = """
+        import cupy, hpcdp
+        from hpcdp.train.config import TrainConfig
+        from hpcdp.train.device import choose_device
+        world = hpcdp.init()
+        choose_device(TrainConfig(device="gpu"), world)
+        found = world.comm.allgather_json(cupy.get_default_memory_pool().get_limit() / 2**30)
+        if world.rank == 0:
+            print(found)
+    """
+    launch = ("-m", "hpcdp.cli", "launch", "-n", "2", "--", sys.executable, "-c", textwrap.dedent(program))
+    done = on_fake_gpu(*launch, FAKE_GPUS=gpus, **({"CUPY_GPU_MEMORY_LIMIT": limit} if limit else {}))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [pytest.approx(80 * share)] * 2
+
+
 def test_a_step_waits_for_its_gpu_only_for_a_number(on_fake_gpu: Run) -> None:
     done = on_fake_gpu(HERE / "steps.py")
     assert done.returncode == 0, done.stderr
@@ -57,6 +76,62 @@ def test_a_step_waits_for_its_gpu_only_for_a_number(on_fake_gpu: Run) -> None:
     assert found["device"] == "gpu(0)" and len(found["waits"]) == 16
     expected = {name: 5 * sum(PER_STEP.get(word, 0) for word in name.split()) for name in found["waits"]}
     assert found["waits"] == expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_on_another_gpu_than_the_current_one_is_computed_there(on_fake_gpu: Run, asynchronous: bool) -> None:
+    """By the caller's stream; CuPy warns where it computes with arrays of another GPU, and the fake refuses streams."""
+    program = f"""
+        import contextlib, cupy, warnings
+        import numpy as np
+        from hpcdp import autograd, data, nn
+        from hpcdp.devices import gpu
+        from hpcdp.kernels import cuda
+        warnings.simplefilter("error")
+        gpus, launched, launch = [gpu(1), gpu(2), gpu(3)], set(), cuda.launch
+        def noted(file, name, grid, *args):
+            devices = {{int(x.device.id) for x in args if isinstance(x, cupy.ndarray)}}
+            launched.add((cupy.cuda.runtime.getDevice(), *devices, cupy.cuda.get_current_stream().ptr))
+            launch(file, name, grid, *args)
+        cuda.launch = noted
+        x, y = np.zeros((6, 1, 28, 28), "f4"), np.zeros(6, "i8")
+        net = nn.models.lenet().to(gpus[0])
+        replicas, loss = nn.Replicas(net, gpus), nn.functional.softmax_cross_entropy
+        with gpus[0].current():
+            stream = cupy.cuda.Stream(non_blocking=True)
+        for current in (0, 1):
+            gpu(current).use()
+            with stream if current == 1 else contextlib.nullcontext():
+                with autograd.asynchronous() if {asynchronous} else contextlib.nullcontext(), autograd.record():
+                    losses = [loss(replicas(gpus[0].put(x)), gpus[0].put(y))]
+                    pieces = zip(gpus, *(data.split_and_load(each, gpus) for each in (x, y)), strict=True)
+                    losses += [loss(replicas.on(device)(x), y) for device, x, y in pieces]
+                autograd.backward(losses)
+            assert {{int(each.grad.device.id) for each in net.parameters()}} == {{1}}
+            assert launched == {{(n, n, stream.ptr if n == current else 0) for n in (1, 2, 3)}}, launched
+            launched.clear()
+        print("computed")
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.returncode == 0 and done.stdout == "computed\n", done.stderr
+
+
+def test_a_network_that_is_hybridized_before_any_product(on_fake_gpu: Run) -> None:
+    """cuBLAS of a wheel is found once CuPy has loaded it."""
+    program = """
+        import cupy, warnings
+        from hpcdp import autograd, nn
+        warnings.simplefilter("error")
+        net = nn.models.gpt((8,), 11, width=8, heads=2, layers=1).to(like=cupy.zeros(1))
+        net.hybridize()
+        for _ in range(3):
+            with autograd.record():
+                loss = net(cupy.zeros((2, 8), int)).sum()
+            loss.backward()
+        print("trained")
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "trained\n" and done.returncode == 0, done.stderr
 
 
 def test_the_benchmark_ends(on_fake_gpu: Run, tmp_path: Path) -> None:

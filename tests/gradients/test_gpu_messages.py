@@ -156,7 +156,7 @@ def test_a_library_that_says_no_is_not_tried(monkeypatch):
     assert agreed_by(2, 1) == [(False, "no, the MPI library says")] * 2
 
 
-def test_all_nodes_must_be_able_and_each_is_tried_once(monkeypatch):
+def test_all_nodes_must_be_able_and_each_is_tried_once(reached, monkeypatch):
     monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
     tries = []
 
@@ -170,10 +170,25 @@ def test_all_nodes_must_be_able_and_each_is_tried_once(monkeypatch):
         monkeypatch.setattr(cuda_aware, "tried", tried)
 
     answers("yes, it says and does", "yes, it says and does")
-    assert agreed_by(4, 2) == [(True, "yes, it says and does")] * 4
+    assert agreed_by(4, 2) == [(True, "yes, it says and does, and between nodes comes what is sent")] * 4
     assert len(tries) == 2
     answers("yes, it says and does", "no: it hangs")
     assert agreed_by(4, 2) == [(False, "no: it hangs")] * 4
+
+
+@pytest.mark.parametrize("wrong_from", [300, 1 << 20])
+def test_what_comes_from_another_node_must_be_what_was_sent(reached, monkeypatch, wrong_from):
+    monkeypatch.setattr(cuda_aware, "library_says", lambda: True)
+    monkeypatch.setattr(cuda_aware, "tried", lambda: "yes, it says and does")
+    isend = threads.ThreadCommunicator.isend
+
+    def spoilt(self, x, dest, tag=0):
+        is_array = type(x).__module__ == "cupy"
+        return isend(self, x * 0 if is_array and x.nbytes >= wrong_from and self.rank == 1 else x, dest, tag)
+
+    monkeypatch.setattr(threads.ThreadCommunicator, "isend", spoilt)
+    why = "no: rank 4 gets something else from another node than was sent"
+    assert agreed_by(6, 2) == [(False, why)] * 6
 
 
 def test_the_setting_of_rank_0_counts_and_a_wrong_one_is_told_on_all(monkeypatch):

@@ -3,7 +3,10 @@
 import threading
 import time
 
+import pytest
+
 from hpcdp.comm import threads
+from hpcdp.engine import workers
 from hpcdp.gradients.lane import Lane
 
 
@@ -60,3 +63,32 @@ def test_a_machine_that_fails_fails_alone():
         return told
 
     assert threads.run(1, rank) == [["no route"]]
+
+
+def test_who_waits_is_in_a_hurry_after_launches_that_came_to_nothing_and_beside_those_that_wait(monkeypatch):
+    """The lane polls without naps then, which would take half a minute here."""
+    monkeypatch.setattr(workers, "NAPS_S", (0.5, 0.5))
+
+    def rank(world):
+        lane = Lane.of(world)
+
+        def fails(turn):
+            raise OSError("no route")
+            yield
+
+        def goes_on(turn):
+            turns = iter(range(30))
+            yield [When(lambda: next(turns, None) is None)]
+
+        spoilt, result, good = (lane.engine.variable(name) for name in "abc")
+        lane.launch(fails, [spoilt], 1, "fails")
+        lane.launch(goes_on, [result], 1, "is skipped", [spoilt])
+        with pytest.raises(OSError):
+            lane.wait(result)
+        began = time.monotonic()
+        lane.launch(goes_on, [good], 0, "goes on")
+        lane.launch(goes_on, [good], 0, "comes after it")
+        lane.wait(good)
+        return time.monotonic() - began
+
+    assert threads.run(1, rank)[0] < 10

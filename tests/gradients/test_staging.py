@@ -5,13 +5,13 @@ import importlib
 import numpy as np
 import pytest
 
-from hpcdp.collectives.progress import drive
+from hpcdp.collectives.progress import LANES, TAGS, drive
 from hpcdp.comm.node_rows import RowSize, lone_rows
 from hpcdp.comm.steps import Until
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError
 from hpcdp.gradients import staging
-from hpcdp.gradients.staging import SLOTS, Staging
+from hpcdp.gradients.staging import ON_THE_NETWORK, SLOTS, Staging
 from hpcdp.streams import Streams
 
 COUNT = 1000
@@ -49,7 +49,7 @@ def doubled(seen, polls=3):
 
 
 @pytest.mark.parametrize("count", [0, 1, 99, 100, 101, 200, COUNT])
-def test_any_part_of_a_row_goes_through_two_slots(row, count):
+def test_any_part_of_a_row_goes_through_the_slots(row, count):
     staged, seen = Staging(Streams(gpu(0)), [count * 4]), []
     for times in (2, 4):  # what was copied back in the first step stays there until it has come
         sum_staged(staged, 0, row.mine[:count], row, doubled(seen))
@@ -61,20 +61,31 @@ def test_any_part_of_a_row_goes_through_two_slots(row, count):
     assert len(seen) == 2 * 2 * -(-count * 4 // 400)
 
 
-def test_while_one_segment_is_on_the_network_the_next_one_comes(row):
+def test_some_segments_are_on_the_network_while_others_come(row, monkeypatch):
     seen = []
+    copy = Streams.copy_async
+
+    def noted(streams, target, source, stream):
+        seen.append(("to the host" if isinstance(target, np.ndarray) else "back", 0))
+        copy(streams, target, source, stream)
+
+    monkeypatch.setattr(Streams, "copy_async", noted)
     drive(Staging(Streams(gpu(0)), [row.mine.nbytes]).sum(0, row.mine, row, doubled(seen, 20), 0, None))
-    under_way = np.cumsum([1 if what == "begins" else -1 for what, _ in seen])
-    assert under_way.max() == SLOTS
-    assert len({tag for _, tag in seen}) == SLOTS
+    under_way = np.cumsum([{"begins": 1, "ends": -1}.get(what, 0) for what, _ in seen])
+    assert under_way.max() == ON_THE_NETWORK
+    tags = {tag for what, tag in seen if what == "begins"}
+    assert tags == {lane * LANES for lane in range(ON_THE_NETWORK)} and max(tags) + LANES <= TAGS
+    assert [what for what, _ in seen[:SLOTS]] == ["to the host"] * SLOTS, "all slots before the host waits"
+    first = [what for what, _ in seen].index("back")
+    assert [what for what, _ in seen[first : first + 2]] == ["back", "to the host"], "behind it the next one comes"
 
 
-def test_pinned_memory_is_two_segments_a_bucket(row, monkeypatch):
+def test_pinned_memory_of_a_bucket_is_its_part_or_eight_segments(row, monkeypatch):
     asked = []
     cuda = importlib.import_module("cupy").cuda
     monkeypatch.setattr(cuda, "alloc_pinned_memory", lambda nbytes: asked.append(nbytes) or np.zeros(nbytes, np.uint8))
-    Staging(Streams(gpu(0)), [4000, 0, 40])
-    assert len(asked) == 2 * SLOTS and max(asked) <= 408 and min(asked) <= 48
+    Staging(Streams(gpu(0)), [4000, 0, 40, 800])
+    assert SLOTS == 8 and asked == [408] * SLOTS + [48] + [408] * 2
 
 
 def test_what_fails_on_the_gpu_ends_the_wait(row, monkeypatch):

@@ -21,18 +21,22 @@ from hpcdp.kernels import (
     cuda_conv,
     cuda_cross_entropy,
     cuda_epilogue,
+    cuda_lars,
     cuda_norms,
     cuda_pool,
     cuda_quantise,
     cuda_reduce,
+    cuda_rows,
     cuda_update,
     reference,
     reference_cast,
     reference_compress,
     reference_cross_entropy,
+    reference_lars,
     reference_norms,
     reference_quantise,
     reference_reduce,
+    reference_rows,
     reference_update,
 )
 
@@ -44,10 +48,12 @@ SPECIFICATIONS = {
     cuda_conv: reference,
     cuda_cross_entropy: reference_cross_entropy,
     cuda_epilogue: reference,
+    cuda_lars: reference_lars,
     cuda_norms: reference_norms,
     cuda_pool: reference,
     cuda_quantise: reference_quantise,
     cuda_reduce: reference_reduce,
+    cuda_rows: reference_rows,
     cuda_update: reference_update,
 }
 
@@ -89,6 +95,7 @@ def test_every_cuda_file_has_its_module_and_its_specification() -> None:
     assert names | headers == {path.stem.removeprefix("cuda_") for path in FOLDER.glob("cuda_*.py")} | {
         "codes",
         "common",
+        "sgd",
         "top_k",
     }
     assert names >= kernels._ON_CUDA, "what kernels_for chooses exists"
@@ -134,9 +141,8 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 
 
 def test_numbers_that_two_files_say_agree() -> None:
-    assert f"THREADS = {cuda.THREADS}," in cuda.source("update")
+    assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
     assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
-    assert f"PIECES = {cuda_batch_norm._PIECES} " in cuda.source("batch_norm")
     assert f"MAX_ROWS = {cuda_reduce.MAX_ROWS} " in cuda.source("reduce")
     assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
     constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")
@@ -195,7 +201,7 @@ def test_the_host_refuses_what_a_gpu_would_misread(on_host: ModuleType) -> None:
 
 
 def test_kernels_use_no_float_atomics_and_no_wait() -> None:
-    """Those of top-k count: `cuda_on_host.h` has none but of integers."""
+    """Those of top-k and of rows count: `cuda_on_host.h` has none but of integers."""
     for path in [*FOLDER.glob("cuda*.py"), *FOLDER.glob("*.cu*")]:
         assert "synchronize" not in path.read_text(), path
-        assert path.name == "top_k.cuh" or "atomicAdd" not in path.read_text(), path
+        assert path.name in ("top_k.cuh", "rows.cu") or "atomicAdd" not in path.read_text(), path

@@ -65,6 +65,19 @@ def test_codecs_on_a_device_send_what_the_specification_sends(
                 same(ours, theirs)
 
 
+@pytest.mark.parametrize("codec", [TwoBit(), OneBit()], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_do_not_depend_on_where_elements_begin(codec: Any, dtype: type, cupy: ModuleType) -> None:
+    x, residual = given(600, dtype)
+    wire = np.zeros(codec.nbytes(600, np.dtype(dtype)), np.uint8)
+    found = [
+        coded(codec, *(cupy.asarray(np.append(y[:offset], y))[offset:] for y in (x, residual)), cupy.asarray(wire))
+        for offset in (0, 1)
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        same(ours, theirs.to_host())
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -83,7 +96,8 @@ def test_what_is_not_finite_is_sent_and_not_kept(codec: Any, dtype: type, bad: f
 def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where few blocks have many elements each, and NaNs, infinities, zeros and subnormals among them."""
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", blocks)
-    for size, k in ((1, 1), (2, 1), (257, 1), (257, 2), (257, 256), (257, 257), (2003, 1), (2003, 70), (2003, 1900)):
+    monkeypatch.setattr("hpcdp.kernels.cuda.MAX_PARTS", blocks)
+    for size, k in ((1, 1), (3, 0), (2, 1), (257, 1), (257, 2), (257, 256), (257, 257), (2003, 70), (2003, 1900)):
         x, residual = given(size, dtype)
         x[: size // 2] *= dtype(2.0**-14)  # among them subnormals of float16
         x[3::11], x[4::13] = 0, -0.0
@@ -106,8 +120,8 @@ def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.M
 def test_more_blocks_than_are_launched(bits: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", 2)
     codec = {1: OneBit(0.25), 2: TwoBit(0.5)}[bits]
-    x, residual = given(1700, np.float32)
-    wire = np.zeros(codec.nbytes(1700, x.dtype), np.uint8)
+    x, residual = given(5003, np.float32)
+    wire = np.zeros(codec.nbytes(5003, x.dtype), np.uint8)
     found = coded(codec, *(cupy.asarray(each) for each in (x, residual, wire)))
     for ours, theirs in zip(found, coded(codec, x, residual, wire), strict=True):
         same(ours, theirs)

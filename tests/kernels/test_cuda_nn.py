@@ -130,7 +130,7 @@ def flat(arrays: Iterable[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 7), (2, 2, 2500)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 7), (2, 2, 2500), (3, 2, 4100), (5, 2, 2501)])
 def test_batch_norm(dtype: type, shape: tuple[int, int, int], cupy: ModuleType) -> None:
     rng = np.random.default_rng(9)
     x, gy = (rng.standard_normal((2, *shape)) + 3).astype(dtype)
@@ -153,6 +153,29 @@ def test_batch_norm(dtype: type, shape: tuple[int, int, int], cupy: ModuleType) 
     same("batch_norm", x, scale, shift, np.empty_like(x), (mean, variance))
     into = (np.empty_like(x), np.empty_like(scale), np.empty_like(scale))
     same("batch_norm_gradients", gy, x, scale, (mean, variance + 1), into)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(5, 2, 1604), (5, 2, 1601), (2, 3, 0)])
+def test_channels_have_the_same_sums_wherever_their_elements_begin(
+    dtype: type, shape: tuple[int, int, int], cupy: ModuleType
+) -> None:
+    """By several blocks, of packs that lie in one plane or of elements; what is not finite stays in its channel."""
+    gy, x = np.random.default_rng(6).standard_normal((2, *shape)).astype(dtype)
+    mean, ones = np.ones((2, shape[1]), dtype)
+    for y in x[:1, 1:, :1], gy[1:, 1:, 3:4]:
+        y[...] = np.inf
+    expected, found = np.empty((2, shape[1])), []
+    reference.gradient_sums(gy, x, (mean, ones), expected, 0.0)
+    for offset in (0, 1):
+        views = [cupy.asarray(np.append(np.zeros(offset, dtype), y))[offset:].reshape(shape) for y in (gy, x)]
+        sums = cupy.asarray(np.empty_like(expected))
+        cuda_batch_norm.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
+        found.append(sums.to_host())
+    np.testing.assert_array_equal(found[0], found[1])
+    few = 1e-5 if dtype == np.float32 else 1e-12
+    np.testing.assert_allclose(found[0], expected, rtol=few, atol=few * 100)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float16", 4e-3), ("bfloat16", 3e-2)])

@@ -23,14 +23,18 @@ def test_same_bits_as_the_reference(dtype: type, bits: int, threshold: float, cu
         if dtype == np.float16:
             grad, residual = grad.view(np.uint16), residual.view(np.uint16)
         words = np.full(-(-size * bits // 32) + 1, 7, np.uint32)
-        on_device = [cupy.asarray(x) for x in (grad, residual, words)]
+        given, kept, sent = grad, residual.copy(), words.copy()
         for _ in range(2):
-            packed = on_device[2][:-1]
-            getattr(cuda_quantise, f"pack_{name}")(on_device[0], on_device[1], threshold, 0.7, packed)
             getattr(reference_quantise, f"pack_{name}")(grad, residual, threshold, 0.7, words[:-1])
-        np.testing.assert_array_equal(on_device[2].to_host(), words)
-        of_floats = np.float16 if dtype == np.float16 else dtype
-        np.testing.assert_array_equal(on_device[1].to_host().view(of_floats), residual.view(of_floats))
+        for offset in (0, 1):
+            on_device = [cupy.asarray(np.append(x[:1], x))[1:] if offset else cupy.asarray(x) for x in (given, kept)]
+            found = cupy.asarray(sent)
+            for _ in range(2):
+                packed = found[:-1]
+                getattr(cuda_quantise, f"pack_{name}")(*on_device, threshold, 0.7, packed)
+            np.testing.assert_array_equal(found.to_host(), words)
+            of_floats = np.float16 if dtype == np.float16 else dtype
+            np.testing.assert_array_equal(on_device[1].to_host().view(of_floats), residual.view(of_floats))
         for offset in (0, 1):
             out = cupy.asarray(np.full(size + 2, 7, grad.dtype))
             expected = np.full(size + 2, 7, grad.dtype)

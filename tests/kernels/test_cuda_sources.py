@@ -22,6 +22,8 @@ ARCHITECTURES = (80, 90, 100)
 OPTIMISED = bool(os.environ.get("HPCDP_TEST_THOROUGH"))
 """As for a real GPU: three times the work, and no other errors."""
 
+_NAME = r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)"
+
 FILES = sorted(path.stem for path in Path(kernels.__file__).parent.glob("*.cu"))
 
 
@@ -44,7 +46,7 @@ def test_all_compile_for_all_architectures(tmp_path: Path) -> None:
         found = _compiled_by_nvcc(program, tmp_path)
     else:
         pytest.skip("needs cuda-core (pip install 'cuda-core[cu13]'), or nvcc on PATH, to compile CUDA")
-    names = {name for file in FILES for name in re.findall(r"__global__ void (\w+)", cuda.source(file))}
+    names = {name for file in FILES for name in re.findall(_NAME, cuda.source(file))}
     for architecture, code in found.items():
         assert names and all(name.encode() in code for name in names), architecture
 

@@ -11,6 +11,7 @@ import pytest
 
 from hpcdp import kernels
 from hpcdp.errors import ConfigError
+from hpcdp.launched import RANKS
 
 LOAD = """
 import json
@@ -77,7 +78,7 @@ def test_the_folder_is_chosen_by_the_environment(tmp_path, monkeypatch):
 
 @pytest.fixture
 def unwarned(monkeypatch):
-    for name in kernels._RANK_VARIABLES:
+    for name in RANKS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(kernels, "_warned", False)
     monkeypatch.setattr(kernels, "_all_kept", True)
@@ -183,7 +184,7 @@ DOUBLED = [[0.0, 2.0, 4.0]] * 2
 
 
 def unkept(where, code, folder, planted):
-    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *kernels._RANK_VARIABLES)}
+    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *RANKS)}
     environ["HPCDP_CACHE_DIR"] = str(folder)
     command = [sys.executable, "-c", UNKEPT, where, str(int(code)), str(planted)]
     return json.loads(subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, timeout=100).stdout)
@@ -237,7 +238,7 @@ COMPILING = (
 
 
 def ask(folder, planted, limit_s, dtype="f4", rank=0):
-    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *kernels._RANK_VARIABLES)}
+    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *RANKS)}
     environ |= {"HPCDP_CACHE_DIR": str(folder), "OMPI_COMM_WORLD_RANK": str(rank)}
     command = [sys.executable, "-c", ASK, str(limit_s), dtype, str(planted)]
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -347,7 +348,7 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(tmp_path, variable):
     cache = tmp_path / variable
     for name, factor in (("doubles", 2), ("triples", 3)):
         (tmp_path / f"{name}.py").write_text(PLANTED.replace("double", "multiply").replace("2 *", f"{factor} *"))
-    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *kernels._RANK_VARIABLES)}
+    environ = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", *RANKS)}
     environ |= {"HPCDP_CACHE_DIR": str(tmp_path / "HPCDP_CACHE_DIR"), variable: str(cache)}
     command = [sys.executable, "-c", DAMAGE, str(tmp_path), str(cache)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)

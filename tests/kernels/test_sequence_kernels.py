@@ -48,13 +48,6 @@ def test_steps_of_an_lstm(draw, batch, time, size):
         )
 
 
-def test_rows_that_come_more_than_once_are_added_up(draw):
-    dtype, normal = draw
-    rows = np.array([3, 0, 3, 3, 1])
-    modules = [reference, kernels.load("sequences")]
-    assert_alike(lambda n, table, values: modules[n].add_rows(table, rows, values), [normal(4, 7), normal(5, 7)], dtype)
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (4, 65), (0, 3)])
 def test_layer_norm(draw, shape):
     dtype, normal = draw

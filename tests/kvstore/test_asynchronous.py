@@ -175,6 +175,7 @@ def test_a_store_that_is_dropped_leaves_nothing_behind():
                 with listing:
                     counts.append(len(os.listdir("/proc/self/fd")))
             world.barrier()
+        assert len(world.endings) <= 2
         return counts
 
     for early, late in threads.run(2, one):

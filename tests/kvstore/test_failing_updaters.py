@@ -2,6 +2,8 @@
 
 import functools
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -417,3 +419,32 @@ def test_half_an_update_of_another_worker_is_undone_and_another_updater_goes_on(
         return float(store.pull("w")[0, 0]), store.pull("w").version
 
     assert threads.run(3, one, per_node) == [(5.0, 2)] * 3
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_push_that_fails_just_when_a_pull_begins_is_told(kind):
+    def one(world):
+        store, go_on = kvstore.create(kind, world), threading.Event()
+
+        def fails(key, received, stored):
+            assert go_on.wait(20)
+            raise ZeroDivisionError
+
+        store.init("w", full(1))
+        store.set_updater(fails)
+        store.push("w", full(1))
+        hold, variable = store._engine.hold, store._entries["w"].variable
+
+        def hold_after_the_push(*args, **kwargs):
+            go_on.set()
+            deadline = time.monotonic() + 20
+            while variable.held and time.monotonic() < deadline:
+                time.sleep(1e-3)
+            return hold(*args, **kwargs)
+
+        store._engine.hold = hold_after_the_push
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                store.pull("w", full(0))
+
+    threads.run(1, one)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pairs import in_turn, pairs
 
-from hpcdp import checkpoint, kvstore, optim
+from hpcdp import checkpoint, devices, kvstore, optim
 from hpcdp.comm import cuda_aware, gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.comm.ways import Way
@@ -195,13 +195,13 @@ def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, array: gpu(1 if array is x else 0)))
     with Streams(gpu(0)).stream():  # the current one of both, for the stand-in
-        copy = placed.brought(x, out)
+        copy = devices.brought(x, out)
         x[...] = here  # after the copy
         placed.carry(copy, out)
         np.testing.assert_array_equal(out.to_host(), values)
         np.testing.assert_array_equal(x.to_host(), np.ones((3, 4)))
     assert copy is not x
-    assert placed.brought(here, out) is here
+    assert devices.brought(here, out) is here
     assert gpus_on_host.log.count("copy") == 1
 
 
@@ -417,3 +417,22 @@ def test_a_key_with_a_state_stays_on_its_gpu(gpus_on_host):
     assert [Device.of(store._entries[key].stored).index for key in "ab"] == [1, 0]
     for key, wanted in (("a", -1.0), ("b", -0.5 - 0.95)):
         np.testing.assert_allclose(on_host(store._entries[key].stored), wanted, rtol=1e-6)
+
+
+def test_a_key_that_could_not_be_moved_is_free(gpus_on_host, monkeypatch):
+    def full(device, x):
+        raise MemoryError(device)
+
+    store = kvstore.create("device")
+    gpu(0).use()
+    store.init("a", on_gpu(np.zeros(8, "f4")))
+    gpu(1).use()
+    there = on_gpu(np.ones(8, "f4"))
+    gpu(0).use()
+    arrays = [there, on_gpu(np.ones(8, "f4"))]
+    with monkeypatch.context() as changed, pytest.raises(MemoryError):
+        changed.setattr(Device, "put", full)
+        store.push("a", arrays)
+    assert not store._entries["a"].variable.held
+    store.push("a", arrays)
+    np.testing.assert_array_equal(on_host(store._entries["a"].stored), 2)

@@ -11,6 +11,7 @@ from hpcdp import kvstore, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import delay
+from hpcdp.kvstore.replay import Replay
 from hpcdp.kvstore.together import serve
 
 WORLDS = [
@@ -243,3 +244,37 @@ def test_a_replay_goes_on_where_ranks_meet(meet):
         return float(store.pull("w")[0])
 
     assert threads.run(3, one) == [4 * 3 + 3 * 6] * 3
+
+
+def test_a_call_of_all_ranks_that_fails_leaves_no_worker_out_of_a_replay():
+    def one(world):
+        store = kvstore.create("dist_async", world, replay=3)
+        with pytest.raises(KeyError), world.meeting():
+            raise KeyError
+        world.comm.barrier()
+        assert not world.kept[Replay]._away
+        world.comm.barrier()
+        store.barrier()
+
+    threads.run(2, one)
+
+
+@pytest.mark.parametrize("settings", [{"staleness": 1}, {"replay": 3}])
+def test_a_store_that_is_gone_on_all_ranks_costs_calls_of_all_ranks_nothing(settings):
+    def one(world):
+        stores = [kvstore.create("dist_async", world, **settings)]
+
+        def exchanges():
+            before = world.comm._meetings
+            world.barrier()
+            return world.comm._meetings - before
+
+        counts = [exchanges()]
+        for holds_longer in (1, 0):
+            if world.rank != holds_longer:
+                stores.clear()
+            counts += [exchanges(), exchanges()]
+        stores.append(kvstore.create("dist_async", world, **settings))
+        return [*counts, exchanges()]
+
+    assert threads.run(2, one) == [[3, 3, 3, 3, 1, 3]] * 2

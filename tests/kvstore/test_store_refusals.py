@@ -169,3 +169,20 @@ def test_ranks_that_differ_are_told():
     ):
         with pytest.raises(kind_of, match=said):
             threads.run(3, fn)
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_what_is_no_optimizer_is_told_on_every_rank_whatever_others_pass(name):
+    told = []
+
+    def rank(world, given):
+        try:
+            kvstore.create(name, world).set_optimizer(given[world.rank])
+        except ConfigError as error:
+            told.append(str(error).partition(", got")[0])
+
+    expected = "set_optimizer: expected an optimizer, e.g. hpcdp.optim.SGD(lr=0.1)"
+    for given, who in (([object(), object()], ""), ([optim.SGD(lr=0.1), object()], "rank 1: ")):
+        told.clear()
+        threads.run(2, lambda world, given=given: rank(world, given))
+        assert told == [who + expected] * 2

@@ -76,9 +76,10 @@ def test_a_gpu_without_cupy(driver: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_versions_and_places(driver: None, cupy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "cuda_aware", lambda: "no, it says")
+    monkeypatch.setattr(gpus, "driver_release", lambda: "570.86.15")
     assert gpus.shown() == {
         "GPU": "0: NVIDIA H200 at 0000:3b:00.0",
-        "GPU driver": "for CUDA up to 12.8",
+        "GPU driver": "570.86.15, for CUDA up to 12.8",
         "CuPy": "14.2.0 NCCL 2.25.1",
         "CUDA-aware MPI": "no, it says",
     }
@@ -99,7 +100,7 @@ def test_a_library_is_asked(cupy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_library_that_says_yes_is_tried(driver: None, cupy: Path, says_yes: None) -> None:
-    assert gpus.cuda_aware() == "yes, it says and does"
+    assert gpus.cuda_aware() == "yes, it says and does between two ranks of this machine"
     (cupy / "__init__.py").write_text(
         CUPY.replace("from numpy import arange", "from numpy.random import rand as arange")
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdp.launch import info, inside, mpi_library, segments, supervise
+from hpcdp.launch import info, mpi_library, segments, supervise
 from hpcdp.launch.environment import environment
 
 CORES = len(os.sched_getaffinity(0))
@@ -247,13 +247,6 @@ def test_a_job_that_goes_on_without_a_rank_is_not_ended():
     assert "killed" not in done.stderr
 
 
-@pytest.mark.mpi
-def test_rank_and_size_are_read_from_the_environment() -> None:
-    from mpi4py import MPI
-
-    assert (inside.launched_rank(), inside.launched_ranks()) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-
-
 def test_an_mpirun_that_fails_has_no_version(tmp_path: Path) -> None:
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho broken >&2; exit 3")
@@ -267,17 +260,3 @@ def test_info_under_the_launcher() -> None:
     facts = json.loads(done.stdout)
     assert facts["ranks"] == 2
     assert [row["rank"] for row in facts["world"]] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("environ", "ranks"),
-    [
-        ({}, None),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, None),  # the shell of `srun --pty bash`
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, 4),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "4"}, 2),  # mpirun in an sbatch job
-        ({"PMI_SIZE": "3"}, 3),
-    ],
-)
-def test_the_innermost_launcher_says_how_many_ranks(environ, ranks):
-    assert inside.launched_ranks(environ) == ranks

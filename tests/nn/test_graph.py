@@ -73,7 +73,7 @@ def test_a_drawing_shows_every_operation(ending, tmp_path):
     root = ElementTree.parse(path).getroot()
     boxes = [each for each in root.iter() if str(each.get("id", "")).startswith("patch_")]
     assert len(boxes) >= len(graph.nodes) + 1
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match=r"draw \[.*net\.svg\]: expected a folder .*absent that is there, got none"):
         graph.draw(tmp_path / "absent" / "net.svg")
 
 
@@ -241,3 +241,5 @@ def test_modules_side_by_side():
     for _ in range(3):
         np.testing.assert_array_equal(net(x).data, expected)
     assert nn.HybridConcurrent(nn.Dense(4, 3), nn.Dense(4, 3), axis=0)(x).shape == (10, 3)
+    with pytest.raises(ConfigError, match=r"HybridConcurrent \[axis\]: expected the number of an axis, got 'x'"):
+        nn.HybridConcurrent(nn.Dense(4, 3), axis="x")

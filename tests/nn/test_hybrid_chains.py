@@ -337,6 +337,34 @@ def test_large_inputs_and_outputs_of_chains_are_not_copied(chain, recording, pla
     same([net(unaligned, inputs[1]).data], [plain(unaligned, inputs[1]).data])
 
 
+VIEWS = {
+    "every second column": lambda x: x[:, ::2], "every second row": lambda x: x[::2],
+    "first columns": lambda x: x[:, :9], "mirrored": lambda x: x[:, ::-1], "upside down": lambda x: x[::-1],
+    "transposed": lambda x: x.T, "cropped": lambda x: x.reshape(-1, 3, 64, 64)[:, :, 4:60, 4:60],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("recording", [False, True])
+def test_large_inputs_that_are_views_are_the_same_bits(view, recording):
+    net, plain = pair(Chain(arithmetic))
+    for seed in range(4):
+        inputs = [VIEWS[view](arrays(4096, 24, seed=2 * seed + i)) for i in (0, 1)]
+        assert inputs[0].nbytes >= plans_of._MOVES_FROM and not inputs[0].flags.c_contiguous
+        if recording:
+            same(run(net, inputs), run(plain, inputs))
+        else:
+            same([net(*inputs).data], [plain(*inputs).data])
+
+
+@pytest.mark.parametrize("size", [8, 20_000])
+def test_the_other_order_of_bytes_breaks_chains(size):
+    net, plain = pair(Chain(lambda self, x: x.sigmoid().sigmoid()))
+    for seed in range(4):
+        x = arrays(size, seed=seed).astype(np.dtype(np.float32).newbyteorder())
+        same([net(x).data], [plain(x).data])
+
+
 def test_large_results_may_be_read_after_backward_and_before_it():
     net, plain = pair(Chain(arithmetic))
     x, y = (arrays(*LARGE, seed=seed) for seed in (1, 2))

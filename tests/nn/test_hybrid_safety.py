@@ -36,6 +36,46 @@ def test_results_of_earlier_calls_stay():
         np.testing.assert_array_equal(y.data, plain(x).data)
 
 
+class Shifted(nn.Module):
+    def __init__(self):
+        self.layer = nn.Dense(6, 3)
+
+    def forward(self, x, by):
+        return F.relu(self.layer(x) * by + by) / by
+
+
+def test_inputs_without_axes_are_planned(plans):
+    net, plain = pair(Shifted())
+    for number in range(4):
+        x = arrays(2, 6, seed=number)
+        for by in (np.float32(number + 2), np.array(number + 2, np.float32), Tensor(arrays(5, seed=number)).sum()):
+            np.testing.assert_array_equal(net(x, by).data, plain(x, by).data)
+
+        def trained(each, x=x):
+            by = Tensor(np.ones(3, np.float32))
+            by.attach_grad()
+            with autograd.record():
+                loss = each(x, by.sum()).sum()
+            loss.backward()
+            return [loss.data, by.grad]
+
+        in_both(net, plain, trained)
+    assert len(plans) == 2
+    assert len(net.graph().inputs) == 2
+
+
+def test_inputs_that_are_repeated_along_an_axis_go_without_a_plan(plans):
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean(axis=0)
+
+    net, plain = pair(Mean())
+    x = np.broadcast_to(arrays(1, 1000), (40, 1000))
+    for _ in range(4):
+        np.testing.assert_array_equal(net(x).data, plain(x).data)
+    assert plans == []
+
+
 def test_several_forwards_come_before_a_backward(plans):
     net, plain = pair()
     inputs = [arrays(2, 6, seed=number) for number in range(4)]

@@ -129,8 +129,22 @@ def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     with pytest.raises(ConfigError, match="none since the module was made or changed"):
         net.export(tmp_path / "net")
     net(arrays(2, 6))
-    with pytest.raises(DataError, match=r"absent/net\.h5.*expected a file that can be written"):
+    with pytest.raises(DataError, match=r"absent/net\.json.*expected a file that can be written"):
         net.export(tmp_path / "absent" / "net")
+
+
+@pytest.mark.parametrize("file", ["net.json", "net.h5"])
+def test_an_export_that_fails_leaves_the_pair_that_was_there_and_nothing_beside(file, tmp_path):
+    net, _, _ = exported("mlp", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for param in net.parameters():
+        param.data[...] = 1
+    in_the_way = tmp_path / f"{file}.part"
+    in_the_way.mkdir()
+    with pytest.raises(DataError, match=rf"{file}\]: expected a file that can be written"):
+        net.export(tmp_path / "net")
+    in_the_way.rmdir()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("path", ["nets/", "nets/.", "..", "."])
@@ -261,3 +275,30 @@ def test_a_forward_that_takes_batches_as_they_come_is_loaded_for_all(tmp_path, w
     loaded.export(tmp_path / "again")
     again = nn.SymbolBlock.load(tmp_path / "again")
     np.testing.assert_array_equal(again(arrays(6, 3)).data, net(arrays(6, 3)).data)
+
+
+class Scaled(nn.Module):
+    """Its parts have names of what reads an export, and two of them have one weight."""
+
+    def __init__(self):
+        self.load, self._run, self._graph = (nn.Dense(4, 4, weight_init=nn.init.Xavier(seed)) for seed in (1, 2, 3))
+        self._graph.weight = self.load.weight
+
+    def forward(self, x):
+        return self._graph(self._run(self.load(x))) / np.sqrt(x.shape[-1]) * np.float64(0.1)
+
+
+def test_numbers_keep_their_dtypes_and_tensors_the_names_that_the_network_has_for_them(tmp_path):
+    net, x = Scaled(), arrays(3, 4)
+    net.hybridize()
+    expected = net(x).data
+    assert expected.dtype == np.float64
+    net.export(tmp_path / "net")
+    loaded = nn.SymbolBlock.load(tmp_path / "net")
+    found = loaded(x).data
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, expected)
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in net.named_parameters()]
+    loaded.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(loaded(x).data, expected)

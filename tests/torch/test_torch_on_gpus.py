@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import gpu_cases
 from pairs import pairs
 from torch import nn
 from toy import SEEDING, add_average, loss_of
@@ -75,7 +76,7 @@ def with_another_stream_of_cupys(world, on_gpus):
 @pytest.mark.parametrize(("n", "nodes"), NODES)
 def test_gradients_are_the_average_over_all_ranks(on_gpus, n, nodes, overlap):
     def rank(world):
-        model = wrapped(world, overlap=overlap, broadcast_buffers=False)
+        model = wrapped(world, overlap=overlap)
         found = []
         with with_another_stream_of_cupys(world, on_gpus):
             for step in range(3):
@@ -162,7 +163,7 @@ def test_after_a_step_that_failed_the_next_one_is_right(on_gpus):
     def rank(world):
         world.device.use()
         module = Fails()
-        model = DistributedDataParallel(module, world, bucket_cap_mb=0.0001, broadcast_buffers=False)
+        model = DistributedDataParallel(module, world, bucket_cap_mb=0.0001)
         with with_another_stream_of_cupys(world, on_gpus):
             for fault, error in (("backward", ZeroDivisionError), ("unused", StaleGradientError)):
                 module.fault = fault
@@ -182,7 +183,7 @@ def test_after_a_step_that_failed_the_next_one_is_right(on_gpus):
 
 def test_compression_goes_through_the_host(on_gpus):
     def rank(world):
-        model = wrapped(world, compression="fp16", broadcast_buffers=False)
+        model = wrapped(world, compression="fp16")
         with with_another_stream_of_cupys(world, on_gpus):
             loss_of(model, 0, world.rank).backward()
         return [each.grad.numpy().copy() for each in model.parameters()]
@@ -192,6 +193,61 @@ def test_compression_goes_through_the_host(on_gpus):
     for of_rank in threads.run(2, rank, 1):
         for mine, param in zip(of_rank, reference.parameters(), strict=True):
             np.testing.assert_allclose(mine, param.grad.numpy(), rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("n", "nodes", "seen"), [(2, None, 8), (3, None, 8), (3, None, 1), (4, 2, 8), (4, 2, 1), (2, None, 0)]
+)
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+def test_buffers_are_those_of_rank_0_and_on_one_node_no_host_waits_for_them(on_gpus, monkeypatch, n, nodes, seen):
+    monkeypatch.setattr(gpus, "visible", lambda: SEEN[:seen])
+    waits, synchronize = [], Streams.synchronize
+
+    def noted(self, awaited):
+        waits.append(getattr(on_gpus.of_thread, "trains", False))
+        synchronize(self, awaited)
+
+    monkeypatch.setattr(Streams, "synchronize", noted)
+
+    def rank(world):
+        model = wrapped(world)
+        model.module.register_buffer("strided", torch.arange(6.0).reshape(2, 3).T + world.rank)
+        model.module.register_buffer("empty", torch.empty(0))
+        kept = dict(model.module.named_buffers())
+        monkeypatch.setattr(torch.Tensor, "cpu", None)  # which would wait for the GPU
+        with with_another_stream_of_cupys(world, on_gpus):
+            for step in range(3):
+                on_gpus.of_thread.trains = step > 0  # at first memory is taken
+                for each in kept.values():
+                    each += 100 * world.rank
+                loss_of(model, step, 0).backward()
+            on_gpus.of_thread.trains = False
+            model.module.register_buffer("late", torch.full((1000,), 1.0 + world.rank, dtype=torch.float64))
+            loss_of(model, 3, 0).backward()
+        found = dict(model.module.named_buffers())
+        assert all(found[name] is each for name, each in kept.items())
+        return {name: each.numpy().copy() for name, each in found.items()}
+
+    first, *others = threads.run(n, rank, nodes)
+    reference = network()
+    for step in range(4):
+        loss_of(reference, step, 0)
+    for name, wanted in reference.named_buffers():
+        np.testing.assert_allclose(first[name], wanted.numpy(), rtol=1e-5)
+    np.testing.assert_array_equal(first["strided"], [[0, 3], [1, 4], [2, 5]])
+    assert (first["late"] == 1).all()
+    for each in others:
+        for name, wanted in first.items():
+            np.testing.assert_array_equal(each[name], wanted)
+    assert any(waits) == (nodes is not None or not seen)
+
+
+def test_the_body_of_the_test_on_a_real_gpu(on_gpus):
+    def rank(world):
+        world.device.use()
+        gpu_cases.check_torch(world, "cpu")
+
+    threads.run(3, rank)
 
 
 def groups(model):
@@ -212,7 +268,7 @@ def test_each_rank_updates_its_shard(on_gpus, monkeypatch, layout, seen, rule, c
     monkeypatch.setattr(gpus, "visible", lambda: SEEN[:seen])
 
     def rank(world):
-        model = wrapped(world, owner="shard", broadcast_buffers=False, overlap=overlap)
+        model = wrapped(world, owner="shard", overlap=overlap)
         reference = network()
         ours = hpcdp.torch.ShardedOptimizer(model, rule, groups(model), **settings)
         theirs = rule(groups(reference), **settings)

@@ -146,7 +146,7 @@ def test_new_run_folders_are_numbered(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_results_are_overwritten_only_when_asked(tmp_path: Path) -> None:
     kept = tmp_path / "notes.txt"
-    for name in ("config.toml", "metrics.jsonl", "notes.txt", "curves.png.part", "metrics.jsonl.tmp"):
+    for name in ("config.toml", "metrics.jsonl", "notes.txt", "curves.png.part", "metrics.jsonl.part"):
         (tmp_path / name).write_text("a result")
     with pytest.raises(ConfigError, match=r"exists and is not empty .*; choose another --run-dir, or add --overwrite"):
         run_dir.reserve_run_dir(TrainConfig(run_dir=str(tmp_path)))

@@ -24,13 +24,15 @@ def network():
     return net
 
 
-def train(world):
+def train(world, optimizer=None, **options):
     """The program; where it runs is `World.device` alone."""
     rng = np.random.default_rng(1)
     x, y = rng.standard_normal((N, 8)).astype("f4"), rng.integers(0, 4, N)
     world.device.use()
     net = network().to(world.device)
-    trainer = Trainer(net.parameters(), optim.AdamW(lr=0.01), world, clip_norm=1.0, bucket_cap_mb=0.0003)
+    options = options or {"clip_norm": 1.0}
+    optimizer = optimizer or optim.AdamW(lr=0.01)
+    trainer = Trainer(net.parameters(), optimizer, world, bucket_cap_mb=0.0003, **options)
     sampler = data.ShardedSampler(N, N // STEPS, num_parts=world.size, part_index=world.rank, seed=0)
     losses = []
     for x_batch, y_batch in data.DataLoader(data.ArrayDataset(x, y), sampler, prefetch=0, device=world.device):
@@ -42,16 +44,39 @@ def train(world):
     return type(net.parameters()[0].data).__module__, losses, [to_host(each.data).copy() for each in net.parameters()]
 
 
-@pytest.mark.parametrize(("way", "n", "nodes"), [(Way.NCCL, 2, None), (Way.CUDA_IPC, 2, None), (Way.NCCL, 4, 2)])
-def test_a_program_on_gpus_is_the_program_on_the_host(gpus_on_host, monkeypatch, way, n, nodes):
+def check(monkeypatch, way, n, nodes, *args, **options):
+    """The program on GPUs has, but for rounding, the numbers of the program on the host, and the same on all ranks."""
+
+    def program(world):
+        return train(world, *args, **options)
+
     monkeypatch.setattr(gpus, "visible", lambda: ())
-    host = threads.run(n, train, nodes)
+    host = threads.run(n, program, nodes)
     found = tuple(Gpu(i, "NVIDIA A", f"0000:{i:02x}:00.0", str(i)) for i in range(8 if way is Way.NCCL else 1))
     monkeypatch.setattr(gpus, "visible", lambda: found)
-    there = threads.run(n, train, nodes)
+    there = threads.run(n, program, nodes)
     for (kind, losses, params), (host_kind, host_losses, host_params) in zip(there, host, strict=True):
         assert (kind, host_kind) == ("cupy", "numpy")
         np.testing.assert_allclose(losses, host_losses, rtol=1e-5)
-        for mine, theirs in zip(params, host_params, strict=True):
+        for mine, first, theirs in zip(params, there[0][2], host_params, strict=True):
+            np.testing.assert_array_equal(mine, first)
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("way", "n", "nodes"), [(Way.NCCL, 2, None), (Way.CUDA_IPC, 2, None), (Way.NCCL, 4, 2)])
+def test_a_program_on_gpus_is_the_program_on_the_host(gpus_on_host, monkeypatch, way, n, nodes):
+    check(monkeypatch, way, n, nodes)
     assert any("nccl" in name for name in gpus_on_host.log) == (way is Way.NCCL)
+
+
+@pytest.mark.parametrize(
+    ("way", "n", "nodes", "owner", "momentum"),
+    [
+        (Way.NCCL, 2, None, "rank", 0.9),
+        (Way.NCCL, 2, None, "shard", 0.0),
+        (Way.CUDA_IPC, 2, None, "rank", 0.0),
+        (Way.NCCL, 4, 2, "shard", 0.9),
+    ],
+)
+def test_layers_have_their_norms_on_gpus(gpus_on_host, monkeypatch, way, n, nodes, owner, momentum):
+    check(monkeypatch, way, n, nodes, optim.LARS(0.5, momentum, trust=0.1, weight_decay=0.01), owner=owner)

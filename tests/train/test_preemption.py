@@ -10,8 +10,9 @@ import pytest
 
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
+from hpcdp.launched import started_by_srun
 from hpcdp.train import preemption, stop_signal
-from hpcdp.train.preemption import Agreement, Reason, StopRequests, started_by_srun
+from hpcdp.train.preemption import Agreement, Reason, StopRequests
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 

@@ -115,7 +115,7 @@ def test_of_an_epoch_under_way_the_part_that_was_reached_is_shown(tmp_path):
 @pytest.mark.parametrize("option", ["--output", "--png"])
 def test_a_place_in_a_folder_that_is_not_there_is_refused(option, tmp_path, capsys):
     run, missing = write_run(tmp_path / "a"), tmp_path / "missing"
-    assert main(["report", str(run), option, str(missing / "x")]) == 2
+    assert main(["report", str(run), option, str(missing / "x.html")]) == 2
     assert f"expected a folder {missing} that is there, got none" in capsys.readouterr().err
     assert not missing.exists() and not (run / "report.html").exists()
 
@@ -158,17 +158,20 @@ def test_a_run_that_was_killed_early_or_goes_on(epochs, tmp_path):
         (["torn"], "expected what a run has written, got"),
         (["strange"], "expected what a run has written, got a line that is no record"),
         (["a", "-o", "nowhere/at/all.html"], "expected a folder nowhere/at that is there, got none"),
+        (["a", "-o", "a/metrics.jsonl"], "expected a name that ends in .html, got 'a/metrics.jsonl'"),
+        (["cut"], "got line 2 of the file is none of JSON: "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a")
-    for name, text in (("torn", '{"kind"\n{}\n'), ("strange", "[1]\n")):
+    for name, text in (("torn", '{"kind"\n{}\n'), ("strange", "[1]\n"), ("cut", '{}\n{"kind\n{}\n')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text(text)
     assert main(["report", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hpcdp: report [") and said in error and error.count("\n") == 1
+    assert (tmp_path / "a" / "metrics.jsonl").read_text().startswith("{")
 
 
 def damaged(folder, **fields):

@@ -25,7 +25,7 @@ def numbers(run_dir: Path) -> list[list[object]]:
 PLANTED = """
 import os, signal, time
 from pathlib import Path
-from hpcdp.launch.inside import launched_rank
+from hpcdp.launched import launched_rank
 
 def waits_for_the_signal():
     noted, came = signal.getsignal(signal.SIGUSR1), []

@@ -1,5 +1,7 @@
 """The trainer on stores: the numbers of the trainer without one."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from pairs import pairs
@@ -21,7 +23,7 @@ import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
-from hpcdp.errors import MismatchError
+from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.together import serve
 from hpcdp.train.bucket_trainer import BucketTrainer
 from hpcdp.train.policy import Policy
@@ -120,6 +122,29 @@ def test_accumulated_batches_are_one_batch(there):
     for ranks in (1, 3):
         whole, parts = (threads.run(ranks, lambda world, m=micro: rank(world, m)) for micro in (False, True))
         np.testing.assert_allclose(parts[0], whole[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_step_whose_push_fails_is_dropped_whole(there, monkeypatch):
+    def rank(world):
+        net = network()
+        trainer = hpcdp.Trainer(
+            net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_sync", update_on_kvstore=there
+        )
+        with trainer.no_sync():
+            backward(net, 0, [0])
+            trainer.step(1)
+        backward(net, 0, [1])
+        with monkeypatch.context() as failing, pytest.raises(OSError, match="no wire"):
+            failing.setattr(trainer.store, "pushpull", Mock(side_effect=OSError("no wire")))
+            trainer.step(1)
+        assert not trainer.holds_gradients and all(param.grad_req == "write" for param in net.parameters())
+        with pytest.raises(StaleGradientError, match="expected a gradient for every parameter"):
+            trainer.step(1)
+        backward(net, 0, [2])
+        assert trainer.step(1) == 1
+
+    threads.run(1, rank)
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
@@ -236,6 +261,27 @@ def test_the_first_layers_come_first(kind):
     threads.run(1, rank)
 
 
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_gradients_are_pushed_from_where_they_lie(kind):
+    """The store makes the only copy."""
+
+    def rank(world):
+        net, pushed = network(), []
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore=kind)
+        pushpull = trainer.store.pushpull
+
+        def notes(key, value, out=None, priority=0):
+            pushed.append(value)
+            pushpull(key, value, out, priority)
+
+        trainer.store.pushpull = notes
+        backward(net, 0, [0, 1])
+        trainer.step(2)
+        assert all(value is param.grad for value, param in zip(pushed, net.parameters(), strict=True))
+
+    threads.run(1, rank)
+
+
 def test_which_trainer_it_is():
     def rank(world):
         in_buckets = hpcdp.Trainer(network().parameters(), optim.SGD(lr=0.1), world)
@@ -258,6 +304,5 @@ def test_time_that_somebody_waits_for_a_value_counts_as_communication():
             trainer.step(1)
         assert trainer.stats.steps == 3
         assert 0 < trainer.stats.exposed_s == trainer.stats.total_s
-        assert trainer.stats.hidden_share == 0
 
     threads.run(2, rank)

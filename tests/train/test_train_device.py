@@ -1,5 +1,7 @@
 """Where the ranks of ``hpcdp train`` compute."""
 
+import threading
+
 import pytest
 
 from hpcdp import cli, kernels
@@ -7,7 +9,7 @@ from hpcdp.comm import gpus, threads, world
 from hpcdp.comm.gpus import Gpu
 from hpcdp.devices import cpu
 from hpcdp.errors import ConfigError
-from hpcdp.train import run
+from hpcdp.train import device, run
 from hpcdp.train.config import TrainConfig
 from hpcdp.train.device import choose_device, described
 
@@ -38,6 +40,18 @@ def test_all_ranks_compute_on_the_host_where_one_has_no_gpu(gpus_on_host, monkey
     assert chosen(3) == ["cpu(0)"] * 3
     with pytest.raises(ConfigError, match="setting device: expected a GPU for each rank, and CuPy"):
         chosen(3, device="gpu")
+
+
+@pytest.mark.parametrize(("seen", "setting", "share"), [((A,), None, 0.3), ((A,), "50%", None), ((A, B), None, 0.45)])
+def test_ranks_that_share_a_gpu_share_its_memory(gpus_on_host, monkeypatch, seen, setting, share):
+    monkeypatch.setattr(gpus, "visible", lambda: seen)
+    monkeypatch.setattr(device.os, "getpid", threading.get_ident)  # thread ranks are one process, with one pool
+    if setting:
+        monkeypatch.setenv("CUPY_GPU_MEMORY_LIMIT", setting)
+    chosen(3)
+    by_gpu = sorted(gpus_on_host.limits.values())
+    wanted = {0.3: [(0, 0.3)] * 3, 0.45: [(0, 0.45)] * 2, None: []}[share]
+    assert by_gpu == [(index, pytest.approx(part)) for index, part in wanted]
 
 
 @pytest.mark.parametrize("settings", [{"reproducible": True}, {"work_load": "measured"}])

@@ -8,6 +8,7 @@ from written_gradients import SHAPES, backward, model
 from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
+from hpcdp.train.bucket_trainer import BucketTrainer
 from hpcdp.train.trainer import Trainer
 
 
@@ -140,12 +141,24 @@ def test_other_settings_are_a_mismatch_too():
     ({"overlap": 2}, "True, False or None, got 2"),
     ({"bucket_cap_mb": "x"}, "a positive size, got 'x'"),
     ({"compression": "3bit"}, "expected one of fp16, bf16, 2bit, 1bit, topk, got '3bit'"),
+    ({"policy": "skip"}, r"\[policy\]: expected a Policy, e\.g\. Policy\(unused='zero'\), got 'skip'"),
+    ({"policy": "skip", "loss_scale": "dynamic"}, r"\[policy\]: expected a Policy, .* got 'skip'"),
     ({"params": []}, "expected at least one trainable parameter, got none"),
+    ({"params": [1, 2]}, r"\[params\]: expected parameters, such as those of net\.parameters\(\), got an int"),
+    ({"params": {"w": 1}}, r"\[params\]: expected parameters, .* got a str"),
+    ({"params": [1], "kvstore": "dist_sync"}, r"\[params\]: expected parameters, .* got an int"),
+    ({"params": 1}, r"\[params\]: expected parameters, .* got an int"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_by_name(arguments, message):
     arguments = {"params": model(0)} | arguments
     with pytest.raises(ConfigError, match=message):
         threads.run(1, lambda world: Trainer(optimizer=optim.SGD(lr=0.1), world=world, **arguments))
+
+
+@pytest.mark.parametrize("name", ["kvstore", "update_on_kvstore"])
+def test_what_is_for_stores_is_refused_in_buckets_by_its_own_name(name):
+    with pytest.raises(ConfigError, match=rf"Trainer \[{name}\]: expected None .*, got 'local'"):
+        threads.run(1, lambda world: BucketTrainer(model(0), optim.SGD(lr=0.1), world, **{name: "local"}))
 
 
 def test_a_parameter_that_no_backward_of_an_accumulation_reached_is_an_error_that_names_it():
@@ -186,6 +199,28 @@ def test_ranks_whose_settings_part_are_told_and_can_go_on(what, n, overlap):
         assert trainer.step(1) == n
 
     threads.run(n, rank)
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize("what", ["learning rate 0.2", "loss scale 8.0"])
+def test_ranks_whose_settings_part_after_the_sum_are_told_and_can_go_on(what, owner):
+    def rank(world):
+        params = model(0)
+        trainer = Trainer(params, optim.SGD(lr=0.1), world, owner=owner)
+        backward(params, 0, [world.rank])
+        trainer.allreduce_grads()
+        if world.rank == 1:
+            trainer.optimizer.lr, trainer.loss_scale = (0.2, 1.0) if what.startswith("learning") else (0.1, 8.0)
+        before = [param.data.copy() for param in params]
+        with pytest.raises(MismatchError, match=f"update .* got {what} on rank 1; change them alike"):
+            trainer.update(1)
+        assert all((param.data == was).all() for param, was in zip(params, before, strict=True))
+        trainer.optimizer.lr, trainer.loss_scale = 0.1, 1.0
+        backward(params, 1, [world.rank])
+        trainer.allreduce_grads()
+        assert trainer.update(1) == 2
+
+    threads.run(2, rank)
 
 
 def test_ranks_whose_gradients_do_not_add_up_alike_are_told_so():

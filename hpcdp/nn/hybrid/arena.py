@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,9 +44,7 @@ class Arena:
         self._of[number] = block
         return block.as_array(like)
 
-    def release(self, numbers: Iterable[int]) -> None:
-        """Nobody reads the results of these nodes any more; some may have been released before."""
-        for number in numbers:
-            block = self._of.pop(number, None)
-            if block is not None:
-                self._free.append(block)
+    def release(self, last: Sequence[int], number: int) -> None:
+        """Take back the memory of results whose ``last`` reader, by the number of the node, is up to ``number``."""
+        for node in [node for node in self._of if last[node] <= number]:
+            self._free.append(self._of.pop(node))

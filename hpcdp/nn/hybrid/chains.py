@@ -45,7 +45,8 @@ class Link:
 def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bool, held: Sequence[Any]) -> Link | None:
     """The call as part of a chain, where it can be one; ``keeps`` says whether backward may follow."""
     value = step.value
-    if not step.calls or value.dtype.char not in "fd" or not value.flags.c_contiguous or not value.size:
+    is_known = value.dtype.char in "fd" and value.dtype.isnative and value.flags.c_contiguous
+    if not step.calls or not is_known or not value.size:
         return None
     if operator in _WITH_EPILOGUE and step.calls[-1][0] is kernels.load("epilogue").add_bias:
         into, bias, relu = step.calls[-1][1]

@@ -111,7 +111,7 @@ class Graph:
         """Draw the operations from top to bottom into a PNG, SVG or PDF, which is replaced.
 
         Raises:
-            ConfigError: a name with another ending.
+            ConfigError: a name with another ending, or of no folder that is there.
             OSError: it cannot be written.
         """
         from .overview import draw

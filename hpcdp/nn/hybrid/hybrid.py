@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...arrays import is_cupy
+from ...arrays import Array, is_cupy
 from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
 from ...errors import ConfigError, UnsupportedError
@@ -43,11 +43,11 @@ class _Known:
     def __init__(self, traced: Graph, given: Sequence[Tensor], recording: bool) -> None:
         self.traced = traced
         self._types = _types_of(traced)
-        kinds = {*self._types, *(type(each.data) for each in given)}
+        kinds = {*self._types, *(_kind_of(each.data) for each in given)}
         self.plan: type[Plan] | type[CudaPlan] | None = Plan
         """How it is planned; None where it is not."""
         if kinds > {np.ndarray} or np.ndarray not in kinds:
-            self.plan = CudaPlan if all(map(_is_planned, kinds)) else None
+            self.plan = CudaPlan if all(map(_is_planned_kind, kinds)) else None
         self.graph = rewritten(traced, recording) if self.plan is Plan else traced
         self.plans: list[Plan | CudaPlan] = []
 
@@ -95,7 +95,7 @@ class Hybrid:
         key = (modes.recording, modes.training, *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
-            if not all(_is_planned(type(x.data)) for x in given) or not self._is_traceable():
+            if not all(_is_planned(x.data) for x in given) or not self._is_traceable():
                 return self._module.forward(*given)
             return self._trace(key, given, here)
         for plan in known.plans:
@@ -210,12 +210,24 @@ def _described(x: Tensor) -> Key:
     return array.shape, array.dtype, wants_gradient, layout, device
 
 
-def _is_planned(kind: type) -> bool:
+def _is_planned(x: Array) -> bool:
+    """Not an array that is repeated along an axis: sums over it have an order that they have in no memory of a plan."""
+    return _is_planned_kind(_kind_of(x)) and not any(
+        n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True)
+    )
+
+
+def _is_planned_kind(kind: type) -> bool:
     return kind is np.ndarray or kind.__module__.partition(".")[0] == "cupy"
 
 
+def _kind_of(x: Array) -> type:
+    """The type of ``x``; what NumPy makes of an array without axes passes for one."""
+    return np.ndarray if isinstance(x, np.generic) else type(x)
+
+
 def _types_of(graph: Graph) -> list[type]:
-    return [type(array_of(each)) for each in graph.held]
+    return [_kind_of(array_of(each)) for each in graph.held]
 
 
 def _attributes_of(module: Module) -> list[tuple[str, Any]]:

@@ -128,11 +128,13 @@ def draw(graph: Graph, path: str | Path) -> None:
     A box is an operation with its result's shape and the parameters that it reads; arrows are results that it reads.
 
     Raises:
-        ConfigError: another ending.
+        ConfigError: another ending, or no such folder.
         OSError: the file cannot be written.
     """
     if Path(path).suffix not in _ENDINGS:
         raise ConfigError("draw", where="path", expected=f"a name in {', '.join(_ENDINGS)}", got=repr(str(path)))
+    if not Path(path).parent.is_dir():
+        raise ConfigError("draw", where=path, expected=f"a folder {Path(path).parent} that is there", got="none")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch

@@ -153,7 +153,7 @@ class Plan:
                 step.pullback = pullback if self._keeps and node.is_recorded else None
                 if not viewed:
                     if self._arena is not None and _is_elementwise(again):  # it may write over what it reads
-                        self._arena.release([i for i in range(number) if roots[i] == i and last[i] <= number])
+                        self._arena.release(last, number)
                     value = self._place(value)
                     step.calls = list(_calls(again, value, node.operator))
             found[0].data = step.value = value
@@ -167,7 +167,7 @@ class Plan:
                 tensors[Result(number, i)], self._values[Result(number, i)] = tensor, tensor.data
             self._steps.append(step)
             if self._arena is not None:
-                self._arena.release([i for i in range(number + 1) if roots[i] == i and last[i] <= number])
+                self._arena.release(last, number)
         self._join(links)
 
     def _join(self, links: list[Link | None]) -> None:
@@ -235,7 +235,7 @@ class Plan:
         """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
         for place, each in zip(self._places, given, strict=True):
             if isinstance(place, Moving):
-                place.array = each.data if each.data.flags.aligned else each.data.copy()
+                place.array = _as_kernels_take_it(each.data)
             else:
                 place[...] = each.data
         for moving in self._moving_outputs.values():
@@ -339,6 +339,11 @@ def _copied(value: Array) -> Array:
     copy = empty(value.shape, value.dtype)
     copy[...] = value
     return copy
+
+
+def _as_kernels_take_it(x: Array) -> Array:
+    """``x`` itself, or a copy: they know an array by its address alone."""
+    return x if x.flags.c_contiguous and x.flags.aligned else x.copy("C")
 
 
 def _shares(value: Array, operand: Any) -> bool:

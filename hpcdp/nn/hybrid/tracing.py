@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,25 +22,46 @@ from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
 
 _HERE = Path(__file__).resolve().parent
 _OURS = (str(_HERE.parent), str(_HERE.parents[1] / "autograd"), str(Path(np.__file__).parent))
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _WORDS = {
     "__bool__": "bool(tensor), as if, while and assert do", "__float__": "float(tensor)", "__int__": "int(tensor)",
     "__repr__": "the text of a tensor, as print() does",
     "__format__": "the text of a tensor, as an f-string does", "__array__": "a tensor as a NumPy array",
     **dict.fromkeys(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"), "a change in place"),
-    "__index__": "a tensor as an index",
+    "__index__": "a tensor as an index", "__init__": "Tensor(tensor)",
     "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()", "waitall": "autograd.waitall()",
 }  # fmt: skip
 
 
 def users_line() -> tuple[str, str]:
-    """File and line of the code that called into this library, and the name of what it called."""
-    frame = sys._getframe(1)
-    called = ""
+    """File and line of the code that called into this library, and the name of what it called.
+
+    Of a forward that is traced it is the last line before one of Python's own library, as of `logging`, which may have
+    called others: nobody can change those.
+    """
+    frame, called = sys._getframe(1), ""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         if frame.f_code.co_filename.startswith(_OURS[1:3]) or "Traced" in frame.f_code.co_qualname:
             called = frame.f_code.co_name
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}", called
+    return _line_of(_before_pythons_library(frame) or frame), called
+
+
+def _before_pythons_library(innermost: FrameType) -> FrameType | None:
+    found, frame = None, innermost
+    while frame.f_code is not TracingRun.run.__code__:
+        if frame.f_code.co_filename.startswith(_LIBRARY) and "site-packages" not in frame.f_code.co_filename:
+            found = None
+        elif found is None and not frame.f_code.co_filename.startswith(_OURS):
+            found = frame
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return found
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _defined(forward: Any) -> str:
@@ -77,6 +101,11 @@ class Traced(Tensor):
     @property
     def data(self) -> Array:  # type: ignore[override]
         """Refused: a replay would not see what is done with it."""
+        if modes.tracer is not self.tracer:
+            raise refusal(
+                users_line()[0], "tensors of calls that are under way", "one that a call has kept which was traced",
+                "return it, or call hybridize(False)",
+            )  # fmt: skip
         _refuse()
 
     @property
@@ -124,8 +153,8 @@ class TracingRun:
         for name, value in held:
             if isinstance(value, Tensor):
                 array = value.held() if hasattr(value, "held") else value.data
-                self._known[id(array)] = (name, value, True)
-        for name, value in held:
+                self._known.setdefault(id(array), (name, value, True))
+        for name, value in reversed(held):  # of one that has several names the first counts, as everywhere
             self._known[id(value)] = (name, value, False)
         self._numbers: dict[str, int] = {}
         self.refused: HpcdpError | None = None
@@ -169,7 +198,7 @@ class TracingRun:
             inputs += value if is_many else [value]
         sources = tuple(self._source(each) for each in inputs)
         if called.name == "getitem" and any(_is_mask(value_of(_inner(each))) for each in inputs[1:]):
-            _refuse("take autograd.where: how many elements a mask chooses depends on values")
+            _refuse("take autograd.where: how many elements a mask chooses depends on values", "a tensor as a mask")
         modes.tracer = None
         try:
             result = called.function(*map(_inner, args), **{name: _inner(each) for name, each in kwargs.items()})
@@ -196,10 +225,10 @@ class TracingRun:
             if x.tracer is not self:
                 _refuse("a tensor of an earlier call was kept: return it, and pass it to the next one")
             return x.source
+        if isinstance(x, np.generic):  # first, since a float64 is a float of Python's, too
+            return Literal(x.item(), str(x.dtype))
         if x is None or isinstance(x, (bool, int, float)):
             return None if x is None else Literal(x)
-        if isinstance(x, np.generic):
-            return Literal(x.item(), str(x.dtype))
         if isinstance(x, list) and all(isinstance(each, int) for each in x):
             return Literal(x)
         name, value, is_detached = self._known.get(id(x), ("", None, False))

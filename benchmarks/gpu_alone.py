@@ -1,0 +1,133 @@
+"""What one process measures on a GPU alone: LeNet and ResNet-18 in samples per second, and each kernel against the
+rate of the device's own copy. `gpu` starts it as a job, since what hangs on a GPU can only be ended with its process.
+
+The file with the figures is written anew after each of them, so that those of one that is ended are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import comm, nn, optim
+from ..arrays import Array, to_host
+from ..comm import gpus
+from ..train.trainer import Trainer
+from . import program
+from .files import check_writable, write_json
+from .gpu_kernels import Case, cases
+from .machine import describe
+from .options import Parser, at_least
+from .sizes import parse_size
+from .train_lenet import step_of
+
+_CHECKED = 1 << 16
+"""Elements of what is compared with the reference, some of which takes seconds for more."""
+_TURNS, _TURN_S = 5, 0.02
+_MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
+"""By name, and the images they take."""
+
+
+def facts(cupy: Any) -> dict[str, Any]:
+    """The device, its driver, CUDA as CuPy has it, and CuPy."""
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return {
+        "gpu": properties["name"].decode(), "memory_bytes": int(properties["totalGlobalMem"]),
+        "driver": gpus.driver_release(), "cuda": runtime.runtimeGetVersion(), "cupy": cupy.__version__,
+    }  # fmt: skip
+
+
+def seconds(call: Callable[[], Any], marker: Array) -> float:
+    """Of one ``call``, the median over turns of as many in a row as take `_TURN_S`, without waits between them.
+
+    Args:
+        marker: an array of one element; its copy to the host waits for all that was launched before.
+    """
+
+    def turn(number: int) -> float:
+        to_host(marker)
+        begin = time.perf_counter()
+        for _ in range(number):
+            call()
+        to_host(marker)
+        return time.perf_counter() - begin
+
+    turn(1)
+    number = 1
+    while turn(number) < _TURN_S:
+        number *= 2
+    return float(np.median([turn(number) / number for _ in range(_TURNS)]))
+
+
+def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: int) -> dict[str, Any]:
+    """One row of the table: ``name``, ``us``, ``gb_s``, ``copy_gb_s``, ``share``, ``wrong``."""
+    marker = asarray(np.zeros(1, np.float32))
+    source, target = (asarray(np.zeros(case.moved // 2, np.uint8)) for _ in range(2))
+    ours = seconds(case.on(asarray)[0], marker)
+    copy = seconds(lambda: target.__setitem__(..., source), marker)
+    return {
+        "name": case.name, "us": 1e6 * ours, "gb_s": 1e-9 * case.moved / ours, "copy_gb_s": 1e-9 * case.moved / copy,
+        "share": copy / ours, "wrong": wrong,
+    }  # fmt: skip
+
+
+def measure_model(name: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World) -> dict[str, Any]:
+    """Forward, backward and update on one batch: ``name``, ``batch``, ``samples_s``, ``loss`` of the last step, and
+    ``graphs_samples_s``, where the network is hybridized, so that forward and backward are CUDA graphs."""
+    rng = np.random.default_rng(0)
+    shape = _MODELS[name]
+    x, labels = asarray(rng.standard_normal((batch, *shape), np.float32)), asarray(rng.integers(0, 10, batch))
+    found: dict[str, Any] = {"name": name, "batch": batch}
+    for key in ("samples_s", "graphs_samples_s"):
+        net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x)
+        net.hybridize(key == "graphs_samples_s")
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
+        step = step_of(net, trainer, [(x, labels)])
+        found[key] = batch / seconds(partial(step, 0), asarray(np.zeros(1, np.float32)))
+        found["loss"] = float(step(0))
+    return found
+
+
+def all_kernels(count: int, asarray: Callable[[np.ndarray], Array], ends: float) -> Iterator[dict[str, Any]]:
+    """The rows of all kernels; none more once ``ends``, in `time.monotonic`, is over."""
+    for small, large in zip(cases(min(count, _CHECKED)), cases(count), strict=True):
+        if time.monotonic() > ends:
+            return
+        yield measure_kernel(large, asarray, small.wrong(asarray))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m hpcdp.benchmarks.gpu_alone", description=__doc__)
+    parser.add_argument("-m", dest="size", default="256M", help="bytes of one float32 array (256M)")
+    parser.add_argument("--batch", type=at_least(1), default=256, help="of images (256)")
+    parser.add_argument("--limit-s", type=at_least(1), default=200, help="no kernel begins after so many seconds (200)")
+    parser.add_argument("--json", metavar="FILE", required=True, help="for the figures")
+    args = parser.parse_args(argv)
+    ends = time.monotonic() + args.limit_s
+    world = comm.init()
+    check_writable("gpu_alone", [args.json], world)
+    cupy = importlib.import_module("cupy")
+    found: dict[str, Any] = {"machine": describe(world), "device": facts(cupy), "models": [], "kernels": []}
+
+    def write(more: dict[str, Any]) -> None:
+        write_json(args.json, world, {**found, **more})
+
+    write({"failed": "nothing is measured"})
+    for name in _MODELS:
+        found["models"].append(measure_model(name, args.batch, cupy.asarray, world))
+        write({"failed": f"it ended after {name}"})
+    for row in all_kernels(max(1, parse_size(args.size) // 4), cupy.asarray, ends):
+        found["kernels"].append(row)
+        write({"failed": f"it ended after {row['name']}"})
+    write({})
+    return 0
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,63 @@
+"""Floor 0: launched, what launchers and batch systems have put into this process's environment. Imports: nothing.
+
+Of several launchers, such as an mpirun in a job of srun, the innermost one counts: inside of mpirun the variables of
+Slurm describe its daemons.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Where BLAS reads how many threads it may have: the user says it there, or whoever has started the ranks."""
+
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+"""Where launchers say which rank this process is, the innermost one first."""
+
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_ANY = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "SLURM_STEP_ID")
+_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+"""Open MPI's and MPICH's."""
+_ALLOCATIONS = {
+    "SLURM_JOB_NODELIST": "Slurm", "PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine", "LSB_HOSTS": "LSF",
+    "HPCDP_CONTAINERS": "YARN",
+}  # fmt: skip
+
+
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has started this process, be it as the only one."""
+    return any(name in environ for name in _ANY)
+
+
+def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The number of ranks that the innermost launcher says it started, with servers; None outside mpirun and srun.
+
+    A single task of srun counts as outside: it may be the shell of an interactive job.
+    """
+    for name in _SIZES:
+        if environ.get(name, "").isdecimal() and (name, environ[name]) != ("SLURM_STEP_NUM_TASKS", "1"):
+            return int(environ[name])
+    return None
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """This process's rank in the job of the innermost launcher, None outside mpirun and srun."""
+    if launched_ranks(environ) is None:
+        return None
+    return next((int(environ[name]) for name in RANKS if environ.get(name, "").isdecimal()), None)
+
+
+def speaks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is rank 0, or no rank: one of a job says what all would."""
+    return next((environ[name] for name in RANKS if name in environ), "0") == "0"
+
+
+def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun is the innermost launcher of this process."""
+    return environ.get("SLURM_STEP_ID", "").isdecimal() and not any(name in environ for name in _MPIRUN)
+
+
+def batch_system(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The batch system that has given this process the hosts of a job, None outside an allocation."""
+    return next((name for variable, name in _ALLOCATIONS.items() if environ.get(variable)), None)

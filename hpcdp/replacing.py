@@ -1,0 +1,37 @@
+"""Floor 0: replacing, files that are written whole or not at all. Imports: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def part_of(path: Path) -> Path:
+    """Where what is to be ``path`` is written meanwhile, by one writer at a time."""
+    return path.with_name(path.name + ".part")
+
+
+@contextlib.contextmanager
+def replaced(path: Path, part: Path | None = None) -> Iterator[Path]:
+    """Yields where to write a file, which takes the place of ``path`` in one go when the block has ended.
+
+    Where the block raises, what it has written is removed and ``path`` stays as it was. Nobody waits for the disk: what
+    must outlast a power loss is flushed to it, by fsync, before the block ends.
+
+    Args:
+        path: the file.
+        part: where it is written, in the same folder; default `part_of`. For several writers at a time: one each.
+
+    Raises:
+        OSError: it cannot take that place.
+    """
+    part = part_of(path) if part is None else part
+    try:
+        yield part
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()  # it may be what fills the disk
+        raise

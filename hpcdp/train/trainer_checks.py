@@ -1,0 +1,91 @@
+"""What every Trainer refuses: parameters, counts, and ranks that differ."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..arrays import is_host
+from ..comm import Communicator, World
+from ..comm.agreement import require_same
+from ..errors import ConfigError, StaleGradientError, type_named
+from ..gradients.bucket import Parameter
+from ..optim import Optimizer
+
+
+def no_parameters(given: object) -> ConfigError:
+    """The error of a Trainer that is given something else."""
+    expected = "parameters, such as those of net.parameters()"
+    return ConfigError("Trainer", where="params", expected=expected, got=type_named(given))
+
+
+def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
+    """Those that want a gradient; `ConfigError` for what is no parameter, two of one name, or for none, unless
+    ``world`` has but one stage of a model."""
+    params = list(params)
+    for param in params:
+        if not hasattr(param, "grad_req"):
+            raise no_parameters(param)
+    found = [param for param in params if param.grad_req != "null"]
+    if not found and (world is None or world.model_comm is None):
+        raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
+    twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]
+    if twice:
+        raise ConfigError(
+            "Trainer", where="params", expected="different names", got=f"{twice[0]!r} twice",
+            remedy="make two networks children of one Module, which puts their names before those of their parameters",
+        )  # fmt: skip
+    return found
+
+
+def described(params: Sequence[Parameter]) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+    """Name, shape and dtype of each."""
+    return [(param.name, tuple(param.data.shape), np.dtype(param.data.dtype)) for param in params]
+
+
+def _marks(param: Parameter) -> str:
+    """What ranks must have alike of it, in the line about it: a difference then stands beside its like."""
+    accumulated = " grad_req='add'" if param.grad_req == "add" else ""
+    return accumulated + (" of a layer for all ranks together" if getattr(param, "is_joint", False) else "")
+
+
+def require_alike(world: World, params: Sequence[Parameter], optimizer: Optimizer, settings: Sequence[str]) -> None:
+    """Raises `MismatchError` where ranks have given a Trainer other things; every rank must call."""
+    places = ["" if is_host(param.data) else " on a GPU" for param in params]  # where gradients are summed follows
+    items = [
+        f"{name} {shape} {dtype}{place}{_marks(param)}"
+        for param, (name, shape, dtype), place in zip(params, described(params), places, strict=True)
+    ]
+    remedy = (
+        "build the same model with the same options on every rank; for the stages of a pipeline, or layers that are "
+        "split, pass their replicas as the world"
+    )
+    require_same(world.comm, "Trainer", [*items, f"optimizer {optimizer.config()}", *settings], remedy)
+
+
+def require_same_settings(comm: Communicator, operation: str, learning_rate: float, loss_scale: float) -> None:
+    """Raises `MismatchError` where ranks would update in different ways; every rank must call."""
+    items = [f"learning rate {learning_rate}", f"loss scale {loss_scale}"]
+    require_same(comm, operation, items, "change them alike on all ranks")
+
+
+def checked_count(operation: str, count: int) -> int:
+    """``count`` as an int; `ConfigError` unless it is a number of samples."""
+    try:
+        checked = operator.index(count)
+    except TypeError:
+        checked = -1
+    if checked < 0:
+        raise ConfigError(operation, where="count", expected="a number of samples, 0 or more", got=repr(count))
+    return checked
+
+
+def unfinished(operation: str) -> StaleGradientError:
+    """There are gradients that a later update would have used."""
+    return StaleGradientError(
+        operation, expected="the end of a step", got="gradients that no_sync() or allreduce_grads() holds",
+        remedy="call it after step(count), or drop them by step(0)",
+    )  # fmt: skip

@@ -1,0 +1,17 @@
+"""How who waits for something asks for it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdp.comm import steps
+from hpcdp.comm.steps import Until
+
+
+@pytest.mark.parametrize(("yields", "naps"), [((), 41), ((50,), 1), ((51,), 0)])
+def test_what_comes_soon_is_asked_for_longer_before_a_nap(monkeypatch, yields, naps):
+    slept = []
+    monkeypatch.setattr(steps, "time", SimpleNamespace(sleep=slept.append))
+    answers = iter([False] * 50 + [True])
+    Until(lambda: next(answers), *yields).wait()
+    assert len(slept) == naps

@@ -1,0 +1,87 @@
+"""Copies of a network on GPUs compute where they are, forward and backward, whatever GPU is current.
+
+On the stand-in, which refuses what is computed on one GPU with arrays of another.
+"""
+
+import numpy as np
+import pytest
+
+from hpcdp import autograd, data, nn
+from hpcdp.devices import Device, gpu
+from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.streams import Streams
+
+RNG = np.random.default_rng(5)
+X, Y = RNG.standard_normal((12, 6)).astype(np.float32), RNG.integers(0, 4, 12)
+GPUS = [gpu(1), gpu(2), gpu(3)]
+
+
+def network():
+    start = nn.init.Xavier(seed=1)
+    first, last = nn.Dense(6, 8, activation="relu", weight_init=start), nn.Dense(8, 4, weight_init=start)
+    return nn.Sequential(first, nn.BatchNorm(8), nn.Dropout(0.0), last)
+
+
+def gradients(net):
+    return [each.grad if isinstance(each.grad, np.ndarray) else each.grad.to_host() for each in net.parameters()]
+
+
+def on_the_host(pieces):
+    """Losses and gradients of as many pieces, each with statistics of its own."""
+    net = network()
+    with autograd.record():
+        losses = [
+            softmax_cross_entropy(net(x), y) for x, y in zip(np.split(X, pieces), np.split(Y, pieces), strict=True)
+        ]
+    autograd.backward(losses)
+    return np.concatenate([each.data for each in losses]), gradients(net)
+
+
+@pytest.mark.parametrize("current", [1, 3])
+def test_a_batch_is_computed_in_pieces_on_all_of_them(gpus_on_host, current):
+    net = network().to(GPUS[0])
+    replicas = nn.Replicas(net, GPUS)
+    gpu(current).use()
+    with autograd.record():
+        losses = softmax_cross_entropy(replicas(GPUS[0].put(X)), GPUS[0].put(Y))
+    losses.backward()
+    expected, expected_gradients = on_the_host(3)
+    assert Device.of(losses.data) == GPUS[0]
+    np.testing.assert_allclose(losses.data.to_host(), expected, rtol=1e-5, atol=1e-6)
+    for param, mine, wanted in zip(net.parameters(), gradients(net), expected_gradients, strict=True):
+        assert Device.of(param.grad) == GPUS[0]
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_pieces_and_losses_of_a_program_are_where_their_operands_are(gpus_on_host):
+    net = network().to(GPUS[0])
+    replicas = nn.Replicas(net, GPUS)
+    gpu(1).use()
+    with Streams(gpu(1)).stream():  # late, as those of the others are not
+        xs, ys = (data.split_and_load(each, GPUS) for each in (X, Y))
+        with autograd.record():
+            losses = [softmax_cross_entropy(replicas.on(d)(x), y) for d, x, y in zip(GPUS, xs, ys, strict=True)]
+        assert [Device.of(each.data) for each in losses] == GPUS
+        autograd.backward(losses)
+        found = gradients(net)
+    for mine, wanted in zip(found, on_the_host(3)[1], strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
+    gpu(1).use()
+    x = autograd.Tensor(gpu(2).put(X))
+    x.attach_grad()
+    with autograd.record():
+        y = (x * 2).sum() + x[1:].mean()
+    y.backward()
+    assert {Device.of(each) for each in (y.data, x.grad, *autograd_grads(x))} == {gpu(2)}
+    x -= 0.5
+    x[0] = 1.0
+    assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
+
+
+def autograd_grads(x):
+    with autograd.record():
+        y, z = x * 3, x * 1
+    return autograd.grad(y, [x, x, y], retain_graph=True) + autograd.grad(z, [x])

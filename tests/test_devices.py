@@ -1,0 +1,52 @@
+"""Devices: what is put on one, and brought to where something else is, is there, and comes behind what made it."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from hpcdp.arrays import from_host
+from hpcdp.devices import Device, brought, cpu, gpu, lie_together
+from hpcdp.streams import Streams
+
+
+def of(values):
+    return importlib.import_module("cupy").asarray(np.array(values, "f4"))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_copy_on_another_gpu_comes_behind_what_made_it_and_before_what_changes_it(gpus_on_host, contiguous):
+    gpu(1).use()
+    x, ones, twos = of([[0, 0], [0, 0]]), of([[1, 1], [1, 1]]), of([[2, 2], [2, 2]])
+    x = x if contiguous else x.T
+    with Streams(gpu(1)).stream():
+        x[...] = ones
+        gpu(2).use()
+        there = Streams(gpu(2)).stream()
+        with there:
+            copy = gpu(2).put(x)
+        gpu(1).use()
+        x[...] = twos
+        there.synchronize()
+    assert copy.to_host().tolist() == [[1, 1], [1, 1]] and Device.of(copy) == gpu(2)
+
+
+def test_a_share_of_memory(gpus_on_host):
+    gpu(1).use()
+    gpu(2).limit_memory(0.25)
+    cpu().limit_memory(0.5)
+    assert list(gpus_on_host.limits.values()) == [(2, 0.25)]
+    with pytest.raises(RuntimeError, match=r"limit_memory \[gpu\(1\)\]: expected a share above 0 and up to 1, got 25"):
+        gpu(1).limit_memory(25)
+
+
+def test_what_is_brought_is_where_the_other_is(gpus_on_host):
+    gpu(1).use()
+    x, y = of([1, 2]), of([3, 4])
+    gpu(2).use()
+    assert brought(x, y) is x and lie_together(x, y)
+    for like in (x, gpu(3).put(x)):
+        copies = brought(np.ones(2, "f4"), like), from_host(np.ones(2, "f4"), like), brought(gpu(4).put(y), like)
+        assert all(lie_together(each, like) for each in copies)
+    host = brought(x, np.ones(2))
+    assert host.tolist() == [1, 2] and lie_together(host, cpu(1).put(x)) and not lie_together(host, x)
