@@ -112,8 +112,7 @@ def check(settings: Settings, world: World) -> None:
     Raises:
         ConfigError: on every rank: an algorithm, reduction, file or amount of memory that is not there.
     """
-    import numpy as np
-
+    from ..arrays import dtype_of
     from ..collectives import ALGORITHMS
     from ..comm.agreement import on_rank_0
     from ..comm.reductions import OPS, resolve
@@ -126,7 +125,7 @@ def check(settings: Settings, world: World) -> None:
     if settings.benchmark in REDUCING:
         check_name("op", settings.op, OPS)
         try:
-            resolve(settings.benchmark, settings.op, np.dtype(settings.dtype))
+            resolve(settings.benchmark, settings.op, dtype_of(settings.dtype))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from error
     if settings.plot and world.size < 2:
@@ -155,11 +154,10 @@ def _check_memory(settings: Settings, world: World) -> None:
 
 
 def _rows(settings: Settings, world: World) -> Iterator[Row]:
-    import numpy as np
-
+    from ..arrays import dtype_of
     from . import collective, point_to_point
 
-    dtype, sizes = np.dtype(settings.dtype), list(settings.sizes)
+    dtype, sizes = dtype_of(settings.dtype), list(settings.sizes)
     timings: dict[str, Any] = {
         "dtype": dtype,
         "iterations": settings.iterations,

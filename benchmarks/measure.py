@@ -10,11 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..arrays import BFLOAT16, is_float, is_half
 from ..comm import World
 from .options import Parser, at_least
 
 # A prime, so that a segment that ends at the wrong place never looks right.
 _PERIOD = 8191
+_BFLOAT16_EPS = 2.0**-7
 
 # Gloo's threads still send to other ranks when a call has returned; a rank that spun for the next barrier at once would
 # keep them from the core. All candidates start their turns after the same pause.
@@ -49,7 +51,7 @@ class Candidate(Protocol):
 class FreshData:
     """Inputs that differ on every rank and in every iteration, and what a collective makes of them.
 
-    They are small whole numbers, so that sums are exact in every dtype (float16: up to 66 ranks).
+    They are small whole numbers, so that sums are exact in every dtype (float16: up to 66 ranks, bfloat16: 8).
     """
 
     def __init__(self, rank: int, ranks: int, dtype: Any = np.float32, op: str = "sum") -> None:
@@ -72,19 +74,19 @@ class FreshData:
 
     def reduced(self, iteration: int) -> np.ndarray:
         """What all ranks' inputs lead to: a block that a right result repeats."""
-        blocks = np.stack([self._block(rank, iteration) for rank in range(self._ranks)])
+        blocks = _wide(np.stack([self._block(rank, iteration) for rank in range(self._ranks)]))
         if self._op == "mean":
             return blocks.mean(axis=0).astype(self._dtype)
         reduction = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[self._op]
-        return np.asarray(reduction.reduce(blocks, axis=0, dtype=self._dtype))
+        return np.asarray(reduction.reduce(blocks, axis=0, dtype=blocks.dtype)).astype(self._dtype)
 
     def wrong(self, result: np.ndarray, iteration: int, start: int = 0) -> int:
         """How many of ``result``, shape ``(count,)``, are not elements ``start`` and on of all ranks' reduction."""
         tolerance = 0.0
-        if self._dtype.kind == "f":
-            facts = np.finfo(self._dtype)
-            whole = self._op == "sum" and self._largest * self._ranks <= 2 ** (facts.nmant + 1)
-            tolerance = 0.0 if whole or self._op in ("min", "max") else 10 * float(facts.eps)
+        if is_float(self._dtype):
+            eps = _BFLOAT16_EPS if self._dtype.name == BFLOAT16 else float(np.finfo(self._dtype).eps)
+            whole = self._op == "sum" and self._largest * self._ranks <= 2 / eps
+            tolerance = 0.0 if whole or self._op in ("min", "max") else 10 * eps
         return count_wrong(result, np.roll(self.reduced(iteration), -start), tolerance)
 
     def wrong_input(self, result: np.ndarray, iteration: int, rank: int) -> int:
@@ -98,9 +100,13 @@ def count_wrong(result: np.ndarray, block: np.ndarray, tolerance: float) -> int:
     for start in range(0, result.size, block.size):
         piece = result[start : start + block.size]
         wanted = block[: piece.size]
-        close = piece == wanted if tolerance == 0 else np.isclose(piece, wanted, rtol=tolerance)
+        close = piece == wanted if tolerance == 0 else np.isclose(_wide(piece), _wide(wanted), rtol=tolerance)
         count += piece.size - int(np.count_nonzero(close))
     return count
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) if is_half(x) else x
 
 
 @dataclass

@@ -18,7 +18,8 @@ REDUCING = ("allreduce", "iallreduce", "reduce_scatter", "reduce")
 STYLES = ("osu", "nccl")
 
 _OSU_DTYPES = {"mpi_char": "int8", "mpi_int": "int32", "mpi_float": "float32"}
-_DTYPES = ("float32", "float64", "float16", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_DTYPES = ("float32", "float64", "float16", "bfloat16", *_INTEGERS)
 _EPILOG = """\
 benchmarks:
   between two ranks       latency, bandwidth, bibandwidth
@@ -71,7 +72,7 @@ class Settings:
     Args:
         benchmark: one of `BENCHMARKS`.
         sizes: of messages in bytes, multiples of the dtype's.
-        dtype: a name of NumPy's.
+        dtype: a name of NumPy's, or bfloat16.
         iterations: None for as many as suit the size.
         full: all of OSU's columns.
         tests: calls of test() while iallreduce is under way.
@@ -118,7 +119,7 @@ def parser() -> Parser:
     add("-x", dest="warmup", type=int, default=10, metavar="N", help="untimed calls before (10)")
     add("-f", dest="full", action="store_true", help="all columns, e.g. least and greatest latency")
     add("-c", dest="validate", type=int, default=1, nargs="?", const=1, metavar="0|1", help="check results (1)")
-    add("-T", dest="dtype", metavar="DTYPE", help="float32, float16, int64 ...; or mpi_char, mpi_int, mpi_float")
+    add("-T", dest="dtype", metavar="DTYPE", help="float32, bfloat16, int64 ...; or mpi_char, mpi_int, mpi_float")
     add("-d", dest="device", default="cpu", metavar="DEVICE", help="where the arrays are: cpu")
     add("-W", dest="window", type=int, default=64, metavar="N", help="messages under way at once (64)")
     add("-t", dest="tests", type=int, default=0, metavar="N", help="calls of test() while iallreduce runs (0)")
@@ -175,11 +176,10 @@ def parse(argv: Sequence[str]) -> Settings:
 
 def _sizes(given: argparse.Namespace, dtype: str) -> tuple[int, ...]:
     """As OSU has them: MIN:MAX, MAX alone, or MIN: alone; rounded down to whole elements."""
-    import numpy as np
-
+    from ..arrays import dtype_of
     from .sizes import size_range
 
-    itemsize = np.dtype(dtype).itemsize
+    itemsize = dtype_of(dtype).itemsize
     low, high = given.sizes.split(":", 1) if ":" in given.sizes else ("", given.sizes)
     usual = (f"{itemsize}", "4M") if given.benchmark in PAIRS else (f"{max(4, itemsize)}", "64M")
     text = f"{low or usual[0]}:{high or usual[1]}"

@@ -1,7 +1,8 @@
-"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: replacing,
-errors.
+"""Floor 1: NumPy archives with a header, written whole or not at all, read without pickles. Imports: arrays,
+replacing, errors.
 
-A .npz file of named arrays, and one entry more that is text: the header in JSON.
+A .npz file of named arrays, and one entry more that is text: the header in JSON. It names those that are the bits of
+bfloat16, which NumPy's files have not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import BFLOAT16, bits, of_bits
 from .errors import DataError
 from .replacing import replaced
 
@@ -30,9 +32,12 @@ def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arra
     Raises:
         DataError: it cannot be written; what was there stays.
     """
+    of_16_bits = [each for each, array in arrays.items() if array.dtype.name == BFLOAT16]
+    text = json.dumps({**header, BFLOAT16: of_16_bits} if of_16_bits else header)
+    kept = {each: bits(array) for each, array in arrays.items()}
     try:
         with replaced(path) as part, open(part, "wb") as file:
-            np.savez(file, **{name: np.array(json.dumps(header))}, **arrays)  # type: ignore[arg-type]
+            np.savez(file, **{name: np.array(text)}, **kept)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -52,7 +57,10 @@ def read(
             raise ValueError("a file of another kind")
         with _reading, np.load(path, allow_pickle=False) as file:
             header = json.loads(str(file[name][()]))
-            arrays = {each: file[each] for each in file.files if each != name}
+            of_16_bits = header.pop(BFLOAT16, ()) if isinstance(header, dict) else ()
+            arrays = {
+                each: of_bits(file[each], BFLOAT16 if each in of_16_bits else "") for each in file.files if each != name
+            }
         if not all(type(header[field]) is kind for field, kind in fields.items()):
             raise ValueError(f"the header {header!r}")
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:

@@ -19,15 +19,53 @@ Array = Any
 """An N-dimensional array of NumPy, CuPy or a namespace that follows the array API standard."""
 
 _NO_DEVICE = contextlib.nullcontext()
-_HALF = ("e", "E")
-"""The characters of float16 and of bfloat16, which ml_dtypes adds to NumPy's types."""
+BFLOAT16 = "bfloat16"
+"""The name of a dtype that NumPy has not; ml_dtypes adds it, with the kind of a void and a character of its own."""
+
+_WORDS = {"e": np.dtype(np.uint16), "E": np.dtype(np.int16)}
+"""By the character of a float of 16 bits, float16 or bfloat16, the integers that `words` makes of it."""
+
+
+def dtype_of(dtype: Any) -> np.dtype:
+    """``numpy.dtype(dtype)``, also of ``"bfloat16"``: who names it imports ml_dtypes, which nothing else does.
+
+    Raises:
+        TypeError: there is no such dtype.
+    """
+    if isinstance(dtype, str) and dtype == BFLOAT16:
+        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    return np.dtype(dtype)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether its elements are real floats, bfloat16 among them."""
+    return dtype.kind == "f" or dtype.char == "E"
+
+
+def words(x: Array) -> Array:
+    """``x`` as kernels take it: float16 as its bits in uint16, bfloat16 in int16, all else as it is; no copy.
+
+    Neither Numba nor MPI knows floats of 16 bits, and by the integers kernels tell one from the other.
+    """
+    kind = _WORDS.get(x.dtype.char)
+    return x if kind is None else x.view(kind)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """``x`` as files have it, which know no bfloat16: that as its bits in uint16, all else as it is; no copy."""
+    return x.view(np.uint16) if x.dtype.name == BFLOAT16 else x
+
+
+def of_bits(x: np.ndarray, dtype: str) -> np.ndarray:
+    """What `bits` has made of an array of ``dtype``, in that dtype; no copy."""
+    return x.view(dtype_of(BFLOAT16)) if dtype == BFLOAT16 else x
 
 
 def array_namespace(*xs: Array) -> Any:
     """The module whose functions work on all of ``xs``: ``numpy``, ``cupy`` or a stand-in.
 
     Args:
-        xs: arrays of one namespace; Python scalars are ignored.
+        xs: arrays of one namespace; Python's scalars and NumPy's, which fit any, are ignored.
 
     Raises:
         ArrayMixError: the arrays come from different namespaces.
@@ -36,7 +74,7 @@ def array_namespace(*xs: Array) -> Any:
     for x in xs:
         if type(x) is np.ndarray:
             namespace: Any = np
-        elif isinstance(x, (bool, int, float)):
+        elif isinstance(x, (bool, int, float, np.generic)):
             continue
         else:
             namespace = _namespace_of(x)
@@ -53,7 +91,7 @@ def array_namespace(*xs: Array) -> Any:
 
 
 def _namespace_of(x: Any) -> Any:
-    if isinstance(x, (np.ndarray, np.generic)):
+    if isinstance(x, np.ndarray):
         return np
     if is_cupy(x):
         return importlib.import_module("cupy")
@@ -73,8 +111,13 @@ def is_host(x: Array) -> bool:
 
 
 def is_half(x: Any) -> bool:
-    """Whether ``x`` is an array, or a tensor, of floats of 16 bits: float16, or bfloat16 where the namespace has it."""
-    return getattr(getattr(x, "dtype", None), "char", "") in _HALF
+    """Whether ``x`` is an array, or a tensor, of floats of 16 bits: float16 or bfloat16."""
+    return getattr(getattr(x, "dtype", None), "char", "") in _WORDS
+
+
+def is_bfloat16(x: Any) -> bool:
+    """Whether ``x`` is an array of bfloat16."""
+    return getattr(getattr(x, "dtype", None), "char", "") == "E"
 
 
 def is_cupy(x: Array) -> bool:

@@ -49,6 +49,10 @@ extern "C" __global__ void scale_f16(const Half* x, Half* out, Index count, floa
     scale(x, out, count, factor);
 }
 
+extern "C" __global__ void scale_bf16(const BFloat16* x, BFloat16* out, Index count, float factor) {
+    scale(x, out, count, factor);
+}
+
 extern "C" __global__ void scale_f32(const float* x, float* out, Index count, float factor) {
     scale(x, out, count, factor);
 }

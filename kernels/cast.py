@@ -1,7 +1,7 @@
-"""Casts between float32 and the 16-bit formats, and scaling, for NumPy arrays. Imports: lanes, reduce, numba.
+"""Casts between float32 and the 16-bit formats, and scaling, for NumPy arrays. Imports: halves, lanes, numba.
 
 `reference_cast` is the specification: same names, same arguments. All arrays are 1-D, contiguous and do not overlap;
-16-bit numbers are given as their bits in uint16 (`reduce.words` of a float16 array; NumPy has no bfloat16).
+the 16-bit numbers of casts are given as their bits in uint16, whose format the name of the cast says.
 """
 
 from __future__ import annotations
@@ -12,29 +12,15 @@ from llvmlite import ir
 from numba import float32, types, uint16
 from numba.extending import intrinsic
 
+from .halves import any_bfloat16, narrow, nearest_bfloat16, of_bfloat16, widen
 from .lanes import WORD, Lanes
 from .machine_code import kernel
-from .reduce import narrow, widen
-
-
-def _rounded(builder: Any, value: Any, width: int) -> Any:
-    """Floats that are no NaN, ``width`` of them, as the nearest bfloat16; in 32 bits, where Numba would take 64."""
-    word, half = ir.VectorType(WORD, width), ir.VectorType(ir.IntType(16), width)
-    sixteen, one, below_half = (ir.Constant(word, [number] * width) for number in (16, 1, 0x7FFF))
-    bits = builder.bitcast(value, word)
-    odd = builder.and_(builder.lshr(bits, sixteen), one)
-    return builder.trunc(builder.lshr(builder.add(bits, builder.add(odd, below_half)), sixteen), half)
 
 
 @intrinsic
 def _bfloat16(typingctx: Any, value: Any) -> Any:
-    """A float32 as the bits of the nearest bfloat16; a NaN is made quiet so that it does not become an infinity."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        quiet = builder.or_(builder.lshr(builder.bitcast(args[0], WORD), WORD(16)), WORD(0x40))
-        rounded = builder.bitcast(_rounded(builder, args[0], 1), ir.IntType(16))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.select(is_nan, builder.trunc(quiet, ir.IntType(16)), rounded)
+        return any_bfloat16(builder, args[0])
 
     return types.uint16(types.float32), generate
 
@@ -50,7 +36,7 @@ def _round_32(typingctx: Any, x: Any, out: Any, index: Any) -> Any:
         lanes = Lanes(context, builder, (signature.args[0], args[0]), args[2], 32)
         into = Lanes(context, builder, (signature.args[1], args[1]), args[2], 32)
         value = lanes.load()
-        into.store_bits(_rounded(builder, value, 32))
+        into.store_bits(nearest_bfloat16(builder, value, 32))
         halves = (
             builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(WORD, 16), list(range(first, first + 16))))
             for first in (0, 16)
@@ -64,7 +50,7 @@ def _round_32(typingctx: Any, x: Any, out: Any, index: Any) -> Any:
 @intrinsic
 def _from_bfloat16(typingctx: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.shl(builder.zext(args[0], WORD), WORD(16)), ir.FloatType())
+        return of_bfloat16(builder, args[0])
 
     return types.float32(types.uint16), generate
 

@@ -29,8 +29,8 @@ template <class T> struct Own {
                 kept[pack] = load<N>(residual + place(pack));
             } else {
                 for (int k = 0; k < N; ++k) {
-                    given[pack].at[k] = is_there(pack, k) ? grad[place(pack) + k] : T(0);
-                    kept[pack].at[k] = is_there(pack, k) ? residual[place(pack) + k] : T(0);
+                    given[pack].at[k] = is_there(pack, k) ? grad[place(pack) + k] : T{};
+                    kept[pack].at[k] = is_there(pack, k) ? residual[place(pack) + k] : T{};
                 }
             }
         }

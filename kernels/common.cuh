@@ -5,8 +5,12 @@
 // CPU are the contract. What waits for memory does not become slower by it.
 
 typedef long long Index;      // a count may exceed 2^31
-typedef unsigned short Half;  // the bits of float16 or bfloat16
+typedef unsigned short Half;  // the bits of float16; of bfloat16, too, where a cast's name says so
 typedef unsigned int Word;
+
+struct BFloat16 {  // no number, so that nothing computes with its bits
+    Half bits;
+};
 
 enum { THREADS = 256, WARP = 32 };  // of a block, as cuda.py launches it, and of those that vote together
 
@@ -43,21 +47,27 @@ __device__ inline Half bfloat16_from(float x) {
 
 __device__ inline float float_from_bfloat16(Half x) { return float_of_bits(Word(x) << 16); }
 
-// An element in the type it is computed in: float16 in float32, anything else as it is.
+// An element in the type it is computed in: those of 16 bits in float32, anything else as it is.
 __device__ inline float widened(Half x) { return float_from_half(x); }
+__device__ inline float widened(BFloat16 x) { return float_from_bfloat16(x.bits); }
 template <class T> __device__ inline T widened(T x) { return x; }
 
 // An accumulator as an element again, rounded to nearest even.
 template <class T, class Wide> __device__ inline T narrowed(Wide x) { return x; }
 template <> __device__ inline Half narrowed<Half, float>(float x) { return half_from(x); }
+template <> __device__ inline BFloat16 narrowed<BFloat16, float>(float x) { return {bfloat16_from(x)}; }
 
 template <class T> struct WideOf { typedef T Type; };
 template <> struct WideOf<Half> { typedef float Type; };
+template <> struct WideOf<BFloat16> { typedef float Type; };
 
 // The sum of two elements, rounded as an element, in the type that is computed in.
 template <class T> __device__ inline typename WideOf<T>::Type added(const T& a, const T& b) {
     return widened(narrowed<T>(widened(a) + widened(b)));
 }
+
+// ReLU, if it is one; a NaN stays.
+template <class T> __device__ inline T activated(T x, bool relu) { return !relu || x > 0 || x != x ? x : 0; }
 
 // `x - x` of an infinity or a NaN is a NaN.
 template <class T> __device__ inline bool is_finite(T x) { return x - x == T(0); }

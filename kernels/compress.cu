@@ -10,6 +10,7 @@ constexpr double SHARE = 0.6, LARGEST = 3.4028234e38;
 // Rounded as an element, in the type that it is computed in.
 template <class T> __device__ inline typename WideOf<T>::Type rounded(double x) { return T(x); }
 template <> __device__ inline float rounded<Half>(double x) { return widened(half_from(x)); }
+template <> __device__ inline float rounded<BFloat16>(double x) { return widened(narrowed<BFloat16>(float(x))); }
 
 // What elements of a block must reach to be sent, and what is sent; none of it where something is not finite.
 struct Choice {
@@ -111,7 +112,7 @@ __device__ inline void encode_halves(
             const auto total = added(given.at[k], kept.at[k]);
             sent.at[k] = to(total);
             const float arrives = back(sent.at[k]);
-            kept.at[k] = is_finite(arrives) ? narrowed<T>(total - decltype(total)(arrives)) : T(0);
+            kept.at[k] = is_finite(arrives) ? narrowed<T>(total - decltype(total)(arrives)) : T{};
         }
         store(residual + i, kept);
         store(halves + i, sent);
@@ -177,5 +178,6 @@ extern "C" __global__ void choose_digit(const Word* counts, Index k, bool is_fir
     }
 
 KERNELS(Half, f16)
+KERNELS(BFloat16, bf16)
 KERNELS(float, f32)
 KERNELS(double, f64)

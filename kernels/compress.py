@@ -1,4 +1,4 @@
-"""Gradients encoded in one call that keeps what is not sent, for NumPy arrays. Imports: cast, norms, quantise, reduce,
+"""Gradients encoded in one call that keeps what is not sent, for NumPy arrays. Imports: cast, halves, norms, quantise,
 numba.
 
 `reference_compress` is the specification: same names, same arguments; the scales of blocks are the same up to rounding,
@@ -12,10 +12,10 @@ import numpy as np
 from numba import float32, float64, uint32
 
 from .cast import _from_bfloat16, to_bfloat16
+from .halves import narrow, widen
 from .machine_code import kernel
 from .norms import _magnitude
 from .quantise import pack_one_bit, pack_two_bit, unpack_one_bit, unpack_two_bit
-from .reduce import narrow, widen
 from .reference_compress import BLOCK, SHARE
 
 _DIGITS = ((19, 12), (7, 12), (0, 7))

@@ -1,6 +1,7 @@
 // What a convolution does beside its product (im2col). reference.py is the specification: same order of additions, same
-// bits. Images are (batch, channels, positions), factors and results of products (rows, batch x positions), so that one
-// product does for all images. A thread computes one element, which it collects from where it lies: no atomics.
+// bits, of 16 bits those of its float32 rounded once. Images are (batch, channels, positions), factors and results of
+// products (rows, batch x positions), so that one product does for all images. A thread computes one element, which it
+// collects from where it lies: no atomics.
 #include "common.cuh"
 #include "windows.cuh"
 
@@ -17,7 +18,7 @@ __device__ void unfold(const T* __restrict__ x, T* __restrict__ columns, const W
         for (Index y = top; y < top + w.kernel_y; ++y) {
             for (Index z = left; z < left + w.kernel_x; ++z, to += width) {
                 const bool is_inside = y >= 0 && y < w.height && z >= 0 && z < w.width;
-                *to = is_inside ? from[y * w.width + z] : T(0);
+                *to = is_inside ? from[y * w.width + z] : T{};
             }
         }
     });
@@ -30,9 +31,9 @@ __device__ void fold(const T* __restrict__ columns, T* __restrict__ x, const Win
     for_elements(w.planes, w.height, w.width, [&](Index i, Index plane, Index y, Index z) {
         const Index channel = plane % channels, image = plane / channels;
         const T* from = columns + channel * w.kernel_y * w.kernel_x * width + image * positions;
-        T total = 0;
-        for_windows_of(w, y, z, [&](Index at, int place) { total += from[place * width + at]; });
-        x[i] = total;
+        typename WideOf<T>::Type total = 0;
+        for_windows_of(w, y, z, [&](Index at, int place) { total += widened(from[place * width + at]); });
+        x[i] = narrowed<T>(total);
     });
 }
 
@@ -49,10 +50,10 @@ __device__ void to_images(
         constexpr int n = decltype(pack_width)::value;
         const Index plane = i / positions, channel = plane % channels, image = plane / channels;
         auto pack = load<n>(product + channel * width + image * positions + i % positions);
-        const T added = has_bias ? bias[channel] : T(0);
+        const auto added = widened(has_bias ? bias[channel] : T{});
         for (int k = 0; k < n; ++k) {
-            const T value = has_bias ? pack.at[k] + added : pack.at[k];
-            pack.at[k] = !relu || value > T(0) || value != value ? value : T(0);  // a NaN stays
+            const auto value = widened(pack.at[k]);
+            pack.at[k] = narrowed<T>(activated(has_bias ? value + added : value, relu));
         }
         store(out + i, pack);
     });
@@ -74,7 +75,7 @@ __device__ void from_images(
         auto pack = load<n>(gy + from);
         if (relu) {
             const auto result = load<n>(out + from);
-            for (int k = 0; k < n; ++k) pack.at[k] = result.at[k] > T(0) ? pack.at[k] : T(0);
+            for (int k = 0; k < n; ++k) pack.at[k] = widened(result.at[k]) > 0 ? pack.at[k] : T{};
         }
         store(flat + i, pack);
     });
@@ -99,5 +100,7 @@ __device__ void from_images(
         from_images(gy, out, flat, count, channels, positions, relu);                                                  \
     }
 
+KERNELS(Half, f16)
+KERNELS(BFloat16, bf16)
 KERNELS(float, f32)
 KERNELS(double, f64)

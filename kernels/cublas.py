@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_cupy
+from ..arrays import Array, array_namespace, is_bfloat16, is_cupy
 from ..errors import DeviceError, UnsupportedError
 
 _AS_IT_IS, _TURNED = 0, 1
-_TYPES = {"float16": 2, "float32": 0, "float64": 1}
+_TYPES = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}
 """cuBLAS's numbers of what arrays hold."""
 _IN_FLOAT32, _IN_FLOAT64 = 68, 70
 _COMPUTE_TYPES = {
-    ("float32", 2): 69, ("float16", 2): 69, ("float64", 2): 71, ("float32", 7): 77
+    ("float32", 2): 69, ("float16", 2): 69, ("bfloat16", 2): 69, ("float64", 2): 71, ("float32", 7): 77
 }  # fmt: skip
 """cuBLAS's numbers of how products are computed, by dtype and CuPy's setting, where that is pedantic or TF32."""
 _DEFAULT, _TENSOR_CORES = -1, 99
@@ -49,9 +49,16 @@ _ROUTINES = {
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """``a @ b`` as `numpy.matmul` has it, in ``out`` where that is given, which must not overlap with the others."""
-    if _here.cublas is None:
-        return array_namespace(a, b).matmul(a, b, out=out)
-    return _here.cublas.matmul(a, b, out)
+    if _here.cublas is not None:
+        return _here.cublas.matmul(a, b, out)
+    xp = array_namespace(a, b)
+    if max(a.ndim, b.ndim) > 2 and is_bfloat16(a) and is_bfloat16(b):  # of which CuPy 14.2 multiplies no stacks
+        found = xp.matmul(a.astype(xp.float32), b.astype(xp.float32)).astype(a.dtype)
+        if out is None:
+            return found
+        out[...] = found
+        return out
+    return xp.matmul(a, b, out=out)
 
 
 def matmul_of(xp: Any) -> Callable[..., Array]:
@@ -99,7 +106,7 @@ class Cublas:
         xp, dtype = self._cupy, np.promote_types(a.dtype, b.dtype)
         if str(dtype) not in _TYPES:
             raise UnsupportedError("matmul", where="dtype", expected=" or ".join(_TYPES), got=dtype)
-        if dtype == np.float16 and max(a.ndim, b.ndim) > 2:  # as CuPy does
+        if dtype.itemsize == 2 and max(a.ndim, b.ndim) > 2:  # as above, and as CuPy does with float16
             found: Array = self.matmul(a.astype(np.float32), b.astype(np.float32), None).astype(dtype)
         else:
             x, y = (each if each.dtype == dtype else each.astype(dtype) for each in (a, b))

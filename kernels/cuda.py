@@ -34,8 +34,14 @@ MAX_PARTS = 1056
 since the order of additions must not depend on it."""
 
 _FOLDER = Path(__file__).parent
-_TYPES = {"float32": "f32", "float64": "f64", "uint16": "f16", "int32": "i32", "int64": "i64"}
-"""The last part of a kernel's name by the dtype that it is for; uint16 holds the bits of float16."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""What kernels of networks take."""
+
+_TYPES = {
+    "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64", "uint16": "f16", "int16": "bf16",
+    "int32": "i32", "int64": "i64",
+}  # fmt: skip
+"""The last part of a kernel's name by the dtype that it is for: of 16 bits itself, or what `hpcdp.arrays.words` has."""
 
 
 def source(file: str) -> str:

@@ -45,6 +45,6 @@ def scale(x: Array, factor: float) -> None:
 
 def scale_into(x: Array, factor: float, out: Array) -> None:
     """See `reference_cast.scale_into`."""
-    of_type = cuda.type_name("scale", ("uint16", "float32", "float64"), x.size, x, out)
-    by = np.float32(factor) if of_type == "f16" else x.dtype.type(factor)
+    of_type = cuda.type_name("scale", ("uint16", "int16", "float32", "float64"), x.size, x, out)
+    by = np.float32(factor) if x.itemsize == 2 else x.dtype.type(factor)
     cuda.launch_elementwise("cast", f"scale_{of_type}", (x, out), by)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, array_namespace
+from ..arrays import words as bits_of
 from . import cuda
 from .reference_compress import num_blocks
 
-_DTYPES = ("uint16", "float32", "float64")
+_DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 8
 _LIMIT = np.dtype([("digits", np.uint64), ("ties", np.int64)])
 """`top_k.cuh` says so, too."""
@@ -52,7 +53,7 @@ def encode_bfloat16(grad: Array, residual: Array, halves: Array) -> None:
 
 def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) -> None:
     """See `reference_compress.encode_top_k`."""
-    grad, residual, values = (_bits(x) for x in (grad, residual, values))
+    grad, residual, values = (bits_of(x) for x in (grad, residual, values))
     of_type, xp = cuda.type_name("encode_top_k", _DTYPES, grad.size, grad, residual), array_namespace(grad)
     cuda.check("encode_top_k", (str(grad.dtype),), indices.size, values)
     cuda.check("encode_top_k", ("uint32",), indices.size, indices)
@@ -76,7 +77,7 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
 
 def decode_top_k(indices: Array, values: Array, out: Array) -> None:
     """See `reference_compress.decode_top_k`."""
-    values, out = _bits(values), _bits(out)
+    values, out = bits_of(values), bits_of(out)
     of_type = cuda.type_name("decode_top_k", _DTYPES, out.size, out)
     cuda.check("decode_top_k", (str(out.dtype),), indices.size, values)
     cuda.check("decode_top_k", ("uint32",), indices.size, indices)
@@ -85,15 +86,10 @@ def decode_top_k(indices: Array, values: Array, out: Array) -> None:
     cuda.launch("compress", f"decode_top_k_{of_type}", cuda.blocks(indices.size), *passed)
 
 
-def _bits(x: Array) -> Array:
-    """``x``, float16 as its bits."""
-    return x.view(array_namespace(x).uint16) if is_half(x) else x
-
-
 def _encode_blocks(
     name: str, width: int, arrays: tuple[Array, Array], numbers: tuple[float, ...], scales: Array, words: Array
 ) -> None:
-    grad, residual = map(_bits, arrays)
+    grad, residual = map(bits_of, arrays)
     of_type = _checked_blocks(name, width, scales, words, grad, residual)
     blocks = cuda.blocks(num_blocks(grad.size) * cuda.WARP)
     passed = (grad, residual, np.int64(grad.size), *(np.float64(each) for each in numbers), scales, words)
@@ -101,7 +97,7 @@ def _encode_blocks(
 
 
 def _decode_blocks(name: str, width: int, scales: Array, words: Array, out: Array) -> None:
-    out = _bits(out)
+    out = bits_of(out)
     of_type = _checked_blocks(name, width, scales, words, out)
     blocks = cuda.blocks(-(-out.nbytes // 16))
     cuda.launch("compress", f"{name}_{of_type}", blocks, scales, words, out, np.int64(out.size))
@@ -117,7 +113,7 @@ def _checked_blocks(name: str, width: int, scales: Array, words: Array, *arrays:
 
 
 def _encode_halves(name: str, grad: Array, residual: Array, halves: Array) -> None:
-    grad, residual = _bits(grad), _bits(residual)
+    grad, residual = bits_of(grad), bits_of(residual)
     of_type = cuda.type_name(name, _DTYPES, grad.size, grad, residual)
     cuda.check(name, ("uint16",), grad.size, halves)
     cuda.launch_elementwise("compress", f"{name}_{of_type}", (grad, residual, halves))

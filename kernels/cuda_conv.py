@@ -3,7 +3,7 @@
 Imports: cuda, cublas, cuda_windows.
 
 `reference` is the specification: same names, same arguments, the same product; all else has the same bits where
-gradients are finite.
+gradients are finite. Of 16 bits a product is added up in float32 and rounded, and so is what is made of it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import math
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, is_half
 from . import cuda
 from .cublas import matmul
 from .cuda_windows import windows
 from .reference import Pair
 
-_DTYPES = ("float32", "float64")
-
 
 def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair, padding: Pair, relu: bool) -> None:
     """See `reference.conv2d`."""
     channels = out.shape[1]
-    product = matmul(weight.reshape(channels, -1), _unfolded(x, weight, out, stride, padding))
-    of_type = cuda.type_name("conv2d", _DTYPES, out.size, product, out)
+    product = _product(weight.reshape(channels, -1), _unfolded(x, weight, out, stride, padding))
+    of_type = cuda.type_name("conv2d", cuda.FLOATS, out.size, product, out)
     if bias is not None:
         cuda.check("conv2d", (str(out.dtype),), channels, bias)
     scalars = (*_sizes(out), np.bool_(bias is not None), np.bool_(relu))
@@ -47,25 +45,30 @@ def conv2d_gradients(
     dx, dweight, dbias = into
     flat = xp.empty((channels, gy.size // channels), dtype=gy.dtype)
     through = gy if out is None else out
-    of_type = cuda.type_name("conv2d_gradients", _DTYPES, gy.size, gy, through, flat)
+    of_type = cuda.type_name("conv2d_gradients", cuda.FLOATS, gy.size, gy, through, flat)
     scalars = (*_sizes(gy), np.bool_(out is not None))
     cuda.launch("conv", f"from_images_{of_type}", cuda.blocks(-(-gy.nbytes // 16)), gy, through, flat, *scalars)
     if dbias is not None:
-        dbias[...] = flat.sum(axis=1)
+        dbias[...] = flat.sum(axis=1, dtype=np.float32 if is_half(flat) else None)
     if dweight is not None:
         columns = _unfolded(x, weight, gy, stride, padding)
         dweight[...] = matmul(flat, columns.T).reshape(weight.shape)
     if dx is not None:
-        columns = matmul(weight.reshape(channels, -1).T, flat)
+        columns = _product(weight.reshape(channels, -1).T, flat)
         cuda.check("conv2d_gradients", (str(columns.dtype),), columns.size, columns)
         cuda.check("conv2d_gradients", (str(columns.dtype),), x.size, dx)
         of_windows = windows(dx, gy.shape[2:], weight.shape[2:], stride, padding)
         cuda.launch("conv", f"fold_{of_type}", cuda.blocks(dx.size), columns, dx, of_windows, np.int64(x.shape[1]))
 
 
+def _product(a: Array, b: Array) -> Array:
+    """``a @ b``, in their dtype also where a namespace would give one of more bits."""
+    return matmul(a, b, array_namespace(a, b).empty((a.shape[0], b.shape[1]), dtype=a.dtype))
+
+
 def _unfolded(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair) -> Array:
     """Patches: shape ``(in channels * kernel positions, batch * output positions)``."""
-    of_type = cuda.type_name("conv2d", _DTYPES, x.size, x)
+    of_type = cuda.type_name("conv2d", cuda.FLOATS, x.size, x)
     rows, width = math.prod(weight.shape[1:]), out.shape[0] * math.prod(out.shape[2:])
     columns = array_namespace(x).empty((rows, width), dtype=x.dtype)
     of_windows = windows(x, out.shape[2:], weight.shape[2:], stride, padding)

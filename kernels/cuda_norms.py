@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, to_host
 from . import cuda
 
-_DTYPES = ("uint16", "float32", "float64")
+_DTYPES = ("uint16", "int16", "float32", "float64")
 _PIECES = 128
 """Blocks that sum one layer; `norms.cu` says so, too."""
 

@@ -1,6 +1,7 @@
 """Average and max pooling of CuPy arrays. Imports: cuda, cuda_windows.
 
-`reference` is the specification: same names, same arguments, and the same bits where gradients are finite.
+`reference` is the specification: same names, same arguments, and the same bits where gradients are finite; of 16
+bits those of float32, rounded once.
 """
 
 from __future__ import annotations
@@ -12,19 +13,15 @@ from . import cuda
 from .cuda_windows import windows
 from .reference import Pair
 
-_DTYPES = ("float32", "float64")
-
 
 def average_pool(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
     """See `reference.average_pool`."""
-    windows, share = _windows(x, out, kernel, stride, padding), x.dtype.type(1.0 / (kernel[0] * kernel[1]))
-    _launch("average_pool", (x, out), out.size, windows, share)
+    _launch("average_pool", (x, out), out.size, _windows(x, out, kernel, stride, padding), _share(kernel, x))
 
 
 def average_pool_gradient(gy: Array, dx: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
     """See `reference.average_pool_gradient`."""
-    windows, share = _windows(dx, gy, kernel, stride, padding), dx.dtype.type(1.0 / (kernel[0] * kernel[1]))
-    _launch("average_pool_gradient", (gy, dx), dx.size, windows, share)
+    _launch("average_pool_gradient", (gy, dx), dx.size, _windows(dx, gy, kernel, stride, padding), _share(kernel, dx))
 
 
 def max_pool(x: Array, out: Array, chosen: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
@@ -40,11 +37,16 @@ def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride:
 
 
 def _windows(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
-    cuda.check("pool", _DTYPES, x.size, x)
+    cuda.check("pool", cuda.FLOATS, x.size, x)
     cuda.check("pool", (str(x.dtype),), out.size, out)
     return windows(x, out.shape[2:], kernel, stride, padding)
 
 
+def _share(kernel: Pair, x: Array) -> np.generic:
+    """Of an element in a mean, in the type that is computed in."""
+    return (np.float64 if x.itemsize == 8 else np.float32)(1.0 / (kernel[0] * kernel[1]))
+
+
 def _launch(name: str, arrays: tuple[Array, ...], threads: int, *args: np.generic | np.ndarray) -> None:
-    of_type = cuda.type_name(name, _DTYPES, arrays[0].size, arrays[0])
+    of_type = cuda.type_name(name, cuda.FLOATS, arrays[0].size, arrays[0])
     cuda.launch("pool", f"{name}_{of_type}", cuda.blocks(threads), *arrays, *args)

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from . import cuda
 from .reference_reduce import EVERY_ROW, Rows
 
-_DTYPES = ("uint16", "float32", "float64", "int32", "int64")
+_DTYPES = ("uint16", "int16", "float32", "float64", "int32", "int64")
 MAX_ROWS = 32
 """`reduce.cu` says so, too."""
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, words
 from . import cuda
 
-_DTYPES = ("uint16", "float32", "float64")
+_DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 8
 _CHUNK = 1024
 """Places that a block sorts, unless there are too many for the blocks of a launch."""
@@ -22,7 +22,7 @@ _CHUNK = 1024
 
 def add_rows(table: Array, rows: Array, values: Array) -> None:
     """See `reference_rows.add_rows`."""
-    table, values = _words(table), _words(values)
+    table, values = words(table), words(values)
     (number, features), count = table.shape, rows.size
     of_type = cuda.type_name("add_rows", _DTYPES, count * features, values)
     cuda.check("add_rows", (str(values.dtype),), number * features, table)
@@ -60,8 +60,3 @@ def _axes(key: Any, ndim: int) -> int:
         if part is not None:
             axes += part.ndim if str(getattr(part, "dtype", "")) == "bool" else 1
     return axes
-
-
-def _words(x: Array) -> Array:
-    """``x`` as kernels take it, which have bits of float16."""
-    return x.view(array_namespace(x).uint16) if np.dtype(x.dtype) == np.float16 else x

@@ -3,7 +3,8 @@
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, and for what cuDNN has no engine
 for, `cuda_conv` computes. `reference` is the specification: same names, same arguments, sums in another order. Engines
 that round to fewer bits than the arrays have (TF32 on tensor cores), or whose bits differ from run to run, are left
-out.
+out. What has 16 bits is multiplied on tensor cores, which add up in float32, and rounded; bias and gradients of ReLU
+are rounded once more.
 
 Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
 """
@@ -17,12 +18,12 @@ import threading
 import warnings
 from typing import Any
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, is_half
 from . import cuda_conv
 from .reference import Pair
 
-_TYPES = {"float32": "FLOAT", "float64": "DOUBLE"}
-_LEFT_OUT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
+_TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
+_LEFT_OUT = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
 
 _of_thread = threading.local()
 """cuDNN's handles, one a GPU, and plans: neither may be used by two threads at once."""
@@ -71,7 +72,7 @@ def conv2d_gradients(
         left[1] = dweight
     if left[0] is None and left[1] is None:
         if dbias is not None:
-            dbias[...] = loss.sum(axis=(0, 2, 3))
+            dbias[...] = loss.sum(axis=(0, 2, 3), dtype="float32" if is_half(loss) else None)
         return
     cuda_conv.conv2d_gradients(x, weight, gy, out, (left[0], left[1], dbias), stride, padding)
 
@@ -112,8 +113,9 @@ def _plan(
 ) -> tuple[Any, list[Any]] | None:
     """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
     kind = getattr(cudnn.data_type, _TYPES[str(out.dtype)])
+    wide, left_out = (cudnn.data_type.FLOAT, _LEFT_OUT) if is_half(out) else (kind, ("TENSOR_CORE", *_LEFT_OUT))
     try:
-        graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind, handle=handle)
+        graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, handle=handle)
         tensors = {
             name: graph.tensor(name=name, dim=list(x.shape), stride=_strides(x), data_type=kind)
             for name, x in given.items()
@@ -124,7 +126,7 @@ def _plan(
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in _LEFT_OUT])
+        graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in left_out])
         graph.check_support()
         graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError):

@@ -1,4 +1,5 @@
-// Bias and activation after a product, in one pass over memory. reference.py is the specification: same bits.
+// Bias and activation after a product, in one pass over memory. reference.py is the specification: same bits, of 16
+// bits those of its float32 rounded once.
 #include "common.cuh"
 
 // `y` has `count` elements in rows of `features`.
@@ -11,8 +12,7 @@ __device__ void add_bias(T* __restrict__ y, const T* __restrict__ bias, Index co
         auto pack = load<n>(y + i);
         const auto added = load<n>(bias + i % features);
         for (int k = 0; k < n; ++k) {
-            const T value = pack.at[k] + added.at[k];
-            pack.at[k] = !relu || value > T(0) || value != value ? value : T(0);  // a NaN stays
+            pack.at[k] = narrowed<T>(activated(widened(pack.at[k]) + widened(added.at[k]), relu));
         }
         store(y + i, pack);
     });
@@ -25,7 +25,7 @@ template <class T> __device__ void relu_gradient(const T* gy, const T* y, T* dx,
         constexpr int n = decltype(width)::value;
         auto pack = load<n>(gy + i);
         const auto result = load<n>(y + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = result.at[k] > T(0) ? pack.at[k] : T(0);
+        for (int k = 0; k < n; ++k) pack.at[k] = widened(result.at[k]) > 0 ? pack.at[k] : T{};
         store(dx + i, pack);
     });
 }
@@ -38,5 +38,7 @@ template <class T> __device__ void relu_gradient(const T* gy, const T* y, T* dx,
         relu_gradient(gy, y, dx, count);                                                                               \
     }
 
+KERNELS(Half, f16)
+KERNELS(BFloat16, bf16)
 KERNELS(float, f32)
 KERNELS(double, f64)

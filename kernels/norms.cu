@@ -70,5 +70,6 @@ template <class T> __device__ void find_not_finite(const T* x, Index count, int*
     }
 
 KERNELS(Half, f16)
+KERNELS(BFloat16, bf16)
 KERNELS(float, f32)
 KERNELS(double, f64)

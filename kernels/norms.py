@@ -1,4 +1,4 @@
-"""Sums of squares and the search for infinities and NaNs, for NumPy arrays. Imports: arrays, reduce, numba.
+"""Sums of squares and the search for infinities and NaNs, for NumPy arrays. Imports: arrays, halves, numba.
 
 `reference_norms` is the specification: same names, same arguments, the same sums up to rounding in float64. A sum may
 be reassociated so that it runs in several vectors at once; its order depends on the compiled code and the number of
@@ -15,8 +15,8 @@ from numba import float64, types
 from numba.extending import intrinsic
 
 from ..arrays import Array
+from .halves import widen
 from .machine_code import kernel
-from .reduce import widen
 
 _BLOCK = 1 << 14
 """Elements that are looked at before the search may end."""
@@ -24,9 +24,10 @@ _BLOCK = 1 << 14
 
 @intrinsic
 def _magnitude(typingctx: Any, value: Any) -> Any:
-    """The bits of a float (uint16: of a float16) without the sign, as an unsigned integer of its size."""
+    """The bits of a float without the sign, as an unsigned integer of its size; of `hpcdp.arrays.words` in their own
+    type, which tells the format."""
     bits = value.bitwidth
-    result = {16: types.uint16, 32: types.uint32, 64: types.uint64}[bits]
+    result = {32: types.uint32, 64: types.uint64}.get(bits, value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(bits)
@@ -37,7 +38,7 @@ def _magnitude(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def _larger(typingctx: Any, a: Any, b: Any) -> Any:
-    """The larger of two unsigned integers of one size; Numba's own would be computed in 64 bits."""
+    """The larger of two magnitudes; Numba's own would be computed in 64 bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.icmp_unsigned(">", *args), *args)
@@ -47,7 +48,9 @@ def _larger(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def _is_finite(typingctx: Any, magnitude: Any) -> Any:
-    infinity = {16: 0x7C00, 32: 0x7F800000, 64: 0x7FF0000000000000}[magnitude.bitwidth]
+    infinity = {
+        types.uint16: 0x7C00, types.int16: 0x7F80, types.uint32: 0x7F800000, types.uint64: 0x7FF0000000000000,
+    }[magnitude]  # fmt: skip
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.zext(builder.icmp_unsigned("<", args[0], args[0].type(infinity)), ir.IntType(1))

@@ -46,6 +46,7 @@ template <class T> __device__ void combine(const Rows& rows, int n, const Rows& 
     }
 
 KERNEL(Half, f16)
+KERNEL(BFloat16, bf16)
 KERNEL(float, f32)
 KERNEL(double, f64)
 KERNEL(int, i32)

@@ -1,9 +1,9 @@
-"""N-way reductions of memory shared by a node's ranks. Imports: reference_reduce, numba.
+"""N-way reductions of memory shared by a node's ranks. Imports: halves, reference_reduce.
 
 `reference_reduce` is the specification of `combine` and `combine_into`: same names, same arguments, same bits.
 
 All sums run in the order of the ranks, whatever the blocking, so the result has the same bits on every rank and in
-every run. float16 is accumulated in float32 and rounded once.
+every run. float16 and bfloat16, as `hpcdp.arrays.words`, are accumulated in float32 and rounded once.
 
 A block is accumulated in a small buffer of its own before it is written anywhere: an array that is read and written in
 one loop defeats LLVM's alias check, and then nothing is vectorised (5 instead of 52 GB/s).
@@ -13,13 +13,9 @@ What kernels call is ``inline="always"``: compiled within them it takes 0.7 of t
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from .halves import narrow, widen
 from .machine_code import kernel
 from .reference_reduce import EVERY_ROW as EVERY_ROW
 from .reference_reduce import MAX as MAX
@@ -27,38 +23,6 @@ from .reference_reduce import MEAN, MIN, PROD, SUM
 
 BLOCK = 2048
 """Elements that are accumulated at a time: they stay in a core's first-level cache."""
-
-_half = types.uint16
-
-
-def words(x: np.ndarray) -> np.ndarray:
-    """``x`` as the kernels take it: float16, which Numba does not know, as its bits in uint16; no copy."""
-    return x.view(np.uint16) if x.dtype == np.float16 else x
-
-
-@intrinsic
-def widen(typingctx: Any, value: Any) -> Any:
-    """The value as its accumulator's type: float16 as float32, anything else unchanged."""
-    if value != _half:
-        return value(value), lambda context, builder, signature, args: args[0]
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(_half), generate
-
-
-@intrinsic
-def narrow(typingctx: Any, value: Any, like: Any) -> Any:
-    """An accumulator as an element of the array ``like``, rounded to nearest even."""
-    dtype = like.dtype
-    if dtype != _half:
-        return dtype(dtype, like), lambda context, builder, signature, args: args[0]  # integers wrap
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return _half(types.float32, like), generate
 
 
 @kernel(inline="always")

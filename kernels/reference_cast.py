@@ -1,12 +1,14 @@
 """Floor 0: casts to the 16-bit formats and scaling in plain array operations, the specification of `cast`.
 Imports: arrays.
 
-All arrays are 1-D, contiguous and do not overlap. 16-bit numbers are given as their bits in uint16. Casts to them round
-to nearest, ties to even (IEEE 754, section 4.3.1): what is too large becomes infinite, subnormals are kept, and a NaN
-stays one.
+All arrays are 1-D, contiguous and do not overlap. The 16-bit numbers of casts are given as their bits in uint16. Casts
+to them round to nearest, ties to even (IEEE 754, section 4.3.1): what is too large becomes infinite, subnormals are
+kept, and a NaN stays one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -45,19 +47,35 @@ def from_bfloat16(x: Array, out: Array) -> None:
     out[...] = (x.astype(xp.uint32) << 16).view(xp.float32)
 
 
+def widened(x: Array) -> Any:
+    """``x``, of any shape, in the type that it is computed in: `hpcdp.arrays.words` as float32, all else as it is."""
+    xp = array_namespace(x)
+    if x.dtype not in (xp.uint16, xp.int16):
+        return x
+    wide, from_words = xp.empty(x.shape, dtype=xp.float32), from_float16 if x.dtype == xp.uint16 else from_bfloat16
+    from_words(x.view(xp.uint16), wide)
+    return wide
+
+
+def narrowed(wide: Array, like: Array) -> Any:
+    """What `widened` has made of an array like ``like`` as words again, rounded; all else as it is."""
+    xp = array_namespace(wide, like)
+    if like.dtype not in (xp.uint16, xp.int16):
+        return wide
+    found, to_words = xp.empty(wide.shape, dtype=xp.uint16), to_float16 if like.dtype == xp.uint16 else to_bfloat16
+    to_words(wide, found)
+    return found.view(like.dtype)
+
+
 def scale(x: Array, factor: float) -> None:
     """``x *= factor``, in place; ``factor`` is rounded to the dtype first.
 
-    The bits of float16 (uint16) are multiplied in float32 and rounded once.
+    `hpcdp.arrays.words` are multiplied in float32 and rounded once.
     """
     scale_into(x, factor, x)
 
 
 def scale_into(x: Array, factor: float, out: Array) -> None:
     """``out = x * factor``, as `scale`; changes ``out``."""
-    xp = array_namespace(x, out)
-    if x.dtype == xp.uint16:
-        wide = x.view(xp.float16).astype(xp.float32) * xp.float32(factor)
-        out[...] = wide.astype(xp.float16).view(xp.uint16)
-    else:
-        out[...] = x * x.dtype.type(factor)
+    wide = widened(x)
+    out[...] = narrowed(wide * wide.dtype.type(factor), x)

@@ -1,7 +1,7 @@
 """Floor 0: norms and the search for infinities and NaNs in plain array operations, the specification of `norms`.
-Imports: arrays.
+Imports: arrays, reference_cast.
 
-Arrays are 1-D and contiguous, float32, float64 or the bits of float16 in uint16; any number of elements, also none.
+Arrays are 1-D and contiguous, float32, float64 or `hpcdp.arrays.words`; any number of elements, also none.
 """
 
 from __future__ import annotations
@@ -9,25 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..arrays import Array, array_namespace
-
-
-def _floats(x: Array) -> Array:
-    xp = array_namespace(x)
-    return x.view(xp.float16) if x.dtype == xp.uint16 else x
+from .reference_cast import widened
 
 
 def all_finite(x: Array) -> bool:
     """Whether no element of ``x`` is infinite or NaN."""
-    return bool(array_namespace(x).isfinite(_floats(x)).all())
+    return bool(array_namespace(x).isfinite(widened(x)).all())
 
 
 def sum_of_squares(x: Array) -> float:
     """The sum of the squares of ``x``, in float64.
 
-    For float16 and float32 it is finite exactly if all elements are: the square of none overflows in float64.
+    But for float64 it is finite exactly if all elements are: the square of no other number overflows.
     """
     xp = array_namespace(x)
-    wide = _floats(x).astype(xp.float64)
+    wide = widened(x).astype(xp.float64)
     return float((wide * wide).sum())
 
 

@@ -1,15 +1,16 @@
-"""Floor 0: n-way reductions in plain array operations, the specification of `reduce`. Imports: arrays.
+"""Floor 0: n-way reductions in plain array operations, the specification of `reduce`. Imports: arrays,
+reference_cast.
 
-Rows are reduced in their order, so the result has the same bits on every rank and in every run. The bits of float16
-(uint16) are accumulated in float32 and rounded once. A NaN wins in minimum and maximum.
+Rows are reduced in their order, so the result has the same bits on every rank and in every run. Floats of 16 bits, as
+`hpcdp.arrays.words`, are accumulated in float32 and rounded once. A NaN wins in minimum and maximum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..arrays import Array, array_namespace
+from .reference_cast import narrowed, widened
 
 SUM, PROD, MIN, MAX, MEAN = 0, 1, 2, 3, 4
 
@@ -34,15 +35,10 @@ def combine_into(rows: Rows, lo: int, hi: int, row: int, op: int) -> None:
 
 def _combined(rows: Rows, lo: int, hi: int, op: int) -> Array:
     xp = array_namespace(rows[0])
-    halves = rows[0].dtype == xp.uint16
-
-    def widened(row: Array) -> Any:
-        return row[lo:hi].view(xp.float16).astype(xp.float32) if halves else row[lo:hi]
-
-    total = widened(rows[0])
+    total = widened(rows[0][lo:hi])
     reduced = {SUM: xp.add, MEAN: xp.add, PROD: xp.multiply, MIN: xp.minimum, MAX: xp.maximum}[op]
     for row in range(1, len(rows)):
-        total = reduced(total, widened(rows[row]))
+        total = reduced(total, widened(rows[row][lo:hi]))
     if op == MEAN:
         total = (total / len(rows)).astype(total.dtype)
-    return total.astype(xp.float16).view(xp.uint16) if halves else total
+    return narrowed(total, rows[0])

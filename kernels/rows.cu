@@ -104,5 +104,6 @@ __device__ void add_sorted(
     }
 
 KERNELS(Half, f16)
+KERNELS(BFloat16, bf16)
 KERNELS(float, f32)
 KERNELS(double, f64)

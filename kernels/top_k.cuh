@@ -14,11 +14,13 @@ struct Limit {
 
 // Without the sign; a NaN is larger than all others, which are equal.
 __device__ inline Bits magnitude_of(Half x) { return (x & 0x7FFF) > 0x7C00 ? 0x7FFF : x & 0x7FFF; }
+__device__ inline Bits magnitude_of(BFloat16 x) { return (x.bits & 0x7FFF) > 0x7F80 ? 0x7FFF : x.bits & 0x7FFF; }
 __device__ inline Bits magnitude_of(float x) { return x != x ? 0x7FFFFFFF : bits_of_float(x) & 0x7FFFFFFF; }
 __device__ inline Bits magnitude_of(double x) { return x != x ? ~0ull >> 1 : bits_of_double(x) & ~0ull >> 1; }
 
 // That of an infinity of this type.
 __device__ inline Bits infinity_of(Half) { return 0x7C00; }
+__device__ inline Bits infinity_of(BFloat16) { return 0x7F80; }
 __device__ inline Bits infinity_of(float) { return 0x7F800000; }
 __device__ inline Bits infinity_of(double) { return 0x7FFull << 52; }
 
@@ -169,9 +171,9 @@ __device__ void write_chosen(
                 const Index to = above_before + (ties_before < at_least.ties ? ties_before : at_least.ties);
                 indices[to] = Word(here);
                 values[to] = value;
-                x[here] = T(0);
+                x[here] = T{};
             } else if (magnitude >= infinity_of(T())) {
-                x[here] = T(0);
+                x[here] = T{};
             }
             above_before += is_above;
             ties_before += is_tie;

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hpcdp.arrays import dtype_of
+
 REFUSED = "calling cuBLAS API during stream capture is currently unsupported"
 """So says CuPy."""
 
@@ -49,7 +51,7 @@ class Library:
 
     def _batched(self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int, alpha: int, *more: Any) -> int:
         a, kind, lda, sa, b, kind_b, ldb, sb, beta, c, kind_c, ldc, sc, count, compute_type, algo = more
-        wanted = {0: ("f4", 68), 1: ("f8", 70), 2: ("f2", 68)}.get(kind)
+        wanted = {0: ("f4", 68), 1: ("f8", 70), 2: ("f2", 68), 14: ("bfloat16", 68)}.get(kind)
         if wanted is None or not kind == kind_b == kind_c or compute_type != wanted[1] or algo not in (-1, 99):
             return 15
         number = ctypes.c_double if kind == 1 else ctypes.c_float
@@ -64,7 +66,7 @@ class Library:
         if self._machine.captured and kernel not in self._machine.compiled:
             return 13  # cuBLAS loads its kernels when they are first needed
         self._machine.compiled.add(kernel)
-        dtype = np.dtype(wanted[0])
+        dtype = dtype_of(wanted[0])
 
         def rows_of(ptr: int, ld: int, height: int, width: int) -> np.ndarray:
             """The transpose of a matrix by columns."""

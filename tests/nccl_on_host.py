@@ -8,11 +8,12 @@ or have given up.
 from __future__ import annotations
 
 import ctypes
-import importlib
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from hpcdp.arrays import dtype_of
 
 
 class NcclError(RuntimeError):
@@ -121,10 +122,7 @@ class NcclCommunicator:
 
 
 def _at(ptr: int, count: int, datatype: int) -> np.ndarray:
-    if _WORDS[datatype] == "bfloat16":
-        dtype = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-    else:
-        dtype = np.dtype(_WORDS[datatype])
+    dtype = dtype_of(_WORDS[datatype])
     return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(ptr), dtype)
 
 

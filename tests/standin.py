@@ -129,7 +129,7 @@ for _name in _FUNCTIONS.split():
 
 _OPERATORS = """
 add sub mul truediv floordiv mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul neg pos abs invert
-and or xor lt le eq ne gt ge
+and or xor lshift rshift lt le eq ne gt ge
 """
 for _name in _OPERATORS.split():
     setattr(Array, f"__{_name}__", lambda self, *args, _n=f"__{_name}__": _Function(getattr(self._held, _n))(*args))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdp import archive
+from hpcdp.arrays import dtype_of
 from hpcdp.errors import DataError
 
 FIELDS = {"steps": int, "name": str}
@@ -16,6 +17,7 @@ FIELDS = {"steps": int, "name": str}
 def test_what_was_written_is_read(tmp_path):
     path = tmp_path / "file.npz"
     arrays = {"a/b": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 2), "f2")}
+    arrays["brain"] = np.array([[1.5], [np.inf]], dtype_of("bfloat16"))
     archive.write("save", path, "header", {"steps": 3, "name": "x", "more": None}, arrays)
     header, found = archive.read("load", path, "header", FIELDS, "save()")
     assert header == {"steps": 3, "name": "x", "more": None}

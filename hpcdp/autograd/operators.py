@@ -10,7 +10,7 @@ import operator as op
 from collections.abc import Callable
 from typing import Any
 
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, array_namespace, dtype_of, is_bfloat16, is_half
 from ..kernels.buffers import empty
 from ..kernels.cublas import matmul_of
 from . import tensor
@@ -20,6 +20,7 @@ from .tape import Gradient, Pullback
 from .tensor import Tensor, value_of
 
 Derivative = Callable[[Array], Array]
+_NUMBERS = (float, int)
 _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "equal": op.eq, "not_equal": op.ne, "less": op.lt, "less_equal": op.le, "greater": op.gt, "greater_equal": op.ge
 }  # fmt: skip
@@ -39,6 +40,17 @@ def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
     lead = gy.ndim - len(shape)
     axes = tuple(range(lead)) + tuple(lead + i for i, n in enumerate(shape) if n == 1 and gy.shape[lead + i] != 1)
     return add_up(gy, axes).reshape(shape)
+
+
+def _values(a: Any, b: Any) -> tuple[Any, Any]:
+    """What two operands hold, with a number of Python's in the dtype of the other one, if that is bfloat16: of this
+    dtype alone NumPy and CuPy make float32, or float64, where they meet."""
+    x, y = value_of(a), value_of(b)
+    if type(y) in _NUMBERS and is_bfloat16(x):
+        return x, x.dtype.type(y)
+    if type(x) in _NUMBERS and is_bfloat16(y):
+        return y.dtype.type(x), y
+    return x, y
 
 
 def unary(x: Any, value: Array, derivative: Derivative, again: Again) -> Tensor:
@@ -69,28 +81,28 @@ def _binary(a: Any, b: Any, value: Array, for_a: Derivative, for_b: Derivative, 
 @operator("add", ("a", "b"))
 def add(a: Any, b: Any) -> Tensor:
     """``a + b``."""
-    x, y = value_of(a), value_of(b)
+    x, y = _values(a, b)
     return _binary(a, b, x + y, lambda gy: gy, lambda gy: gy, ("add", x, y))
 
 
 @operator("subtract", ("a", "b"))
 def subtract(a: Any, b: Any) -> Tensor:
     """``a - b``."""
-    x, y = value_of(a), value_of(b)
+    x, y = _values(a, b)
     return _binary(a, b, x - y, lambda gy: gy, lambda gy: -gy, ("subtract", x, y))
 
 
 @operator("multiply", ("a", "b"))
 def multiply(a: Any, b: Any) -> Tensor:
     """``a * b``, elementwise."""
-    x, y = value_of(a), value_of(b)
+    x, y = _values(a, b)
     return _binary(a, b, x * y, lambda gy: gy * y, lambda gy: gy * x, ("multiply", x, y))
 
 
 @operator("divide", ("a", "b"))
 def divide(a: Any, b: Any) -> Tensor:
     """``a / b``, elementwise."""
-    x, y = value_of(a), value_of(b)
+    x, y = _values(a, b)
     value = array_namespace(x, y).asarray(x / y)  # no scalar: what derivatives refer to may be computed again
     return _binary(a, b, value, lambda gy: gy / y, lambda gy: -gy * value / y, ("divide", x, y))
 
@@ -98,7 +110,7 @@ def divide(a: Any, b: Any) -> Tensor:
 @operator("power", ("a", "b"))
 def power(a: Any, b: Any) -> Tensor:
     """``a ** b``; the gradient with respect to ``b`` needs ``a > 0``, or ``a == 0`` and ``b >= 0``, where it is 0."""
-    x, y = value_of(a), value_of(b)
+    x, y = _values(a, b)
     value = array_namespace(x, y).asarray(x**y)
 
     def for_a(gy: Array) -> Array:
@@ -115,8 +127,10 @@ def power(a: Any, b: Any) -> Tensor:
 def matmul(a: Any, b: Any) -> Tensor:
     """``a @ b``: vectors, matrices, or stacks of matrices in the leading axes, which broadcast."""
     x, y = value_of(a), value_of(b)
-    pullback = gradients_of_product(x, y)
-    return tensor.on_tape(matmul_of(array_namespace(x, y))(x, y), (a, b), pullback, ("matmul", x, y))
+    pullback, value = gradients_of_product(x, y), matmul_of(array_namespace(x, y))(x, y)
+    if is_bfloat16(x) and is_bfloat16(y):  # whose products NumPy has in float32
+        value = value.astype(x.dtype, copy=False)
+    return tensor.on_tape(value, (a, b), pullback, ("matmul", x, y))
 
 
 def gradients_of_product(x: Array, y: Array) -> Pullback:
@@ -160,7 +174,7 @@ def minimum(a: Any, b: Any) -> Tensor:
 
 
 def _extreme(a: Any, b: Any, name: str, wins: Callable[[Any, Any], Any]) -> Tensor:
-    x, y = value_of(a), value_of(b)
+    x, y = _values(a, b)
     value = getattr(array_namespace(x, y), name)(x, y)
     return _binary(
         a, b, value,
@@ -173,7 +187,7 @@ def _extreme(a: Any, b: Any, name: str, wins: Callable[[Any, Any], Any]) -> Tens
 @operator("where", ("condition", "a", "b"))
 def where(condition: Any, a: Any, b: Any) -> Tensor:
     """``a`` where ``condition`` is true, else ``b``."""
-    chosen, x, y = value_of(condition), value_of(a), value_of(b)
+    chosen, (x, y) = value_of(condition), _values(a, b)
     xp = array_namespace(chosen)
 
     def again(out: Array) -> list[Call]:
@@ -265,7 +279,7 @@ def sigmoid(x: Any) -> Tensor:
 def astype(x: Tensor, dtype: Any) -> Tensor:
     """A copy in another dtype; the gradient comes back in the old one."""
     a = x.data
-    return unary(x, a.astype(dtype), lambda gy: gy, lambda out: [(out.__setitem__, (..., a))])
+    return unary(x, a.astype(dtype_of(dtype)), lambda gy: gy, lambda out: [(out.__setitem__, (..., a))])
 
 
 @operator("detach")

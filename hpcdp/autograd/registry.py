@@ -91,7 +91,8 @@ class Tracer(Protocol):
 
 def first_on_gpu(*operands: Any) -> Array | None:
     """Of tensors, arrays and other operands the array of the first one that is on a GPU."""
-    arrays = (x if is_cupy(x) else getattr(x, "data", None) for x in operands)
+    others = (x for x in operands if not isinstance(x, (np.ndarray, np.generic)))  # whose data bfloat16 does not show
+    arrays = (x if is_cupy(x) else getattr(x, "data", None) for x in others)
     return next(filter(is_cupy, arrays), None)
 
 
@@ -122,8 +123,9 @@ def operator(
             tracer = modes.tracer
             if tracer is not None:
                 return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
-            if args and type(getattr(args[0], "data", None)) is np.ndarray:  # on the host no more is asked
-                return function(*args, **kwargs)
+            first = args[0] if args else None
+            if type(first) is np.ndarray or type(getattr(first, "data", None)) is np.ndarray:
+                return function(*args, **kwargs)  # on the host no more is asked
             with on_device_of(first_on_gpu(*args, *kwargs.values())):
                 return function(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, on_device_of, to_host
+from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from .modes import modes
 from .registry import Again
@@ -184,7 +184,7 @@ class Tensor:
             return operation(self, other)
         self._refuse_recorded()
         result = operation(self, other).data
-        if self.dtype.kind in "iub" and result.dtype.kind == "f":
+        if self.dtype.kind in "iub" and is_float(result.dtype):
             raise UnsupportedError(
                 "in-place operation",
                 expected=f"a result that fits {self.dtype}",

@@ -14,13 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import nn
-from ..arrays import copied_to_host, from_host, has_namespace, to_host
+from ..arrays import bits, copied_to_host, from_host, has_namespace, is_float, of_bits, to_host
 from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, PerRank, Sharded, Stateful
-
-BFLOAT16 = "bfloat16"
-"""Has no NumPy dtype: its bits are kept as uint16."""
 
 
 class HostView(NamedTuple):
@@ -29,7 +26,7 @@ class HostView(NamedTuple):
     array: np.ndarray
     """Shares memory with what it is a view of, where that is contiguous host memory."""
     dtype: str
-    """The name of the dtype that the elements have; `array` has another only where it is `BFLOAT16`."""
+    """The name of the dtype that the elements have; `array` has another only where it is bfloat16, see `bits`."""
     kind: str = ""
     """The key of `MAKERS` by which such an array is made again; "" for NumPy's."""
     write_back: Callable[[np.ndarray], object] | None = None
@@ -56,18 +53,19 @@ def overlaps(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> boo
 def as_array(value: Any) -> HostView | None:
     """``value`` as a NumPy array, None where it is no array."""
     if has_namespace(value):
-        copied = copied_to_host(value)
-        return HostView(copied, str(value.dtype), "", lambda x: value.__setitem__(..., from_host(x, value)))
+        copied, dtype = copied_to_host(value), str(value.dtype)
+        return HostView(bits(copied), dtype, "", lambda x: value.__setitem__(..., from_host(of_bits(x, dtype), value)))
     return None
 
 
 @as_array.register
 def _(value: np.ndarray) -> HostView:
     if value.flags.carray and value.dtype.isnative:
-        return HostView(value, value.dtype.name)
+        return HostView(bits(value), value.dtype.name)
     native = np.array(value, value.dtype.newbyteorder("="), order="C")
     shared = overlaps(value.shape, value.strides, value.itemsize)
-    return HostView(native, native.dtype.name, "", lambda x: np.copyto(value, x), shared)
+    dtype = native.dtype.name
+    return HostView(bits(native), dtype, "", lambda x: np.copyto(value, of_bits(x, dtype)), shared)
 
 
 @as_array.register
@@ -77,10 +75,10 @@ def _(value: np.ma.MaskedArray) -> None:
 
 @as_array.register
 def _(value: np.generic) -> HostView:
-    return HostView(np.array(value), value.dtype.name)
+    return HostView(bits(np.array(value)), value.dtype.name)
 
 
-MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": lambda array, _: array}
+MAKERS: dict[str, Callable[[np.ndarray, str], Any]] = {"": of_bits}
 """By `HostView.kind`: makes an array of that kind of a NumPy array, and the name of its dtype."""
 
 
@@ -178,7 +176,7 @@ def average(x: Any, world: World) -> Any:
     """A new array: the mean over all ranks, or rank 0's where it is no floating array; every rank must call."""
     host = np.array(to_host(x))
     if world.size > 1 and host.size:
-        if host.dtype.kind == "f":
+        if is_float(host.dtype):
             allreduce(host, "mean", world)
         else:
             world.comm.native_broadcast(host, 0)

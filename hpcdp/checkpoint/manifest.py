@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import BFLOAT16
 from ..errors import DataError
 from . import tree
-from .leaves import BFLOAT16
 from .shard import BLOCK_NBYTES, File, Stored
 
 NAME = "manifest.json"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .leaves import BFLOAT16
+from ..arrays import BFLOAT16
 from .manifest import Tensor
 from .shard import ShardReader
 
@@ -52,5 +52,5 @@ def pieces(reader: ShardReader, tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Elements as numbers that NumPy has: bfloat16, whose bits come as uint16, as float32, which is exact."""
+    """Elements as numbers that NumPy itself has: bfloat16, whose bits come as uint16, as float32, which is exact."""
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == BFLOAT16 else values

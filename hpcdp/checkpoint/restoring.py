@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import from_host, is_host
+from ..arrays import bits, from_host, is_host, of_bits
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, listed, type_named
 from ..state import Part, PerRank, Sharded, Stateful
@@ -251,7 +251,7 @@ class Filling:
         if isinstance(template, np.generic):
             array = np.empty(tensor.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, 0, array.reshape(-1)))
-            return lambda: array[()]
+            return lambda: of_bits(array, tensor.dtype)[()]
         _require_writable(template, name)
         if view.overlaps:
             raise ConfigError(
@@ -282,11 +282,13 @@ class Filling:
         place = part.values
         if is_host(place):
             _require_writable(place, name)
-            self._reads.append(_Read(tensor, part.first, place, rows))
+            self._reads.append(_Read(tensor, part.first, bits(place), rows))
         else:
             out = np.empty(place.shape, tensor.stored_dtype)
             self._reads.append(_Read(tensor, part.first, out, rows))
-            self._write_back.append((name, lambda: place.__setitem__(..., from_host(out, place))))
+            self._write_back.append(
+                (name, lambda: place.__setitem__(..., from_host(of_bits(out, tensor.dtype), place)))
+            )
 
 
 def _require_writable(array: Any, name: str) -> None:
@@ -328,9 +330,10 @@ def _as_is(template: Any) -> Value:
 def _read_shares(reader: ShardReader, read: _Read) -> None:
     """What all rows of a tensor have together at some columns, divided."""
     columns = math.prod(read.tensor.shape[1:])
-    row = np.empty_like(read.out)
-    read.out[...] = 0
+    row, dtype = np.empty_like(read.out), read.tensor.dtype
+    total = np.zeros_like(widened(row, dtype))
     for number in range(read.tensor.shape[0]):
         read_elements(reader, read.tensor, number * columns + read.first % columns, row)
-        read.out[...] += row
-    read.out[...] /= read.rows
+        total += widened(row, dtype)
+    total /= read.rows
+    of_bits(read.out, dtype)[...] = total

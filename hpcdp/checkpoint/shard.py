@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from isal.isal_zlib import crc32
 
+from ..arrays import BFLOAT16
 from ..errors import DataError
-from .leaves import BFLOAT16
 from .plan import Piece
 from .writeback import Writeback
 

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from ..arrays import copied_to_host, is_host
+from ..arrays import bits, copied_to_host, is_host
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError, shortened
 from ..state import Part, PerRank, Sharded
@@ -40,7 +40,7 @@ class Held:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """What the elements are; bfloat16 has no NumPy dtype, and lies there as uint16."""
+    """What the elements are; bfloat16 lies there as uint16."""
     stored: np.dtype
     parts: tuple[Part, ...]
     copies: int
@@ -163,10 +163,10 @@ class _Flattening:
             )
             check_parts("save", name, value, parts)
             name, dtype = name or _ROOT, np.dtype(value.dtype)
-            shape = tuple(value.shape)
-            is_copied = not any(is_host(part.values) for part in given)
+            shape, kept = tuple(value.shape), tuple(Part(part.first, bits(part.values)) for part in parts)
+            stored, is_copied = bits(np.empty(0, dtype)).dtype, not any(is_host(part.values) for part in given)
             return self._hold(
-                Held(name, shape, dtype.name, dtype, parts, value.copies, value.copy, self._own, is_copied)
+                Held(name, shape, dtype.name, stored, kept, value.copies, value.copy, self._own, is_copied)
             )
         stateful = as_stateful(value, self._world)
         if stateful is not None:

@@ -111,7 +111,7 @@ def _segment(
     sums = {node: own[node][parts[me]] for node in held[me]}
     for rank in others:
         sums |= dict(zip(held[rank], received[rank], strict=True))
-    with np.errstate(over="ignore"):  # of float16: to an infinity, which whoever cares will look for
+    with np.errstate(over="ignore"):  # of 16 bits: to an infinity, which whoever cares will look for
         out[parts[me]] = fold(root, sums)[root]
     sends = [comm.isend(out[parts[me]], rank, tag) for rank in others]
     yield [*sends, *(comm.irecv(out[parts[rank]], rank, tag) for rank in others)]

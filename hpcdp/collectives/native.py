@@ -1,4 +1,4 @@
-"""The MPI library's own collectives; float16 goes through float32, which MPI knows.
+"""The MPI library's own collectives; floats of 16 bits go through float32, which MPI knows.
 
 They block, but for the nonblocking allreduce, for which all ranks must start theirs in one order.
 """

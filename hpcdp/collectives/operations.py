@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host
+from ..arrays import Array, array_namespace, from_host, is_float
 from ..comm import Monoid, Reduction, Request, World, init
 from ..comm.agreement import require_same
 from ..comm.communicator import bounds
@@ -39,7 +39,7 @@ def allreduce(
 
     Args:
         x: any shape, also zero length or not contiguous; a NumPy or CuPy array, or any that has a copy in host memory.
-            dtype: float16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
+            dtype: float16 or bfloat16 (accumulated in float32), float32, float64, or an integer (sums wrap around).
         op: ``"sum"``, ``"mean"`` (floats only), ``"min"``, ``"max"``, ``"prod"``, or a `Monoid` of your own. A NaN wins
             min and max.
         world: the ranks; default `hpcdp.init()`.
@@ -301,7 +301,7 @@ def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
 def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World) -> tuple[Algorithm, Reduction]:
     known = "iufbc" if op is _MOVED else "iuf"  # what is only moved may be complex or bool, too
     dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
-    if dtype.kind not in known or not dtype.isnative:
+    if not (dtype.kind in known or is_float(dtype)) or not dtype.isnative:
         expected = "a native integer or float" + (", complex or bool" if op is _MOVED else "")
         raise UnsupportedError(operation, where="dtype", expected=expected, got=dtype.str)
     reduction = resolve(operation, "sum" if op is _MOVED else op, dtype)

@@ -14,6 +14,7 @@ import itertools
 import numpy as np
 
 from .. import kernels
+from ..arrays import words
 from ..comm import Reduction, Request, World
 from ..comm.communicator import split
 from ..comm.reductions import OPS
@@ -28,16 +29,15 @@ CHUNK_NBYTES = 256 * 1024
 BY_ALL_NBYTES = 4 * 1024
 """Up to so many bytes of all other ranks together, a second wait costs more than reading all of them."""
 
-DTYPE_CHARS = frozenset("efdbilqBILQ")
+DTYPE_CHARS = "eEfdbilqBILQ"
 """Character codes of the dtypes that the kernels reduce: all floats up to float64, integers of 8, 32 and 64 bits."""
-
 
 _KINDS = 256
 """More than there are pairs of dtype and reduction."""
 
 
 def _kind(dtype: np.dtype, op: str) -> int:
-    return dtype.num * len(OPS) + OPS.index(op)
+    return DTYPE_CHARS.index(dtype.char) * len(OPS) + OPS.index(op)
 
 
 def _with_size(kind: int, size: int) -> int:
@@ -127,14 +127,14 @@ class _Staging:
                 got=flat.dtype,
             )
         n, me = self._memory.size, self._memory.rank
-        words = flat.view(np.uint16) if flat.dtype == np.float16 else flat
-        staging = self._others.view(words.dtype)
-        if words.dtype not in self._compiled:
-            nothing = np.zeros((n, 1), words.dtype)
+        taken = words(flat)
+        staging = self._others.view(taken.dtype)
+        if taken.dtype not in self._compiled:
+            nothing = np.zeros((n, 1), taken.dtype)
             self._reduce.combine_staged(nothing[0], nothing, me, 0, 0, self._ops[op])
-            self._compiled.add(words.dtype)
-        for first in range(0, max(words.size, 1), staging.shape[2]):
-            piece = words[first : first + staging.shape[2]]
+            self._compiled.add(taken.dtype)
+        for first in range(0, max(taken.size, 1), staging.shape[2]):
+            piece = taken[first : first + staging.shape[2]]
             lo, hi = piece.size * me // n, piece.size * (me + 1) // n
             half, self._half = staging[self._half], 1 - self._half
             row = half[me, : piece.size]

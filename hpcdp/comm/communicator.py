@@ -120,7 +120,7 @@ class Communicator(Messages, Protocol):
     def native_iallreduce(self, x: np.ndarray, op: str) -> Request:
         """Start the library's own allreduce of ``x`` in place; all ranks must start theirs in one order.
 
-        No mean, no float16 and no integers below 32 bits; whether a NaN wins a minimum is the library's affair.
+        No mean, nothing of 16 bits and no integers of 8; whether a NaN wins a minimum is the library's affair.
         """
         ...
 

@@ -21,9 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from ..arrays import Array
+from ..arrays import Array, words
 from ..errors import DeviceError, UnsupportedError
 from ..kernels import cuda_reduce
 from ..kernels.reference_reduce import EVERY_ROW, SUM
@@ -241,4 +239,4 @@ class IpcRows:
 
     def _words(self) -> list[Array]:
         """The rows as the kernels take them."""
-        return [each.view(np.uint16) for each in self._rows] if self.size.dtype.name == "float16" else self._rows
+        return [words(each) for each in self._rows]

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from ..arrays import words
 from ..errors import MismatchError, UnsupportedError
 from .communicator import LANE_BITS, OPERATION_BITS, Request, disagree, disagreement, split
 from .ending import end_job
@@ -85,7 +86,7 @@ class MpiReceive:
 
     def __init__(self, comm: MPI.Comm, x: np.ndarray, source: int, tag: int, users: Set[int] = frozenset()) -> None:
         self._users = users
-        self._request = comm.Irecv(_known(x), source, tag)
+        self._request = comm.Irecv(words(x), source, tag)
         self._comm, self._x, self._source, self._tag = comm, x, source, tag
         self._tests = 0
 
@@ -145,7 +146,7 @@ class MpiCommunicator:
 
     def isend(self, x: np.ndarray, dest: int, tag: int = 0) -> Request:
         if x.size <= MAX_ELEMENTS:
-            return MpiRequest(self.mpi.Isend(_known(x), dest, tag), x)
+            return MpiRequest(self.mpi.Isend(words(x), dest, tag), x)
         return Pieces(self.isend(piece, dest, tag) for piece in _pieces(x))
 
     def irecv(self, x: np.ndarray, source: int, tag: int = 0) -> Request:
@@ -244,13 +245,13 @@ class MpiCommunicator:
                 self.native_broadcast(part, owner)
         elif out.size % self.size:
             counts = [part.size for part in split(out, self.size)]
-            self.mpi.Allgatherv(MPI.IN_PLACE, [_known(out), counts])
+            self.mpi.Allgatherv(MPI.IN_PLACE, [words(out), counts])
         else:
-            self.mpi.Allgather(MPI.IN_PLACE, _known(out))
+            self.mpi.Allgather(MPI.IN_PLACE, words(out))
 
     @_explained
     def native_broadcast(self, x: np.ndarray, root: int) -> None:
-        for piece in _pieces(_known(x)):
+        for piece in _pieces(words(x)):
             self.mpi.Bcast(piece, root)
 
     def duplicate(self) -> MpiCommunicator:
@@ -276,11 +277,6 @@ def _doze(request: MPI.Request) -> None:
         waited = time.perf_counter() - began
         if waited > _SPIN_S:
             time.sleep(min(waited / 16, _NAP_S))
-
-
-def _known(x: np.ndarray) -> np.ndarray:
-    """``x`` in a dtype that MPI can carry: float16 as its bits."""
-    return x.view(np.uint16) if x.dtype.char == "e" else x
 
 
 def _pieces(x: np.ndarray) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from .steps import Steps
 Part = tuple[int, int]
 """The first column and one after the last."""
 
-SUMMED_KINDS = ("float16", "float32", "float64", "int32", "int64")
+SUMMED_KINDS = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 """What both `kernels/reduce.cu` and the host, for other nodes, add up."""
 
 

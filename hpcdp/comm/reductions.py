@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arrays import is_float, is_half
 from ..errors import UnsupportedError
 
 OPS = ("sum", "mean", "min", "max", "prod")
@@ -42,7 +43,7 @@ class Monoid:
 class Reduction:
     """What algorithms do with two arrays that meet. Made by `resolve`.
 
-    float16 is accumulated in float32 and rounded once; a mean is a sum, divided when it is complete.
+    Floats of 16 bits are accumulated in float32 and rounded once; a mean is a sum, divided when it is complete.
     """
 
     name: str
@@ -57,14 +58,14 @@ class Reduction:
 
     def widened(self, x: np.ndarray) -> np.ndarray:
         """``x`` in its accumulator's dtype: itself, or a copy where that is another."""
-        return x.astype(np.float32) if x.dtype == np.float16 else x
+        return x.astype(np.float32) if is_half(x) else x
 
     def finish(self, total: np.ndarray, n: int, out: np.ndarray) -> None:
         """Write the reduction over ``n`` ranks from its accumulator ``total`` to ``out``, which may be ``total``."""
         if self.name == "mean" and self.named:
             np.divide(total, total.dtype.type(n), out=total)
         if out is not total:
-            with np.errstate(over="ignore"):  # of float16: to an infinity, which whoever cares will look for
+            with np.errstate(over="ignore"):  # of 16 bits: to an infinity, which whoever cares will look for
                 out[...] = total
 
 
@@ -104,7 +105,7 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
         return Reduction(op.name, _by_monoid(op), named=False)
     if not isinstance(op, str) or op not in OPS:
         raise UnsupportedError(operation, where="op", expected=" or ".join([*OPS, "a Monoid"]), got=repr(op))
-    if op == "mean" and dtype.kind not in "fc":
+    if op == "mean" and not is_float(dtype) and dtype.kind != "c":
         raise UnsupportedError(
             operation, where="op", expected="a float dtype for op='mean'", got=dtype.name, remedy="use op='sum'"
         )
@@ -114,10 +115,10 @@ def resolve(operation: str, op: str | Monoid, dtype: np.dtype) -> Reduction:
 def reducible(x: np.ndarray) -> np.ndarray:
     """``x`` in a dtype whose reductions MPI libraries do right: itself, or a copy that is narrowed when it is done.
 
-    MPI has no float16, which is reduced in float32; Open MPI 5's sums of integers of 8 and 16 bits saturate where
-    they should wrap around.
+    MPI has no floats of 16 bits, which are reduced in float32; Open MPI 5's sums of integers of 8 and 16 bits saturate
+    where they should wrap around.
     """
-    if x.dtype.char == "e":  # float16
+    if is_half(x):
         return x.astype(np.float32)
     if x.dtype.kind in "iu" and x.dtype.itemsize < 4:
         return x.astype(np.int32)

@@ -1,8 +1,8 @@
 """Codecs: from an array of gradients to fewer bytes, and back. They keep nothing; see `feedback`.
 
-All take 1-D, contiguous arrays of float16, float32 or float64, of any number of elements, of NumPy or CuPy; compiled
-kernels encode and decode those of CuPy, and NumPy's of float32. What has been encoded depends on nothing but its input,
-so all ranks decode the same.
+All take 1-D, contiguous arrays of float16, bfloat16, float32 or float64, of any number of elements, of NumPy or CuPy;
+compiled kernels encode and decode those of CuPy, and NumPy's of float32. What has been encoded depends on nothing but
+its input, so all ranks decode the same.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..arrays import BFLOAT16, bits, of_bits
 from ..errors import DataError
 from ..replacing import replaced
 from .hdf5 import open_hdf5
@@ -27,7 +28,9 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     try:
         with replaced(path) as part, h5py.File(part, "w", locking=False) as file:
             for name, values in arrays.items():
-                file.create_dataset(name, data=values)
+                file.create_dataset(name, data=bits(values))
+                if values.dtype.name == BFLOAT16:  # as in checkpoints
+                    file[name].attrs["dtype"] = BFLOAT16
     except (OSError, ValueError) as error:
         raise DataError("write HDF5", where=path, expected="a file that can be written", got=error) from error
 
@@ -47,7 +50,8 @@ def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.
             where, wanted = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
                 raise DataError("read HDF5", where=where, expected=wanted, got="none in this file")
-            if tuple(dataset.shape) != tuple(shape) or str(dataset.dtype) != dtype:
-                raise DataError("read HDF5", where=where, expected=wanted, got=f"{dataset.dtype} of {dataset.shape}")
-            found[name] = np.asarray(dataset[()])
+            there = str(dataset.attrs.get("dtype", dataset.dtype))
+            if tuple(dataset.shape) != tuple(shape) or there != dtype:
+                raise DataError("read HDF5", where=where, expected=wanted, got=f"{there} of {dataset.shape}")
+            found[name] = of_bits(np.asarray(dataset[()]), dtype)
     return found

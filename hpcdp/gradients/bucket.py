@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
 
-from .. import kernels
-from ..arrays import Array, is_host
+from ..arrays import Array, words
 from ..errors import listed
 from .buckets import Slot
 
@@ -44,7 +43,7 @@ class Bucket:
         self.slots = slots
         self.rows = rows
         """Shape ``(ranks that share it, elements)``."""
-        self.words = kernels.load("reduce").words(rows) if is_host(rows) else rows
+        self.words = words(rows)
         """``rows`` as the kernels take them."""
         self.mine: Array = rows[rank]
         """This rank's row, shape ``(elements,)``."""

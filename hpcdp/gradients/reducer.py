@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_cupy, is_half, is_host
+from ..arrays import Array, array_namespace, is_cupy, is_half, is_host, words
 from ..collectives.progress import Progress, Steps, Together
 from ..comm import Communicator, Request, World
 from ..comm.shared import NodeMemory, PrivateMemory
@@ -119,8 +119,8 @@ class Reducer:
                 stacklevel=4,
             )
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
-        if any(is_half(bucket.mine) and is_host(bucket.mine) for bucket in self.buckets):
-            self._compile_for_halves()
+        for kind in {words(each.mine).dtype for each in self.buckets if is_half(each.mine) and is_host(each.mine)}:
+            self._compile_for_halves(kind)
         by_rail = None if self.gpus is not None else compression
         self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, by_rail)
         """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
@@ -171,9 +171,9 @@ class Reducer:
         slots = [slot for slot in self.layout.slots if slot.bucket == number]
         return Bucket(number, slots, rows, self.memory.rank, shard)
 
-    def _compile_for_halves(self) -> None:
+    def _compile_for_halves(self, kind: np.dtype) -> None:
         """Not in the first step, for which all ranks wait."""
-        nothing = np.zeros((1, 1), np.uint16)
+        nothing = np.zeros((1, 1), kind)
         self._reduce.combine_into(nothing, 0, 0, 0, self._reduce.SUM)
         kernels.load("norms").sum_of_squares(nothing[0])
         kernels.load("cast")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, has_namespace, is_host, to_host
+from ..arrays import Array, has_namespace, is_bfloat16, is_host, to_host
 from ..errors import ConfigError, UnsupportedError, type_named
 from .pulled import can_wait
 
@@ -147,11 +147,12 @@ STORABLE = tuple(np.dtype(name) for name in ("u1", "i1", "u2", "i2", "u4", "i4",
 
 
 def check_storable(values: Mapping[Key, Array]) -> None:
-    """Raises `UnsupportedError` unless ranks can share all ``values``, NumPy arrays."""
+    """Raises `UnsupportedError` unless ranks can share all ``values``, as arrays of NumPy."""
     for key, value in values.items():
         if value.dtype not in STORABLE or not value.dtype.isnative:
             expected = f"a NumPy array of {', '.join(map(str, STORABLE))}"
-            raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=value.dtype.str)
+            got = value.dtype.name if is_bfloat16(value) else value.dtype.str
+            raise UnsupportedError("init", where=f"key {key!r}", expected=expected, got=got)
 
 
 def check_array(operation: str, key: Key, value: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:

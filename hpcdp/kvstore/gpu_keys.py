@@ -30,7 +30,7 @@ from ..gradients.buckets import LINE_NBYTES, Layout, Slot
 from ..gradients.device_sums import DeviceSums
 from ..gradients.lane import Turn
 from ..streams import Event, Streams
-from .arguments import Key
+from .arguments import STORABLE, Key
 from .placed import fill, sum_into
 from .rows import Reached
 from .updaters import Updater
@@ -44,7 +44,7 @@ _SAID, _READ, _PHASES = 1, 2, 2
 
 def can_stay(value: Array) -> bool:
     """Whether ranks can sum arrays like ``value``, a CuPy array, on their GPUs."""
-    return np.dtype(value.dtype).name in SUMMED_KINDS
+    return np.dtype(value.dtype).name in SUMMED_KINDS and np.dtype(value.dtype) in STORABLE
 
 
 def check_one_gpu(values: Mapping[Key, Array]) -> None:

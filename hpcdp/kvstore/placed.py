@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, from_host, on_device_of
+from ..arrays import Array, array_namespace, from_host, on_device_of, words
 from ..comm.node_rows import SUMMED_KINDS
 from ..devices import brought
 from ..kernels import kernels_for, reference_reduce
@@ -53,7 +53,7 @@ def sum_into(out: Array, arrays: Sequence[Array]) -> None:
         if len(here) == 1 or np.dtype(out.dtype).name not in SUMMED_KINDS:
             out[...] = here[0] if len(here) == 1 else merged(here)
             return
-        rows, total = [_words(x) for x in here], _words(out)
+        rows, total = [_flat(x) for x in here], _flat(out)
         kernels = kernels_for("reduce", out, reference_reduce)
         kernels.combine(rows[:_MOST_ROWS], 0, total.size, total, reference_reduce.SUM)
         for first in range(_MOST_ROWS, len(rows), _MOST_ROWS - 1):
@@ -61,8 +61,6 @@ def sum_into(out: Array, arrays: Sequence[Array]) -> None:
             kernels.combine_into(more, 0, total.size, 0, reference_reduce.SUM)
 
 
-def _words(x: Array) -> Array:
+def _flat(x: Array) -> Array:
     """``x`` as the kernels take it."""
-    xp = array_namespace(x)
-    flat = xp.ascontiguousarray(x).reshape(-1)
-    return flat.view(xp.uint16) if np.dtype(x.dtype) == np.float16 else flat
+    return words(array_namespace(x).ascontiguousarray(x).reshape(-1))

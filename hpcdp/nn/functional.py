@@ -1,7 +1,7 @@
 """Operations of neural networks on tensors. Operands are tensors or arrays; images are ``(batch, channels, h, w)``.
 
-Arrays in host memory go to the Numba kernels, those of other namespaces to `kernels.reference`; both write into memory
-that is used again (`kernels.buffers`) or straight into a leaf's gradient.
+Arrays in host memory go to the Numba kernels, CuPy's to those in CUDA, others to `kernels.reference`; all write into
+memory that is used again (`kernels.buffers`) or straight into a leaf's gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, is_half
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError
@@ -115,7 +115,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             kernels_for("epilogue", g).relu_gradient(g, out, masked)
             g = masked
         if dbias is not None:
-            dbias.add(xp.sum(g, axis=0, out=dbias.empty()))
+            dbias.add(operators.add_up(g, 0) if is_half(g) else xp.sum(g, axis=0, out=dbias.empty()))
         if dweight is not None:
             place = dweight.empty()
             if rows.shape[0] == 1:  # NumPy gives this not to BLAS but to a loop that takes five times as long
@@ -227,7 +227,7 @@ def conv2d(
 
 
 @operator("avg_pool2d")
-@in_float32()
+@in_float32(has_kernels=True)
 def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
     """The mean of each window, padding counted as zeros; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("avg_pool2d", x), pair(kernel_size), pair(padding)
@@ -248,7 +248,7 @@ def avg_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
 
 
 @operator("max_pool2d")
-@in_float32()
+@in_float32(has_kernels=True)
 def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: Size = 0) -> Tensor:
     """The largest element of each window, never padding; ``stride`` is the window's size if it is None."""
     a, kernel, zeros = _images("max_pool2d", x), pair(kernel_size), pair(padding)
@@ -274,7 +274,7 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
 
 
 @operator("relu")
-@in_float32()
+@in_float32(has_kernels=True)
 def relu(x: Any) -> Tensor:
     """``max(x, 0)``; the derivative at 0 is 0."""
     a = as_tensor(x).data

@@ -2,7 +2,8 @@
 training", 2018, section 3.3, do with sums and products.
 
 NumPy has no arithmetic for them that is worth the name, so on the host all operators of networks go this way. On
-devices products do not: theirs multiply 16-bit factors and add up in float32 by themselves.
+devices products do not: theirs multiply 16-bit factors and add up in float32 by themselves. Nor does what CUDA has
+kernels of 16 bits for, which compute in float32 and round once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_half, is_host
+from ..arrays import Array, array_namespace, is_cupy, is_float, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Again, Call, calls_of, captured
 from ..autograd.tensor import value_of
@@ -24,7 +25,9 @@ R = TypeVar("R")
 _SINGLE = np.dtype(np.float32)
 
 
-def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def in_float32(
+    *, is_product: bool = False, has_kernels: bool = False, rounds: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have an operator that meets a 16-bit operand compute in float32; others are called as they are.
 
     Operands of 16 bits are widened. The first one, what a layer is called with, is rounded to them if it has more bits,
@@ -32,6 +35,7 @@ def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Ca
 
     Args:
         is_product: whether devices compute it in 16 bits.
+        has_kernels: whether CUDA does.
         rounds: whether the result, the first one of several, is rounded to 16 bits; a loss stays float32.
     """
 
@@ -45,12 +49,14 @@ def in_float32(*, is_product: bool = False, rounds: bool = True) -> Callable[[Ca
                 and (getattr(args[1], "dtype", _SINGLE) is _SINGLE if len(args) > 1 else not kwargs)
             ):
                 return function(*args, **kwargs)
-            halves = [x for x in (*args, *kwargs.values()) if is_half(x)]
-            if not halves:
+            given = [value_of(x) for x in (*args, *kwargs.values())]
+            x = next((each for each in given if is_half(each)), None)
+            if x is None:
                 return function(*args, **kwargs)
-            x = value_of(halves[0])
-            to = x.dtype if is_product and not is_host(x) else _SINGLE
-            return _Call(x.dtype, to, rounds).of(function, args, kwargs)
+            stays = not is_host(x) and (is_product or (has_kernels and is_cupy(x)))
+            if stays and all(each.dtype == x.dtype for each in given if hasattr(each, "dtype")):
+                return function(*args, **kwargs)
+            return _Call(x.dtype, x.dtype if stays else _SINGLE, rounds).of(function, args, kwargs)
 
         return call
 
@@ -61,7 +67,7 @@ class _Call:
     """One call of an operator on operands of which some have the dtype ``half``, computed in the dtype ``to``."""
 
     def __init__(self, half: np.dtype, to: np.dtype, rounds: bool) -> None:
-        self._half, self._to, self._rounds = half, to, rounds
+        self._half, self._to, self._rounds = half, to, rounds and to != half
         self._given: dict[int, tuple[Any, Tensor]] = {}
         """By the id of what an operand was converted to the operand itself, and that."""
         self._refresh: list[Call] = []
@@ -78,8 +84,9 @@ class _Call:
 
     def _converted(self, x: Any, is_first: bool) -> Any:
         a = value_of(x)
-        is_float = is_half(a) or getattr(getattr(a, "dtype", None), "kind", "") == "f"
-        if not is_float or (a.dtype == self._to and not is_first):
+        if not (hasattr(a, "dtype") and is_float(a.dtype)):
+            return x
+        if a.dtype == self._to and (not is_first or self._to == self._half):
             return x
         copy = self._copied(a)
         self._refresh.append((lambda: copy.__setitem__(..., self._copied(a)), ()))
@@ -101,7 +108,7 @@ class _Call:
                 for gradient, (_, tensor) in zip(gradients, given, strict=True)
             ]
             with np.errstate(over="ignore"):  # to an infinity, for which the sums of gradients are searched
-                pullback(gy.astype(self._to), *of_call)
+                pullback(gy.astype(self._to, copy=False), *of_call)
                 for gradient, each in zip(gradients, of_call, strict=True):
                     if gradient is not None and each is not None and each is not gradient:
                         gradient.add(each.finish())

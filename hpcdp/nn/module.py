@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, from_host, to_host
+from ..arrays import Array, dtype_of, from_host, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..devices import Device
 from ..errors import ConfigError
@@ -208,14 +208,14 @@ class Module:
     def to(self, dtype: Any = None, like: Array = None) -> Module:
         """Replace all parameters and buffers by copies of another dtype, or in the namespace of the array ``like``.
 
-        Gradients start again from zero. Before a `Trainer` has the parameters, not after. In float16 layers that
-        normalise keep float32 for themselves, as Gluon's do in ``cast``, and operators compute as `nn.half` says.
+        Gradients start again from zero. Before a `Trainer` has the parameters, not after. In float16 or bfloat16 layers
+        that normalise keep float32 for themselves, as Gluon's do in ``cast``, and operators compute as `nn.half` says.
 
         Args:
             dtype: or a `Device`, where the copies are then.
 
         Raises:
-            ConfigError: ``dtype`` is none, or bfloat16, which NumPy does not have.
+            ConfigError: ``dtype`` is none.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
         tensors = [tensor for _, tensor in self._tensors()]
@@ -271,15 +271,11 @@ class Module:
 
 def _dtype(dtype: Any) -> np.dtype:
     try:
-        return np.dtype(dtype)
+        return dtype_of(dtype)
     except TypeError as error:
-        expected, remedy = "a dtype, or a device such as cpu(0)", None
-        if dtype == "bfloat16":
-            expected, remedy = (
-                "a dtype that NumPy has",
-                "float16, which a Trainer scales losses for; or compression='bf16'",
-            )
-        raise ConfigError("to", where="dtype", expected=expected, got=repr(dtype), remedy=remedy) from error
+        raise ConfigError(
+            "to", where="dtype", expected="a dtype, or a device such as cpu(0)", got=repr(dtype)
+        ) from error
 
 
 def _as_dtype(tensor: Tensor, dtype: np.dtype, is_kept_single: bool) -> Array:

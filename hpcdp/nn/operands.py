@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, array_namespace, is_cupy, is_half
 from ..autograd.registry import Call
 from ..errors import UnsupportedError
 from ..kernels import reference
 
 
 def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
-    """The kernels for arrays like ``x``; those of 16 bits, which only devices compute with, have none of their own."""
-    return plain if is_half(x) else kernels.kernels_for(name, x, plain)
+    """The kernels for arrays like ``x``; of 16 bits there are CUDA's alone, for what `half` leaves in them."""
+    return plain if is_half(x) and not is_cupy(x) else kernels.kernels_for(name, x, plain)
 
 
 def alike(operation: str, x: Array, *others: Array | None) -> Any:

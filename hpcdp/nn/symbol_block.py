@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import bits, dtype_of
 from ..autograd import Tensor, pause
 from ..autograd.registry import CALLS
 from ..errors import ConfigError, DataError, HpcdpError
@@ -98,7 +99,7 @@ class SymbolBlock(Module):
         held: list[Any] = []
         for each in tensors:
             array = arrays[each["name"]]
-            if zlib.crc32(np.ascontiguousarray(array).data) != each["crc32"]:
+            if zlib.crc32(bits(np.ascontiguousarray(array)).data) != each["crc32"]:
                 raise DataError(
                     "load", where=f"{parameters}:{each['name']}", expected="what was exported with the graph",
                     got="other values", remedy="copy both files, or export again",
@@ -150,7 +151,7 @@ def _computed(graph: Graph, inputs: Any, check: bool = False) -> Any:
 def _try(graph: Graph, where: Path) -> None:
     """Compute once on zeros: then a graph that was tampered with is refused now, by name."""
     try:
-        zeros = [Tensor(np.zeros(each.shape, each.dtype)) for each in graph.inputs]
+        zeros = [Tensor(np.zeros(each.shape, dtype_of(each.dtype))) for each in graph.inputs]
         with pause(), np.errstate(all="ignore"):
             _computed(graph, zeros, check=True)
     except (HpcdpError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError) as error:

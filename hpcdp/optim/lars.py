@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_half, is_host
+from ..arrays import Array, array_namespace, is_host, words
 from ..kernels import reference_lars, reference_norms
 from .optimizer import require_alike
 from .rules import SGD
@@ -86,7 +86,7 @@ def segment_squares(params: Array, grads: Array, bounds: Array) -> Array:
     """What `reference_norms.segment_squares` finds, on the device of flat ``params``; waits for nothing."""
     out = array_namespace(params).empty((bounds.size - 1, 2), dtype=np.float64)
     norms = kernels.kernels_for("norms", params, reference_norms)
-    norms.segment_squares(_as_taken(params), _as_taken(grads), bounds, out)
+    norms.segment_squares(words(params), words(grads), bounds, out)
     return out
 
 
@@ -94,15 +94,7 @@ def squares(xs: Sequence[Array]) -> list[float]:
     """The squared norms of flat arrays, all on one device, summed in float64; for a GPU the host waits once."""
     if not xs:
         return []
-    return kernels.kernels_for("norms", xs[0], reference_norms).sums_of_squares(map(_as_taken, xs))  # type: ignore[no-any-return]
-
-
-def _as_taken(x: Array) -> Array:
-    """As the kernels take it, which know float16 by its bits, and no bfloat16."""
-    if not is_half(x):
-        return x
-    xp = array_namespace(x)
-    return x.view(xp.uint16) if x.dtype == xp.float16 else x.astype(xp.float32)
+    return kernels.kernels_for("norms", xs[0], reference_norms).sums_of_squares(map(words, xs))  # type: ignore[no-any-return]
 
 
 def linear_scaling(lr: float, batch_size: int, base_batch_size: int = 256) -> float:

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from ..arrays import Array, from_host, to_host
+from ..arrays import Array, dtype_of, from_host, to_host
 from ..comm import Communicator, Request
 from ..comm.communicator import make_tag
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
 
-_DTYPES = [np.dtype(name) for name in ("float32", "float64", "float16", "int32", "int64", "int8", "uint8", "bool")]
+_DTYPES = ("float32", "float64", "float16", "int32", "int64", "int8", "uint8", "bool", "bfloat16")
 _MOST_AXES = 8
 _SIGNATURE = 1
 FORWARD, BACKWARD = 1, 2
@@ -86,13 +86,13 @@ class Messages:
         self._send(np.array([len(arrays)], np.int64))
         for array in arrays:
             values = np.ascontiguousarray(to_host(array))
-            if values.dtype not in _DTYPES or values.ndim > _MOST_AXES:
-                expected = f"at most {_MOST_AXES} axes, of {', '.join(map(str, _DTYPES))}"
+            if values.dtype.name not in _DTYPES or values.ndim > _MOST_AXES:
+                expected = f"at most {_MOST_AXES} axes, of {', '.join(_DTYPES)}"
                 raise UnsupportedError(
                     "pipeline", where="activations", expected=expected, got=f"{values.shape} {values.dtype}"
                 )
             header = np.zeros(2 + _MOST_AXES, np.int64)
-            header[:2] = _DTYPES.index(values.dtype), values.ndim
+            header[:2] = _DTYPES.index(values.dtype.name), values.ndim
             header[2 : 2 + values.ndim] = values.shape
             self._send(header)
             if values.size:
@@ -112,7 +112,7 @@ class Messages:
 
     def _receive_one(self) -> Array:
         dtype, ndim, *shape = self._receive(np.empty(2 + _MOST_AXES, np.int64)).tolist()
-        values = np.empty(shape[:ndim], _DTYPES[dtype])
+        values = np.empty(shape[:ndim], dtype_of(_DTYPES[dtype]))
         return from_host(self._receive(values) if values.size else values, self._like)
 
     def _receive(self, into: np.ndarray) -> np.ndarray:

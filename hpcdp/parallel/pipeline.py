@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from .. import autograd
-from ..arrays import Array, to_host
+from ..arrays import Array, dtype_of, is_float, to_host
 from ..autograd import Tensor, as_tensor
 from ..comm import World, init
 from ..comm.agreement import Outcome, told_to_all
@@ -264,9 +264,9 @@ class Pipeline(Module):
             return arrays
         comm, root = self._comm, self._comm.size - 1
         host = [np.ascontiguousarray(to_host(each)) for each in arrays]
-        shapes = comm.allgather_json([[list(each.shape), each.dtype.str] for each in host])[root]
+        shapes = comm.allgather_json([[list(each.shape), each.dtype.name] for each in host])[root]
         if comm.rank != root:
-            host = [np.empty(shape, dtype) for shape, dtype in shapes]
+            host = [np.empty(shape, dtype_of(dtype)) for shape, dtype in shapes]
         for each in host:
             comm.native_broadcast(each, root)
         return tuple(host)
@@ -344,7 +344,7 @@ def _tensors(arrays: tuple[Array, ...]) -> tuple[Tensor, ...]:
 
 def _floats(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Those that have gradients."""
-    return [each for each in tensors if each.dtype.kind == "f"]
+    return [each for each in tensors if is_float(each.dtype)]
 
 
 def _arrays(tensors: tuple[Tensor, ...]) -> tuple[Array, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arrays import BFLOAT16
 from ..checkpoint.leaves import (
-    BFLOAT16,
     MAKERS,
     STATISTICS,
     Adapter,

@@ -83,7 +83,9 @@ class TrainConfig:
         None, "compress gradients between nodes: fp16, bf16, 2bit, 1bit, topk, e.g. topk:ratio=0.05"
     )
     dtype: str = setting(
-        "float32", "of weights, activations and gradients; updates are in float32", choices=("float32", "float16")
+        "float32",
+        "of weights, activations and gradients; updates are in float32",
+        choices=("float32", "float16", "bfloat16"),
     )
     loss_scale: float | str | None = setting(
         None,

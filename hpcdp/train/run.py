@@ -197,7 +197,7 @@ def make_trainer(config: TrainConfig, net: Module, train_set: data.Dataset, worl
             compression=config.compression,
             reproducible=config.reproducible,
             virtual_shards=config.virtual_shards,
-            loss_scale=config.loss_scale or (1.0 if config.dtype == "float32" else "dynamic"),
+            loss_scale=config.loss_scale or ("dynamic" if config.dtype == "float16" else 1.0),
         )
     store = kvstore.create(config.kv_store, world, staleness=config.staleness)
     updates = 1 if store.kind != "dist_async" else world.size

@@ -37,7 +37,7 @@ class Trainer:
     What ``Trainer(...)`` makes is a `BucketTrainer`, with ``kvstore`` a `StoreTrainer`; both are Trainers. All ranks
     start with rank 0's values. From construction on, ``param.data`` and ``param.grad`` are arrays of the trainer's:
     views of flat buckets, with ``owner="shard"`` in memory shared by the node, once; or a rank's own. Parameters of
-    float16 have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
+    16 bits have a float32 copy each, in the optimizer's state: that is updated, and then rounded to them.
 
     Args:
         params: the model's parameters, ``net.parameters()``; those with ``grad_req="null"`` are left alone.
@@ -207,7 +207,7 @@ class Trainer:
         """Go on from what the parameters hold now; every rank must call when it has written to them by itself.
 
         A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
-        so do all ranks. Of parameters of float16 the float32 copies that are updated become what they hold. In other
+        so do all ranks. Of parameters of 16 bits the float32 copies that are updated become what they hold. In other
         buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
         """
 

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from hpcdp.arrays import dtype_of
 from hpcdp.benchmarks import measure, sizes
 from hpcdp.benchmarks.measure import FreshData, Schedule, Series
 from hpcdp.errors import ConfigError
@@ -35,19 +36,20 @@ def test_bus_factor_is_that_of_nccl_tests() -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32"])
 @pytest.mark.parametrize("count", [1, 8191, 20000])
 def test_fresh_data_lead_to_their_reduction(op: str, dtype: str, count: int) -> None:
     if op == "mean" and dtype == "int32":
         pytest.skip("no mean of integers")
-    inputs = np.empty((3, count), dtype)
-    sides = [FreshData(rank, 3, dtype, op) for rank in range(3)]
+    kind = dtype_of(dtype)
+    inputs = np.empty((3, count), kind)
+    sides = [FreshData(rank, 3, kind, op) for rank in range(3)]
     for rank, side in enumerate(sides):
         side.write(inputs[rank], 5)
     by_numpy = {"sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max, "prod": np.prod}
-    right = by_numpy[op](inputs.astype(np.float64), axis=0).astype(dtype)
+    right = by_numpy[op](inputs.astype(np.float64), axis=0).astype(kind)
     assert sides[1].wrong(right, 5) == 0
-    assert sides[1].wrong(right + np.ones((), dtype), 5) == count
+    assert sides[1].wrong(right + np.ones((), kind) * (1 + (dtype == "bfloat16")), 5) == count
 
 
 def test_stale_results_and_misplaced_segments_are_wrong() -> None:

@@ -1,12 +1,15 @@
 """Restored into what is there: arrays filled in place, objects that take over their states, and what does not fit."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import standin
 from on_threads import restore, save
 
 from hpcdp import nn
+from hpcdp.arrays import dtype_of, to_host
 from hpcdp.checkpoint import Part, PerRank, Sharded
 from hpcdp.errors import ConfigError, UnsupportedError
 
@@ -16,8 +19,10 @@ SIZES = [1, 2, 3, 4, 6]
 def arrays():
     base = np.random.default_rng(5).integers(0, 200, (6, 8))
     found = {
-        f"{dtype}": base.astype(dtype) for dtype in ("?", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "F", "D", ">f4")
+        f"{dtype}": base.astype(dtype_of(dtype))
+        for dtype in ("?", "i1", "u2", "i4", "i8", "f2", "bfloat16", "f4", "f8", "F", "D", ">f4")
     }
+    found |= {"bfloat16 transposed": base.astype(dtype_of("bfloat16")).T}
     found |= {"0-d": np.array(2.5), "empty": np.zeros((3, 0), "f2"), "columns": base[:, ::3], "transposed": base.T}
     found |= {"reversed": base[::-1], "fortran": np.asfortranarray(base), "0-d of columns": base[3:4, 2].reshape(())}
     return found
@@ -39,14 +44,43 @@ def test_arrays_of_all_kinds_are_filled_in_place(tmp_path):
         restore(tmp_path, 2, lambda world: into[world.rank] | {"read-only": read_only})
 
 
+@pytest.mark.parametrize("where", [np.asarray, standin.asarray])
+def test_bfloat16_comes_back_as_what_it_was(where, tmp_path):
+    """By itself, as a scalar, as a run of a tensor of several ranks, and on a device; with and without a place."""
+    dtype = dtype_of("bfloat16")
+    values = np.array([1.5, -0.0, 3e38, np.inf, 1e-40, 0.15625], dtype)
+
+    def state(world, values):
+        own = slice(world.rank * 3, world.rank * 3 + 3)
+        parts = [Part(own.start, where(values[own].copy()))]
+        return {"x": where(values.reshape(2, 3)), "one": values[1], "cut": Sharded((6,), dtype, parts)}
+
+    save(tmp_path, 1, 2, lambda step, world: state(world, values))
+    for found in restore(tmp_path, 1):
+        assert {each.dtype for each in found.state.values()} == {dtype}
+        assert found.state["x"].tobytes() == found.state["cut"].tobytes() == values.tobytes()
+        assert found.state["one"].tobytes() == values[1].tobytes()
+    made = [state(SimpleNamespace(rank=rank), np.zeros(6, dtype)) for rank in range(2)]
+    for rank, restored in enumerate(restore(tmp_path, 2, lambda world: made[world.rank])):
+        x, cut = made[rank]["x"], made[rank]["cut"].parts[0].values
+        assert restored.state["x"] is x and type(restored.state["one"]) is dtype.type
+        assert to_host(x).tobytes() == values.tobytes()
+        assert to_host(cut).tobytes() == values[rank * 3 : rank * 3 + 3].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["f8", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("saved_on", [1, 2, 4])
-def test_shares_of_a_sum_are_dealt_anew(saved_on, size, tmp_path):
+def test_shares_of_a_sum_are_dealt_anew(saved_on, size, dtype, tmp_path):
+    kind = dtype_of(dtype)
+
     def residuals(world, values):
-        return {"a": Sharded((world.size, 6), np.dtype("f8"), [Part(6 * world.rank, values)], shares=True)}
+        return {
+            "a": Sharded((world.size, 6), kind, [Part(6 * world.rank, values.astype(kind, copy=False))], shares=True)
+        }
 
     save(tmp_path, 1, saved_on, lambda step, world: residuals(world, np.arange(6.0) * 12 * (world.rank + 1)))
-    rows = [np.empty(6) for _ in range(size)]
+    rows = [np.empty(6, kind) for _ in range(size)]
     restore(tmp_path, size, lambda world: residuals(world, rows[world.rank]))
     total = np.arange(6.0) * 12 * sum(range(1, saved_on + 1))
     for rank in range(size):

@@ -2,11 +2,14 @@
 
 import functools
 
+import ml_dtypes
 import numpy as np
 
+from hpcdp.arrays import dtype_of, is_float, is_half
+
 OPS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
-DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"]
-CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or dtype.startswith("float")]
+DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint32", "uint64"]
+CASES = [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or is_float(dtype_of(dtype))]
 
 DEVIATION = 2.0
 """Of data of floating dtypes."""
@@ -15,8 +18,8 @@ DEVIATION = 2.0
 @functools.cache
 def _data(rank, count, dtype):
     rng = np.random.default_rng([rank, count])
-    if np.dtype(dtype).kind == "f":
-        return (rng.standard_normal(count) * DEVIATION + 0.3).astype(dtype)
+    if is_float(dtype_of(dtype)):
+        return (rng.standard_normal(count) * DEVIATION + 0.3).astype(dtype_of(dtype))
     limits = np.iinfo(dtype)
     return rng.integers(limits.min, limits.max, count, dtype, endpoint=True)  # sums wrap around
 
@@ -28,14 +31,14 @@ def data(rank, count, dtype="float32"):
 
 @functools.cache
 def reduced(n, count, dtype="float32", op="sum"):
-    """The reduction over ``n`` ranks in their order; float16 in single precision, rounded once."""
-    wide = np.float32 if dtype == "float16" else np.dtype(dtype)
+    """The reduction over ``n`` ranks in their order; of 16 bits in single precision, rounded once."""
+    wide = np.float32 if is_half(data(0, 0, dtype)) else np.dtype(dtype)
     total = data(0, count, dtype).astype(wide)
     for rank in range(1, n):
         total = OPS[op](total, data(rank, count, dtype).astype(wide))
     if op == "mean":
         total = total / total.dtype.type(n)
-    return total.astype(dtype)
+    return total.astype(dtype_of(dtype))
 
 
 def counts(n):
@@ -48,16 +51,19 @@ def part(x, rank, n):
 
 
 def tolerance(n, dtype, op):
-    exact = op in ("min", "max") or np.dtype(dtype).kind != "f"
-    return 0 if exact else 4 * n * float(np.finfo(dtype).eps)
+    exact = op in ("min", "max") or not is_float(dtype_of(dtype))
+    return 0 if exact else 4 * n * float(ml_dtypes.finfo(dtype_of(dtype)).eps)
 
 
 def assert_close(result, wanted, n, op, message=""):
     """Within rounding; ``wanted`` is in the order of the ranks, algorithms have orders of their own."""
     assert result.dtype == wanted.dtype
     eps = tolerance(n, wanted.dtype, op)
+    what = f"{op} {wanted.dtype} {message}"
+    if is_half(wanted):
+        result, wanted = result.astype("f4"), wanted.astype("f4")
     largest = np.abs(wanted).max(initial=DEVIATION if op in ("sum", "mean") else 0)  # what a small sum is a rest of
-    np.testing.assert_allclose(result, wanted, rtol=eps, atol=eps * largest, err_msg=f"{op} {wanted.dtype} {message}")
+    np.testing.assert_allclose(result, wanted, rtol=eps, atol=eps * largest, err_msg=what)
 
 
 def assert_same_bits(results, message=""):

@@ -9,6 +9,7 @@ from by_numpy import CASES, DTYPES, assert_close, assert_same_bits, counts, data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcdp.arrays import dtype_of
 from hpcdp.collectives import (
     ALGORITHMS,
     Monoid,
@@ -35,7 +36,7 @@ RANKS = pytest.mark.parametrize(
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH")
 LIKE_OTHERS = ("int32", "uint8", "uint32")
 """Of which `shared` has kernels that are compiled from the same lines as those of the integers left."""
-FEW = [("float16", "sum"), ("float16", "mean"), ("float32", "max"), ("float64", "prod"), ("int64", "sum")]
+FEW = [("float16", "sum"), ("bfloat16", "mean"), ("float32", "max"), ("float64", "prod"), ("int64", "sum")]
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def check_moving(collective, algorithm, world, dtype, count, root):
         assert broadcast(x, root, world, algorithm) is x
         np.testing.assert_array_equal(x, whole)
         return
-    out = np.zeros(count, dtype)
+    out = np.zeros(count, whole.dtype)
     assert allgather(part(whole, world.rank, world.size).copy(), world, algorithm, out) is out
     np.testing.assert_array_equal(out, whole)
     mine = data(world.rank, count, dtype)
@@ -177,17 +178,18 @@ def test_the_same_call_again_gives_the_same_bits_on_all_ranks(algorithm, n, shor
 FLAT = [a for a in ALGORITHMS["allreduce"] if a not in ("native", "shared")]
 
 
-@pytest.mark.parametrize("algorithm", FLAT)
-def test_half_precision_is_accumulated_in_single_and_rounded_once(algorithm):
-    """2048 + 1 is 2048 in half precision, and the sum of eight ranks is 2055."""
-    wanted = np.float32(2048 + 7).astype("f2")
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 2048), ("bfloat16", 256)])
+@pytest.mark.parametrize("algorithm", [*FLAT, "shared"])
+def test_half_precision_is_accumulated_in_single_and_rounded_once(algorithm, dtype, large):
+    """2048 + 1 is 2048 in float16, and the sum of eight ranks is 2055; of bfloat16 that is so of 256."""
+    wanted = np.float32(large + 7).astype(dtype_of(dtype))
 
     def rank(world):
-        return allreduce(np.full(20, 2048 if world.rank == 0 else 1, "f2"), "sum", world, algorithm)
+        return allreduce(np.full(20, 1 if world.rank else large, wanted.dtype), "sum", world, algorithm)
 
     for result in threads.run(8, rank):
         assert (result == wanted).all()
-    assert wanted != 2048
+    assert wanted != large
 
 
 @pytest.mark.parametrize("algorithm", FLAT)
@@ -244,7 +246,7 @@ def check_real_ranks(world, sizes):
                     bits = world.comm.allgather_json(zlib.crc32(x.tobytes()))
                     assert len(set(bits)) == 1, (algorithm, dtype, op, count)
     for collective, algorithm in MOVING:
-        for dtype in ("float16", "int32"):
+        for dtype in ("float16", "bfloat16"):
             for count in sizes:
                 check_moving(collective, algorithm, world, dtype, count, root=world.size - 1)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from pairs import pairs
 
+from hpcdp.arrays import dtype_of
 from hpcdp.collectives import compressed
 from hpcdp.collectives.progress import drive
 from hpcdp.comm import threads
@@ -23,11 +24,11 @@ def steps(n, codec, count, number, dtype="f4"):
     """For every rank: the sums of so many steps, what it still keeps, and what it sent."""
 
     def rank(world):
-        feedback = ErrorFeedback(codec, count, np.dtype(dtype), share=1)
+        feedback = ErrorFeedback(codec, count, dtype_of(dtype), share=1)
         sums = []
         before = world.comm.traffic.messages, world.comm.traffic.nbytes
         for step in range(number):
-            x = gradient(world.rank, step, count).astype(dtype)
+            x = gradient(world.rank, step, count).astype(dtype_of(dtype))
             drive(compressed.allreduce(x, feedback, world.comm, 64 * (1 + step % 3)))
             sums.append(x)
         after = world.comm.traffic.messages, world.comm.traffic.nbytes
@@ -71,14 +72,15 @@ def test_segments_change_no_more_than_rounding(monkeypatch):
         np.testing.assert_allclose(one, many, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f8"])
+@pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f8"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_other_dtypes(n, dtype):
     found = steps(n, TwoBit(), 500, 6, dtype)
-    given = sum(gradient(rank, step, 500).astype(dtype).astype("f8") for rank in range(n) for step in range(6))
-    arrived = np.sum(found[0][0], axis=0, dtype="f8")
-    kept = np.sum([residual for _, residual, _ in found], axis=0, dtype="f8")
-    np.testing.assert_allclose(arrived + kept, given, atol=0.2 if dtype == "f2" else 1e-9 + 1e-5 * abs(given).max())
+    kind, error = dtype_of(dtype), {"f2": 0.2, "bfloat16": 1.6}
+    given = sum(gradient(rank, step, 500).astype(kind).astype("f8") for rank in range(n) for step in range(6))
+    arrived = sum(each.astype("f8") for each in found[0][0])
+    kept = sum(residual.astype("f8") for _, residual, _ in found)
+    np.testing.assert_allclose(arrived + kept, given, atol=error.get(dtype, 1e-9 + 1e-5 * abs(given).max()))
 
 
 def test_a_nan_of_one_rank_arrives_everywhere_and_is_gone_in_the_next_step():

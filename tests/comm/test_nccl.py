@@ -7,6 +7,7 @@ import pytest
 from nccl_on_host import NcclError
 from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
 
+from hpcdp.arrays import dtype_of
 from hpcdp.collectives.progress import Together, drive
 from hpcdp.comm import gpus, node_groups, threads
 from hpcdp.comm.gpus import Gpu
@@ -19,10 +20,6 @@ from hpcdp.streams import Streams
 
 COUNT = 1001
 DTYPES = ("float32", "float16", "float64", "int32", "int64", "bfloat16")
-
-
-def dtype_of(name):
-    return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name) if name == "bfloat16" else name)
 
 
 def values(rank, count, dtype):

@@ -32,6 +32,7 @@ def check(run: Run, folder: Path, arguments: str, **environ: str) -> None:
         f"{MLP} --ranks 2 --optimizer adamw --clip-norm 1",
         f"{LENET} --ranks 2 --optimizer lars",
         f"{LENET} --ranks 2 --dtype float16",
+        f"{LENET} --ranks 2 --dtype bfloat16",
         f"{MLP} --ranks 2 --owner shard",
         f"{MLP} --ranks 2 --owner rank",
         f"{MLP} --ranks 1 --kv-store device",
@@ -52,7 +53,7 @@ def test_a_gpu_each(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> None:
     "arguments",
     [
         f"{LENET} --ranks 3",
-        f"{LENET} --ranks 2 --dtype float16",
+        f"{LENET} --ranks 2 --dtype bfloat16",
         f"{MLP} --ranks 2 --kv-store dist_device_sync",
     ],
 )
@@ -62,7 +63,13 @@ def test_one_gpu_for_all(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> No
 
 
 @pytest.mark.parametrize(
-    "arguments", [LENET, f"{MLP} --owner shard", *(f"{LENET} --compression {name}" for name in CODECS)]
+    "arguments",
+    [
+        LENET,
+        f"{MLP} --owner shard",
+        f"{LENET} --dtype bfloat16 --compression 2bit",
+        *(f"{LENET} --compression {name}" for name in CODECS),
+    ],
 )
 def test_two_nodes(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> None:
     """CUDA IPC in each of two virtual nodes, staging through the host between them."""

@@ -20,7 +20,7 @@ from parameters_on_gpus import (
 
 import hpcdp
 from hpcdp import optim
-from hpcdp.arrays import is_host, to_host
+from hpcdp.arrays import dtype_of, is_host, to_host
 from hpcdp.collectives import compressed
 from hpcdp.collectives.progress import Machine, drive
 from hpcdp.comm import gpus, threads
@@ -400,11 +400,32 @@ def test_who_cannot_sum_in_the_node_is_told_why(gpus_on_host, monkeypatch):
         threads.run(2, lambda world: make(world, False)[0].gpus.way)
 
 
-@pytest.mark.parametrize("name", ["int8", "bfloat16"])
-def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host, name):
-    dtype = pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name
-    with pytest.raises(UnsupportedError, match=rf"reduction over nodes \[dtype\]: expected float16 or .*, got {name}"):
-        threads.run(2, lambda world: make(world, False, dtype), 1)
+def test_what_the_host_cannot_sum_is_refused_by_name(gpus_on_host):
+    with pytest.raises(UnsupportedError, match=r"reduction over nodes \[dtype\]: expected float16 or .*, got int8"):
+        threads.run(2, lambda world: make(world, False, np.dtype("int8")), 1)
+
+
+@pytest.mark.filterwarnings("ignore:gradients on GPUs")
+@pytest.mark.parametrize(
+    ("way", "overlap", "layout"), in_turn(WAYS, [False, True], [(2, None), (4, 2), (3, 1)]), indirect=["way"]
+)
+def test_bfloat16_is_summed_on_every_way(gpus_on_host, way, overlap, layout):
+    n, nodes = layout
+
+    def rank(world):
+        use_gpu(world, way)
+        reducer, params = make(world, overlap, dtype_of("bfloat16"))
+        for param in reversed(params):  # sums of numbers below 16 are exact
+            param.write((gradient(world.rank, 0, param.data.shape) / 12).round().astype(param.data.dtype))
+        reducer.launch_rest()
+        reducer.closing.tally(0)
+        reducer.reduce_everywhere()
+        return [param.grad.to_host() for param in params]
+
+    for found in threads.run(n, rank, nodes):
+        for x, shape in zip(found, SHAPES, strict=True):
+            assert x.dtype == dtype_of("bfloat16")
+            np.testing.assert_array_equal(x, sum((gradient(each, 0, shape) / 12).round() for each in range(n)))
 
 
 def test_ranks_with_parameters_on_the_host_and_on_a_gpu_are_told_on_all(gpus_on_host):

@@ -9,6 +9,7 @@ from pairs import in_turn, pairs
 from parameters_on_gpus import SHAPES, Parameter, check_steps, device_of, show_gpus, use_gpu
 
 import hpcdp
+from hpcdp.arrays import dtype_of
 from hpcdp.collectives import progress
 from hpcdp.comm import cuda_aware, threads
 from hpcdp.comm.ways import Way
@@ -23,6 +24,7 @@ RUNS = [
     (Way.NCCL, 4, 2, "f4", True),
     (Way.CUDA_IPC, 4, 2, "f8", False),
     (Way.CUDA_IPC, 5, (2, 3), "f4", True),
+    (Way.CUDA_IPC, 4, 2, "bfloat16", True),
     (Way.NCCL, 4, 1, "i4", False),
     (Way.HOST, 2, None, "f4", False),
     (Way.HOST, 3, None, "f4", True),
@@ -43,13 +45,13 @@ def reached(gpus_on_host, monkeypatch):
 def values(rank, step, shape, dtype):
     """Of which each order of adding up has another sum."""
     x = np.random.default_rng([rank, step, *shape]).standard_normal(shape) * 1000
-    return x.astype(dtype)
+    return x.astype(dtype_of(dtype))
 
 
 def sums_of(world, way, dtype, overlap):
     use_gpu(world, way)
-    params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
-    layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+    params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
+    layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
     reducer = Reducer(params, layout, world, overlap)
     streams, found = Streams(device_of(world, way)), []
     with streams.stream() as compute:
@@ -230,8 +232,8 @@ def test_real_messages_go_from_and_to_the_memory_of_gpus(reached, monkeypatch, o
     world = hpcdp.init()
     monkeypatch.setitem(world.kept, "messages of GPUs", cuda_aware._agree(world))  # for this test alone
     for dtype in ("f4", "f2"):
-        params = [Parameter(f"p{i}", shape, dtype) for i, shape in enumerate(SHAPES)]
-        layout = buckets.plan([(p.name, p.data.shape, np.dtype(dtype)) for p in params], 0.004, 0.004)
+        params = [Parameter(f"p{i}", shape, dtype_of(dtype)) for i, shape in enumerate(SHAPES)]
+        layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
         reducer = Reducer(params, layout, world, overlap)
         assert world.size == 1 or reducer.gpus.goes_direct
         check_steps(world, reducer, params, STEPS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
+from hpcdp.arrays import dtype_of, is_half, words
 from hpcdp.kernels import reference_cast
 
 SIZES = [0, 1, 7, 31, 2048, 2049, 5003]
@@ -132,20 +133,19 @@ def test_any_size_gives_the_bits_of_the_reference(cast, size):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("size", SIZES)
 def test_scale(size, dtype):
-    reduce = kernels.load("reduce")
-    x = np.random.default_rng(size).standard_normal(size).astype(dtype)
+    x = np.random.default_rng(size).standard_normal(size).astype(dtype_of(dtype))
     factor = 1 / 3
-    wide = x.astype(np.float32) if dtype == np.float16 else x
-    expected = (wide * wide.dtype.type(factor)).astype(dtype)
+    wide = x.astype(np.float32) if is_half(x) else x
+    expected = (wide * wide.dtype.type(factor)).astype(x.dtype)
     for module in (reference_cast, kernels.load("cast")):
         out, inside = np.full_like(x, np.nan), x.copy()
-        module.scale_into(reduce.words(x), factor, reduce.words(out))
-        module.scale(reduce.words(inside), factor)
-        np.testing.assert_array_equal(out, expected)
-        np.testing.assert_array_equal(inside, expected)
+        module.scale_into(words(x), factor, words(out))
+        module.scale(words(inside), factor)
+        np.testing.assert_array_equal(words(out), words(expected))
+        np.testing.assert_array_equal(words(inside), words(expected))
 
 
 @pytest.mark.parametrize("name", ["to_float16", "from_float16", "to_bfloat16", "from_bfloat16"])

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from hpcdp.arrays import dtype_of
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels.capture import Capturer, warmed_up
 from hpcdp.kernels.cublas import dot_of, matmul, matmul_of
@@ -45,20 +46,22 @@ def captured(a, b, out=None):
 
 
 @pytest.mark.parametrize(("shape", "other"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_every_layout_is_numpys_product(counted_graphs, shape, other, dtype):
     rng = np.random.default_rng(0)
-    x, y = (rng.standard_normal(each).astype(dtype) for each in (shape, other))
+    kind = dtype_of(dtype)
+    x, y = (rng.standard_normal(each).astype(kind) for each in (shape, other))
     wide = np.float64 if dtype == "float64" else np.float32
-    wanted = np.matmul(x.astype(wide), y.astype(wide)).astype(dtype)
+    wanted = np.matmul(x.astype(wide), y.astype(wide)).astype(kind)
     for left, right in itertools.product(LAYOUTS, LAYOUTS):
         a, b = laid_out(x, left), laid_out(y, right)
-        a.copy(), b.copy(), a.astype("float32"), b.astype("float32"), a.astype("float32").astype(dtype)  # compiled
-        whole, strided = np.zeros_like(wanted), np.zeros((*wanted.shape, 1), dtype)
+        a.copy(), b.copy(), a.astype("float32"), b.astype("float32"), a.astype("float32").astype(kind)  # compiled
+        whole, strided = np.zeros_like(wanted), np.zeros((*wanted.shape, 1), kind)
         for place in (None, laid_out(whole, "rows"), laid_out(strided, "padded")[..., 0]):
             found = captured(a, b, place)
             assert found.dtype == wanted.dtype and found.shape == wanted.shape
-            np.testing.assert_allclose(found, wanted, rtol={"float16": 1e-2}.get(dtype, 1e-5), atol=1e-6)
+            error = {"float16": 1e-2, "bfloat16": 1e-2}.get(dtype, 1e-5)
+            np.testing.assert_allclose(found.astype(wide), wanted.astype(wide), rtol=error, atol=1e-6)
             if place is not None:
                 np.testing.assert_array_equal(place.to_host(), found)
 
@@ -76,11 +79,21 @@ def test_a_launch_takes_the_values_of_now(counted_graphs):
 
 def test_types_that_cublas_has_not(counted_graphs):
     a = laid_out(np.ones((2, 2), np.int32), "rows")
-    with pytest.raises(UnsupportedError, match="expected float16 or float32 or float64, got int32"):
+    with pytest.raises(UnsupportedError, match="expected float16 or bfloat16 or float32 or float64, got int32"):
         captured(a, a)
     b = laid_out(np.ones((2, 3), np.float32), "rows")
     with pytest.raises(UnsupportedError, match=r"expected shapes .*, got \(2, 3\), \(2, 3\)"):
         captured(b, b)
+
+
+def test_stacks_of_bfloat16_are_multiplied_in_float32(counted_graphs):
+    """Which CuPy 14.2 refuses."""
+    x = np.random.default_rng(1).standard_normal((2, 3, 4)).astype(dtype_of("bfloat16"))
+    a, wanted = laid_out(x, "rows"), np.matmul(x.astype("f4"), x.astype("f4").swapaxes(1, 2)).astype(x.dtype)
+    for place in (None, laid_out(np.zeros_like(wanted), "rows")):
+        found = matmul(a, a.swapaxes(1, 2), place)
+        assert found.dtype == x.dtype and (place is None or found is place)
+        np.testing.assert_array_equal(found.to_host(), wanted)
 
 
 def test_without_a_capture_each_namespace_has_its_own(counted_graphs):

@@ -5,6 +5,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from hpcdp.arrays import dtype_of, words
 from hpcdp.kernels import cuda_cast, reference_cast
 
 SIZES = (0, 1, 2, 3, 31, 32, 33, 1031)
@@ -64,14 +65,18 @@ def test_float64_is_rounded_once(cupy: ModuleType) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-@pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float64])
-def test_scale(dtype: type, cupy: ModuleType) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_scale(dtype: str, cupy: ModuleType) -> None:
+    kind = dtype_of(dtype)
     for size in SIZES:
-        x = halves()[::63][:size].copy() if dtype == np.uint16 else floats(size).astype(dtype)
+        numbers = halves()[::63][:size].copy().view(kind) if kind.itemsize == 2 else floats(size).astype(kind)
+        x = words(numbers)
         expected, out = np.zeros_like(x), cupy.asarray(np.zeros_like(x))
         cuda_cast.scale_into(cupy.asarray(x), 0.3, out)
         reference_cast.scale_into(x, 0.3, expected)
-        as_floats = np.float16 if dtype == np.uint16 else dtype
-        np.testing.assert_array_equal(out.to_host().view(as_floats), expected.view(as_floats))
+        wanted = expected.view(kind).astype("f8")  # of which NumPy knows a NaN
+        np.testing.assert_array_equal(out.to_host().view(kind).astype("f8"), wanted)
         cuda_cast.scale(out, -2.0)
-        np.testing.assert_array_equal(out.to_host().view(as_floats), expected.view(as_floats) * as_floats(-2))
+        np.testing.assert_array_equal(
+            out.to_host().view(kind).astype("f8"), (expected.view(kind) * kind.type(-2)).astype("f8")
+        )

@@ -6,55 +6,78 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 from hpcdp import nn
-from hpcdp.kernels import cuda_batch_norm, cuda_conv, cuda_epilogue, cuda_pool, reference
+from hpcdp.arrays import dtype_of, is_half
+from hpcdp.autograd import Tensor, record
+from hpcdp.kernels import cuda, cuda_batch_norm, cuda_conv, cuda_epilogue, cuda_pool, reference
 
-DTYPES = [np.float32, np.float64]
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
 """Plain, overlapping with padding, of two sizes, and with elements that no window sees."""
+
+SHAPES = (2, 3, 8, 8), (4, 3, 3, 3), (16, 5), (2, 5)
+"""Of images, a kernel, a matrix, and a gradient."""
+
+
+def wide(x: Any) -> Any:
+    """What the specification is given for the kernels' ``x``: of 16 bits in float32, in which the kernels compute."""
+    return x.astype(np.float32) if is_half(x) else x
+
+
+def same_in(kind: np.dtype, ours: Any, theirs: Any, name: str = "", error: float = 0.0) -> None:
+    """Whether a result is what the specification computed, rounded once; ``error`` is of the largest element."""
+    assert ours.dtype == (theirs.dtype if theirs.dtype.kind == "i" else kind)
+    found, wanted = wide(ours.to_host()), wide(theirs.astype(ours.dtype))
+    largest = np.nan_to_num(np.abs(wanted), posinf=0).max(initial=0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=error * largest, err_msg=name)
+
+
+def normal(shape: Any, dtype: str, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype_of(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("relu", [False, True])
-def test_add_bias_and_relu_gradient(dtype: type, relu: bool, cupy: ModuleType) -> None:
-    for rows, features in ((0, 5), (1, 1), (3, 7), (5, 8), (33, 36)):
-        rng = np.random.default_rng(features)
-        y, bias, gy = (
-            rng.standard_normal(size).astype(dtype) for size in ((rows, features), features, (rows, features))
-        )
+def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) -> None:
+    for rows, features in ((0, 5), (1, 1), (3, 7), (5, 8), (33, 36), (7, 40)):
+        shapes = (rows, features), (features,), (rows, features)
+        y, bias, gy = (normal(shape, dtype, seed) for seed, shape in enumerate(shapes))
         y[:1, 0] = np.nan
         on_device = [cupy.asarray(x) for x in (y, bias, gy, np.empty_like(y))]
         cuda_epilogue.add_bias(on_device[0], on_device[1], relu)
-        reference.add_bias(y, bias, relu)
-        np.testing.assert_array_equal(on_device[0].to_host(), y)
-        expected = np.empty_like(y)
+        summed = wide(y)
+        reference.add_bias(summed, wide(bias), relu)
+        same_in(y.dtype, on_device[0], summed)
+        expected = np.empty_like(summed)
         cuda_epilogue.relu_gradient(on_device[2], on_device[0], on_device[3])
-        reference.relu_gradient(gy, y, expected)
-        np.testing.assert_array_equal(on_device[3].to_host(), expected)
+        reference.relu_gradient(wide(gy), summed, expected)
+        same_in(y.dtype, on_device[3], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
 def test_pooling(
-    dtype: type, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], cupy: ModuleType
+    dtype: str, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], cupy: ModuleType
 ) -> None:
-    rng = np.random.default_rng(8)
-    x = rng.integers(-9, 9, (2, 3, 9, 11)).astype(dtype) / 8  # some are equal
+    x = (np.random.default_rng(8).integers(-9, 9, (2, 3, 9, 11)) / 8).astype(dtype_of(dtype))  # some are equal
     x[0, 0, :3, :4], x[0, 2, 4] = -np.inf, np.inf
     nans = x.copy()
     nans[1, :, 3, 4:6], nans[0, 1] = np.nan, np.nan
     size = [reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
-    gy = rng.standard_normal((2, 3, *size)).astype(dtype)
+    gy = normal((2, 3, *size), dtype, 8)
     out, dx, chosen = np.empty_like(gy), np.empty_like(x), np.empty(gy.shape, np.int32)
     steps = (kernel, stride, padding)
 
     def same(name: str, *arrays: np.ndarray) -> None:
-        on_device = [cupy.asarray(each) for each in arrays]
+        on_device, given = [cupy.asarray(each) for each in arrays], [wide(each) for each in arrays]
         getattr(cuda_pool, name)(*on_device, *steps)
-        getattr(reference, name)(*arrays, *steps)
-        for ours, theirs in zip(on_device, arrays, strict=True):
-            np.testing.assert_array_equal(ours.to_host(), theirs, err_msg=name)
+        getattr(reference, name)(*given, *steps)
+        for ours, theirs in zip(on_device, given, strict=True):
+            same_in(x.dtype, ours, theirs, name)
+        if given[-1] is not chosen and name == "max_pool":
+            chosen[...] = given[-1]
 
     same("average_pool", x, out)
     same("average_pool_gradient", gy, dx)
@@ -63,48 +86,38 @@ def test_pooling(
         same("max_pool_gradient", gy, chosen, dx)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
-@pytest.mark.parametrize(("batch", "channels", "filters"), [(1, 1, 1), (2, 3, 5), (0, 2, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "relu", "steps", "counts"), pairs(DTYPES, [False, True], WINDOWS, [(1, 1, 1), (2, 3, 5), (0, 2, 3)])
+)
 def test_convolution(
-    dtype: type,
-    relu: bool,
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    batch: int,
-    channels: int,
-    filters: int,
-    cupy: ModuleType,
-    product_error: float,
+    dtype: str, relu: bool, steps: Any, counts: tuple[int, int, int], cupy: ModuleType, product_error: float
 ) -> None:
-    def same(ours: Any, theirs: np.ndarray) -> None:
-        largest = np.nan_to_num(abs(theirs)).max(initial=0)
-        np.testing.assert_allclose(ours.to_host(), theirs, rtol=0, atol=product_error * largest)
+    (kernel, stride, padding), (batch, channels, filters) = steps, counts
 
-    rng = np.random.default_rng(6)
-    x, weight, bias = (
-        rng.standard_normal(shape).astype(dtype)
-        for shape in ((batch, channels, 9, 11), (filters, channels, *kernel), (filters,))
-    )
+    def same(ours: Any, theirs: np.ndarray) -> None:
+        rounds_twice = {"float16": 2.0**-10, "bfloat16": 2.0**-7}  # products before they are added up, or to a bias
+        same_in(x.dtype, ours, theirs, error=max(product_error, rounds_twice.get(dtype, 0.0)))
+
+    shapes = (batch, channels, 9, 11), (filters, channels, *kernel), (filters,)
+    x, weight, bias = (normal(shape, dtype, 6 + seed) for seed, shape in enumerate(shapes))
     if batch > 1:
         x[1, 0, 3, 4] = np.nan
     size = [reference.output_size(*each) for each in zip(x.shape[2:], kernel, stride, padding, strict=True)]
-    gy = rng.standard_normal((batch, filters, *size)).astype(dtype)
+    gy = normal((batch, filters, *size), dtype, 9)
     for added in (bias, None):
-        out = np.full_like(gy, 7)
-        ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, out)]
+        out = wide(np.full_like(gy, 7))
+        ours = [None if each is None else cupy.asarray(each) for each in (x, weight, added, np.full_like(gy, 7))]
         cuda_conv.conv2d(*ours, stride, padding, relu)
-        reference.conv2d(x, weight, added, out, stride, padding, relu)
+        reference.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
         same(ours[3], out)
-    wanted = [np.full_like(each, 7) for each in (x, weight, bias)]
-    x = np.nan_to_num(x)
-    into = [cupy.asarray(each) for each in wanted]
+    into = [cupy.asarray(np.full_like(each, 7)) for each in (x, weight, bias)]
+    wanted = [wide(np.full_like(each, 7)) for each in (x, weight, bias)]
+    x, out = np.where(np.isnan(x), np.zeros_like(x), x), out.astype(gy.dtype)
     arrays = (x, weight, gy, out) if relu else (x, weight, gy)
     on_device = [cupy.asarray(each) for each in arrays] + [None] * (4 - len(arrays))
     cuda_conv.conv2d_gradients(*on_device, tuple(into), stride, padding)
-    reference.conv2d_gradients(x, weight, gy, out if relu else None, tuple(wanted), stride, padding)
+    given = *map(wide, (x, weight, gy)), wide(out) if relu else None
+    reference.conv2d_gradients(*given, tuple(wanted), stride, padding)
     for ours, theirs in zip(into, wanted, strict=True):
         same(ours, theirs)
     alone = [None, cupy.asarray(np.zeros_like(weight)), None]
@@ -116,7 +129,7 @@ def flat(arrays: Iterable[Any]) -> list[Any]:
     return [x for each in arrays for x in (each if isinstance(each, tuple) else (each,))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 7), (2, 2, 2500), (3, 2, 4100), (5, 2, 2501)])
 def test_batch_norm(dtype: type, shape: tuple[int, int, int], cupy: ModuleType) -> None:
     rng = np.random.default_rng(9)
@@ -143,7 +156,7 @@ def test_batch_norm(dtype: type, shape: tuple[int, int, int], cupy: ModuleType) 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(5, 2, 1604), (5, 2, 1601), (2, 3, 0)])
 def test_channels_have_the_same_sums_wherever_their_elements_begin(
     dtype: type, shape: tuple[int, int, int], cupy: ModuleType
@@ -165,11 +178,28 @@ def test_channels_have_the_same_sums_wherever_their_elements_begin(
     np.testing.assert_allclose(found[0], expected, rtol=few, atol=few * 100)
 
 
-def test_a_network_computes_with_them(cupy: ModuleType) -> None:
-    x = np.random.default_rng(1).standard_normal((2, 3, 8, 8), np.float32)
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("float16", 4e-3), ("bfloat16", 3e-2)])
+def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType, monkeypatch: Any) -> None:
+    """Forward and backward, with images of float32 in each; of 16 bits no operator is widened."""
+    launched: list[str] = []
+    launch = cuda.launch
+    monkeypatch.setattr(cuda, "launch", lambda file, name, *more: (launched.append(name), launch(file, name, *more)))
+    F, (images, kernel, matrix, gy) = nn.functional, (normal(s, "float32", 1) for s in SHAPES)
     results = []
-    for of in (x, cupy.asarray(x)):
-        weight = x[:1, :, :3, :3] if of is x else cupy.asarray(x[:1, :, :3, :3].copy())
-        out = nn.functional.max_pool2d(nn.functional.conv2d(of, weight, None, 1, 1, "relu"), 2)
-        results.append(out.data)
-    np.testing.assert_allclose(results[1].to_host(), results[0], rtol=1e-5, atol=1e-6)
+    for asarray in (np.asarray, cupy.asarray):
+        weights = [Tensor(asarray(x.astype(dtype_of(dtype)))) for x in (kernel, kernel[:, 0, 0, 0], matrix, matrix[0])]
+        for each in weights:
+            each.attach_grad()
+        with record():
+            x = F.max_pool2d(F.conv2d(asarray(images), *weights[:2], 1, 1, "relu"), 2)
+            y = F.dense(F.relu(F.avg_pool2d(x, 2) - 0.25).reshape(2, -1), *weights[2:], "relu")
+        y.backward(asarray(gy.astype(y.dtype)))
+        results.append([y.data, *(each.grad for each in weights)])
+    for theirs, ours in zip(*results, strict=True):
+        same_in(dtype_of(dtype), ours, theirs, error=error)
+    of_type = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[dtype]
+    assert {name.rpartition("_")[2] for name in launched} == {of_type}
+    assert {name.rpartition("_")[0] for name in launched} == {
+        "unfold", "to_images", "from_images", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
+        "add_bias", "relu_gradient",
+    }  # fmt: skip

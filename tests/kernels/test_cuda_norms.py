@@ -3,22 +3,20 @@
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from hpcdp import optim
+from hpcdp.arrays import dtype_of, words
 from hpcdp.kernels import cuda_norms, reference_norms
 from hpcdp.optim import lars
 
-DTYPES = [np.float16, np.float32, np.float64]
-
-
-def words(x: np.ndarray) -> np.ndarray:
-    return x.view(np.uint16) if x.dtype == np.float16 else x
+DTYPES = [dtype_of(name) for name in ("float16", "bfloat16", "float32", "float64")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_of_squares(dtype: type, cupy: ModuleType) -> None:
+def test_sum_of_squares(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 2, 3, 31, 32, 33, 5003):
         x = words(np.random.default_rng(size).standard_normal(size + 1).astype(dtype))
         on_device = cupy.asarray(x)
@@ -36,10 +34,10 @@ def test_squares_of_float32_do_not_overflow(cupy: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_finite(dtype: type, cupy: ModuleType) -> None:
+def test_all_finite(dtype: np.dtype, cupy: ModuleType) -> None:
     for size in (0, 1, 33, 1031):
-        x = np.full(size, np.finfo(dtype).max, dtype)
-        x[::2] = np.finfo(dtype).smallest_subnormal
+        x = np.full(size, ml_dtypes.finfo(dtype).max, dtype)
+        x[::2] = ml_dtypes.finfo(dtype).smallest_subnormal
         assert cuda_norms.all_finite(cupy.asarray(words(x))) is True
         for place in {0, size // 2, size - 1} if size else ():
             for special in (np.nan, np.inf, -np.inf):
@@ -49,7 +47,7 @@ def test_all_finite(dtype: type, cupy: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_segment_squares(dtype: type, cupy: ModuleType) -> None:
+def test_segment_squares(dtype: np.dtype, cupy: ModuleType) -> None:
     bounds = np.array([0, 33, 33, 2003], np.int64)  # also a layer of no elements
     params, grads = (words(x) for x in np.random.default_rng(3).standard_normal((2, 2003)).astype(dtype))
     expected, out = np.zeros((2, 3, 2))

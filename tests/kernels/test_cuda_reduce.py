@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
+from hpcdp.arrays import dtype_of, is_float, words
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda_reduce, reference_reduce
 from hpcdp.kernels.reference_reduce import EVERY_ROW, MAX, MEAN, MIN, PROD, SUM
@@ -14,33 +15,34 @@ OPS = [SUM, PROD, MIN, MAX, MEAN]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 
 
-def given(dtype: type, n: int, m: int) -> np.ndarray:
+def given(dtype: str, n: int, m: int) -> np.ndarray:
     rng = np.random.default_rng(n * 1000 + m)
-    rows = rng.integers(-90, 90, (n, m)).astype(dtype)
-    if dtype in (np.float16, np.float32, np.float64):
-        rows = (rows * rng.standard_normal((n, m))).astype(dtype)
+    rows = rng.integers(-90, 90, (n, m)).astype(dtype_of(dtype))
+    if is_float(rows.dtype):
+        rows = (rows * rng.standard_normal((n, m))).astype(rows.dtype)
         rows[0, :1], rows[n - 1, -1:] = np.nan, np.inf
-    return rows.view(np.uint16) if dtype == np.float16 else rows
+    return words(rows)
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-    if x.dtype == np.uint16:  # a NaN need only stay one
-        x = np.where(np.isnan(x.view(np.float16)), 0x7E00, x)
+    if x.itemsize == 2:  # a NaN need only stay one
+        floats = x.view(np.float16 if x.dtype == np.uint16 else dtype_of("bfloat16"))
+        x = np.where(np.isnan(floats), 0x7E00, x.view(np.uint16))
     elif x.dtype.kind == "f":
         x = np.where(np.isnan(x), x.dtype.type(np.nan), x)
     return np.ascontiguousarray(x).view(np.uint8)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32, np.int64])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_combine(dtype: type, n: int, cupy: ModuleType) -> None:
+def test_combine(dtype: str, n: int, cupy: ModuleType) -> None:
     for op in OPS:
         for m, lo, hi in ((1, 0, 0), (1, 0, 1), (31, 0, 31), (33, 1, 32), (520, 8, 514)):
             rows = given(dtype, n, m)
             expected = np.empty(hi - lo, rows.dtype)
             reference_reduce.combine(rows, lo, hi, expected, op)
             on_host = np.empty_like(expected)
-            if dtype in (np.float32, np.float64, np.int64):  # compiled already
+            if dtype in ("bfloat16", "float32", "float64", "int64"):  # compiled already
                 kernels.load("reduce").combine(rows, lo, hi, on_host, op)
                 np.testing.assert_array_equal(bits(on_host), bits(expected))
             for start in (0, 1):  # 1: only the result begins within a pack
@@ -51,7 +53,7 @@ def test_combine(dtype: type, n: int, cupy: ModuleType) -> None:
 
 @pytest.mark.parametrize("row", [0, 2, EVERY_ROW])
 def test_combine_in_place_of_rows_in_memory_of_their_own(row: int, cupy: ModuleType) -> None:
-    rows = given(np.float32, 3, 130)
+    rows = given("float32", 3, 130)
     apart = [cupy.asarray(each) for each in rows]
     cuda_reduce.combine_into(apart, 1, 129, row, SUM)
     reference_reduce.combine_into(rows, 1, 129, row, SUM)

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from hpcdp import autograd
+from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda, cuda_rows, reference_rows
 
-DTYPES = [np.float16, np.float32, np.float64]
+DTYPES = [np.float16, dtype_of("bfloat16").type, np.float32, np.float64]
 RNG = np.random.default_rng(7)
 
 

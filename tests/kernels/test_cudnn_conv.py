@@ -7,13 +7,23 @@ import types
 
 import numpy as np
 import pytest
+from pairs import pairs
 
 from hpcdp import kernels
+from hpcdp.arrays import dtype_of, is_half
 from hpcdp.kernels import cuda_conv, cudnn_conv, reference
 from hpcdp.nn import functional
 
 CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
-DTYPES = {"FLOAT": "f4", "DOUBLE": "f8"}
+DTYPES = {"HALF": "float16", "BFLOAT16": "bfloat16", "FLOAT": "float32", "DOUBLE": "float64"}
+
+
+ERRORS = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5, "float64": 1e-12}
+"""Of the largest element."""
+
+
+def wide(x):
+    return x.astype("f4") if is_half(x) else x
 
 
 class NotSupported(Exception):
@@ -49,7 +59,7 @@ class Tensor:
         return self
 
     def at(self, address):
-        dtype = np.dtype(DTYPES[self.data_type])
+        dtype = dtype_of(DTYPES[self.data_type])
         assert self.stride == [each // dtype.itemsize for each in np.empty(self.dim, dtype).strides]
         count = int(np.prod(self.dim))
         held = np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
@@ -60,7 +70,8 @@ class Graph:
     """Calls in the order that cuDNN's frontend wants them in; what is left out then counts."""
 
     def __init__(self, made, *, io_data_type, intermediate_data_type, compute_data_type, handle):
-        assert io_data_type == intermediate_data_type == compute_data_type and handle is HANDLE
+        assert intermediate_data_type == compute_data_type and handle is HANDLE
+        assert compute_data_type == {"HALF": "FLOAT", "BFLOAT16": "FLOAT"}.get(io_data_type, io_data_type)
         self.made, self.done, self.left_out = made, [], set()
         made.graphs.append(self)
 
@@ -111,14 +122,16 @@ class Graph:
     def execute(self, at, workspace, handle):
         assert self.done[-1] == "built" and handle is HANDLE and type(workspace) is int
         assert self.made.stream is not None
-        first, second = (each.at(at[each]) for each in self.given)
-        out = self.out.at(at[self.out])
+        first, second = (wide(each.at(at[each])) for each in self.given)
+        into = self.out.at(at[self.out])
+        out = wide(into)
         if self.name == "conv_fprop":
             reference.conv2d(first, second, None, out, *self.steps, False)
         elif self.name == "conv_dgrad":
             reference.conv2d_gradients(np.zeros_like(out), second, first, None, (out, None, None), *self.steps)
         else:
             reference.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
+        into[...] = out
         self.made.executed.append(self.name)
 
 
@@ -151,39 +164,44 @@ def cudnn(gpus_on_host, monkeypatch):
 
 def arrays(dtype, stride, padding):
     rng = np.random.default_rng(3)
-    x, weight, bias = (rng.standard_normal(shape).astype(dtype) for shape in ((2, 3, 7, 8), (4, 3, 3, 2), (4,)))
+    kind = dtype_of(dtype)
+    x, weight, bias = (rng.standard_normal(shape).astype(kind) for shape in ((2, 3, 7, 8), (4, 3, 3, 2), (4,)))
     size = [reference.output_size(*each) for each in zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)]
-    return x, weight, bias, rng.standard_normal((2, 4, *size)).astype(dtype)
+    return x, weight, bias, rng.standard_normal((2, 4, *size)).astype(kind)
 
 
 def to_gpu(x):
     return None if x is None else importlib.import_module("cupy").asarray(x)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize(("stride", "padding"), CASES)
-@pytest.mark.parametrize("refused", [(), ("conv_dgrad",), ("conv_wgrad", "conv_fprop")])
-def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dtype, relu, stride, padding, refused):
-    cudnn.refused = set(refused)
+@pytest.mark.parametrize(
+    ("dtype", "relu", "case", "refused"),
+    pairs(DTYPES.values(), [False, True], CASES, [(), ("conv_dgrad",), ("conv_wgrad", "conv_fprop")]),
+)
+def test_it_is_the_specification_and_what_cudnn_refuses_goes_by_im2col(cudnn, dtype, relu, case, refused):
+    def close(ours, theirs):
+        assert ours.dtype == x.dtype
+        np.testing.assert_allclose(wide(ours.to_host()), theirs, rtol=0, atol=ERRORS[dtype] * abs(theirs).max())
+
+    cudnn.refused, (stride, padding) = set(refused), case
     x, weight, bias, gy = arrays(dtype, stride, padding)
-    close = {"rtol": 0, "atol": 1e-4 if dtype == "f4" else 1e-10}
-    out = np.full_like(gy, 7)
+    out = wide(np.full_like(gy, 7))
     for added in (bias, None):
         there = to_gpu(np.full_like(gy, 7))
         cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), to_gpu(added), there, stride, padding, relu)
-        reference.conv2d(x, weight, added, out, stride, padding, relu)
-        np.testing.assert_allclose(there.to_host(), out, **close)
+        reference.conv2d(wide(x), wide(weight), None if added is None else wide(added), out, stride, padding, relu)
+        close(there, out)
+    out = out.astype(x.dtype) if relu else None
     for wanted in ((x, weight, bias), (None, weight, None), (x, None, bias)):
         ours = [None if each is None else to_gpu(np.full_like(each, 7)) for each in wanted]
-        theirs = [None if each is None else np.full_like(each, 7) for each in wanted]
-        given = (x, weight, gy, out if relu else None)
-        cudnn_conv.conv2d_gradients(*map(to_gpu, given), tuple(ours), stride, padding)
+        theirs = [None if each is None else wide(np.full_like(each, 7)) for each in wanted]
+        cudnn_conv.conv2d_gradients(*map(to_gpu, (x, weight, gy, out)), tuple(ours), stride, padding)
+        given = (None if each is None else wide(each) for each in (x, weight, gy, out))
         reference.conv2d_gradients(*given, tuple(theirs), stride, padding)
         for mine, each in zip(ours, theirs, strict=True):
             assert (mine is None) == (each is None)
             if mine is not None:
-                np.testing.assert_allclose(mine.to_host(), each, **close)
+                close(mine, each)
     assert set(cudnn.executed) == {"conv_fprop", "conv_dgrad", "conv_wgrad"} - set(refused)
 
 
@@ -196,6 +214,16 @@ def test_a_plan_is_built_once_for_arrays_of_one_kind_and_leaves_out_what_rounds_
     assert cudnn.graphs[0].left_out == wanted
     cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
     assert len(cudnn.graphs) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensor_cores_multiply_what_has_16_bits_and_add_up_in_float32(cudnn, dtype):
+    x, weight, _, gy = arrays(dtype, (1, 1), (0, 0))
+    cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
+    assert cudnn.graphs[0].left_out == {"DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC"}
+    assert kernels.kernels_for("conv", to_gpu(x), reference) is cudnn_conv
+    functional.conv2d(to_gpu(x), to_gpu(weight))
+    assert cudnn.executed == ["conv_fprop"] * 2
 
 
 def test_a_frontend_without_the_library_is_none(cudnn):

@@ -1,26 +1,24 @@
 import math
 from itertools import pairwise
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from hpcdp import kernels
+from hpcdp.arrays import dtype_of, words
 from hpcdp.kernels import reference_norms
 
 SIZES = [0, 1, 2, 3, 31, 16384, 16385, 50_001]
-DTYPES = [np.float16, np.float32, np.float64]
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
 def modules():
     return [reference_norms, kernels.load("norms")]
 
 
-def words(x):
-    return kernels.load("reduce").words(x)
-
-
 def sample(size, dtype, seed=0):
-    return np.random.default_rng(seed + size).standard_normal(size).astype(dtype)
+    return np.random.default_rng(seed + size).standard_normal(size).astype(dtype_of(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,13 +43,13 @@ def test_sum_of_squares_neither_overflows_nor_vanishes():
 @pytest.mark.parametrize("at", [0, 1, 500, 1000])
 def test_sum_of_squares_tells_of_what_is_not_finite(bad, at):
     for module in modules():
-        x = sample(1001, np.float32)
+        x = sample(1001, "float32")
         x[at] = bad
         assert not np.isfinite(module.sum_of_squares(x))
 
 
 def test_the_same_sum_has_the_same_bits():
-    x = sample(50_001, np.float32)
+    x = sample(50_001, "float32")
     elsewhere = np.empty(50_010, np.float32)[5:-4]
     elsewhere[:] = x
     assert kernels.load("norms").sum_of_squares(x) == kernels.load("norms").sum_of_squares(elsewhere)
@@ -61,8 +59,8 @@ def test_the_same_sum_has_the_same_bits():
 @pytest.mark.parametrize("size", SIZES)
 def test_all_finite(size, dtype):
     x = sample(size, dtype)
-    x[::7] = np.finfo(dtype).max
-    x[1::7] = -np.finfo(dtype).smallest_subnormal
+    x[::7] = ml_dtypes.finfo(x.dtype).max
+    x[1::7] = -ml_dtypes.finfo(x.dtype).smallest_subnormal
     for module in modules():
         assert module.all_finite(words(x)) is True
         for at in {0, size // 2, size - 1} if size else ():
@@ -82,7 +80,7 @@ def test_a_nan_with_any_payload_is_found():
 
 @pytest.mark.parametrize("bounds", [[0], [0, 10], [0, 0, 1, 1, 500, 1000], [3, 900, 1000]])
 def test_segments_are_the_layers(bounds):
-    params, grads = sample(1000, np.float32), sample(1000, np.float32, seed=1)
+    params, grads = sample(1000, "float32"), sample(1000, "float32", seed=1)
     cuts = np.array(bounds, np.int64)
     expected = [[float((x[a:b].astype(np.float64) ** 2).sum()) for x in (params, grads)] for a, b in pairwise(bounds)]
     for module in modules():
@@ -92,7 +90,7 @@ def test_segments_are_the_layers(bounds):
 
 
 def test_the_parts_of_a_layer_add_up():
-    params, grads = sample(1000, np.float32), sample(1000, np.float32, seed=1)
+    params, grads = sample(1000, "float32"), sample(1000, "float32", seed=1)
     whole, parts = np.empty((1, 2)), np.empty((2, 2))
     norms = kernels.load("norms")
     norms.segment_squares(params, grads, np.array([0, 1000]), whole)

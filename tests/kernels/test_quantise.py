@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
+from hpcdp.arrays import words
 from hpcdp.kernels import reference_quantise
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 64, 997]
@@ -12,10 +13,6 @@ DTYPES = [np.float16, np.float32, np.float64]
 
 def modules():
     return [reference_quantise, kernels.load("quantise")]
-
-
-def words(x):
-    return kernels.load("reduce").words(x)
 
 
 def data(size, dtype, seed=0):
@@ -129,11 +126,11 @@ def test_a_nan_is_kept_to_itself():
 @pytest.mark.parametrize("bits", ["two", "one"])
 def test_arrays_that_do_not_fit_are_refused(bits):
     quantise = kernels.load("quantise")
-    grad, words = np.zeros(65, "f4"), np.zeros(2, "u4")
+    grad, packed = np.zeros(65, "f4"), np.zeros(2, "u4")
     pack, unpack = getattr(quantise, f"pack_{bits}_bit"), getattr(quantise, f"unpack_{bits}_bit")
     with pytest.raises(ValueError, match="bit field"):
-        pack(grad, grad.copy(), 0.5, 0.5, words)
+        pack(grad, grad.copy(), 0.5, 0.5, packed)
     with pytest.raises(ValueError, match="as many elements"):
         pack(grad, np.zeros(64, "f4"), 0.5, 0.5, np.zeros(9, "u4"))
     with pytest.raises(ValueError, match="bit field"):
-        unpack(words, 0.5, grad)
+        unpack(packed, 0.5, grad)

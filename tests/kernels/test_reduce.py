@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 
 from hpcdp import kernels
+from hpcdp.arrays import dtype_of, is_float, is_half, words
 
 UFUNCS = {"SUM": np.add, "PROD": np.multiply, "MIN": np.minimum, "MAX": np.maximum, "MEAN": np.add}
 DTYPES = [
-    "float16", "float32", "float64", "int64",
+    "float16", "bfloat16", "float32", "float64", "int64",
     *(pytest.param(each, marks=pytest.mark.thorough) for each in ("int8", "int32", "uint8", "uint32", "uint64")),
 ]  # fmt: skip
 """Ordinary runs reduce int8 and uint64 by `combine_staged`, which is of the same parts, in
@@ -13,8 +14,8 @@ tests/collectives/test_collectives.py by the algorithm `shared`."""
 
 
 def expected(rows, op):
-    """In the order of the rows, float16 accumulated in float32."""
-    total = rows[0].astype(np.float32 if rows.dtype == np.float16 else rows.dtype)
+    """In the order of the rows, of 16 bits accumulated in float32."""
+    total = rows[0].astype(np.float32 if is_half(rows) else rows.dtype)
     for row in rows[1:]:
         total = UFUNCS[op](total, row.astype(total.dtype))
     if op == "MEAN":
@@ -24,8 +25,8 @@ def expected(rows, op):
 
 def sample(n, count, dtype, seed=0):
     rng = np.random.default_rng(seed)
-    if np.dtype(dtype).kind == "f":
-        return (rng.standard_normal((n, count)) * 3).astype(dtype)
+    if is_float(dtype_of(dtype)):
+        return (rng.standard_normal((n, count)) * 3).astype(dtype_of(dtype))
     return rng.integers(0, 100, (n, count)).astype(dtype)
 
 
@@ -35,17 +36,17 @@ def test_combine_and_combine_into_give_the_ordered_reduction(dtype, n):
     reduce = kernels.load("reduce")
     rows = sample(n, 4999, dtype)
     for op in UFUNCS:
-        if op == "MEAN" and np.dtype(dtype).kind != "f":
+        if op == "MEAN" and not is_float(rows.dtype):
             continue
         result = expected(rows, op)
-        out = np.zeros(4990, dtype)
-        reduce.combine(reduce.words(rows), 3, 4993, reduce.words(out), getattr(reduce, op))
+        out = np.zeros(4990, rows.dtype)
+        reduce.combine(words(rows), 3, 4993, words(out), getattr(reduce, op))
         np.testing.assert_array_equal(out, result[3:4993])
         everywhere, one_row = rows.copy(), rows.copy()
-        reduce.combine_into(reduce.words(everywhere), 3, 4993, reduce.EVERY_ROW, getattr(reduce, op))
+        reduce.combine_into(words(everywhere), 3, 4993, reduce.EVERY_ROW, getattr(reduce, op))
         assert (everywhere[:, 3:4993] == result[3:4993]).all()
         np.testing.assert_array_equal(everywhere[:, :3], rows[:, :3])
-        reduce.combine_into(reduce.words(one_row), 3, 4993, n - 1, getattr(reduce, op))
+        reduce.combine_into(words(one_row), 3, 4993, n - 1, getattr(reduce, op))
         np.testing.assert_array_equal(one_row[-1, 3:4993], result[3:4993])
         np.testing.assert_array_equal(one_row[:-1], rows[:-1])
 

@@ -6,6 +6,7 @@ import standin
 from small_stores import SHAPE, added, full, on_one_worker
 
 from hpcdp import kvstore, nn, optim
+from hpcdp.arrays import dtype_of
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
@@ -40,6 +41,7 @@ REFUSED = [
     (lambda store: store.load_state_dict(None), r"load_state_dict: expected what state_dict\(\) .* got None"),
     (lambda store: store.num_dead_node(-1), r"num_dead_node \[timeout_s\]: expected a positive number"),
     (lambda store: store.init("c", np.zeros(2, "c8")), r"init \[key 'c'\]: expected a NumPy array of uint8, .*<c8"),
+    (lambda store: store.init("b", np.zeros(2, dtype_of("bfloat16"))), r"init \[key 'b'\]: .*float64, got bfloat16"),
     (lambda store: store.init("o", np.array([None])), r"init \[key 'o'\]: expected a NumPy array of"),
     (lambda store: store.save_optimizer_states("x"), "expected a store with an optimizer, got none"),
 ]

@@ -6,6 +6,7 @@ from pipelined_network import LOSS, STEPS, batch, joined, normal, stages, train,
 
 import hpcdp
 from hpcdp import autograd, nn, optim
+from hpcdp.arrays import dtype_of
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
@@ -251,18 +252,20 @@ def test_pieces():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_backward_begins_with_the_loss_scale_in_float16_too(n):
+def test_backward_begins_with_the_loss_scale_in_16_bits_too(n):
     def rank(world, dtype, scale):
         net = Pipeline(stages(2), LOSS, world).to(dtype)
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas, loss_scale=scale)
         for step in range(8):
             net.step(trainer, *batch(step, net.replicas.rank))
+        assert net(batch(0, 0)[0]).dtype == dtype_of(dtype)
         world.comm.barrier()
         return {name: np.array(part, "f4") for name, part in net.state_dict().items()}, trainer.loss_scale
 
-    plain, scaled, halves = (
+    plain, scaled, halves, brains = (
         joined(threads.run(n, lambda world, to=to: rank(world, *to)), 2)
-        for to in (("float32", 1.0), ("float32", 1024.0), ("float16", 64.0))
+        for to in (("float32", 1.0), ("float32", 1024.0), ("float16", 64.0), ("bfloat16", 1.0))
     )
     np.testing.assert_array_equal(plain, scaled)
     np.testing.assert_allclose(plain, halves, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(plain, brains, rtol=0.05, atol=0.05)

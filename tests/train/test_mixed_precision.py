@@ -1,15 +1,16 @@
-"""Training in float16: float32 copies that are updated, losses scaled up, overflows skipped alike, on any ranks."""
+"""Training in 16 bits: float32 copies that are updated, losses scaled up, overflows skipped alike, on any ranks."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import standin
-from pairs import pairs
+from pairs import in_turn, pairs
 from whole_state import held, joined, restore
 from written_gradients import Parameter
 
 import hpcdp
 from hpcdp import data, nn, optim
-from hpcdp.arrays import to_host
+from hpcdp.arrays import dtype_of, to_host
 from hpcdp.autograd import record
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
@@ -23,27 +24,33 @@ from hpcdp.train.trainer import Trainer
 SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
 SINGLE = "norm.gamma"
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (5, 2)]
-LARGEST = 65504.0
+HALVES = ["float16", "bfloat16"]
 
 
-def model(asarray=np.asarray):
+def kind_of(name, half):
+    return np.dtype("f4") if name == SINGLE else dtype_of(half)
+
+
+def model(half="float16", asarray=np.asarray):
     rng = np.random.default_rng(7)
     values = {name: rng.standard_normal(shape) for name, shape in SHAPES.items()}
-    return [Parameter(name, asarray(x.astype("f4" if name == SINGLE else "f2"))) for name, x in values.items()]
+    return [Parameter(name, asarray(x.astype(kind_of(name, half)))) for name, x in values.items()]
 
 
-def gradients(step, rank):
-    """Of which sums are exact in any order."""
-    rng = np.random.default_rng([step, rank])
-    return {name: rng.integers(-200, 200, shape) * 4.0 for name, shape in SHAPES.items()}
+def gradients(step, rank, half):
+    """Of which sums over up to five ranks are exact in any order."""
+    rng, most = np.random.default_rng([step, rank]), {"float16": 200, "bfloat16": 50}[half]
+    return {name: rng.integers(-most, most, shape) * 4.0 for name, shape in SHAPES.items()}
 
 
 def write(params, step, rank, asarray=np.asarray, spoiled=None):
     """Gradients of one sample, with ``spoiled`` in place of one element."""
+    half = params[0].data.dtype.name
     for param in params[::-1]:
-        gradient = gradients(step, rank)[param.name].astype(param.data.dtype)
+        gradient = gradients(step, rank, half)[param.name].astype(param.data.dtype)
         if spoiled is not None and param.name == "dense.weight":
-            gradient.flat[5000] = spoiled
+            largest = ml_dtypes.finfo(gradient.dtype).max
+            gradient.flat[5000] = largest if spoiled == "the largest number" else spoiled
         param.grad[...] = asarray(gradient)
         param.grad_hook(param)
 
@@ -59,41 +66,46 @@ def sgd():
     return optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def expected(ranks, steps, scale):
+def expected(ranks, steps, scale, half="float16"):
     """The same in NumPy: one momentum SGD in float32 on the exact sums, rounded at the end of each step."""
-    masters = {param.name: param.data.astype("f4") for param in model()}
+    masters = {param.name: param.data.astype("f4") for param in model(half)}
     rule, states = sgd(), {}
     for step in range(steps):
         for name, master in masters.items():
-            total = sum(gradients(step, rank)[name] for rank in range(ranks)).astype("f4").reshape(-1)
+            total = sum(gradients(step, rank, half)[name] for rank in range(ranks)).astype("f4").reshape(-1)
             state = states.setdefault(name, rule.init_state(master.reshape(-1)))
             rule.update(master.reshape(-1), total, state, step=step + 1, scale=1.0 / (ranks * scale))
-    return {name: x if name == SINGLE else x.astype("f2") for name, x in masters.items()}
+    return {name: x.astype(kind_of(name, half)) for name, x in masters.items()}
 
 
-@pytest.mark.parametrize("settings", [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}, {"clip_norm": 1e9}])
-@pytest.mark.parametrize(("n", "per_node"), WORLDS)
-def test_float32_copies_are_updated_and_rounded_whoever_updates(n, per_node, settings):
+@pytest.mark.parametrize(
+    ("half", "settings", "layout"),
+    in_turn(HALVES, [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}, {"clip_norm": 1e9}], WORLDS),
+)
+def test_float32_copies_are_updated_and_rounded_whoever_updates(half, settings, layout):
+    n, per_node = layout
+
     def rank(world):
-        params = model()
+        params = model(half)
         trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale=256.0, **settings)
         for step in range(4):
             write(params, step, world.rank)
             assert trainer.step(1) == n
-        assert {str(param.grad.dtype) for param in params} == {"float16", "float32"}
+        assert {str(param.grad.dtype) for param in params} == {half, "float32"}
         return values(params, world)
 
-    wanted = expected(n, 4, 256.0)
+    wanted = expected(n, 4, 256.0, half)
     for found in threads.run(n, rank, per_node):
         for name, value in wanted.items():
             assert found[name].dtype == value.dtype
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_reproducible_training_has_the_same_bits_on_any_ranks(n):
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_reproducible_training_has_the_same_bits_on_any_ranks(n, half):
     def rank(world):
-        params = model()
+        params = model(half)
         trainer = Trainer(params, sgd(), world, reproducible=True, virtual_shards=4, loss_scale="dynamic")
         trainer.loss_scale = 256.0
         for step in range(3):
@@ -105,13 +117,14 @@ def test_reproducible_training_has_the_same_bits_on_any_ranks(n):
 
     for per_node in (None, 1):
         for found in threads.run(n, rank, per_node):
-            for name, value in expected(4, 3, 256.0).items():
+            for name, value in expected(4, 3, 256.0, half).items():
                 np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_on_a_device():
+@pytest.mark.parametrize("half", HALVES)
+def test_on_a_device(half):
     def rank(world):
-        params = model(standin.asarray)
+        params = model(half, standin.asarray)
         trainer = Trainer(params, sgd(), world, loss_scale="dynamic")
         trainer.loss_scale = 256.0
         for step in range(2):
@@ -123,16 +136,17 @@ def test_on_a_device():
 
     for found, steps, scale in threads.run(2, rank):
         assert (steps, scale) == (2, 128.0)
-        for name, value in expected(2, 2, 256.0).items():
+        for name, value in expected(2, 2, 256.0, half).items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_updates_too_small_for_float16_add_up():
+@pytest.mark.parametrize("half", HALVES)
+def test_updates_too_small_for_16_bits_add_up(half):
     def rank(world, copies):
-        weight = Parameter("weight", np.full(100, 8.0, "f2" if copies else "f4"))
+        weight = Parameter("weight", np.full(100, 8.0, dtype_of(half) if copies else "f4"))
         trainer = Trainer([weight], optim.SGD(lr=1.0), world)
         for _ in range(64):
-            weight.grad[...] = 2.0**-9  # half a unit in the last place of 8 is 2**-8
+            weight.grad[...] = 2.0**-9  # half a unit in the last place of 8 is 2**-8 in float16
             weight.grad_hook(weight)
             trainer.step(1)
         return weight.data
@@ -145,23 +159,24 @@ def test_updates_too_small_for_float16_add_up():
 SPOILERS = {
     "a NaN on the last rank": lambda world: np.nan if world.rank == world.size - 1 else None,
     "an infinity on the first": lambda world: None if world.rank else -np.inf,
-    "no overflow but in the sum": lambda world: LARGEST,
+    "no overflow but in the sum": lambda world: "the largest number",
 }
 
 
 @pytest.mark.parametrize(
-    ("spoiler", "layout", "settings"),
+    ("half", "spoiler", "layout", "settings"),
     pairs(
+        HALVES,
         SPOILERS,
         [(2, None), (3, None), (4, 2), (3, 1)],
         [{"owner": "rank"}, {"owner": "shard"}, {"overlap": True}],
     ),
 )
-def test_an_overflow_anywhere_is_skipped_by_all(spoiler, layout, settings):
+def test_an_overflow_anywhere_is_skipped_by_all(half, spoiler, layout, settings):
     n, per_node = layout
 
     def rank(world):
-        params = model()
+        params = model(half)
         trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale="dynamic", **settings)
         seen = []
         for step in range(6):
@@ -227,8 +242,8 @@ def test_a_trainer_follows_its_scale(by, monkeypatch):
     assert threads.run(2, rank) == [wanted] * 2
 
 
-def training(world, folder=None, steps=8, save_at=None, resume=False, settings=None):
-    params = model()
+def training(world, half, folder, steps=8, save_at=None, resume=False, settings=None):
+    params = model(half)
     trainer = Trainer(params, optim.AdamW(lr=0.01), world, bucket_cap_mb=0.01, loss_scale="dynamic", **settings or {})
     with Manager(folder, world) as manager:
         if resume:
@@ -243,12 +258,20 @@ def training(world, folder=None, steps=8, save_at=None, resume=False, settings=N
     return values(params, world), trainer.loss_scale, trainer.good_steps, trainer.num_nonfinite
 
 
-@pytest.mark.parametrize("settings", [{"owner": "rank"}, {"owner": "shard"}])
-@pytest.mark.parametrize(("n", "per_node"), [(1, None), (2, None), (3, None), (4, 2)])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(n, per_node, settings, tmp_path):
-    whole = threads.run(n, lambda world: training(world, tmp_path / "whole", settings=settings), per_node)
-    threads.run(n, lambda world: training(world, tmp_path / "a", 5, 3, settings=settings), per_node)
-    resumed = threads.run(n, lambda world: training(world, tmp_path / "a", resume=True, settings=settings), per_node)
+@pytest.mark.parametrize(
+    ("half", "settings", "layout"),
+    in_turn(HALVES, [{"owner": "rank"}, {"owner": "shard"}], [(1, None), (2, None), (3, None), (4, 2), (3, 1)]),
+)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(half, settings, layout, tmp_path):
+    def run(folder, *more, **options):
+        return threads.run(
+            n, lambda world: training(world, half, tmp_path / folder, *more, settings=settings, **options), per_node
+        )
+
+    n, per_node = layout
+    whole = run("whole")
+    run("a", 5, 3)
+    resumed = run("a", resume=True)
     assert whole[0][1:] == (2.0**14, 2, 2)
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours[1:] == theirs[1:]
@@ -256,10 +279,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(n, per_node, set
             np.testing.assert_array_equal(ours[0][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("into", [(1, None), (3, None), (4, 2)])
-def test_float32_copies_come_back_whole_on_other_ranks(into):
+@pytest.mark.parametrize(("half", "into"), [("float16", (1, None)), ("bfloat16", (3, None)), ("float16", (4, 2))])
+def test_float32_copies_come_back_whole_on_other_ranks(half, into):
     def rank(world, state=None, held_params=None):
-        params = model()
+        params = model(half)
         trainer = Trainer(params, sgd(), world, bucket_cap_mb=0.01, loss_scale="dynamic")
         if state is None:
             for step in range(3):
@@ -279,7 +302,7 @@ def test_float32_copies_come_back_whole_on_other_ranks(into):
     assert (before["loss_scale"], before["good_steps"], before["num_nonfinite"]) == (2.0**15, 1, 1)
     for name in ("conv.weight", "dense.weight"):
         master = before["states"][name]["master"]
-        np.testing.assert_array_equal(master.astype("f2"), params[0][name])
+        np.testing.assert_array_equal(master.astype(dtype_of(half)), params[0][name])
         assert (master != params[0][name]).any(), "the copies have bits that the parameters have not"
     n, per_node = into
     after, _ = zip(*threads.run(n, lambda world: rank(world, before, params[0]), per_node), strict=True)
@@ -305,11 +328,36 @@ def test_save_states_has_the_copies_and_the_scale(tmp_path):
         np.testing.assert_equal(joined(threads.run(n, lambda world, o=owner: rank(world, True, o))), saved)
 
 
-def test_a_state_of_another_precision_is_refused():
+@pytest.mark.parametrize(("half", "codec"), [("float16", "2bit"), ("bfloat16", "2bit"), ("bfloat16", "topk:ratio=0.3")])
+def test_gradients_of_16_bits_are_compressed_and_what_was_not_sent_is_in_saved_states(half, codec, tmp_path):
+    def rank(world, steps, before=None):
+        params = model(half)
+        for param in params if before else ():
+            param.data[...] = before[param.name]
+        trainer = Trainer(params, sgd(), world, owner="rank", compression=codec)
+        if before:
+            trainer.load_states(tmp_path / "states")
+        for step in steps:
+            write(params, step, world.rank)
+            trainer.step(1)
+        trainer.save_states(tmp_path / "states")
+        kept = [each.residual for each in trainer.reducer.coder.feedback]
+        assert {each.dtype.name for each in kept} == {half, "float32"} and all(each.any() for each in kept)
+        return values(params, world)
+
+    whole = threads.run(4, lambda world: rank(world, range(6)), 2)
+    begun = threads.run(4, lambda world: rank(world, range(3)), 2)
+    for found, wanted in zip(threads.run(4, lambda w: rank(w, range(3, 6), begun[w.rank]), 2), whole, strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_state_of_another_precision_is_refused(half):
     def rank(world):
         states = []
-        for dtype in ("f4", "f2"):
-            param = Parameter("weight", np.ones(100, dtype))
+        for dtype in ("f4", half):
+            param = Parameter("weight", np.ones(100, dtype_of(dtype)))
             trainer = Trainer([param], optim.SGD(lr=0.1, momentum=0.9), world)
             if states:
                 with pytest.raises(ConfigError, match=r"weight.*expected parameters of 16 bits, got .* another dtype"):
@@ -356,10 +404,11 @@ def test_scales_must_be_alike_on_all_ranks():
         threads.run(2, lambda world: Trainer(model(), sgd(), world, loss_scale=2.0 + world.rank))
 
 
-def test_what_stores_do_not_do():
+@pytest.mark.parametrize("half", HALVES)
+def test_what_stores_do_not_do(half):
     def rank(world):
-        with pytest.raises(ConfigError, match=r"\[weight\]: expected float32 or float64 with a kvstore, got float16"):
-            Trainer([Parameter("weight", np.ones(3, "f2"))], sgd(), world, kvstore="dist_sync")
+        with pytest.raises(ConfigError, match=rf"\[weight\]: expected float32 or float64 with a kvstore, got {half}"):
+            Trainer([Parameter("weight", np.ones(3, dtype_of(half)))], sgd(), world, kvstore="dist_sync")
         with pytest.raises(ConfigError, match=r"\[loss_scale\]: expected a number with a kvstore, got 'dynamic'"):
             Trainer([Parameter("weight", np.ones(3, "f4"))], sgd(), world, kvstore="dist_sync", loss_scale="dynamic")
         assert Trainer(
@@ -384,24 +433,25 @@ def learn(world, dtype, epochs=4):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_the_digits_are_learnt_as_well_as_in_float32(n):
-    wide, narrow = (threads.run(n, lambda world, d=dtype: learn(world, d))[0] for dtype in ("float32", "float16"))
-    assert wide[0] > 0.93 and abs(narrow[0] - wide[0]) < 0.015
-    assert wide[1] == 0 and 1 <= narrow[1] < 12  # the first scales are too large, and that is all
-    assert narrow[2] == wide[2] and narrow[3] >= 16
+    wide, narrow, brain = (threads.run(n, lambda world, d=d: learn(world, d))[0] for d in ("float32", *HALVES))
+    assert wide[0] > 0.93 and abs(narrow[0] - wide[0]) < 0.015 and abs(brain[0] - wide[0]) < 0.02
+    assert wide[1] == brain[1] == 0 and 1 <= narrow[1] < 12  # the first scales are too large, and that is all
+    assert brain[2] == narrow[2] == wide[2] and narrow[3] >= 16
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("owner", ["rank", "shard"])
-def test_real_ranks_update_and_skip_alike(owner):
+def test_real_ranks_update_and_skip_alike(owner, half):
     world = hpcdp.init()
-    params = model()
+    params = model(half)
     trainer = Trainer(params, sgd(), world, owner=owner, loss_scale="dynamic")
     trainer.loss_scale = 256.0
     for step in range(3):
         write(params, step, world.rank)
         trainer.step(1)
     before = values(params, world)
-    for name, value in expected(world.size, 3, 256.0).items():
+    for name, value in expected(world.size, 3, 256.0, half).items():
         np.testing.assert_array_equal(before[name], value, err_msg=name)
     write(params, 3, world.rank, spoiled=np.inf if world.rank == world.size - 1 else None)
     trainer.step(1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ...arrays import from_host
+from ...arrays import dtype_of, from_host
 from ...autograd import Tensor, pause
 from .graph import Graph
 from .held import array_of
@@ -37,5 +37,5 @@ def _others(graph: Graph) -> Iterator[list[Tensor]]:
     like = array_of(graph.held[0]) if graph.held else np.empty(0)
     for rows in (lambda had: 2 * had + 1, lambda had: 1):
         shapes = [(rows(each.shape[0]), *each.shape[1:]) for each in graph.inputs]
-        zeros = [np.zeros(shape, each.dtype) for shape, each in zip(shapes, graph.inputs, strict=True)]
+        zeros = [np.zeros(shape, dtype_of(each.dtype)) for shape, each in zip(shapes, graph.inputs, strict=True)]
         yield [Tensor(from_host(each, like)) for each in zeros]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays import dtype_of
 from ...autograd import Tensor
 from ...autograd.registry import OPERATORS
 
@@ -46,7 +47,7 @@ class Literal:
 
     def operand(self) -> Any:
         """As operators take it."""
-        return self.value if self.dtype is None else np.dtype(self.dtype).type(self.value)
+        return self.value if self.dtype is None else dtype_of(self.dtype).type(self.value)
 
 
 Source = Input | Held | Result | Literal | None
@@ -61,7 +62,7 @@ class Meta:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
+from ...arrays import dtype_of
 from .graph import Graph, Held, Meta, Node, Result, Source
 
 _TAKES_ACTIVATION = ("affine", "conv2d", "dense")
@@ -35,7 +34,7 @@ def with_biases(graph: Graph) -> Graph:
 
 
 def _is_bias(graph: Graph, source: Source, product: Meta) -> bool:
-    if not isinstance(source, Held) or np.dtype(product.dtype).char not in "fd":
+    if not isinstance(source, Held) or dtype_of(product.dtype).char not in "fd":
         return False
     shape, dtype = graph.kinds[source.number]
     return shape == product.shape[-1:] != () and str(dtype) == product.dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import to_host
+from ...arrays import bits, dtype_of, is_float, to_host
 from ...autograd import Tensor
 from ...autograd.registry import OPERATORS
 from ...errors import ConfigError, DataError
@@ -44,7 +44,7 @@ def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
                 "name": name,
                 "kind": "parameter" if hasattr(held, "held") else "buffer" if isinstance(held, Tensor) else "array",
                 **_meta(Meta(arrays[name].shape, str(arrays[name].dtype))),
-                "crc32": zlib.crc32(arrays[name].data),
+                "crc32": zlib.crc32(bits(arrays[name]).data),
             }
             for name, held in zip(graph.names, graph.held, strict=True)
         ],
@@ -157,8 +157,9 @@ class Reader:
     def _meta(self, read: Any) -> Meta:
         shape = tuple(read["shape"])
         self._require(all(type(n) is int and n >= 0 for n in shape), "shapes of whole numbers", shape)
-        self._require(np.dtype(read["dtype"]).kind in "biufc", "dtypes of numbers", read["dtype"])
-        return Meta(shape, str(np.dtype(read["dtype"])))
+        dtype = dtype_of(read["dtype"])
+        self._require(dtype.kind in "biufc" or is_float(dtype), "dtypes of numbers", read["dtype"])
+        return Meta(shape, str(dtype))
 
     def _tensor(self, read: Any) -> dict[str, Any]:
         self._require(read["kind"] in ("parameter", "buffer", "array"), "kinds of tensors", read["kind"])
@@ -183,7 +184,7 @@ class Reader:
         value, dtype = read["number"], read["dtype"]
         numbers = value if type(value) is list else [value]
         self._require(all(isinstance(each, (bool, int, float)) for each in numbers), "numbers", value)
-        return Literal(value, None if dtype is None else str(np.dtype(dtype)))
+        return Literal(value, None if dtype is None else str(dtype_of(dtype)))
 
     def _node(self, read: Any, graph: Graph) -> Node:
         operator = OPERATORS.get(read["operator"])
