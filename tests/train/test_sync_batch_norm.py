@@ -10,6 +10,7 @@ from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError, MismatchError
 from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.streams import Streams
 from hpcdp.train.fit import fit
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
 
@@ -67,6 +68,13 @@ def test_of_a_batch_on_a_gpu_sums_alone_go_through_the_host(gpus_on_host, monkey
     for name in ("to_host", "get"):
         copied = getattr(cupy.Array, name)
         monkeypatch.setattr(cupy.Array, name, lambda x, _c=copied: moved.append(x.size) or _c(x))
+
+    def copy_async(streams, target, source, stream, _c=Streams.copy_async):
+        if isinstance(target, np.ndarray):
+            moved.append(target.size)
+        _c(streams, target, source, stream)
+
+    monkeypatch.setattr(Streams, "copy_async", copy_async)
 
     def rank(world, there):
         layer = SyncBatchNorm(6, world=world)
