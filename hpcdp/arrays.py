@@ -37,6 +37,11 @@ def dtype_of(dtype: Any) -> np.dtype:
     return np.dtype(dtype)
 
 
+def native(x: np.ndarray) -> np.ndarray:
+    """``x`` in one piece and in this machine's byte order, as MPI takes it; a copy only where it is not."""
+    return np.asarray(x, x.dtype.newbyteorder("="), order="C")
+
+
 def is_float(dtype: np.dtype) -> bool:
     """Whether its elements are real floats, bfloat16 among them."""
     return dtype.kind == "f" or dtype.char == "E"

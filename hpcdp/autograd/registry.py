@@ -19,6 +19,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, is_cupy, on_device_of
 from .modes import modes
 
+_OF_NUMPY = (np.ndarray, np.generic)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -91,9 +92,13 @@ class Tracer(Protocol):
 
 def first_on_gpu(*operands: Any) -> Array | None:
     """Of tensors, arrays and other operands the array of the first one that is on a GPU."""
-    others = (x for x in operands if not isinstance(x, (np.ndarray, np.generic)))  # whose data bfloat16 does not show
-    arrays = (x if is_cupy(x) else getattr(x, "data", None) for x in others)
-    return next(filter(is_cupy, arrays), None)
+    return next(filter(is_cupy, map(_array_of, operands)), None)
+
+
+def _array_of(x: Any) -> Any:
+    if isinstance(x, _OF_NUMPY) or is_cupy(x):  # their own ``data`` is memory, which NumPy denies to bfloat16
+        return x
+    return getattr(x, "data", None)
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -123,8 +128,7 @@ def operator(
             tracer = modes.tracer
             if tracer is not None:
                 return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
-            first = args[0] if args else None
-            if type(first) is np.ndarray or type(getattr(first, "data", None)) is np.ndarray:
+            if args and isinstance(_array_of(args[0]), _OF_NUMPY):
                 return function(*args, **kwargs)  # on the host no more is asked
             with on_device_of(first_on_gpu(*args, *kwargs.values())):
                 return function(*args, **kwargs)

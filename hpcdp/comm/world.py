@@ -20,8 +20,8 @@ from ..engine import Engine
 from ..errors import ConfigError, LaunchError
 from ..launched import is_launched
 from .agreement import require_same
-from .blas import share_cores
 from .communicator import Communicator
+from .cores import cores_of, share_cores
 from .ending import outlives_ranks
 from .failing import abort_when_one_fails
 from .gpus import device_of
@@ -297,9 +297,9 @@ def _world_of(
     node_comm = MpiCommunicator(node)
     leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
     nodes = sorted(set(leaders))
-    cores = len({core for member in node_comm.allgather_json(sorted(os.sched_getaffinity(0))) for core in member})
+    cores = cores_of(node_comm)
     if within is None and not roles.get("num_servers"):  # once, and servers do not compute
-        share_cores(machine.size, cores)
+        share_cores(MpiCommunicator(machine))
     memory = _share_memory(MPI, comm, node_comm, sharing, cores)
     num_rails = min(comm.allgather_json(memory.size))
     color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED

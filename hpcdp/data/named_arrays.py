@@ -50,7 +50,9 @@ def read_arrays(path: str | Path, expected: Mapping[str, Kind]) -> dict[str, np.
             where, wanted = f"{path}:{name}", f"{dtype} of shape {tuple(shape)}"
             if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
                 raise DataError("read HDF5", where=where, expected=wanted, got="none in this file")
-            there = str(dataset.attrs.get("dtype", dataset.dtype))
+            there = str(dataset.dtype)
+            if there == "uint16" and dataset.attrs.get("dtype") == BFLOAT16:
+                there = BFLOAT16
             if tuple(dataset.shape) != tuple(shape) or there != dtype:
                 raise DataError("read HDF5", where=where, expected=wanted, got=f"{there} of {dataset.shape}")
             found[name] = of_bits(np.asarray(dataset[()]), dtype)

@@ -51,7 +51,8 @@ class Engine:
         self._workers = Workers(self._schedule)
         for name, threads in dict(lanes if isinstance(lanes, Mapping) else dict.fromkeys(lanes, 1)).items():
             self.add_lane(name, threads)
-        weakref.finalize(self, self._schedule.abandon).atexit = False
+        # The lanes' `idle` may lead back to this engine, so what is called at its end must not hold the schedule.
+        weakref.finalize(self, _abandon, weakref.ref(self._schedule)).atexit = False
 
     @property
     def observer(self) -> Observer | None:
@@ -234,6 +235,12 @@ class Engine:
                 self.waitall()
         finally:
             self.shutdown()
+
+
+def _abandon(schedule: Callable[[], Schedule | None]) -> None:
+    """Let the threads of an engine that is gone end; they hold its schedule, so without one there are none."""
+    if (found := schedule()) is not None:
+        found.abandon()
 
 
 def _asked_in_environment() -> bool:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..arrays import Array, dtype_of, from_host, to_host
+from ..arrays import Array, dtype_of, from_host, native, to_host
 from ..comm import Communicator, Request
 from ..comm.communicator import make_tag
 from ..comm.watchdog import Watchdog
@@ -85,7 +85,7 @@ class Messages:
             self._under_way.popleft()
         self._send(np.array([len(arrays)], np.int64))
         for array in arrays:
-            values = np.ascontiguousarray(to_host(array))
+            values = native(to_host(array))
             if values.dtype.name not in _DTYPES or values.ndim > _MOST_AXES:
                 expected = f"at most {_MOST_AXES} axes, of {', '.join(_DTYPES)}"
                 raise UnsupportedError(

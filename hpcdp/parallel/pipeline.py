@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from .. import autograd
-from ..arrays import Array, dtype_of, is_float, to_host
+from ..arrays import Array, dtype_of, is_float, native, to_host
 from ..autograd import Tensor, as_tensor
 from ..comm import World, init
 from ..comm.agreement import Outcome, told_to_all
@@ -263,7 +263,7 @@ class Pipeline(Module):
         if self._comm is None:
             return arrays
         comm, root = self._comm, self._comm.size - 1
-        host = [np.ascontiguousarray(to_host(each)) for each in arrays]
+        host = [native(to_host(each)) for each in arrays]
         shapes = comm.allgather_json([[list(each.shape), each.dtype.name] for each in host])[root]
         if comm.rank != root:
             host = [np.empty(shape, dtype_of(dtype)) for shape, dtype in shapes]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import autograd
-from ..arrays import array_namespace
+from ..arrays import Array, array_namespace
 from ..collectives.progress import Progress
 from ..comm import World, init
 from ..comm.watchdog import WatchedGate
@@ -107,6 +107,7 @@ class StoreTrainer(Trainer):
         """Of each parameter, flat, by name, where every rank updates."""
         if self.update_on_kvstore:
             self.store.set_optimizer(optimizer)
+            self._scaled = _places_in_turn([param.grad for param in self._params])
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull_first()
@@ -310,8 +311,9 @@ class StoreTrainer(Trainer):
         weight = total if self.steps_together else total * self.store.num_workers
         scale = 1.0 / (weight * self.loss_scale)
         for key, param in enumerate(self._params):
-            param.grad *= scale  # in place: the store makes a copy
-            self.store.pushpull(key, param.grad, out=_place(param), priority=-key)
+            scaled = self._scaled[key]
+            array_namespace(scaled).multiply(param.grad, scale, out=scaled)
+            self.store.pushpull(key, scaled, out=_place(param), priority=-key)
             self._time(param)
 
     def _pull(self) -> None:
@@ -370,6 +372,15 @@ class StoreTrainer(Trainer):
 def _place(param: Any) -> Any:
     """Where a new value goes: to the parameter, where that can wait for it."""
     return param if hasattr(param, "data_hook") else param.data
+
+
+def _places_in_turn(arrays: Sequence[Array]) -> list[Array]:
+    """For each array another one of its kind; those of a dtype share their memory, since a push leaves with a copy."""
+    longest: dict[Any, Array] = {}
+    for each in sorted(arrays, key=lambda array: array.size):
+        longest[each.dtype] = each
+    flat = {dtype: array_namespace(each).empty(each.size, dtype) for dtype, each in longest.items()}
+    return [flat[each.dtype][: each.size].reshape(each.shape) for each in arrays]
 
 
 def _closing(world: World) -> ClosingExchange:

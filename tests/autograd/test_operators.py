@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from finite_differences import assert_gradients
 
-from hpcdp import autograd
+from hpcdp import autograd, nn
+from hpcdp.arrays import dtype_of
 from hpcdp.autograd import Tensor, concatenate, maximum, minimum, operators, stack, where
 from hpcdp.errors import UnsupportedError
 
@@ -128,6 +129,18 @@ def test_concatenate_and_stack(axis):
     np.testing.assert_array_equal(stack([Tensor(A), B], axis).data, np.stack([A, B], axis))
     assert_gradients(lambda x, y: concatenate([x, B, y], axis), A, more)
     assert_gradients(lambda x, y: stack([x, y, x], axis), A, more)
+
+
+def test_operands_of_bfloat16_need_not_be_tensors(tmp_path):
+    two = np.memmap(tmp_path / "values", np.uint16, "w+", shape=(1, 3)).view(dtype_of("bfloat16"))
+    two[...] = 2
+    tensor, one = Tensor(np.array(two)), two.dtype.type(1)
+    for found, expected in (
+        (one + tensor, 3), (tensor + one, 3), (operators.add(one, tensor), 3), (operators.exp(one), np.exp(1)),
+        (nn.functional.relu(two), 2), (nn.functional.dense(two, np.array(two).T), 12),
+    ):  # fmt: skip
+        assert found.dtype == two.dtype
+        np.testing.assert_allclose(found.data.astype("f4"), expected, rtol=0.01)
 
 
 def test_equal_elements_share_the_gradient():

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 from programs import SPIN, script
@@ -179,6 +180,25 @@ def test_threads_of_an_engine_that_nobody_holds_end_with_what_others_end():
     assert threads[0].is_alive()
     dones.pop()()
     assert end_of(threads)
+
+
+def test_an_engine_that_was_shut_down_goes_with_the_owner_whom_its_lane_asks_when_idle():
+    class Owner:
+        def __init__(self):
+            self.engine = Engine(lanes=())
+            self.engine.add_lane("asks", idle=self.idle)
+
+        def idle(self):
+            return False
+
+    owner = Owner()
+    owner.engine.push(lambda: None, lane="asks")
+    owner.engine.waitall()
+    owner.engine.shutdown()
+    alive = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert alive() is None
 
 
 def test_an_engine_may_be_dropped_by_a_thread_that_has_its_lock():

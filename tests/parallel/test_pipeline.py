@@ -7,6 +7,7 @@ from pipelined_network import LOSS, STEPS, batch, joined, normal, stages, train,
 import hpcdp
 from hpcdp import autograd, nn, optim
 from hpcdp.arrays import dtype_of
+from hpcdp.autograd import Tensor
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
@@ -191,6 +192,19 @@ def test_several_tensors_pass_between_stages_and_integers_have_no_gradient():
         for name, part in state.items():
             np.testing.assert_array_equal(part, together[3][name])
     assert not np.array_equal(together[0], together[2])
+
+
+@pytest.mark.mpi
+def test_arrays_of_another_byte_order_pass_between_real_ranks():
+    class Turns(nn.Module):
+        def forward(self, x):
+            return Tensor((x.data * 2).astype(">f4")[::-1])
+
+    world = hpcdp.init()
+    x = batch(0, 0)[0]
+    with autograd.pause():
+        found = Pipeline([Turns] * world.size, LOSS, world)(x).data
+    np.testing.assert_array_equal(found, (x * 2**world.size)[:: (-1) ** world.size])
 
 
 def test_a_frozen_stage_passes_on_and_is_not_changed():

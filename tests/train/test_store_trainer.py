@@ -262,8 +262,8 @@ def test_the_first_layers_come_first(kind):
 
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
-def test_gradients_are_pushed_from_where_they_lie(kind):
-    """The store makes the only copy."""
+def test_gradients_are_scaled_in_one_place_and_stay_as_they_are(kind):
+    """For whom ``grad_req="add"`` adds to them; the store makes a copy of what is pushed."""
 
     def rank(world):
         net, pushed = network(), []
@@ -271,13 +271,17 @@ def test_gradients_are_pushed_from_where_they_lie(kind):
         pushpull = trainer.store.pushpull
 
         def notes(key, value, out=None, priority=0):
-            pushed.append(value)
+            pushed.append((value, value.copy()))
             pushpull(key, value, out, priority)
 
         trainer.store.pushpull = notes
         backward(net, 0, [0, 1])
+        before = [param.grad.copy() for param in net.parameters()]
         trainer.step(2)
-        assert all(value is param.grad for value, param in zip(pushed, net.parameters(), strict=True))
+        for param, grad, (value, then) in zip(net.parameters(), before, pushed, strict=True):
+            np.testing.assert_array_equal(param.grad, grad)
+            np.testing.assert_array_equal(then, grad / 2)
+            assert np.shares_memory(value, pushed[0][0])
 
     threads.run(1, rank)
 
