@@ -386,6 +386,33 @@ def test_large_results_may_be_read_after_backward_and_before_it():
     same(*found)
 
 
+def layer(self, x):
+    return self.layer(x)
+
+
+def layer_and_function(self, x):
+    return F.relu(self.layer(x))
+
+
+def product(self, x):
+    return F.relu(x @ self.layer.weight + self.layer.bias)
+
+
+@pytest.mark.parametrize("rows", [2047, 2048, 4096])
+@pytest.mark.parametrize(("body", "activation"), [(layer, "relu"), (layer_and_function, None), (product, None)])
+def test_a_relu_that_is_returned_too_has_its_gradient(body, activation, rows):
+    """Large results of chains are written where they are returned, but backward reads this one."""
+
+    def chain(self, x):
+        h = body(self, x)
+        return h, h * 0.5 + 1
+
+    net, plain = pair(Chain(chain, layer=nn.Dense(8, 8, activation=activation, weight_init=nn.init.Xavier(1))))
+    for each in (net, plain):
+        each.layer.bias.data[...] = 0.5
+    in_both(net, plain, lambda seed: [arrays(rows, 8, seed=seed)])
+
+
 def test_large_inputs_that_others_read_too_are_copied():
     def chain(self, x, y):
         return arithmetic(self, x, y) * self.layer(x), x.sum(), (y * 2 + 1) * y
