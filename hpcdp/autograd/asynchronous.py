@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import itertools
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import Array
 from ..devices import Device
 from ..engine import Engine, Variable
 from ..errors import ConfigError
@@ -150,6 +152,9 @@ class Pending(Tensor):
         """See `Tensor.wait_to_read`."""
         self._call.results()
 
+    def _values(self) -> Array:
+        return self.data  # whatever moves what else
+
     def __copy__(self) -> Tensor:
         return copy.copy(self.settled)
 
@@ -182,7 +187,12 @@ class _Dispatcher:
         self._streams: dict[Device, Streams] = {}
 
     def read(self) -> None:
-        """See `registry.Tracer`; they are there."""
+        """See `registry.Tracer`; they are there, but those that calls move."""
+        self._engine.wait_to_read(self._effects)
+
+    def replace(self) -> None:
+        """See `registry.Tracer`."""
+        self._engine.waitall()
 
     def settle(self) -> None:
         """See `registry.Tracer`."""
@@ -194,14 +204,15 @@ class _Dispatcher:
         device = _gpu_of(*args, *kwargs.values())
         call, place = _Call(self._engine, called.name, device), self._place_on(device)
         told = modes.recording, modes.training, modes.signature
+        numbers = itertools.count(next(modes.numbers))
         context = contextvars.copy_context()  # with NumPy's errstate, as it is here
         where = _caller()
         is_tuple = False
 
         def compute() -> None:
             nonlocal is_tuple
-            before = modes.recording, modes.training, modes.signature, modes.tracer
-            (modes.recording, modes.training, modes.signature), modes.tracer = told, None
+            before = modes.recording, modes.training, modes.signature, modes.tracer, modes.numbers
+            (modes.recording, modes.training, modes.signature), modes.tracer, modes.numbers = told, None, numbers
             try:
                 given = {name: _settled(x) for name, x in kwargs.items()}
                 with place():
@@ -210,7 +221,7 @@ class _Dispatcher:
                 error.add_note(f"in the operator {called.name}, called at {where}")
                 raise
             finally:
-                modes.recording, modes.training, modes.signature, modes.tracer = before
+                modes.recording, modes.training, modes.signature, modes.tracer, modes.numbers = before
             is_tuple = isinstance(result, tuple)
             listed = result if isinstance(result, tuple) else (result,)
             call.found = [each if isinstance(each, Tensor) else Tensor(each) for each in listed]

@@ -6,6 +6,7 @@ Both flags are a thread's own: ranks that are threads of one process would other
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 TRACING = 4
 """What tracing adds to the signature of a thread's modes."""
+_NODES_OF_A_CALL = 1 << 20
+"""More than one operator puts on the tape."""
 
 
 class _Modes(threading.local):
@@ -25,6 +28,9 @@ class _Modes(threading.local):
     """One number for the modes: 1 while recording, 2 while training, and 4 more while a thread traces."""
     tracer: Tracer | None = None
     """What takes this thread's operators, while it traces or calls them asynchronously."""
+    numbers = itertools.count(0, _NODES_OF_A_CALL)
+    """Of the nodes that this thread puts on the tape: those of an operator that is computed later are numbered on from
+    one that was drawn when it was called."""
     capture: Callable[..., Any] | None = None
     """What is told how an operator's result is computed again, in place of the tape, while this thread plans."""
 

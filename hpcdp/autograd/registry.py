@@ -85,6 +85,10 @@ class Tracer(Protocol):
         """The values of a tensor that is no result of a call are about to be read."""
         ...
 
+    def replace(self) -> None:
+        """A parameter is about to get another array."""
+        ...
+
     def settle(self) -> None:
         """Wait until all that was taken is computed: tensors are about to change in place."""
         ...

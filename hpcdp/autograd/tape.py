@@ -6,7 +6,6 @@ operation comes after all that used its result; no recursion is needed, however 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, on_device_of
 from ..errors import HpcdpError
 from ..kernels.buffers import empty
+from .modes import modes
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -24,8 +24,6 @@ Pullback = Callable[..., None]
 
 There is one `Gradient` for every input, None where nobody asks for it. ``gy`` must not be changed.
 """
-
-_numbers = itertools.count()
 
 
 class Node:
@@ -42,7 +40,7 @@ class Node:
         self.dtype = value.dtype
         self.inputs = inputs
         self.pullback: Pullback | None = pullback
-        self.number = next(_numbers)
+        self.number = next(modes.numbers)
 
     def free(self) -> None:
         """Drop what only this operation's backward needs."""

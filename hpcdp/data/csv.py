@@ -48,7 +48,7 @@ def read_csv(
 
     Raises:
         ConfigError: a part that there is not, or parts of a compressed file; a label's column or a count of rows that
-            is no number; a delimiter of several characters; another ``label_dtype``.
+            is no number; a delimiter of several characters, or that ends a line; another ``label_dtype``.
         DataError: the file is missing, empty, has rows of different length or fields that are no numbers (names of
             columns are told from those) or are beyond float32, lacks the label's column, has labels that are not of
             ``label_dtype``, does not fit ``sample_shape``, or is read in parts and ends lines by a carriage return
@@ -58,8 +58,9 @@ def read_csv(
     whole_number("read csv", "skip_rows", skip_rows, 0)
     whole_number("read csv", "num_parts", num_parts, 1)
     whole_number("read csv", "part_index", part_index, 0)
-    if not isinstance(delimiter, str) or len(delimiter) != 1:
-        raise ConfigError("read csv", where="delimiter", expected="one character", got=repr(delimiter))
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in "\r\n":
+        expected = "one character that ends no line"
+        raise ConfigError("read csv", where="delimiter", expected=expected, got=repr(delimiter))
     if not isinstance(sample_shape, tuple | list | None):
         raise ConfigError("read csv", where="sample_shape", expected="a tuple of lengths", got=repr(sample_shape))
     labels_as = _label_dtype(label_dtype)
@@ -171,8 +172,8 @@ def _fields(
 
 def _numbered(path: Path, skip_rows: int) -> Iterator[tuple[int, str]]:
     """All rows, and from 1 the numbers of their lines; an empty line is no row."""
-    with np.lib.npyio.DataSource().open(str(path), "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
+    with np.lib.npyio.DataSource().open(str(path), "rb") as file:
+        for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig", "replace"), 1):
             if number > skip_rows and line != "\n":
                 yield number, line.rstrip("\n")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ..arrays import Array, dtype_of, from_host, to_host
-from ..autograd import Tensor, as_tensor, concatenate
+from ..autograd import Tensor, as_tensor, concatenate, waitall
+from ..autograd.modes import modes
 from ..devices import Device
 from ..errors import ConfigError
 from ..state import Cut, require_state
@@ -51,6 +52,8 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, values: Array) -> None:
+        if modes.tracer is not None:
+            modes.tracer.replace()
         _data.__set__(self, values)
         changed.in_parameters()
 
@@ -67,6 +70,14 @@ class Parameter(Tensor):
     def held(self) -> Array:
         """The array behind ``data``, without waiting for an update of it."""
         return _data.__get__(self)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, self._kept(self.data)
+
+    def _kept(self, values: Array) -> dict[str, Any]:
+        """What copies and pickles have: no hooks, which are a trainer's that has this parameter alone."""
+        kept = {name: getattr(self, name) for name in ("grad", "grad_req", "cut", "is_joint", "name")}
+        return {"data": values, **kept, "node": None, "grad_hook": None, "_data_hook": None}
 
 
 class Module:
@@ -104,6 +115,14 @@ class Module:
         if self._hybrid is not None:
             return self._hybrid(inputs)
         return self.forward(*map(as_tensor, inputs))
+
+    def __copy__(self) -> Self:
+        """The same parts in a module whose plans, where it is hybridized, are its own."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        if self._hybrid is not None:
+            made.hybridize()
+        return made
 
     def hybridize(self, active: bool = True) -> None:
         """From now on trace a call with inputs of new shapes or dtypes, and replay what it did for those that follow.
@@ -218,6 +237,7 @@ class Module:
             ConfigError: ``dtype`` is none.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
+        waitall()
         tensors = [tensor for _, tensor in self._tensors()]
         single = {id(each) for part in self.modules() if part.keeps_float32 for each in vars(part).values()}
         if isinstance(dtype, Device):
@@ -235,6 +255,7 @@ class Module:
 
     def state_dict(self) -> dict[str, Array]:
         """Parameters and buffers by path: the arrays themselves, not copies."""
+        waitall()
         return {name: tensor.data for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -243,6 +264,7 @@ class Module:
         Raises:
             ConfigError: a key is missing or too many, or a shape differs.
         """
+        waitall()
         require_state("a network", state)
         own = dict(self._tensors())
         for name in [*own, *state]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shlex
 import signal
 import statistics
 import threading
@@ -318,6 +319,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
             f"exposed; {share:.1%} of the time"
         )
     folder = result["run_dir"]
+    quoted = shlex.quote(str(folder))
     lines = [
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
         *([] if result["perplexity"] is None else [("perplexity", f"{result['perplexity']:.2f} a token")]),
@@ -331,9 +333,9 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("held per rank", ", ".join(f"{name} {count / 1e6:,.2f} MB" for name, count in result["nbytes"].items())),
         ("run folder", f"{folder}" if failure is None else f"{folder}, not complete: {failure.strerror}"),
         *([] if result["trace"] is None else [("trace", result["trace"])]),
-        ("look at", f"{folder}/curves.png, or: tensorboard --logdir {folder}" if failure is None else folder),
-        ("export", f"hpcdp checkpoint export {folder} network.npz --name network"),
-        ("run it again", f"hpcdp train --config {folder}/config.toml"),
+        ("look at", f"{folder}/curves.png, or: tensorboard --logdir {quoted}" if failure is None else folder),
+        ("export", f"hpcdp checkpoint export {quoted} network.npz --name network"),
+        ("run it again", f"hpcdp train --config {shlex.quote(f'{folder}/config.toml')}"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 

@@ -167,6 +167,55 @@ def test_a_change_in_place_waits_for_those_who_read(gates):
         np.testing.assert_array_equal(y.asnumpy(), before + 2)
 
 
+def replace_state(net):
+    net.load_state_dict({name: np.zeros_like(each) for name, each in net.state_dict().items()})
+
+
+def replace_array(net):
+    net.weight.data = np.zeros_like(net.weight.data)
+
+
+@pytest.mark.parametrize("change", [replace_state, replace_array, lambda net: net.to("float64")])
+def test_so_do_changes_of_whole_parameters(gates, change):
+    net, x = nn.Dense(3, 2), random(0, 4, 3)
+    expected = net(x.data + 1).asnumpy()
+    with autograd.asynchronous():
+        gates.know(x)
+        net(gates.add_one(x, 0.0)).wait_to_read()
+        y = net(gates.add_one(x, 1.0))
+        threading.Timer(0.05, gates.events[1].set).start()
+        change(net)
+        np.testing.assert_array_equal(y.asnumpy(), expected)
+
+
+@pytest.mark.parametrize("read", [lambda net: net.running_mean.asnumpy(), lambda net: net.state_dict()["running_mean"]])
+def test_who_reads_running_statistics_waits_for_the_calls_that_move_them(gates, read):
+    net, x = nn.BatchNorm(3), random(0, 4, 3)
+    with autograd.asynchronous(), autograd.train_mode():
+        gates.know(x)
+        net(gates.add_one(x, 0.0)).wait_to_read()
+        before = read(net).copy()
+        net(gates.add_one(x, 1.0))
+        threading.Timer(0.05, gates.events[1].set).start()
+        found = read(net)
+        np.testing.assert_allclose(found, before * net.momentum + (1 - net.momentum) * (x.data + 1).mean(0), rtol=1e-5)
+
+
+def test_gradients_of_what_several_operators_read_are_added_in_the_order_of_the_calls():
+    x, factors = random(0, 400, 400), [random(1 + number, 400, 400) for number in range(6)]
+    x.attach_grad()
+
+    def gradient():
+        with autograd.record():
+            total = sum([x @ each for each in factors] + [x * 0.1, x.tanh(), x.exp()])
+        total.backward()
+        return x.grad.tobytes()
+
+    expected = gradient()
+    with autograd.asynchronous(threads=2):
+        assert {gradient() for _ in range(20)} == {expected}
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("per_node", [None, 1])
 def test_training_gives_the_same_bits(n, per_node):

@@ -128,6 +128,9 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(bytes(range(256)))
     with pytest.raises(DataError, match="read csv"):
         read_csv(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_bytes("1,2\n3,4\n\u00fc5,6\n".encode("latin-1"))
+    with pytest.raises(DataError, match="got '\ufffd5', which is not a number, in line 3, column 1"):
+        read_csv(tmp_path / "x.csv")
     (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"1,2\n" * 100)[:20])
     with pytest.raises(DataError, match="read csv"):
         read_csv(tmp_path / "x.csv.gz")
@@ -191,7 +194,8 @@ def test_parts_know_the_columns_of_the_table(tmp_path: Path) -> None:
     [
         ({"num_parts": "2"}, r"num_parts\]: expected an integer >= 1, got '2'"),
         ({"part_index": -1}, r"part_index\]: expected an integer >= 0, got -1"),
-        ({"delimiter": ";;"}, r"delimiter\]: expected one character, got ';;'"),
+        ({"delimiter": ";;"}, r"delimiter\]: expected one character that ends no line, got ';;'"),
+        ({"delimiter": "\n"}, r"delimiter\]: expected one character that ends no line, got '\\n'"),
         ({"sample_shape": 5}, r"sample_shape\]: expected a tuple of lengths, got 5"),
     ],
 )

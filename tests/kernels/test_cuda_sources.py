@@ -55,7 +55,10 @@ def _compiled_by_nvcc(program: str, folder: Path) -> dict[int, bytes]:
     (folder / "all.cu").write_text(program)
     targets = ",".join(f"sm_{number}" for number in ARCHITECTURES)
     options = [option.replace("--fmad", "-fmad") for option in cuda.OPTIONS]
-    options += ["-Werror=all-warnings", *([] if OPTIMISED else ["-Xptxas", "-O0"])]
+    options.append("-Werror=all-warnings")
+    if not OPTIMISED:
+        known = subprocess.run(["nvcc", "--help"], capture_output=True, text=True).stdout  # old ones do not
+        options += ["-Xptxas", "-O0", *(["--Ofast-compile=max"] if "--Ofast-compile" in known else [])]
     command = ["nvcc", *options, "--keep", "-fatbin", f"-gencode=arch=compute_80,code=[{targets}]", "all.cu"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

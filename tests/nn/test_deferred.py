@@ -1,5 +1,8 @@
 """Layers that learn the size of their input from the first one."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -41,6 +44,17 @@ def test_the_first_call_finds_the_shapes():
         np.testing.assert_array_equal(param.grad, same.grad)
     for name, values in known.state_dict().items():
         np.testing.assert_array_equal(net.state_dict()[name], values)
+
+
+def test_copies_wait_for_their_own_first_call():
+    net = network()
+    copied = copy.deepcopy(net)
+    copied(X)
+    assert "Conv2D(2, 5" in repr(copied) and "Conv2D(None, 5" in repr(net)
+    for each in (copy.deepcopy(copied), pickle.loads(pickle.dumps(copied))):
+        np.testing.assert_array_equal(each(X).data, copied(X).data)
+    with pytest.raises(DeviceError, match="got none yet"):
+        copy.deepcopy(net)[0].weight.asnumpy()
 
 
 def test_an_lstm_too():

@@ -1,5 +1,7 @@
 """Networks, parameters and inputs that change between calls: the plan sees it, or is made anew."""
 
+import copy
+
 import numpy as np
 from with_and_without import arrays, in_both, pair, warm
 
@@ -26,6 +28,24 @@ def test_what_is_learnt_can_change_between_calls():
             assert (own.grad is None) == (other.grad is None)
             if own.grad is not None:
                 np.testing.assert_array_equal(own.grad, other.grad)
+
+
+def test_a_copy_has_plans_of_its_own():
+    class Scale(nn.Module):
+        def __init__(self, factor):
+            self.factor = factor
+
+        def forward(self, x):
+            return x * self.factor
+
+    net, x = Scale(2.0), arrays(2, 3)
+    net.hybridize()
+    for copied in (copy.copy(net), copy.deepcopy(net), copy.copy(copy.copy(net))):
+        copied.factor = 3.0
+        for _ in range(3):
+            np.testing.assert_array_equal(copied(x).data, x * 3)
+            np.testing.assert_array_equal(net(x).data, x * 2)
+        assert len(copied._hybrid._here.known) == 1
 
 
 def test_new_values_and_new_arrays_of_parameters_are_seen():

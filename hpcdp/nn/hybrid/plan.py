@@ -195,10 +195,10 @@ class Plan:
                 found[id(place)] = self._places[number] = Moving(place)
         for result in {each for each in self.graph.outputs if isinstance(each, Result)}:
             value = self._values[result]
-            found_in = ((chain, one) for chain in chains for one in chain if one.value is value)
-            chain, own = next(found_in, (None, None))
-            if chain is None or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
+            computed = [(chain, one) for chain in chains for one in chain if one.value is value]
+            if not computed or value.nbytes < _MOVES_FROM or self.graph.outputs.count(result) != 1:
                 continue
+            chain, own = computed[0]
             if self._keeps and own.relu:
                 continue  # the pullback of a product with a ReLU reads it where it was
             if read[result] == reads_of(chain, value) + 1:

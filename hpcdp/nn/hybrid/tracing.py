@@ -216,6 +216,9 @@ class TracingRun:
         """Refused: replays would go on with the values of now."""
         _refuse()
 
+    def replace(self) -> None:
+        """See `registry.Tracer`; layers find out their shapes when they are called first."""
+
     def settle(self) -> None:
         """Refused: no replay would change a tensor of the network, or wait."""
         _refuse("return what is to be kept, and pass it to the next call, or call hybridize(False)")
