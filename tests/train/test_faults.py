@@ -168,7 +168,8 @@ def test_a_rank_that_is_stopped_is_reported_and_the_job_goes_on_when_it_does(tmp
         first_undisturbed, first_disturbed, undisturbed, disturbed = job.results()[0]
         assert first_undisturbed == first_disturbed
         assert undisturbed == disturbed
-        assert len(re.findall("the job goes on, until 40 s have passed.*stacks:\n.*[Tt]hread", job.said)) == 2
+        told = r"is stopped\n.*the job goes on, until 40 s have passed.*stacks:\n.*[Tt]hread"
+        assert len(re.findall(told, job.said)) == 2, job.said  # a slow machine may tell of more
         assert "in train_for_ever" in job.said
 
 
