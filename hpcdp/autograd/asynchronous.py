@@ -233,7 +233,10 @@ class _Dispatcher:
             elif getattr(x, "data_hook", None) is not None:
                 _ = x.data  # an update of a parameter is waited for in the thread that trains
         if called.has_effect:
-            self._engine.push(compute, reads, (call.variable, self._effects), _LANE, name=called.name)
+            try:
+                self._engine.push(compute, reads, (call.variable, self._effects), _LANE, name=called.name)
+            finally:  # what it raises is for those who read its result, and not for all who come later
+                self._engine.push(_do_nothing, (), (self._effects,), _LANE)
         else:
             self._engine.push(compute, (*reads, self._effects), (call.variable,), _LANE, name=called.name)
         known = None if key is None else self._shapes.get(key)
@@ -275,6 +278,10 @@ def _gpu_of(*operands: Any) -> Device | None:
         if device is not None:
             return device
     return None
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _settled(x: Any) -> Any:

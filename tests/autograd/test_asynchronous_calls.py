@@ -268,6 +268,26 @@ def test_what_an_operator_raises_comes_to_who_reads_its_result_with_the_line_tha
         autograd.waitall()
 
 
+@pytest.mark.parametrize("ask", ["threads", "synchronous"])
+def test_what_an_operator_with_an_effect_raises_is_for_no_others(ask, monkeypatch):
+    monkeypatch.setenv("HPCDP_ENGINE", ask)
+
+    @operator("fails_with_an_effect", has_effect=True)
+    def fails(x):
+        raise DataError("fails", got="nothing")
+
+    x, net = random(0, 4, 3), nn.BatchNorm(3)
+    try:
+        with autograd.asynchronous(), autograd.train_mode():
+            for _ in range(2):
+                with pytest.raises(DataError, match="got nothing"):
+                    fails(x).asnumpy()
+                np.testing.assert_array_equal((x * 3).asnumpy(), x.data * 3)
+                assert net(x).asnumpy().shape == (4, 3) and net.running_mean.asnumpy().any()
+    finally:
+        del OPERATORS["fails_with_an_effect"], CALLS["fails_with_an_effect"]
+
+
 def test_the_number_of_elements_that_a_mask_chooses_is_never_guessed():
     x = random(0, 50)
     with autograd.asynchronous():

@@ -343,9 +343,7 @@ print(json.dumps([found, same, [job(), job()]]))
 """
 
 
-@pytest.mark.parametrize(
-    "variable", ["HPCDP_CACHE_DIR", pytest.param("NUMBA_CACHE_DIR", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("variable", ["HPCDP_CACHE_DIR", pytest.param("NUMBA_CACHE_DIR", marks=pytest.mark.thorough)])
 def test_a_damaged_file_is_compiled_anew_and_replaced(tmp_path, variable):
     cache = tmp_path / variable
     for name, factor in (("doubles", 2), ("triples", 3)):
