@@ -132,7 +132,8 @@ def operator(
             tracer = modes.tracer
             if tracer is not None:
                 return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
-            if args and isinstance(_array_of(args[0]), _OF_NUMPY):
+            first = args[0] if args else None
+            if isinstance(first, _OF_NUMPY) or isinstance(getattr(first, "data", None), _OF_NUMPY):
                 return function(*args, **kwargs)  # on the host no more is asked
             with on_device_of(first_on_gpu(*args, *kwargs.values())):
                 return function(*args, **kwargs)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import autograd
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, on_device_of
 from ..collectives.progress import Progress
 from ..comm import World, init
 from ..comm.watchdog import WatchedGate
@@ -312,7 +312,8 @@ class StoreTrainer(Trainer):
         scale = 1.0 / (weight * self.loss_scale)
         for key, param in enumerate(self._params):
             scaled = self._scaled[key]
-            array_namespace(scaled).multiply(param.grad, scale, out=scaled)
+            with on_device_of(scaled):
+                array_namespace(scaled).multiply(param.grad, scale, out=scaled)
             self.store.pushpull(key, scaled, out=_place(param), priority=-key)
             self._time(param)
 
@@ -379,7 +380,10 @@ def _places_in_turn(arrays: Sequence[Array]) -> list[Array]:
     longest: dict[Any, Array] = {}
     for each in sorted(arrays, key=lambda array: array.size):
         longest[each.dtype] = each
-    flat = {dtype: array_namespace(each).empty(each.size, dtype) for dtype, each in longest.items()}
+    flat = {}
+    for dtype, each in longest.items():
+        with on_device_of(each):
+            flat[dtype] = array_namespace(each).empty(each.size, dtype)
     return [flat[each.dtype][: each.size].reshape(each.shape) for each in arrays]
 
 
