@@ -71,7 +71,7 @@ test-cupy:  ## run CuPy itself without a GPU, for its calls and waits, not for v
 	@HPCDP_TEST_CUPY=1 HPCDP_TEST_LIMIT_S=300 $(VENV)-cupy/bin/python -m pytest -q -p no:cacheprovider -rs \
 		tests/kernels/test_cupy_names.py tests/fake_gpu $(ARGS)
 
-bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to fifteen quiet minutes)
+bench: $(VENV)/installed  ## measure everything, rewrite RESULTS.md (ten to twenty quiet minutes)
 	@$(BIN)/python -m hpcdp.benchmarks.run $(if $(wildcard .venv-mpich/bin/python),--mpich .venv-mpich/bin/python) $(ARGS)
 
 check: $(VENV)/installed-dev  ## lint, formatting, types, floors
