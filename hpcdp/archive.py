@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import BFLOAT16, bits, of_bits
+from .arrays import BFLOAT16, bits, is_bfloat16, of_bits
 from .errors import DataError
 from .replacing import replaced
 
@@ -32,7 +32,7 @@ def write(operation: str, path: Path, name: str, header: Mapping[str, Any], arra
     Raises:
         DataError: it cannot be written; what was there stays.
     """
-    of_16_bits = [each for each, array in arrays.items() if array.dtype.name == BFLOAT16]
+    of_16_bits = [each for each, array in arrays.items() if is_bfloat16(array)]
     text = json.dumps({**header, BFLOAT16: of_16_bits} if of_16_bits else header)
     kept = {each: bits(array) for each, array in arrays.items()}
     try:

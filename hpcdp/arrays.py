@@ -58,7 +58,7 @@ def words(x: Array) -> Array:
 
 def bits(x: np.ndarray) -> np.ndarray:
     """``x`` as files have it, which know no bfloat16: that as its bits in uint16, all else as it is; no copy."""
-    return x.view(np.uint16) if x.dtype.name == BFLOAT16 else x
+    return x.view(np.uint16) if is_bfloat16(x) else x
 
 
 def of_bits(x: np.ndarray, dtype: str) -> np.ndarray:

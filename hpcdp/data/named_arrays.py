@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..arrays import BFLOAT16, bits, of_bits
+from ..arrays import BFLOAT16, bits, is_bfloat16, of_bits
 from ..errors import DataError
 from ..replacing import replaced
 from .hdf5 import open_hdf5
@@ -29,7 +29,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
         with replaced(path) as part, h5py.File(part, "w", locking=False) as file:
             for name, values in arrays.items():
                 file.create_dataset(name, data=bits(values))
-                if values.dtype.name == BFLOAT16:  # as in checkpoints
+                if is_bfloat16(values):  # as in checkpoints
                     file[name].attrs["dtype"] = BFLOAT16
     except (OSError, ValueError) as error:
         raise DataError("write HDF5", where=path, expected="a file that can be written", got=error) from error
