@@ -190,7 +190,7 @@ class _Dispatcher:
         """See `registry.Tracer`; they are there, but those that calls move."""
         self._engine.wait_to_read(self._effects)
 
-    def replace(self) -> None:
+    def catch_up(self) -> None:
         """See `registry.Tracer`."""
         self._engine.waitall()
 

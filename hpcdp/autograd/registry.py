@@ -85,8 +85,8 @@ class Tracer(Protocol):
         """The values of a tensor that is no result of a call are about to be read."""
         ...
 
-    def replace(self) -> None:
-        """A parameter is about to get another array."""
+    def catch_up(self) -> None:
+        """Compute all that was taken and is to be computed later: a network is about to be changed or copied."""
         ...
 
     def settle(self) -> None:

@@ -92,6 +92,8 @@ class Tensor:
         """
         if grad_req not in GRAD_REQS:
             raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
+        if modes.tracer is not None:
+            modes.tracer.catch_up()
         self.node = None
         self.grad_req = grad_req
         with on_device_of(self.data):

@@ -61,7 +61,7 @@ def allreduce(
     world = _ranks(world)
     chosen, reduction = _found("allreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("allreduce", x, out)
-    if type(target) is np.ndarray and (flags := target.flags).c_contiguous and flags.writeable:
+    if type(target) is np.ndarray and target.flags.carray:
         if world.size > 1:
             chosen.run(world, "allreduce", _flat(target), reduction)
         return target
@@ -135,7 +135,7 @@ def reduce_scatter(
     if out is not None:
         _check_like("reduce_scatter", out, (own,), x)
     in_place = type(x) is np.ndarray and type(out) is np.ndarray and np.may_share_memory(x, out)
-    work = host if in_place and host.flags.c_contiguous and host.flags.writeable else np.array(host, order="C")
+    work = host if in_place and host.flags.carray else np.array(host, order="C")
     if world.size > 1:
         chosen.run(world, "reduce_scatter", work.reshape(-1), result, reduction)
     else:
@@ -212,10 +212,13 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     world = _ranks(world)
     root = _checked_root("broadcast", root, world)
     chosen, _ = _found("broadcast", x, _MOVED, algorithm, world, root)
-    staged = _staged("broadcast", x) if world.rank != root else _source(x)
+    receives = world.rank != root
+    staged = _staged("broadcast", x) if receives and _is_writeable(x) else _source(x)
     chosen.run(world, "broadcast", _flat(staged), root)
-    if staged is not x and world.rank != root:
-        bring_back(staged, x)
+    if receives:
+        _check_writeable("broadcast", "x", x)  # now, since the root, which only reads its own, waits for all
+        if staged is not x:
+            bring_back(staged, x)
     return x
 
 
@@ -243,7 +246,8 @@ def reduce(
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
     if world.rank != root:
         host = np.asarray(on_host(x))
-        work = host if chosen.spares_input and host.flags.c_contiguous else np.array(host, order="C")
+        lies_well = host.flags.c_contiguous and host.flags.aligned
+        work = host if chosen.spares_input and lies_well else np.array(host, order="C")
         chosen.run(world, "reduce", _flat(work), reduction, root)
         return x
     target = x if out is None else _receiver("reduce", x, out)
@@ -335,11 +339,18 @@ def _check_like(operation: str, out: Array, shape: tuple[int, ...], x: Array) ->
 def _check_array(operation: str, where: str, x: Array) -> None:
     if not hasattr(x, "dtype"):
         raise UnsupportedError(operation, where=where, expected="an array", got=type(x).__name__)
+    if isinstance(x, np.ma.MaskedArray):
+        raise UnsupportedError(operation, where=where, expected="an array without a mask", got="a masked one")
+
+
+def _is_writeable(x: Array) -> bool:
+    return bool(getattr(getattr(x, "flags", None), "writeable", True))
 
 
 def _check_writeable(operation: str, where: str, x: Array) -> None:
-    if not getattr(getattr(x, "flags", None), "writeable", True):
-        raise UnsupportedError(operation, where=where, expected="a writeable array", got="a read-only one")
+    if not _is_writeable(x):
+        got = "a number" if isinstance(x, np.generic) else "a read-only one"
+        raise UnsupportedError(operation, where=where, expected="a writeable array", got=got)
 
 
 def _receiver(operation: str, x: Array, out: Array) -> Array:
@@ -354,13 +365,13 @@ def _flat(x: np.ndarray) -> np.ndarray:
 
 def _source(x: Array) -> np.ndarray:
     """``x`` as a contiguous host array that MPI may be handed, which wants a writeable one even where it only reads."""
-    host = np.ascontiguousarray(on_host(x))
-    return host if host.flags.writeable else host.copy()
+    host = on_host(x)
+    return host if host.flags.carray else np.array(host, order="C")
 
 
 def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
-    """``target`` itself where it is a contiguous writeable host array, else a copy in one."""
-    if type(target) is np.ndarray and target.flags.c_contiguous and target.flags.writeable:
+    """``target`` itself where it is a contiguous, aligned and writeable host array, else a copy in one."""
+    if type(target) is np.ndarray and target.flags.carray:
         return target
     _check_array(operation, where, target)
     _check_writeable(operation, where, target)

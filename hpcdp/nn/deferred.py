@@ -53,13 +53,10 @@ class Deferred(Parameter):
         self.draw: Draw | None = draw
         self.data_hook = _has_no_values
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
         if self.draw is None:
-            values, hook = self.data, None
-        else:
-            values, hook = self.held(), _has_no_values
-        own = {"draw": self.draw, "expected": self.expected, "_data_hook": hook}
-        return None, {**self._kept(values), **own}
+            return super().__getstate__()
+        return getattr(self, "__dict__", None), {**self._kept(self.held()), "_data_hook": _has_no_values}
 
 
 def _has_no_values(param: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -9,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import Array, dtype_of, from_host, to_host
-from ..autograd import Tensor, as_tensor, concatenate, waitall
+from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.modes import modes
 from ..devices import Device
 from ..errors import ConfigError
@@ -18,6 +19,9 @@ from .hybrid import Graph, Hybrid, changed
 
 _data: Any = Tensor.__dict__["data"]
 """The slot behind `Parameter.data`."""
+_grad_req: Any = Tensor.__dict__["grad_req"]
+_HOOKS = ("_data_hook", "grad_hook")
+"""What a trainer hangs on a parameter."""
 
 
 class Parameter(Tensor):
@@ -52,10 +56,19 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, values: Array) -> None:
-        if modes.tracer is not None:
-            modes.tracer.replace()
+        _wait_for_calls()
         _data.__set__(self, values)
         changed.in_parameters()
+
+    @property
+    def grad_req(self) -> str:  # type: ignore[override]
+        """What backward does with ``grad``; see `Tensor.attach_grad`."""
+        return _grad_req.__get__(self)  # type: ignore[no-any-return]
+
+    @grad_req.setter
+    def grad_req(self, value: str) -> None:
+        _wait_for_calls()
+        _grad_req.__set__(self, value)
 
     @property
     def data_hook(self) -> Callable[[Parameter], None] | None:
@@ -71,13 +84,13 @@ class Parameter(Tensor):
         """The array behind ``data``, without waiting for an update of it."""
         return _data.__get__(self)
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        return None, self._kept(self.data)
+    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
+        return getattr(self, "__dict__", None), self._kept(self.data)
 
     def _kept(self, values: Array) -> dict[str, Any]:
         """What copies and pickles have: no hooks, which are a trainer's that has this parameter alone."""
-        kept = {name: getattr(self, name) for name in ("grad", "grad_req", "cut", "is_joint", "name")}
-        return {"data": values, **kept, "node": None, "grad_hook": None, "_data_hook": None}
+        names = [each for each in copyreg._slotnames(type(self)) if each != "data" and hasattr(self, each)]  # type: ignore[attr-defined]
+        return {"data": values, **{name: getattr(self, name) for name in names}, **dict.fromkeys(_HOOKS)}
 
 
 class Module:
@@ -116,10 +129,14 @@ class Module:
             return self._hybrid(inputs)
         return self.forward(*map(as_tensor, inputs))
 
+    def __getstate__(self) -> dict[str, Any]:
+        _wait_for_calls()
+        return vars(self).copy()
+
     def __copy__(self) -> Self:
         """The same parts in a module whose plans, where it is hybridized, are its own."""
         made = object.__new__(type(self))
-        vars(made).update(vars(self))
+        vars(made).update(self.__getstate__())
         if self._hybrid is not None:
             made.hybridize()
         return made
@@ -208,6 +225,7 @@ class Module:
 
     def named_generators(self) -> Iterator[tuple[str, np.random.Generator]]:
         """Path and random generator of every part that has one as an attribute, each generator once."""
+        _wait_for_calls()
         seen = set()
         for prefix, module in self._modules(""):
             for name, value in vars(module).items():
@@ -237,7 +255,7 @@ class Module:
             ConfigError: ``dtype`` is none.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
-        waitall()
+        _wait_for_calls()
         tensors = [tensor for _, tensor in self._tensors()]
         single = {id(each) for part in self.modules() if part.keeps_float32 for each in vars(part).values()}
         if isinstance(dtype, Device):
@@ -255,7 +273,7 @@ class Module:
 
     def state_dict(self) -> dict[str, Array]:
         """Parameters and buffers by path: the arrays themselves, not copies."""
-        waitall()
+        _wait_for_calls()
         return {name: tensor.data for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -264,7 +282,7 @@ class Module:
         Raises:
             ConfigError: a key is missing or too many, or a shape differs.
         """
-        waitall()
+        _wait_for_calls()
         require_state("a network", state)
         own = dict(self._tensors())
         for name in [*own, *state]:
@@ -289,6 +307,12 @@ class Module:
         parts = [f"  ({name}): {part!r}".replace("\n", "\n  ") for name, part in self.children()]
         head = f"{type(self).__name__}({self.describe()}"
         return "\n".join([head, *parts, ")"]) if parts else head + ")"
+
+
+def _wait_for_calls() -> None:
+    """Of this thread, where they are computed later: they are to have the network as it was."""
+    if modes.tracer is not None:
+        modes.tracer.catch_up()
 
 
 def _dtype(dtype: Any) -> np.dtype:

@@ -135,6 +135,8 @@ class _Normalised(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
         ctx.count, ctx.world = count, world
+        if x.dtype.itemsize == 2:  # torch takes statistics in float32 with weights in float32 alone
+            weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
         return torch.nn.functional.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -143,6 +145,7 @@ class _Normalised(torch.autograd.Function):
         over = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1, *[1] * (x.dim() - 2)]
         normalised = (x - mean.view(shape)) * inverse.view(shape)
+        gradient = gradient.to(normalised.dtype)
         of_bias, of_weight = gradient.sum(over), (gradient * normalised).sum(over)
         sums = torch.cat([of_bias, of_weight]).double()
         _sum_over_ranks(sums, ctx.world)

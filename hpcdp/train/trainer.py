@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..arrays import is_cupy
 from ..comm import World
 from ..compression import Compression, Settings
+from ..errors import UnsupportedError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer, require_optimizer
@@ -123,6 +124,12 @@ class Trainer:
         from .store_trainer import StoreTrainer
 
         return super().__new__(BucketTrainer if kvstore is None else StoreTrainer)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "Trainer", expected="its network and states to be copied or saved", got="the trainer",
+            remedy="copy the network, save with save_states() or a checkpoint.Manager",
+        )  # fmt: skip
 
     # [Note: no abstract methods] Both kinds define what raises below. As abstract methods they would make type checkers
     # refuse `Trainer(...)`, which is how a program makes either.

@@ -201,6 +201,42 @@ def test_who_reads_running_statistics_waits_for_the_calls_that_move_them(gates, 
         np.testing.assert_allclose(found, before * net.momentum + (1 - net.momentum) * (x.data + 1).mean(0), rtol=1e-5)
 
 
+def test_what_has_a_gradient_is_settled_when_it_is_called(gates):
+    w, x = nn.Parameter(np.ones(3, "f4")), Tensor(np.ones(3, "f4"))
+
+    def products(gate):
+        gated = gates.add_one(x, gate)
+        return w * gated + x * gated
+
+    with autograd.asynchronous():
+        gates.know(x)
+        with autograd.record():
+            products(0.0).wait_to_read()
+            total = products(1.0)
+            threading.Timer(0.05, gates.events[1].set).start()
+            w.grad_req = "null"
+            total = total + w * 5
+            w.grad_req = "write"
+            x.attach_grad()
+        total.backward()
+        np.testing.assert_array_equal(w.grad, [2, 2, 2])
+        assert not x.grad.any()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_of_networks_are_of_what_all_calls_left(gates, copied):
+    net, x = nn.Sequential(nn.BatchNorm(3), nn.Dropout(0.5, seed=3)), random(0, 4, 3)
+    with autograd.asynchronous(), autograd.train_mode():
+        gates.know(x)
+        net(gates.add_one(x, 0.0)).wait_to_read()
+        net(gates.add_one(x, 1.0))
+        threading.Timer(0.05, gates.events[1].set).start()
+        found = copied(net)
+        statistics, state = found[0].running_mean.data.copy(), found[1].generator.bit_generator.state
+    np.testing.assert_array_equal(statistics, net[0].running_mean.data)
+    assert state == net[1].generator.bit_generator.state
+
+
 def test_gradients_of_what_several_operators_read_are_added_in_the_order_of_the_calls():
     x, factors = random(0, 400, 400), [random(1 + number, 400, 400) for number in range(6)]
     x.attach_grad()

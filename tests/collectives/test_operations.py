@@ -7,8 +7,8 @@ import pytest
 import standin
 from by_numpy import data, part, reduced
 
-from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-from hpcdp.comm import threads
+from hpcdp.collectives import ALGORITHMS, Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
+from hpcdp.comm import init, threads
 from hpcdp.errors import HpcdpError, MismatchError, UnsupportedError
 
 COLLECTIVES = {
@@ -39,6 +39,60 @@ def test_arrays_that_are_not_contiguous_are_changed_in_place():
     for number, whole in enumerate(threads.run(3, rank)):
         np.testing.assert_array_equal(whole[::2, 1::2], base[::2, 1::2] * 6)
         np.testing.assert_array_equal(whole[1], base[1] * (number + 1))
+
+
+def unaligned(values):
+    x = np.zeros(values.nbytes + 1, np.uint8)[1:].view(values.dtype)
+    x[...] = values
+    assert not x.flags.aligned
+    return x
+
+
+@pytest.mark.parametrize("count", [5, 4000])
+def test_arrays_may_begin_at_any_byte(count):
+    threads.run(3, lambda world: check_unaligned(world, count))
+
+
+def check_unaligned(world, count):
+    n, me = world.size, data(world.rank, count)
+    wanted, own = reduced(n, count), slice(count * world.rank // n, count * (world.rank + 1) // n)
+    for algorithm, chosen in ALGORITHMS["allreduce"].items():
+        if algorithm == "shared" and world.num_nodes > 1:
+            continue
+        near = {"rtol": 1e-5, "atol": 1e-5}
+        np.testing.assert_allclose(allreduce(unaligned(me), world=world, algorithm=algorithm), wanted, **near)
+        if chosen.steps is not None:
+            iallreduce(x := unaligned(me), world=world, algorithm=algorithm).wait()
+            np.testing.assert_allclose(x, wanted, **near)
+    x = unaligned(me)
+    np.testing.assert_allclose(reduce_scatter(x, world=world, out=x[own]), wanted[own], **near)
+    np.testing.assert_array_equal(allgather(unaligned(me), world)[n - 1], data(n - 1, count))
+    np.testing.assert_array_equal(broadcast(unaligned(me), n - 1, world), data(n - 1, count))
+    found = reduce(unaligned(me), "sum", n - 1, world)
+    np.testing.assert_allclose(found, wanted if world.rank == n - 1 else me, **near)
+
+
+@pytest.mark.mpi
+def test_real_ranks_take_them_too():
+    check_unaligned(init(), 1000)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("x", [np.float64(5), np.broadcast_to(np.float64(5), 3)], ids=["number", "read-only"])
+def test_a_receiver_that_cannot_be_written_is_told_after_it_took_part(x):
+    world = init()
+    for value in (7.0, 70.0):
+        if world.rank == 0:
+            broadcast(x)
+        else:
+            with pytest.raises(UnsupportedError, match=r"expected a writeable array, got a (number|read-only one)"):
+                broadcast(x)
+        assert broadcast(np.full(2, world.rank + value)).tolist() == [value] * 2
+
+
+def test_a_masked_array_is_refused():
+    with pytest.raises(UnsupportedError, match="expected an array without a mask, got a masked one"):
+        threads.run(2, lambda world: allreduce(np.ma.array([1.0, 2.0], mask=[0, 1]), world=world))
 
 
 def test_every_collective_takes_arrays_that_are_not_contiguous():

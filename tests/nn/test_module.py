@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import standin
@@ -103,6 +106,32 @@ def test_a_state_that_does_not_fit_changes_nothing(change, message):
     with pytest.raises(ConfigError, match=message):
         net.load_state_dict(state)
     assert not any((array == 7).any() for array in net.state_dict().values())
+
+
+class Tagged(nn.Parameter):
+    def __init__(self, data, factor):
+        super().__init__(data)
+        self.factor = factor
+
+
+class Slotted(nn.Parameter):
+    __slots__ = ("factor",)
+
+    def __init__(self, data, factor):
+        super().__init__(data, grad_req="add")
+        self.factor = factor
+
+
+@pytest.mark.parametrize("kind", [Tagged, Slotted])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_parameters_have_what_a_subclass_adds(kind, copied):
+    param = kind(np.arange(3.0), 0.1)
+    param.grad_hook = param.data_hook = lambda param: None
+    found = copied(param)
+    assert type(found) is kind and found.factor == 0.1 and found.grad_req == param.grad_req
+    assert found.grad_hook is None and found.data_hook is None
+    param.data_hook = None
+    np.testing.assert_array_equal(found.data, param.data)
 
 
 def test_a_state_that_is_no_dict_is_refused():

@@ -51,6 +51,33 @@ def test_output_gradients_and_statistics_are_those_of_the_whole_batch(n, setting
     threads.run(n, rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_in_16_bits_too(n, affine, dtype):
+    def rank(world):
+        torch.set_num_threads(1)
+        reference = nn.BatchNorm1d(6, affine=affine)
+        ours = hpcdp.torch.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(6, affine=affine), world).to(dtype)
+        pieces = [[each.to(dtype) for each in samples(other, (), 0)] for other in range(n)]
+        whole = torch.cat([x for x, _ in pieces]).float().requires_grad_()
+        mine = pieces[world.rank][0].clone().requires_grad_()
+        expected, found = reference(whole), ours(mine)
+        place = slice(sum(SAMPLES[: world.rank]), sum(SAMPLES[: world.rank + 1]))
+        assert found.dtype == dtype and torch.allclose(found.float(), expected[place], atol=0.03)
+        expected.backward(torch.cat([gradient for _, gradient in pieces]).float())
+        found.backward(pieces[world.rank][1])
+        assert mine.grad.dtype == dtype and torch.allclose(mine.grad.float(), whole.grad[place], atol=0.03)
+        for name, param in reference.named_parameters():
+            mine = ours.get_parameter(name).grad
+            assert mine.dtype == dtype
+            total = np.sum(world.comm.allgather_json(mine.float().tolist()), axis=0)
+            assert np.allclose(total, param.grad, atol=0.1)
+        assert torch.allclose(ours.running_mean.float(), reference.running_mean, atol=0.03)
+
+    threads.run(n, rank)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_wrapped_model_learns_as_one_process_with_the_whole_batch(overlap):
     def net():

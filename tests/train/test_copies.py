@@ -10,6 +10,7 @@ import hpcdp
 from hpcdp import nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import threads
+from hpcdp.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"owner": "shard"}, {"kvstore": "dist_async"}], ids=str)
@@ -40,3 +41,9 @@ def test_a_copy_of_a_network_is_one_that_nobody_trains(settings, copied):
 
     for n in (1, 2, 3):
         threads.run(n, rank)
+
+
+def test_a_trainer_is_not_copied():
+    trainer = hpcdp.Trainer(nn.Dense(4, 2).parameters(), optim.SGD(lr=0.1))
+    with pytest.raises(UnsupportedError, match=r"its network and states to be copied or saved, got the trainer; copy"):
+        copy.deepcopy(trainer)

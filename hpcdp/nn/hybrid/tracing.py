@@ -216,7 +216,7 @@ class TracingRun:
         """Refused: replays would go on with the values of now."""
         _refuse()
 
-    def replace(self) -> None:
+    def catch_up(self) -> None:
         """See `registry.Tracer`; layers find out their shapes when they are called first."""
 
     def settle(self) -> None:
