@@ -94,6 +94,12 @@ class Tracer(Protocol):
         ...
 
 
+def catch_up() -> None:
+    """Wait for this thread's calls that are computed later: they are to have a network as it was."""
+    if modes.tracer is not None:
+        modes.tracer.catch_up()
+
+
 def first_on_gpu(*operands: Any) -> Array | None:
     """Of tensors, arrays and other operands the array of the first one that is on a GPU."""
     return next(filter(is_cupy, map(_array_of, operands)), None)

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
 from .modes import modes
-from .registry import Again
+from .registry import Again, catch_up
 from .tape import Node, Pullback, backward
 
 GRAD_REQS = ("write", "add", "null")
@@ -92,8 +92,7 @@ class Tensor:
         """
         if grad_req not in GRAD_REQS:
             raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
-        if modes.tracer is not None:
-            modes.tracer.catch_up()
+        catch_up()
         self.node = None
         self.grad_req = grad_req
         with on_device_of(self.data):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import Array, dtype_of, from_host, to_host
 from ..autograd import Tensor, as_tensor, concatenate
-from ..autograd.modes import modes
+from ..autograd.registry import catch_up
 from ..devices import Device
 from ..errors import ConfigError
 from ..state import Cut, require_state
@@ -56,7 +56,7 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, values: Array) -> None:
-        _wait_for_calls()
+        catch_up()
         _data.__set__(self, values)
         changed.in_parameters()
 
@@ -67,7 +67,7 @@ class Parameter(Tensor):
 
     @grad_req.setter
     def grad_req(self, value: str) -> None:
-        _wait_for_calls()
+        catch_up()
         _grad_req.__set__(self, value)
 
     @property
@@ -130,7 +130,7 @@ class Module:
         return self.forward(*map(as_tensor, inputs))
 
     def __getstate__(self) -> dict[str, Any]:
-        _wait_for_calls()
+        catch_up()
         return vars(self).copy()
 
     def __copy__(self) -> Self:
@@ -225,7 +225,7 @@ class Module:
 
     def named_generators(self) -> Iterator[tuple[str, np.random.Generator]]:
         """Path and random generator of every part that has one as an attribute, each generator once."""
-        _wait_for_calls()
+        catch_up()
         seen = set()
         for prefix, module in self._modules(""):
             for name, value in vars(module).items():
@@ -255,7 +255,7 @@ class Module:
             ConfigError: ``dtype`` is none.
             DeviceError: the machine does not have the device; a RuntimeError. Nothing is changed.
         """
-        _wait_for_calls()
+        catch_up()
         tensors = [tensor for _, tensor in self._tensors()]
         single = {id(each) for part in self.modules() if part.keeps_float32 for each in vars(part).values()}
         if isinstance(dtype, Device):
@@ -273,7 +273,7 @@ class Module:
 
     def state_dict(self) -> dict[str, Array]:
         """Parameters and buffers by path: the arrays themselves, not copies."""
-        _wait_for_calls()
+        catch_up()
         return {name: tensor.data for name, tensor in self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -282,7 +282,7 @@ class Module:
         Raises:
             ConfigError: a key is missing or too many, or a shape differs.
         """
-        _wait_for_calls()
+        catch_up()
         require_state("a network", state)
         own = dict(self._tensors())
         for name in [*own, *state]:
@@ -307,12 +307,6 @@ class Module:
         parts = [f"  ({name}): {part!r}".replace("\n", "\n  ") for name, part in self.children()]
         head = f"{type(self).__name__}({self.describe()}"
         return "\n".join([head, *parts, ")"]) if parts else head + ")"
-
-
-def _wait_for_calls() -> None:
-    """Of this thread, where they are computed later: they are to have the network as it was."""
-    if modes.tracer is not None:
-        modes.tracer.catch_up()
 
 
 def _dtype(dtype: Any) -> np.dtype:
