@@ -52,12 +52,10 @@ def read_cifar10(*paths: str | Path) -> tuple[np.ndarray, np.ndarray]:
     labels = np.empty(sum(counts), np.uint8)
     start = 0
     for path, count in zip(paths, counts, strict=True):
-        records = np.fromfile(path, np.uint8, count * RECORD)
-        if records.size != count * RECORD:
-            raise DataError(
-                "read CIFAR-10", where=path, expected=f"{count * RECORD} bytes", got=f"{records.size} bytes"
-            )
-        records = records.reshape(count, RECORD)
+        read = np.fromfile(path, np.uint8, count * RECORD)
+        if read.size != count * RECORD:
+            raise DataError("read CIFAR-10", where=path, expected=f"{count * RECORD} bytes", got=f"{read.size} bytes")
+        records = read.reshape(count, RECORD)
         labels[start : start + count] = records[:, 0]
         images[start : start + count] = records[:, 1:].reshape(count, 3, 32, 32)
         if labels[start : start + count].max() >= CLASSES:

@@ -332,6 +332,16 @@ def test_the_number_of_elements_that_a_mask_chooses_is_never_guessed():
             assert x[mask].shape == (mask.sum(),)
 
 
+@pytest.mark.parametrize("kind", [int, np.int32, np.int64, np.array])
+def test_shapes_follow_the_values_of_axes_and_slices(kind):
+    x = random(0, 12).reshape(3, 4)
+    with autograd.asynchronous():
+        for n in (0, 1, 1, 0):
+            assert x.sum(axis=kind(n)).shape == x.data.sum(axis=n).shape
+            assert x[kind(n) :].shape == x.data[n:].shape
+            assert x.reshape(kind(2 + n), -1).shape == x.data.reshape(2 + n, -1).shape
+
+
 def test_an_index_may_be_a_list():
     x = random(0, 8)
     with autograd.asynchronous():
