@@ -116,8 +116,14 @@ def check_library() -> Finding:
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     status, said = child([sys.executable, "-c", probe])
     if status != 0:
-        return failed(f"{library.path} cannot be loaded: {said}", "reinstall it, or load the module of the site's MPI")
+        return failed(f"{library.path} cannot be loaded: {said}", _remedy_of_loading(library.path, said))
     return ok(f"{library.name}, {library.path}")
+
+
+def _remedy_of_loading(library: Path, said: str) -> str:
+    if "libmpi.so.12: cannot open" in said and library.exists():  # by that name mpi4py's wheel asks for MPICH
+        return f"mkdir -p ~/mpi; ln -s {library} ~/mpi/libmpi.so.12; export MPI4PY_LIBMPI=~/mpi LD_LIBRARY_PATH=~/mpi"
+    return "reinstall it, or load the module of the site's MPI"
 
 
 def check_mpirun() -> Finding:

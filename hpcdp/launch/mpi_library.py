@@ -151,10 +151,17 @@ def _loaded_by(name: str) -> MpiLibrary:
         loaded = ctypes.CDLL(name, os.RTLD_LAZY | os.RTLD_LOCAL)
     except OSError as error:
         raise LaunchError("load the MPI library", where=name, got=error, remedy=_INSTALL) from error
-    files = {
-        line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
-    }
-    mapped = sorted(file for file in files if os.path.basename(file).startswith("libmpi."))
-    if not mapped:
+    path = _file_at(ctypes.cast(loaded.MPI_Init, ctypes.c_void_p).value or 0) if hasattr(loaded, "MPI_Init") else None
+    if path is None:
         raise LaunchError("find the MPI library", where=name, expected="a libmpi.so behind it", remedy=_INSTALL)
-    return MpiLibrary("openmpi" if hasattr(loaded, "ompi_mpi_comm_self") else "mpich", Path(mapped[0]))
+    return MpiLibrary("openmpi" if hasattr(loaded, "ompi_mpi_comm_self") else "mpich", path)
+
+
+def _file_at(address: int) -> Path | None:
+    """The file that this process has mapped there; its name need not be the one that was loaded (Debian's MPICH)."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, *_, file = line.split(maxsplit=5)
+        first, last = (int(each, 16) for each in place.split("-"))
+        if first <= address < last and file.startswith("/"):
+            return Path(file.strip())
+    return None

@@ -175,8 +175,9 @@ def _explained(
     if first is None and words.have_closed:  # mpirun had heard of the abort, and killed that rank before it ended
         ends = [end._replace(status=BEREFT << 8) if end.rank == words.aborted else end for end in ends]
         first = first_failure(ends, code, BEREFT)
-    if words.missing is not None and (first is None or first.exit_status == code):
-        return code, _by_watchdog(words.missing)
+    has_failed = code != 0 or any(end.status != 0 for end in ends)  # of a job that goes on (ULFM) the code may be 0
+    if words.missing is not None and has_failed and (first is None or first.exit_status == code):
+        return code or 1, _by_watchdog(words.missing)
     if is_blind and words.invoked is not None and (code == words.invoked.status or code == BEREFT):
         rank, status = words.invoked
         return status or code, f"rank {rank} has aborted the job with status {status or code}"

@@ -61,6 +61,13 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
     assert finding.verdict is Verdict.FAILED and "cannot be loaded" in finding.saw
 
 
+def test_a_library_that_mpi4py_knows_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = doctor.mpi_library.find_library().path
+    said = "ImportError: libmpi.so.12: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr(doctor, "child", lambda command, answer="": (1, said))
+    assert f"ln -s {library} ~/mpi/libmpi.so.12; export MPI4PY_LIBMPI=~/mpi" in doctor.check_library().remedy
+
+
 def test_mpirun_of_another_library_first_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = doctor.mpi_library.find_library().family
     (tmp_path / "mpirun").write_text("#!/bin/sh\n# " + ("hydra" if ours == "openmpi" else "prterun"))

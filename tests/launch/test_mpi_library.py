@@ -1,3 +1,4 @@
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_order_of_libraries(tmp_path: Path, libraries: dict, more: dict, family:
     assert mpi_library.find_library(environment(prefix, **more)) == mpi_library.MpiLibrary(
         family, prefix / "lib" / file
     )
+
+
+def test_the_file_of_a_library_is_found_by_what_is_in_it() -> None:
+    """Debian's libmpi.so.12 is a link to libmpich.so.12.4.1, whose name tells nothing."""
+    printf = ctypes.cast(ctypes.CDLL("libc.so.6").printf, ctypes.c_void_p).value
+    found = mpi_library._file_at(printf or 0)
+    assert found is not None and found.name.startswith("libc")
+    assert mpi_library._file_at(0) is None
+    library = mpi_library.find_library()
+    assert mpi_library._loaded_by(str(library.path)) == mpi_library.MpiLibrary(library.family, library.path.resolve())
+    with pytest.raises(LaunchError, match=r"a libmpi\.so behind it"):
+        mpi_library._loaded_by("libc.so.6")
 
 
 def test_no_library(tmp_path: Path) -> None:

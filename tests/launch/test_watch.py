@@ -53,6 +53,19 @@ print(says, file=sys.stderr)
 sys.exit({status})
 """
 
+GOES_ON = """#!{python}
+import os, subprocess, sys
+ends = ["sleep 0.6; exit 0", "sleep 0.2; kill -KILL $$"]
+ranks = [
+    subprocess.Popen(["sh", "-c", end], env=dict(os.environ, OMPI_COMM_WORLD_RANK=str(rank)))
+    for rank, end in enumerate(ends)
+]
+for rank in ranks:
+    rank.wait()
+if {misses}:
+    print("rank 0 of 2: barrier cannot end: rank 1 (host a, pid 7) is gone; the job ends now", file=sys.stderr)
+"""
+
 
 def launch(ranks: int, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable, "-c", code]
@@ -105,6 +118,19 @@ def test_a_rank_is_named_where_open_mpi_names_one_that_aborts_for_it(
     ours = re.findall("hpcdp launch: (.*\n)", done.stderr)
     assert done.returncode == 137
     assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL\n", "".join(ours)), done.stderr
+
+
+@pytest.mark.parametrize("misses", [True, False])
+def test_a_job_that_the_watchdog_has_ended_has_failed_whatever_status_mpirun_has(tmp_path: Path, misses: bool) -> None:
+    """With ULFM that is now and then 0, as where others go on without a rank that was killed."""
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(GOES_ON.format(python=sys.executable, misses=misses))
+    mpirun.chmod(0o755)
+    supervise = "import os, sys; from hpcdp.launch.supervise import supervise as s; "
+    code = supervise + "sys.exit(s([sys.argv[1], '--with-ft', 'ulfm'], os.environ, 2, 'openmpi'))"
+    done = subprocess.run([sys.executable, "-c", code, mpirun], capture_output=True, text=True, timeout=60)
+    ours = "hpcdp launch: the watchdog has ended the job: rank 1 (host a, pid 7) is gone\n"
+    assert (done.returncode, ours in done.stderr) == (int(misses), misses), done.stderr
 
 
 def test_an_end_needs_no_words() -> None:
