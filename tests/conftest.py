@@ -26,7 +26,7 @@ from hpcdp.launched import launched_rank, launched_ranks
 RANK, SIZE = launched_rank() or 0, launched_ranks() or 1
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 THOROUGH = os.environ.get("HPCDP_TEST_THOROUGH", "") not in ("", "0")
-TEST_LIMIT_S = float(os.environ.get("HPCDP_TEST_LIMIT_S", 300))
+TEST_LIMIT_S = float(os.environ.get("HPCDP_TEST_LIMIT_S", 900 if THOROUGH else 300))
 """Of a test that hangs; one that compiles kernels where none are kept, beside others that do, takes two minutes."""
 CLUSTER_LIMIT_S = 2 * TEST_LIMIT_S
 """Of a test on hosts that are made for it: jobs wait in queues, and limits of their own end them before."""

@@ -263,9 +263,7 @@ def _forward_signals(
     is_told_to_end, is_killed, told = False, False, 0
     while mpirun.poll() is None:
         received = watch.wait(min(_HOLD_S if is_held else 1.0, max(0.0, deadline - time.monotonic())))
-        if is_held and watch.all_take(signal.SIGUSR1):
-            mpirun.send_signal(signal.SIGUSR1)
-            is_held = False
+        is_held = is_held and not watch.told(signal.SIGUSR1)
         words.look()
         if started is not None:
             started.look()

@@ -188,10 +188,18 @@ class Watch:
         server = self.server(rank)
         return f"rank {rank}" if server is None else f"server {server} (rank {rank})"
 
-    def all_take(self, number: signal.Signals) -> bool:
-        """Whether all ranks have been started, and a signal has lost its default effect, to end them, on each."""
+    def told(self, number: signal.Signals) -> bool:
+        """Whether all ranks have been started, here, and a signal has lost its default effect, to end them, on each.
+
+        Then it was sent to each: an mpirun that has just started them now and then loses it.
+        """
         pids = [pid for _, pid in _ranks_below(self._mpirun)]
-        return len(pids) == self._count and all(_takes(pid, number) for pid in pids)
+        if len(pids) < self._count or not all(_takes(pid, number) for pid in pids):
+            return False
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return True
 
     def _see(self, timeout_s: float) -> None:
         for descriptor, _ in self._poll.poll(timeout_s):  # those that became ready first come first

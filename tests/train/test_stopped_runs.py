@@ -132,8 +132,8 @@ def test_of_two_jobs_that_start_in_one_folder_the_second_writes_nothing(tmp_path
     refused = train(tmp_path, *RUN, "--run-dir", "a")
     lock.release()
     assert refused.returncode == 2
-    assert refused.stderr.startswith(f"hpcdp: lock the checkpoints [a/checkpoints/writer.lock]: expected no other job "
-                                     f"that saves here, got process {os.getpid()} of ")  # fmt: skip
+    assert refused.stderr.startswith(f"hpcdp: lock the checkpoints [{tmp_path}/a/checkpoints/writer.lock]: expected no "
+                                     f"other job that saves here, got process {os.getpid()} of ")  # fmt: skip
     assert refused.stdout == ""
     assert [path.name for path in (tmp_path / "a").rglob("*")] == ["checkpoints", "writer.lock"]
 
@@ -154,8 +154,8 @@ def test_a_damaged_checkpoint_is_named_in_a_line_and_the_one_before_is_taken(tmp
     again = train(tmp_path, "--resume", "a")
     assert again.returncode == 0, again.stderr[-3000:]
     assert [re.sub(r"step-0+", "", line) for line in again.stderr.splitlines()] == [
-        f"hpcdp: read the checkpoint [a/checkpoints/{damaged}/manifest.json]: expected an undamaged manifest, "
-        f"got a checksum that does not fit: taking step {step} instead"
+        f"hpcdp: read the checkpoint [{tmp_path}/a/checkpoints/{damaged}/manifest.json]: expected an undamaged "
+        f"manifest, got a checksum that does not fit: taking step {step} instead"
         for damaged, step in ((int(newest.name[5:]), int(older.name[5:])), (int(older.name[5:]), 20))
     ]
 
