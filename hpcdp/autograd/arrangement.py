@@ -128,10 +128,15 @@ def _transposed(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 def getitem(x: Tensor, key: Any) -> Tensor:
     """``x[key]``; elements taken more than once sum their gradients."""
     parts = key if isinstance(key, tuple) else (key,)
-    tensors = [part for part in parts if _is_array(part)]
+    tensors = [_kept(part) for part in parts if _is_array(part)]
     kept = tuple(... if _is_array(part) else part for part in parts) if tensors else parts
     places = tuple(i for i, part in enumerate(parts) if _is_array(part))
     return _taken(x, *tensors, key=kept, places=places)
+
+
+def _kept(part: Any) -> Any:
+    """A list as it is now: its owner may change it before an asynchronous call, or a backward, reads it."""
+    return [_kept(each) for each in part] if isinstance(part, list) else part
 
 
 def _is_array(part: Any) -> bool:

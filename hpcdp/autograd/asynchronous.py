@@ -26,7 +26,7 @@ from ..engine import Engine, Variable
 from ..errors import ConfigError
 from ..streams import Streams
 from .modes import modes
-from .registry import Operator, first_on_gpu
+from .registry import Operator, catch_up, first_on_gpu
 from .tensor import Tensor
 
 _LANE = "compute"
@@ -42,13 +42,14 @@ Meta = tuple[tuple[int, ...], Any]
 def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator[None]:
     """Within it operators that this thread calls return at once; leaving it waits for all of them.
 
-    Reading values waits for them (``data``, `asnumpy`, `item`, ``float``, ``print``, `Tensor.wait_to_read`), and so do
-    `backward`, a change in place and `Trainer.step`. Random numbers are drawn, and running statistics move, in the
-    order of the calls; NumPy's ``errstate`` is that of the call. The results, and the gradients, are the same to the
-    bit. What an operator raises is raised to whoever reads its result, or by `waitall`, with a note that says which
-    line called it. Arrays that are passed to operators must not be changed by other means before `waitall`, and the
-    ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1`` wait for who still reads ``a``, but
-    ``a.data[...] += 1`` does not.
+    So does an exception that leaves it, but for Ctrl-C, which drops what has not begun. Reading values waits for them
+    (``data``, `asnumpy`, `item`, ``float``, ``print``, `Tensor.wait_to_read`); and `backward`, a change in place, a
+    `Trainer`'s step and what is saved wait for all calls of this thread. Random numbers are drawn, and running
+    statistics move, in the order of the calls; NumPy's ``errstate`` is that of the call. The results, and the
+    gradients, are the same to the bit. What an operator raises is raised to whoever reads its result, or by `waitall`,
+    with a note that says which line called it. Arrays and random generators that are passed to operators must not be
+    changed by other means before `waitall`, and the ``data`` of a tensor is such an array: ``a += 1`` and ``a[0] = 1``
+    wait for who still reads ``a``, but ``a.data[...] += 1`` does not.
 
     A call on a GPU is given to the stream that is current there when it is called, by whatever thread, and results are
     read behind it on that stream. Who orders it with another stream by an event calls `waitall` before recording that.
@@ -73,6 +74,11 @@ def asynchronous(threads: int | None = None, max_inflight: int = 64) -> Iterator
         modes.tracer = _Dispatcher(engine)
         try:
             yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            engine.wait_for_all()  # what fails there is printed
+            raise
         finally:
             modes.tracer = None
 
@@ -167,6 +173,7 @@ def _of_settled(name: str) -> property:
         return getattr(self.settled, name)
 
     def put(self: Pending, value: Any) -> None:
+        catch_up()
         setattr(self.settled, name, value)
 
     return property(get, put)
@@ -200,6 +207,7 @@ class _Dispatcher:
 
     def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have an operator computed; what it gives."""
+        args = tuple(map(_as_it_is, args))
         key = _key_of(called, args, kwargs)
         device = _gpu_of(*args, *kwargs.values())
         call, place = _Call(self._engine, called.name, device), self._place_on(device)
@@ -229,6 +237,8 @@ class _Dispatcher:
         reads = []
         for x in (*args, *kwargs.values()):
             if isinstance(x, Pending):
+                if x.call.engine is not self._engine:
+                    x.wait_to_read()  # another thread's, or of a block that has been left
                 reads += [x.call.variable] if x.call.found is None else []
             elif getattr(x, "data_hook", None) is not None:
                 _ = x.data  # an update of a parameter is waited for in the thread that trains
@@ -278,6 +288,11 @@ def _gpu_of(*operands: Any) -> Device | None:
         if device is not None:
             return device
     return None
+
+
+def _as_it_is(x: Any) -> Any:
+    """An operand that gets another array before it is read counts as it was when it was passed."""
+    return Tensor(x.data) if type(x) is Tensor and x.node is None and x.grad_req == "null" else x
 
 
 def _do_nothing() -> None:

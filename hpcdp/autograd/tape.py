@@ -15,6 +15,7 @@ from ..arrays import Array, array_namespace, on_device_of
 from ..errors import HpcdpError
 from ..kernels.buffers import empty
 from .modes import modes
+from .registry import catch_up
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -125,6 +126,7 @@ def backward(
 
     A leaf's gradient is overwritten, added to or left alone as ``leaf.grad_req`` says ("write", "add", "null"), always
     in place. As soon as it is complete, ``leaf.grad_hook(leaf)`` is called, in this thread, before backward goes on.
+    Waits for all asynchronous calls of this thread, which may read gradients.
 
     Args:
         heads: tensors computed while recording.
@@ -135,6 +137,7 @@ def backward(
     Raises:
         HpcdpError: a head was not recorded, its tape is freed, or a head gradient has another shape.
     """
+    catch_up()
     pairs = _pairs(heads, head_grads)
     _Pass(pairs, None).run(pairs, retain_graph)
 

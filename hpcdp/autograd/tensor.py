@@ -110,6 +110,10 @@ class Tensor:
     def wait_to_read(self) -> None:
         """Wait until the values are there, where they may still be computed: see `asynchronous`."""
 
+    def __getstate__(self) -> Any:
+        catch_up()  # copies and pickles are of what all calls have left
+        return object.__getstate__(self)
+
     def detach(self) -> Tensor:
         """The same ``data`` as a tensor that is on no tape."""
         return operators.detach(self)

@@ -1,4 +1,5 @@
-"""Floor 5: checkpoint, the state of a run on disk. Imports: arrays, collectives, comm, engine, errors, nn, state.
+"""Floor 5: checkpoint, the state of a run on disk. Imports: arrays, autograd, collectives, comm, engine,
+errors, nn, state.
 
 - `manager`: what programs call: save, restore, how many are kept.
 - `arguments`: what they may give.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..autograd import waitall
 from ..comm import World
 from ..comm.agreement import on_every_rank, on_rank_0, require_same
 from ..errors import DataError
@@ -20,6 +21,7 @@ def restore(path: Path, world: World, which: int | list[int], into: Any, strict:
         path: of all checkpoints.
         which: the step, or all of which one may be taken, in order: the newest that is undamaged.
     """
+    waitall()  # asynchronous calls under way may read what is filled
     asked = isinstance(which, int)
     steps = [which] if isinstance(which, int) else [*which]
     count = len(steps)

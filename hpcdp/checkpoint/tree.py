@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..arrays import bits, copied_to_host, is_host
+from ..autograd import waitall
 from ..comm import World
 from ..errors import ConfigError, HpcdpError, UnsupportedError, shortened
 from ..state import Part, PerRank, Sharded
@@ -80,6 +81,7 @@ def is_utf8(text: str) -> bool:
 
 def flatten(state: Any, world: World) -> Flattened:
     """The form and the tensors of a state; every rank must call, with states whose `outline` is the same."""
+    waitall()  # asynchronous calls under way may move running statistics and generators
     flattening = _Flattening(world)
     form = flattening.node(state, "", world.size, world.rank)
     return Flattened(form, flattening.held, flattening.error)

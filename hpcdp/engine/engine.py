@@ -208,8 +208,12 @@ class Engine:
         Raises:
             ConfigError: a task of this engine asks, which would wait for itself.
         """
-        self._schedule.wait_for_all()
+        self.wait_for_all()
         throw(self._schedule.take_unseen())
+
+    def wait_for_all(self) -> None:
+        """`waitall`, but what has failed is left to later waits, or is printed at the end."""
+        self._schedule.wait_for_all()
 
     def shutdown(self, timeout_s: float | None = None) -> bool:
         """Drop what has not started, wait for what runs, end the threads. The engine cannot be used again.

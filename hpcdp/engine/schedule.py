@@ -11,6 +11,7 @@ from .tasks import DeferredTask, Failure, Lane, Task, Variable, Waiter, ring_las
 
 _ENTERED = -1  # of Task.taken: the task is its lane's now
 _LOOK_S = 0.5
+_MOST_UNSEEN = 100  # each holds the local variables of what has failed
 
 
 class Schedule:
@@ -28,7 +29,7 @@ class Schedule:
         self.abandoned = False  # nobody holds the engine any more
         self._max_inflight = max_inflight
         self._pushed = self._inflight = self._running = 0
-        self._unseen: Failure | None = None
+        self._unseen: list[Failure] = []  # the first one first
         self._room: list[threading.Lock] = []  # the bells of who waits for room, for the end of all, for a variable
         self._drained: list[threading.Lock] = []
         self._waiters: set[Waiter] = set()
@@ -127,7 +128,7 @@ class Schedule:
         elif failure is not None:
             dropped = self._end(task, failure, task.lane)
             if dropped is None:  # its function has raised after it had said that it is done
-                self._unseen = self._unseen or failure
+                self._keep_unseen(failure)
         if self.closed and not self._running:
             _ring(self._drained)
         return dropped
@@ -162,8 +163,8 @@ class Schedule:
             if var.queue and not var.held:
                 self._admit(var, own)
         self._inflight -= 1
-        if failure is not None and self._unseen is None:
-            self._unseen = failure
+        if failure is not None:
+            self._keep_unseen(failure)
         if self._room:
             _ring(self._room)
         if self._drained and not self._inflight:
@@ -228,20 +229,23 @@ class Schedule:
             _hear(bell)
 
     def _see(self, failure: Failure | None) -> Failure | None:
-        if failure is self._unseen:
-            self._unseen = None
+        if failure in self._unseen:
+            self._unseen.remove(failure)
         return failure
 
     def keep_unseen(self, failure: Failure) -> None:
-        """Somebody should see it, if there is none before it."""
+        """Somebody should see it."""
         with self.lock:
-            self._unseen = self._unseen or failure
+            self._keep_unseen(failure)
+
+    def _keep_unseen(self, failure: Failure) -> None:
+        if failure not in self._unseen and len(self._unseen) < _MOST_UNSEEN:
+            self._unseen.append(failure)
 
     def take_unseen(self) -> Failure | None:
         """The first failure that nobody has seen; it is seen now."""
         with self.lock:
-            failure, self._unseen = self._unseen, None
-        return failure
+            return self._see(self._unseen[0]) if self._unseen else None
 
     def close(self) -> list[threading.Thread]:
         """Drop what has not started and wake everybody. Returns the threads of the lanes."""

@@ -167,8 +167,7 @@ class Workers:
         return not any(thread.is_alive() for thread in threads)
 
     def _tell_unseen(self) -> None:
-        failure = self._schedule.take_unseen()
-        if failure is not None:
+        while (failure := self._schedule.take_unseen()) is not None:
             to_stderr("hpcdp: a task failed, and nobody waited for it:")
             traceback.print_exception(failure.error.with_traceback(failure.traceback))
 

@@ -184,6 +184,7 @@ class Module:
         """
         from .symbol_block import export
 
+        catch_up()
         graph = self.graph()
         assert self._hybrid is not None
         return export(self._hybrid.with_other_batches(graph), path)

@@ -61,6 +61,7 @@ class BucketTrainer(Trainer):
         loss_scale: float | str = 1.0,
     ) -> None:
         params = list(params)
+        autograd.waitall()  # earlier calls are to have the values of this rank
         ours = trained(params, world)
         adding = [param.name for param in ours if param.grad_req == "add"]
         check_settings(kvstore, update_on_kvstore, owner, clip_norm, overlap, adding)
@@ -236,6 +237,7 @@ class BucketTrainer(Trainer):
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
+        autograd.waitall()
         refuse_reproducible("allreduce_grads", self.reducer, "let step() sum them")
         refuse_sums("allreduce_grads", self.reducer)
         began_ns = time.perf_counter_ns()

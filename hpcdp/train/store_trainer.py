@@ -59,6 +59,7 @@ class StoreTrainer(Trainer):
         loss_scale: float | str = 1.0,
         **for_buckets: Any,
     ) -> None:
+        autograd.waitall()  # earlier calls are to have the values of this rank
         self._params = trained(params, world)
         self.optimizer = optimizer
         self.stats = CommunicationStats()
@@ -149,6 +150,7 @@ class StoreTrainer(Trainer):
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
+        autograd.waitall()
         self._refuse_if_store_updates("allreduce_grads")
         self._refuse_sums("allreduce_grads")
         began_ns = time.perf_counter_ns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..autograd import Tensor
+from ..autograd.registry import catch_up
 from ..collectives import allreduce
 from ..comm import World, init
 from ..errors import ConfigError
@@ -71,6 +72,7 @@ class SyncBatchNorm(BatchNorm):
             x, self.gamma, self.beta, self.eps, lambda sums: allreduce(sums, "sum", self.world)
         )
         if count:
+            catch_up()  # earlier calls, which may read them, where calls are asynchronous
             move(self.running_mean, self.momentum, mean)
             move(self.running_var, self.momentum, variance)
         return y

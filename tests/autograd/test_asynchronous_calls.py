@@ -19,40 +19,6 @@ LIMIT_S = 20
 LOSS = nn.functional.softmax_cross_entropy
 
 
-class Gates:
-    """An operator that adds 1 once a gate is open; gates are floats, on which no shape depends."""
-
-    def __init__(self):
-        self.events = [threading.Event() for _ in range(10)]
-        self.arrived = [threading.Event() for _ in range(10)]
-        self.events[0].set()
-
-        @operator("gated")
-        def gated(x, gate):
-            self.arrived[int(gate)].set()
-            assert self.events[int(gate)].wait(LIMIT_S), f"nobody has opened gate {gate}"
-            return Tensor(x.data + 1)
-
-        self.add_one = gated
-
-    def know(self, x):
-        """From now on the shapes of its results are known, and of their doubles."""
-        _ = gated_twice(self, x, 0.0, 0.0) * 2
-
-
-def gated_twice(gates, x, first, second):
-    return gates.add_one(gates.add_one(x, first), second)
-
-
-@pytest.fixture
-def gates():
-    made = Gates()
-    yield made
-    for event in made.events:
-        event.set()
-    del OPERATORS["gated"], CALLS["gated"]
-
-
 def random(seed, *shape):
     return Tensor(np.random.default_rng(seed).normal(size=shape).astype("f4"))
 
@@ -152,89 +118,6 @@ def test_gradients_with_respect_to_results():
             np.testing.assert_array_equal(autograd.grad(z, [y], retain_graph=True)[0], w.data)
             z.backward()
             np.testing.assert_array_equal(x.grad, w.data * x.data * 2)
-
-
-def test_a_change_in_place_waits_for_those_who_read(gates):
-    x = random(0, 3)
-    before = x.data.copy()
-    with autograd.asynchronous():
-        gates.know(x)
-        y = gates.add_one(x, 1.0)
-        threading.Timer(0.05, gates.events[1].set).start()
-        x[...] = 0
-        np.testing.assert_array_equal(y.asnumpy(), before + 1)
-        y += 1
-        np.testing.assert_array_equal(y.asnumpy(), before + 2)
-
-
-def replace_state(net):
-    net.load_state_dict({name: np.zeros_like(each) for name, each in net.state_dict().items()})
-
-
-def replace_array(net):
-    net.weight.data = np.zeros_like(net.weight.data)
-
-
-@pytest.mark.parametrize("change", [replace_state, replace_array, lambda net: net.to("float64")])
-def test_so_do_changes_of_whole_parameters(gates, change):
-    net, x = nn.Dense(3, 2), random(0, 4, 3)
-    expected = net(x.data + 1).asnumpy()
-    with autograd.asynchronous():
-        gates.know(x)
-        net(gates.add_one(x, 0.0)).wait_to_read()
-        y = net(gates.add_one(x, 1.0))
-        threading.Timer(0.05, gates.events[1].set).start()
-        change(net)
-        np.testing.assert_array_equal(y.asnumpy(), expected)
-
-
-@pytest.mark.parametrize("read", [lambda net: net.running_mean.asnumpy(), lambda net: net.state_dict()["running_mean"]])
-def test_who_reads_running_statistics_waits_for_the_calls_that_move_them(gates, read):
-    net, x = nn.BatchNorm(3), random(0, 4, 3)
-    with autograd.asynchronous(), autograd.train_mode():
-        gates.know(x)
-        net(gates.add_one(x, 0.0)).wait_to_read()
-        before = read(net).copy()
-        net(gates.add_one(x, 1.0))
-        threading.Timer(0.05, gates.events[1].set).start()
-        found = read(net)
-        np.testing.assert_allclose(found, before * net.momentum + (1 - net.momentum) * (x.data + 1).mean(0), rtol=1e-5)
-
-
-def test_what_has_a_gradient_is_settled_when_it_is_called(gates):
-    w, x = nn.Parameter(np.ones(3, "f4")), Tensor(np.ones(3, "f4"))
-
-    def products(gate):
-        gated = gates.add_one(x, gate)
-        return w * gated + x * gated
-
-    with autograd.asynchronous():
-        gates.know(x)
-        with autograd.record():
-            products(0.0).wait_to_read()
-            total = products(1.0)
-            threading.Timer(0.05, gates.events[1].set).start()
-            w.grad_req = "null"
-            total = total + w * 5
-            w.grad_req = "write"
-            x.attach_grad()
-        total.backward()
-        np.testing.assert_array_equal(w.grad, [2, 2, 2])
-        assert not x.grad.any()
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-def test_copies_of_networks_are_of_what_all_calls_left(gates, copied):
-    net, x = nn.Sequential(nn.BatchNorm(3), nn.Dropout(0.5, seed=3)), random(0, 4, 3)
-    with autograd.asynchronous(), autograd.train_mode():
-        gates.know(x)
-        net(gates.add_one(x, 0.0)).wait_to_read()
-        net(gates.add_one(x, 1.0))
-        threading.Timer(0.05, gates.events[1].set).start()
-        found = copied(net)
-        statistics, state = found[0].running_mean.data.copy(), found[1].generator.bit_generator.state
-    np.testing.assert_array_equal(statistics, net[0].running_mean.data)
-    assert state == net[1].generator.bit_generator.state
 
 
 def test_gradients_of_what_several_operators_read_are_added_in_the_order_of_the_calls():

@@ -1,5 +1,6 @@
 """Tasks that fail: who is told, what is skipped, and what the message shows."""
 
+import functools
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ from queue import SimpleQueue
 import pytest
 from programs import script
 
+from hpcdp.engine import Engine
 from hpcdp.engine.workers import Workers
 
 
@@ -36,6 +38,24 @@ def test_waitall_raises_what_nobody_has_seen(engine):
     with pytest.raises(ValueError, match="unseen"):
         engine.waitall()
     engine.waitall()
+
+
+def test_of_several_errors_each_is_raised_or_printed(capfd):
+    def fail(what):
+        raise ValueError(what)
+
+    with Engine() as engine:
+        variables = [engine.variable() for _ in range(4)]
+        for number, var in enumerate(variables):
+            engine.push(functools.partial(fail, f"error {number}"), writes=[var])
+        with pytest.raises(ValueError, match="error 1"):
+            engine.wait_to_read(variables[1])
+        for number in (0, 2):
+            with pytest.raises(ValueError, match=f"error {number}"):
+                engine.waitall()
+        engine.shutdown()
+    errors = capfd.readouterr().err
+    assert "ValueError: error 3" in errors and errors.count("Traceback") == 1
 
 
 def test_an_error_shows_where_it_was_raised_and_the_line_that_pushed_it(engine):

@@ -162,7 +162,8 @@ class TracingRun:
 
     def run(self, forward: Any, given: Sequence[Tensor]) -> Any:
         """What ``forward`` returns for the given tensors, as without a trace."""
-        modes.tracer, before = self, modes.signature
+        before = modes.tracer, modes.signature
+        modes.tracer = self
         modes.signature |= TRACING
         try:
             found = forward(*[Traced(self, Input(i), each) for i, each in enumerate(given)])
@@ -182,7 +183,7 @@ class TracingRun:
                     )  # fmt: skip
             self.graph.outputs = tuple(self._source(each) for each in outputs)
         finally:
-            modes.tracer, modes.signature = None, before
+            modes.tracer, modes.signature = before
         plain = [_inner(each) for each in outputs]
         self.graph = self.graph.without_unused()
         return plain[0] if self.graph.form == "one" else tuple(plain) if self.graph.form == "tuple" else plain
