@@ -56,6 +56,8 @@ def test_the_manifest_of_the_page_has_the_members_of_a_real_one(tmp_path):
 
     (path,) = save(tmp_path, state=state)
     real, shown = json.loads((path / "manifest.json").read_bytes()), json.loads(EXAMPLE)
+    for own, other in zip(real["tensors"]["net/weight"]["parts"], shown["tensors"]["net/weight"]["parts"], strict=True):
+        own["offset"] = other["offset"]  # where HDF5 begins with data is a matter of its version
     assert list(shown) == list(real)
     assert shown["state"] == real["state"]
     assert shown["tensors"]["net/weight"] == real["tensors"]["net/weight"]
