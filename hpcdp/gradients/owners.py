@@ -6,7 +6,8 @@ Both take the optimizer to the flat buckets, element by element, so they give th
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -48,6 +49,10 @@ class Owner(Protocol):
 
     def take_parameters(self) -> None:
         """Let the float32 copies of parameters of 16 bits be what those hold now; every rank must call."""
+        ...
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Within it parameters are each rank's own, to be changed by all ranks alike; every rank must call."""
         ...
 
     def update(self, step: int, scale: float) -> None:
@@ -118,13 +123,29 @@ class _Flat:
         return array_namespace(bucket.rows).zeros((bucket.mine.shape[0],), dtype=bucket.mine.dtype)
 
     def _move(self, param: Parameter, place: Array) -> None:
-        place[...] = param.data
-        param.data = place
+        """Make ``place`` the parameter's array, with its values; of one that several ranks hold with the first's."""
+        if param.data is not place:
+            place[...] = param.data
+            param.data = place
 
     @property
     def states(self) -> list[dict[str, Array]]:
         self.reducer.settle()
         return self._states
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        places = [(param, param.data) for param in self.reducer.params.values()]  # waits for updates under way
+        self._part(places)
+        try:
+            yield
+        finally:
+            for param, place in places:
+                self._move(param, place)
+            self.reducer.gate.barrier()
+
+    def _part(self, places: Sequence[tuple[Parameter, Array]]) -> None:
+        """Where several ranks hold parameters together, give all but the first copies, when nobody reads them."""
 
     def take_parameters(self) -> None:
         for bucket, state in zip(self.reducer.buckets, self.states, strict=True):
@@ -244,9 +265,18 @@ class ShardOwner(_Flat):
         return memory.alloc((bucket.mine.shape[0],), bucket.mine.dtype)
 
     def _move(self, param: Parameter, place: Array) -> None:
-        if self.reducer.memory.rank == 0:
+        memory = self.reducer.memory
+        if memory.rank == 0 and param.data is not place:
             place[...] = param.data
         param.data = place
+        if hasattr(param, "holders"):
+            param.holders = memory.size
+
+    def _part(self, places: Sequence[tuple[Parameter, Array]]) -> None:
+        self.reducer.gate.barrier()
+        for param, place in places:
+            param.data = place if self.reducer.memory.rank == 0 else place.copy()
+        self.reducer.gate.barrier()
 
     @property
     def nbytes_parameters(self) -> int:

@@ -142,6 +142,14 @@ class BucketTrainer(Trainer):
         """See `Trainer.take_parameters`."""
         self.owner.take_parameters()
 
+    @contextmanager
+    def changing_parameters(self) -> Iterator[None]:
+        """See `Trainer.changing_parameters`."""
+        autograd.waitall()
+        with self.owner.changing():
+            yield
+        self.take_parameters()
+
     @property
     def own_virtual_shards(self) -> range:
         """See `Trainer.own_virtual_shards`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import autograd
-from ..arrays import Array, array_namespace, on_device_of
+from ..arrays import array_namespace, on_device_of
 from ..collectives.progress import Progress
 from ..comm import World, init
 from ..comm.watchdog import WatchedGate
@@ -33,6 +33,7 @@ from .loss_scale import first_scale
 from .parts import require_whole
 from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
 from .store_checks import check_precision, check_settings, check_unused
+from .store_places import place_of, places_in_turn
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, require_alike, require_same_settings, trained
 
@@ -108,7 +109,7 @@ class StoreTrainer(Trainer):
         """Of each parameter, flat, by name, where every rank updates."""
         if self.update_on_kvstore:
             self.store.set_optimizer(optimizer)
-            self._scaled = _places_in_turn([param.grad for param in self._params])
+            self._scaled = places_in_turn([param.grad for param in self._params])
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull_first()
@@ -225,6 +226,13 @@ class StoreTrainer(Trainer):
             self.store.assign(self._keys, [param.data for param in self._params])
             self._pull_first()
 
+    @contextmanager
+    def changing_parameters(self) -> Iterator[None]:
+        """See `Trainer.changing_parameters`."""
+        autograd.waitall()
+        yield
+        self.take_parameters()
+
     @property
     def holds_gradients(self) -> bool:
         """Whether there are gradients that a later update will use."""
@@ -316,12 +324,12 @@ class StoreTrainer(Trainer):
             scaled = self._scaled[key]
             with on_device_of(scaled):
                 array_namespace(scaled).multiply(param.grad, scale, out=scaled)
-            self.store.pushpull(key, scaled, out=_place(param), priority=-key)
+            self.store.pushpull(key, scaled, out=place_of(param), priority=-key)
             self._time(param)
 
     def _pull(self) -> None:
         for key, param in enumerate(self._params):
-            self.store.pull(key, out=_place(param), priority=-key)
+            self.store.pull(key, out=place_of(param), priority=-key)
             self._time(param)
 
     def _pull_first(self) -> None:
@@ -370,23 +378,6 @@ class StoreTrainer(Trainer):
     def _account(self, began_ns: int) -> None:
         self.stats.steps += 1
         self.stats.waited(began_ns, time.perf_counter_ns())
-
-
-def _place(param: Any) -> Any:
-    """Where a new value goes: to the parameter, where that can wait for it."""
-    return param if hasattr(param, "data_hook") else param.data
-
-
-def _places_in_turn(arrays: Sequence[Array]) -> list[Array]:
-    """For each array another one of its kind; those of a dtype share their memory, since a push leaves with a copy."""
-    longest: dict[Any, Array] = {}
-    for each in sorted(arrays, key=lambda array: array.size):
-        longest[each.dtype] = each
-    flat = {}
-    for dtype, each in longest.items():
-        with on_device_of(each):
-            flat[dtype] = array_namespace(each).empty(each.size, dtype)
-    return [flat[each.dtype][: each.size].reshape(each.shape) for each in arrays]
 
 
 def _closing(world: World) -> ClosingExchange:

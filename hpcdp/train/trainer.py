@@ -210,12 +210,25 @@ class Trainer:
         """
         raise NotImplementedError
 
+    def changing_parameters(self) -> AbstractContextManager[None]:
+        """Within it a program changes parameters by itself, alike on all ranks; every rank must enter and leave it::
+
+            with trainer.changing_parameters():
+                net.weight *= 0.5
+
+        Where a node holds them once each rank but the first of its node has copies within, which it then drops: so such
+        a line counts once, and nobody reads what is half changed. Elsewhere in-place changes of them are refused, but
+        not those of their ``data`` by NumPy, which all ranks of the node see at once. Ends with `take_parameters`.
+        """
+        raise NotImplementedError
+
     def take_parameters(self) -> None:
         """Go on from what the parameters hold now; every rank must call when it has written to them by itself.
 
         A store that updates has values of its own, which parameters are at the next step: it takes those of rank 0, and
         so do all ranks. Of parameters of 16 bits the float32 copies that are updated become what they hold. In other
-        buckets, and where each rank updates, what a rank writes to its parameters counts anyway.
+        buckets, and where each rank updates, what they hold counts anyway; where ranks hold them together that is what
+        all have made of them: see `changing_parameters`.
         """
 
     def synchronize(self) -> None:

@@ -1,0 +1,205 @@
+"""A program that changes parameters by itself does so once, on however many ranks, and training goes on from there."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from hpcdp import nn, optim
+from hpcdp.autograd import record
+from hpcdp.comm import init, threads
+from hpcdp.errors import HpcdpError
+from hpcdp.train.trainer import Trainer
+
+HOW = [
+    {"owner": "shard"},
+    {"owner": "shard", "overlap": True},
+    {"owner": "rank"},
+    {"kvstore": "dist_sync"},
+    {"kvstore": "dist_sync", "update_on_kvstore": False},
+]
+WORLDS = [(1, None), (2, None), (3, None), (4, 2), (3, 2), (2, 1)]
+
+
+def network(dtype="float32"):
+    net = nn.Sequential(nn.Dense(6, 8, activation="relu"), nn.Dense(8, 4))
+    for number, param in enumerate(net.parameters()):
+        param.data[...] = np.random.default_rng(number).normal(size=param.shape)
+    return net.to(dtype)
+
+
+def halve(net):
+    for param in net.parameters():
+        param *= 0.5
+
+
+def steps(net, trainer, rank, size, first, count):
+    for step in range(first, first + count):
+        rng = np.random.default_rng(step)
+        x, y = rng.normal(size=(12, 6)), rng.integers(0, 4, 12)
+        mine = slice(12 * rank // size, 12 * (rank + 1) // size)
+        with record():
+            out = net(x[mine].astype(net[0].weight.dtype)).astype("float32")
+            loss = nn.functional.softmax_cross_entropy(out, y[mine])
+        loss.backward()
+        trainer.step(len(y[mine]))
+
+
+def run(n, per_node, how, dtype, change):
+    def rank(world):
+        net = network(dtype)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, **how)
+        steps(net, trainer, world.rank, n, 0, 3)
+        change(net, trainer)
+        steps(net, trainer, world.rank, n, 3, 3)
+        return [param.data.astype("f4") for param in net.parameters()]
+
+    return threads.run(n, rank, per_node)
+
+
+def within(change):
+    def changed(net, trainer):
+        with trainer.changing_parameters():
+            change(net)
+
+    return changed
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("n", "per_node"), WORLDS)
+def test_all_ranks_change_them_once(n, per_node, how):
+    def change(net, trainer):
+        before = [param.data.copy() for param in net.parameters()]
+        within(halve)(net, trainer)
+        for param, values in zip(net.parameters(), before, strict=True):
+            np.testing.assert_array_equal(param.data, values * np.float32(0.5))
+
+    (expected,) = run(1, None, {"owner": "rank"}, "float32", within(halve))
+    for params in run(n, per_node, how, "float32", change):
+        for found, value in zip(params, expected, strict=True):
+            np.testing.assert_allclose(found, value, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+@pytest.mark.parametrize(("n", "per_node"), [(1, None), (3, None), (4, 2)])
+def test_copies_in_float32_follow(n, per_node, owner):
+    """An update that rounding would lose shows whether they have: all weights are set to 1."""
+
+    def ones(net):
+        for param in net.parameters():
+            param[...] = 1.0
+
+    def rank(world):
+        net = network("float16")
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner=owner)
+        steps(net, trainer, world.rank, n, 0, 2)
+        within(ones)(net, trainer)
+        masters = [state["master"] for state in trainer.owner.states]
+        assert masters and all((master[master != 0] == 1).all() and master.any() for master in masters)
+
+    threads.run(n, rank, per_node)
+
+
+@pytest.mark.parametrize("state", ["loaded", "new array"])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_whole_states_and_new_arrays_are_taken_too(state, owner):
+    best = {name: values * 3 for name, values in network().state_dict().items()}
+
+    def load(net):
+        if state == "loaded":
+            net.load_state_dict(best)
+            return
+        for name, param in net.named_parameters():
+            param.data = best[name].copy()
+
+    results = run(3, 2, {"owner": owner}, "float32", within(load))
+    (expected,) = run(1, None, {"owner": "rank"}, "float32", within(load))
+    for params in results:
+        for found, value in zip(params, expected, strict=True):
+            np.testing.assert_allclose(found, value, rtol=2e-5, atol=1e-6)
+
+
+def test_others_see_nothing_before_all_have_left():
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        before, after = net[0].weight.data.copy(), net[0].weight.data * 2
+        with trainer.changing_parameters():
+            if world.rank == 0:
+                net[0].weight *= 2
+            world.barrier()
+            if world.rank:
+                np.testing.assert_array_equal(net[0].weight.data, before)
+                net[0].weight *= 2
+        np.testing.assert_array_equal(net[0].weight.data, after)
+
+    threads.run(3, rank)
+
+
+@pytest.mark.parametrize("fails_on", [0, 1])
+def test_an_error_within_leaves_the_parameters_in_place(fails_on):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        try:
+            with trainer.changing_parameters():
+                halve(net)
+                if world.rank == fails_on:
+                    raise ValueError("mine")
+        except ValueError:
+            assert world.rank == fails_on
+        return net[0].weight.data.copy()
+
+    first, second = threads.run(2, rank)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, network()[0].weight.data * np.float32(0.5))
+
+
+def change_in_place(net):
+    net[0].weight *= 0.5
+
+
+def assign(net):
+    net[0].weight[0] = 0
+
+
+@pytest.mark.parametrize("change", [change_in_place, assign])
+def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        before = net[0].weight.data.copy()
+        message = r"in-place change \[0.weight\]: .* trainer.changing_parameters\(\):`, got one of what 2 ranks hold"
+        with pytest.raises(HpcdpError, match=message):
+            change(net)
+        np.testing.assert_array_equal(net[0].weight.data, before)
+        change(copy.deepcopy(net))  # which is this rank's own
+        with trainer.changing_parameters():
+            change(net)
+        with pytest.raises(HpcdpError, match="in-place change"):
+            change(net)
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("how", [{"owner": "rank"}, {"kvstore": "dist_sync"}])
+def test_what_each_rank_has_for_itself_may_be_changed(how):
+    def rank(world):
+        net = network()
+        Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        change_in_place(net)
+
+    threads.run(2, rank)
+
+
+@pytest.mark.mpi
+def test_on_real_ranks():
+    world = init()
+    net = network()
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world)
+    before = net[0].weight.data.copy()
+    for _ in range(10):
+        with trainer.changing_parameters():
+            halve(net)
+        world.barrier()
+    np.testing.assert_array_equal(net[0].weight.data, before * np.float32(0.5**10))
