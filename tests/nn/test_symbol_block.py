@@ -280,6 +280,60 @@ def test_a_forward_that_takes_batches_as_they_come_is_loaded_for_all(tmp_path, w
     np.testing.assert_array_equal(again(arrays(6, 3)).data, net(arrays(6, 3)).data)
 
 
+@pytest.mark.parametrize("number", [np.longdouble(2), np.complex64(2)])
+def test_a_number_that_json_does_not_have_is_refused_in_one_line(tmp_path, number):
+    net = ByBatch(lambda y: y * number)
+    net.hybridize()
+    net(arrays(2, 3))
+    with pytest.raises(ConfigError, match=r"export \[multiply\]: expected numbers of at most 64 bits, got (lo|co)"):
+        net.export(tmp_path / "net")
+
+
+OF_NUMPY = {
+    "slice": lambda y: y[:, : np.int64(2)],
+    "backwards": lambda y: y[:: np.int64(-1), ::-1],
+    "unsigned": lambda y: y[..., None, np.uint8(0) : np.int32(3) : np.int8(2)],
+    "array without axes": lambda y: y[:, np.array(1) :].max(axis=np.array(1)),
+    "integer": lambda y: y[np.int64(1), np.array([1, 2])[0]],
+    "bool": lambda y: y[True, :1],
+    "axes": lambda y: y.sum(axis=(np.int64(0), np.int32(1)), keepdims=True),
+    "shape": lambda y: y.reshape(np.int64(1), 1, y.shape[0], np.array(3)),
+    "list": lambda y: y.reshape([np.int64(3), -1]).transpose([np.int64(1), 0]),
+    "nested": lambda y: nn.functional.max_pool2d(y.reshape(1, 1, -1, 3), (np.int64(2), 2), stride=[np.int64(1), 1]),
+    "dtype": lambda y: y.astype(np.float64).astype(np.dtype(">f4")),
+}
+
+
+@pytest.mark.parametrize("what", OF_NUMPY)
+def test_numbers_of_numpy_are_exported_wherever_they_stand(tmp_path, what):
+    net, x = ByBatch(OF_NUMPY[what]), arrays(4, 3)
+    expected = net(x)
+    net.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(net(x).data, expected.data)
+    net.export(tmp_path / "net")
+    loaded = nn.SymbolBlock.load(tmp_path / "net")
+    loaded.hybridize()
+    for _ in range(3):
+        found = loaded(x)
+        np.testing.assert_array_equal(found.data, expected.data)
+        assert found.dtype == expected.dtype
+    loaded.export(tmp_path / "again")
+    files = [(tmp_path / f"{name}.json").read_text() for name in ("net", "again")]
+    assert json.loads(files[0])["nodes"] == json.loads(files[1])["nodes"]
+
+
+def test_a_float_of_numpy_keeps_its_dtype_as_an_attribute(tmp_path):
+    net, x = nn.BatchNorm(2000, eps=np.float64(1e-3)), arrays(2, 2000)
+    net.running_var.data[...] = arrays(2000, seed=1) ** 2
+    expected = net(x).data
+    net.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(net(x).data, expected)
+    net.export(tmp_path / "net")
+    np.testing.assert_array_equal(nn.SymbolBlock.load(tmp_path / "net")(x).data, expected)
+
+
 class Scaled(nn.Module):
     """Its parts have names of what reads an export, and two of them have one weight."""
 

@@ -270,8 +270,13 @@ def _plain(value: Any) -> Any:
     """An attribute as it can be written down, but for a random generator."""
     if isinstance(value, (type, np.dtype)):
         return str(np.dtype(value))
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]
     if isinstance(value, np.generic):
-        return value.item()
+        number = value.item()
+        return value if isinstance(number, float) else number  # the dtype of a float may change a result's bits
+    if isinstance(value, slice):
+        return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
     if isinstance(value, (tuple, list)):
         return tuple(_plain(each) for each in value)
     return value
