@@ -67,6 +67,11 @@ REFUSED = {
     "a mean": (lambda self, y: y * statistics.fmean(y[0]), r"got float\(tensor\)"),
     "array": (lambda self, y: y + np.random.default_rng(0).random(3), r"an array of shape \(3,\) from elsewhere"),
     "tensor": (lambda self, y: y + OUTSIDE, r"an array of shape \(3,\) from elsewhere.*keep it as an attribute"),
+    "a list of tensors": (
+        lambda self, y: y - [y, y],
+        r"got a list with something else in it; take autograd\.stack of it",
+    ),
+    "a dict": (lambda self, y: y + {}, r"got a dict; keep it"),
     "assignment": (assigned, r"got one that assigns Uses\.last; return what is to be kept"),
     "item of a parameter": (lambda self, y: y * self.scale.asnumpy().max().item(), r"got tensor\.asnumpy\(\)"),
     "if of a parameter": (lambda self, y: y if self.scale[0] > 0 else -y, r"got bool\(tensor\), as if, while"),
@@ -191,6 +196,35 @@ def test_shapes_numbers_and_rows_are_known_while_tracing():
         found, expected = net(x).data, plain(x).data
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
+
+
+IN_LISTS = {
+    "nested": lambda self, y: y[[[0, 1], [1, 0]]],
+    "two": lambda self, y: y[[[0], [1]], [[1, 2]]] * 2.0,
+    "tuples": lambda self, y: y[((0, 1), (1, 0))],
+    "of NumPy": lambda self, y: y[[np.int64(1), 0, 1], : np.int64(2)],
+    "range": lambda self, y: y[:, range(2)],
+    "none": lambda self, y: y[[]],
+    "operand": lambda self, y: y - [[1.0], [2]],
+    "small": lambda self, y: y * [np.float32(1), np.float32(2), np.float32(0.3)],
+    "chain": lambda self, y: nn.functional.relu(y.astype("float64") * 2.0 + [1.0, 2.0, 3.0]) * 3.0,
+}
+
+
+@pytest.mark.parametrize("name", IN_LISTS)
+def test_numbers_in_lists_are_constants(name):
+    net, plain = Uses(IN_LISTS[name]), Uses(IN_LISTS[name])
+    net.hybridize()
+    for seed in range(4):
+        x = np.random.default_rng(seed).standard_normal((2, 3)).astype(np.float32)
+        predicted, expected = net(x), plain(x)
+        assert predicted.dtype == expected.dtype
+        np.testing.assert_array_equal(predicted.data, expected.data)
+        for each in (net, plain):
+            with autograd.record():
+                y = each(x)
+            y.backward()
+        np.testing.assert_array_equal(net.scale.grad, plain.scale.grad)
 
 
 class Counts(nn.Module):

@@ -238,6 +238,7 @@ OF_ONE_SIZE = {
     "mean of all": lambda y: y.mean(),
     "len": lambda y: y / len(y),
     "half": lambda y: y[: len(y) // 2],
+    "list": lambda y: y[[list(range(len(y)))]],
     "rows": lambda y: autograd.stack([y[i] for i in range(len(y))]),
     "shape": lambda y: y.reshape(len(y) * 3, 1),
     "condition": lambda y: y if len(y) > 1 else -y,
@@ -303,10 +304,19 @@ OF_NUMPY = {
     "dtype": lambda y: y.astype(np.float64).astype(np.dtype(">f4")),
 }
 
+IN_LISTS = {
+    "flat": lambda y: y[[2, 0, 1]],
+    "nested": lambda y: y[[[0, 1], [1, 0]]],
+    "tuples": lambda y: y[((0, 1), (1, 0))],
+    "integers of NumPy": lambda y: y[[[np.int64(0)], [1]], [[np.int64(1), 2]]],
+    "floats of NumPy": lambda y: y * [np.float32(0.1), np.float32(2), np.float32(3)],
+    "floats": lambda y: y - [[1.0], [2], [3], [4]],
+}
 
-@pytest.mark.parametrize("what", OF_NUMPY)
-def test_numbers_of_numpy_are_exported_wherever_they_stand(tmp_path, what):
-    net, x = ByBatch(OF_NUMPY[what]), arrays(4, 3)
+
+@pytest.mark.parametrize("what", [*OF_NUMPY.values(), *IN_LISTS.values()], ids=[*OF_NUMPY, *IN_LISTS])
+def test_numbers_are_exported_wherever_they_stand(tmp_path, what):
+    net, x = ByBatch(what), arrays(4, 3)
     expected = net(x)
     net.hybridize()
     for _ in range(3):

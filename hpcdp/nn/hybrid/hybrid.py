@@ -52,9 +52,10 @@ class _Known:
         self.plans: list[Plan | CudaPlan] = []
 
     def still_fits(self) -> bool:
-        """Whether the network's tensors have the shapes, dtypes and kinds of arrays with which it was traced."""
+        """Whether the network's tensors have the shapes, dtypes and kinds of arrays with which it was traced, and lists
+        the numbers."""
         kinds = [(each.shape, each.dtype) for each in self.traced.held]
-        return kinds == self.traced.kinds and _types_of(self.traced) == self._types
+        return kinds == self.traced.kinds and _types_of(self.traced) == self._types and self.traced.has_its_lists()
 
 
 class _Here(threading.local):

@@ -190,8 +190,7 @@ class Reader:
             node = self._number(read["node"], len(graph.nodes), "number of an earlier node")
             return Result(node, self._number(read["output"], len(graph.nodes[node].outputs), "number of an output"))
         value, dtype = read["number"], read["dtype"]
-        numbers = value if type(value) is list else [value]
-        self._require(all(isinstance(each, (bool, int, float)) for each in numbers), "numbers", value)
+        self._require(_is_numbers(value), "numbers", value)
         return Literal(value, None if dtype is None else str(dtype_of(dtype)))
 
     def _node(self, read: Any, graph: Graph) -> Node:
@@ -222,6 +221,10 @@ class Reader:
             return slice(*values) if kind == "slice" else tuple(values)
         self._require(read is None or isinstance(read, (bool, int, float, str)), "attributes", read)
         return read
+
+
+def _is_numbers(read: Any) -> bool:
+    return all(map(_is_numbers, read)) if type(read) is list else isinstance(read, (bool, int, float))
 
 
 def call(node: Node, operands: list[Any], functions: Mapping[str, Callable[..., Any]]) -> Any:

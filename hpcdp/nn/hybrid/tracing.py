@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import sysconfig
@@ -232,13 +233,14 @@ class TracingRun:
             return Literal(x.item(), str(x.dtype))
         if x is None or isinstance(x, (bool, int, float)):
             return None if x is None else Literal(x)
-        if isinstance(x, list) and all(isinstance(each, int) for each in x):
-            return Literal(x)
+        if isinstance(x, (list, tuple, range)):
+            return self._numbers_in(x)
         name, value, is_detached = self._known.get(id(x), ("", None, False))
         if not name:
             raise refusal(
                 users_line()[0], "tensors that are computed from the inputs, and attributes",
-                f"an array of shape {tuple(getattr(x, 'shape', ()))} from elsewhere, fixed in replays",
+                f"an array of shape {tuple(x.shape)} from elsewhere, fixed in replays"
+                if hasattr(x, "shape") else f"a {type(x).__name__}",
                 "keep it as an attribute of the module (a part in a list is none), pass it as an input, or call "
                 "hybridize(False)",
             )  # fmt: skip
@@ -248,6 +250,29 @@ class TracingRun:
             self.graph.names.append(name)
             self.graph.kinds.append((value.shape, value.dtype))
         return Held(self._numbers[name], is_detached)
+
+    def _numbers_in(self, x: Sequence[Any]) -> Literal:
+        try:
+            numbers = _numbers(x)
+        except TypeError as error:
+            raise refusal(
+                users_line()[0], "tensors, or numbers in lists", f"a {type(x).__name__} with something else in it",
+                "take autograd.stack of it, or call hybridize(False)",
+            ) from error  # fmt: skip
+        if not isinstance(x, range):
+            self.graph.lists.append((x, copy.deepcopy(x)))
+        dtype = np.asarray(x).dtype
+        return Literal(numbers, None if dtype == np.asarray(numbers).dtype else str(dtype))
+
+
+def _numbers(x: Any) -> Any:
+    """The numbers in ``x``, in lists of their own."""
+    if isinstance(x, (list, tuple, range)):
+        return [_numbers(each) for each in x]
+    number = x.item() if isinstance(x, np.generic) else x
+    if not isinstance(number, (bool, int, float)):
+        raise TypeError
+    return number
 
 
 def _inner(x: Any) -> Any:
