@@ -303,7 +303,7 @@ def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _described(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)) and not x.ndim and x.dtype.kind in "biu":
         return type(x), str(x.dtype), x.item()  # an axis, or the end of a slice
-    if isinstance(x, Tensor) or hasattr(x, "dtype"):
+    if isinstance(x, Tensor) or (hasattr(x, "dtype") and not isinstance(x, type)):  # as np.float32 has one
         return Tensor, tuple(x.shape), str(x.dtype)
     if isinstance(x, (float, np.random.Generator)):
         return type(x)

@@ -58,6 +58,9 @@ REFUSED = {
     "data": (lambda self, y: y * y.data, r"got tensor\.data"),
     "attach_grad": (lambda self, y: y.attach_grad() or y, r"got tensor\.attach_grad"),
     "backward": (lambda self, y: y.backward() or y, r"got tensor\.backward"),
+    "backward of several": (lambda self, y: autograd.backward([y]) or y, r"got tensor\.backward"),
+    "grad": (lambda self, y: y * autograd.grad(y, self.scale), r"got autograd\.grad; .*move it out of forward"),
+    "grad of an input": (lambda self, y: autograd.grad(self.scale, y), r"got autograd\.grad"),
     "in place": (changed, r"got a change in place; write x = x \+ y"),
     "setitem": (written, "got a change in place; make a new tensor"),
     "mask": (lambda self, y: y[y > 0], "got a tensor as a mask; .*how many elements a mask chooses depends on values"),
@@ -181,6 +184,21 @@ def test_a_tensor_that_is_kept_beyond_its_call_is_refused():
     for look in (lambda: kept[0] * 2, kept[0].asnumpy, lambda: print(kept[0])):
         with pytest.raises(HpcdpError, match=expected):
             look()
+
+
+def test_a_penalty_on_gradients_within_forward_is_refused_where_it_stands():
+    def penalty(self, y):
+        with autograd.record():
+            z = (self.scale * self.scale).sum()
+        return y * Tensor(autograd.grad(z, self.scale))
+
+    net = Uses(penalty)
+    x = np.ones(3, np.float32)
+    np.testing.assert_array_equal(net(x).data, 2 * x)
+    net.hybridize()
+    line = inspect.getsourcelines(penalty)[1] + 3
+    with pytest.raises(HpcdpError, match=rf"trace \[{re.escape(__file__)}:{line}\]: .*got autograd\.grad; "):
+        net(x)
 
 
 def test_shapes_numbers_and_rows_are_known_while_tracing():

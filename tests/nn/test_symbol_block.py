@@ -118,6 +118,23 @@ def test_a_call_that_has_found_out_shapes_is_not_enough_to_export(tmp_path):
     net.export(tmp_path / "net")
 
 
+def test_calls_within_asynchronous_are_none_to_export(tmp_path):
+    net = nn.Dense(6, 3)
+    net.hybridize()
+    with autograd.asynchronous():
+        for _ in range(2):
+            net(arrays(2, 6)).asnumpy()
+        expected = r"within which nothing is planned, got none .*; leave asynchronous\(\), call net\(x\), and again"
+        with pytest.raises(ConfigError, match=expected):
+            net.export(tmp_path / "net")
+    with pytest.raises(
+        ConfigError, match=r"asynchronous\(\), within which nothing is planned, got none .*; call net\(x\)"
+    ):
+        net.export(tmp_path / "net")
+    net(arrays(2, 6))
+    net.export(tmp_path / "net")
+
+
 def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     net = nn.models.mlp(6, 3, (5,))
     with pytest.raises(ConfigError, match=r"expected a hybridized network; call hybridize\(\), then net\(x\) once"):

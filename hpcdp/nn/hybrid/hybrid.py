@@ -149,9 +149,11 @@ class Hybrid:
             if key[:2] == (False, False):
                 return known.traced
         raise ConfigError(
-            "hybridize", where=type(self._module).__name__, expected="a call before, outside of record()",
+            "hybridize", where=type(self._module).__name__,
+            expected="a call before, outside of record() and of asynchronous(), within which nothing is planned",
             got="none since the module was made or changed",
-            remedy="call net(x), and again if that call has found out shapes",
+            remedy="leave asynchronous(), " * (modes.tracer is not None)
+            + "call net(x), and again if that call has found out shapes",
         )  # fmt: skip
 
     def with_other_batches(self, graph: Graph) -> Graph:

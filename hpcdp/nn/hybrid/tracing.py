@@ -29,7 +29,7 @@ _WORDS = {
     "__repr__": "the text of a tensor, as print() does",
     "__format__": "the text of a tensor, as an f-string does", "__array__": "a tensor as a NumPy array",
     **dict.fromkeys(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"), "a change in place"),
-    "__index__": "a tensor as an index", "__init__": "Tensor(tensor)",
+    "grad": "autograd.grad", "__index__": "a tensor as an index", "__init__": "Tensor(tensor)",
     "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()", "waitall": "autograd.waitall()",
 }  # fmt: skip
 
@@ -108,6 +108,11 @@ class Traced(Tensor):
                 "return it, or call hybridize(False)",
             )  # fmt: skip
         _refuse()
+
+    @property
+    def settled(self) -> Tensor:
+        """Refused: for `autograd.grad` and `backward`, whose gradients would be those of the trace."""
+        return Tensor(self.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
