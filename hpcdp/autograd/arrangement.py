@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,15 +129,10 @@ def _transposed(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 def getitem(x: Tensor, key: Any) -> Tensor:
     """``x[key]``; elements taken more than once sum their gradients."""
     parts = key if isinstance(key, tuple) else (key,)
-    tensors = [_kept(part) for part in parts if _is_array(part)]
+    tensors = [part for part in parts if _is_array(part)]
     kept = tuple(... if _is_array(part) else part for part in parts) if tensors else parts
     places = tuple(i for i, part in enumerate(parts) if _is_array(part))
     return _taken(x, *tensors, key=kept, places=places)
-
-
-def _kept(part: Any) -> Any:
-    """A list as it is now: its owner may change it before an asynchronous call, or a backward, reads it."""
-    return [_kept(each) for each in part] if isinstance(part, list) else part
 
 
 def _is_array(part: Any) -> bool:
@@ -148,7 +144,7 @@ def _taken(x: Tensor, *indices: Any, key: tuple[Any, ...], places: tuple[int, ..
     """``x[key]`` where the elements of ``key`` at ``places`` are ``indices``."""
     plain = list(key)
     for place, part in zip(places, indices, strict=True):
-        plain[place] = value_of(part)
+        plain[place] = copy.deepcopy(part) if isinstance(part, list) else value_of(part)  # backward reads it, too
     chosen = tuple(plain)
     a, shape = x.data, x.shape
     xp = array_namespace(a)

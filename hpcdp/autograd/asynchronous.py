@@ -291,7 +291,9 @@ def _gpu_of(*operands: Any) -> Device | None:
 
 
 def _as_it_is(x: Any) -> Any:
-    """An operand that gets another array before it is read counts as it was when it was passed."""
+    """An operand that is changed, or gets another array, before it is read counts as it was when it was passed."""
+    if isinstance(x, list):
+        return copy.deepcopy(x)
     return Tensor(x.data) if type(x) is Tensor and x.node is None and x.grad_req == "null" else x
 
 
@@ -318,7 +320,7 @@ def _key_of(called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _described(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)) and not x.ndim and x.dtype.kind in "biu":
         return type(x), str(x.dtype), x.item()  # an axis, or the end of a slice
-    if isinstance(x, Tensor) or hasattr(x, "dtype"):
+    if isinstance(x, Tensor) or (hasattr(x, "dtype") and not isinstance(x, type)):  # as np.float32 has one
         return Tensor, tuple(x.shape), str(x.dtype)
     if isinstance(x, (float, np.random.Generator)):
         return type(x)

@@ -170,7 +170,7 @@ class Module:
         """What a hybridized network's last prediction in this thread has computed, call by call.
 
         Raises:
-            ConfigError: it is not hybridized, or was not called yet outside of ``record()``.
+            ConfigError: it is not hybridized, or was not called yet outside of ``record()`` and ``asynchronous()``.
         """
         if self._hybrid is None:
             raise ConfigError(

@@ -232,6 +232,16 @@ def test_an_index_may_be_a_list():
             np.testing.assert_array_equal(x[index].asnumpy(), x.data[index])
 
 
+@pytest.mark.parametrize("dtype", [np.float64, float, np.dtype("f8"), "float64"], ids=str)
+def test_casts_return_at_once_whatever_names_the_dtype(gates, dtype):
+    with autograd.asynchronous(2):
+        gates.know(x := random(0, 3))
+        assert x.astype(np.float16).dtype == np.float16 and x.astype(dtype).dtype == np.float64
+        result = gates.add_one(x, 1.0).astype(dtype)  # which would wait for the gate
+        gates.events[1].set()
+        np.testing.assert_array_equal(result.asnumpy(), (x.data + 1).astype("f8"))
+
+
 def test_hybridized_networks_are_called_without_their_plans():
     net, x = nn.models.lenet(), np.random.default_rng(0).normal(size=(2, 1, 28, 28)).astype("f4")
     expected = net(x).asnumpy()

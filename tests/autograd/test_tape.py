@@ -17,6 +17,16 @@ def leaf(values, grad_req="write"):
     return tensor
 
 
+def test_a_list_as_an_index_may_change_before_backward():
+    x, index = Tensor(np.zeros(4, "f4")), [0, 1]
+    x.attach_grad()
+    with autograd.record():
+        y = x[index]
+    index[0] = 3
+    y.backward()
+    np.testing.assert_array_equal(x.grad, [1, 1, 0, 0])
+
+
 def test_ones_are_the_seed_so_that_gradients_are_sums():
     x = leaf([[1.0, 2.0], [3.0, 4.0]])
     with autograd.record():

@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import pytest
 from with_and_without import arrays, in_both, pair, warm
 
 from hpcdp import autograd, nn
@@ -123,6 +124,53 @@ def test_a_network_that_is_changed_is_traced_anew():
         each[1].activation = "relu"
     for _ in range(3):
         np.testing.assert_array_equal(net(x).data, plain(x).data)
+
+
+class Takes(nn.Module):
+    def __init__(self, rows):
+        self.scale = nn.Parameter(arrays(3))
+        self.rows = rows
+
+    def forward(self, x):
+        return (x * self.scale)[self.rows]
+
+
+def changed_number(rows):
+    rows[0] = rows[-1]
+
+
+def shorter(rows):
+    del rows[1:]
+
+
+def changed_within(rows):
+    if isinstance(rows[0], list):
+        rows[0][0] = 2
+    else:
+        rows += [2, 2]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 0], [[0, 1], [1, 0]]], ids=["flat", "nested"])
+@pytest.mark.parametrize("change", [changed_number, shorter, changed_within])
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_list_of_numbers_that_is_changed_in_place_is_seen(rows, change, recording):
+    net, plain = pair(Takes(copy.deepcopy(rows)))
+
+    def run(each):
+        with autograd.record() if recording else autograd.pause():
+            y = each(arrays(3, 3))
+        if recording:
+            y.backward()
+        return y.data
+
+    for number in range(6):
+        if number == 3:
+            change(net.rows)
+            change(plain.rows)
+        found, expected = run(net), run(plain)
+        np.testing.assert_array_equal(found, expected, strict=True)
+        np.testing.assert_array_equal(net.scale.grad, plain.scale.grad)
+    assert len(net._hybrid._here.known) == 1
 
 
 def test_the_short_way_sees_new_arrays_and_updates_under_way():

@@ -58,6 +58,9 @@ REFUSED = {
     "data": (lambda self, y: y * y.data, r"got tensor\.data"),
     "attach_grad": (lambda self, y: y.attach_grad() or y, r"got tensor\.attach_grad"),
     "backward": (lambda self, y: y.backward() or y, r"got tensor\.backward"),
+    "backward of several": (lambda self, y: autograd.backward([y]) or y, r"got tensor\.backward"),
+    "grad": (lambda self, y: y * autograd.grad(y, self.scale), r"got autograd\.grad; .*move it out of forward"),
+    "grad of an input": (lambda self, y: autograd.grad(self.scale, y), r"got autograd\.grad"),
     "in place": (changed, r"got a change in place; write x = x \+ y"),
     "setitem": (written, "got a change in place; make a new tensor"),
     "mask": (lambda self, y: y[y > 0], "got a tensor as a mask; .*how many elements a mask chooses depends on values"),
@@ -67,6 +70,11 @@ REFUSED = {
     "a mean": (lambda self, y: y * statistics.fmean(y[0]), r"got float\(tensor\)"),
     "array": (lambda self, y: y + np.random.default_rng(0).random(3), r"an array of shape \(3,\) from elsewhere"),
     "tensor": (lambda self, y: y + OUTSIDE, r"an array of shape \(3,\) from elsewhere.*keep it as an attribute"),
+    "a list of tensors": (
+        lambda self, y: y - [y, y],
+        r"got a list with something else in it; take autograd\.stack of it",
+    ),
+    "a dict": (lambda self, y: y + {}, r"got a dict; keep it"),
     "assignment": (assigned, r"got one that assigns Uses\.last; return what is to be kept"),
     "item of a parameter": (lambda self, y: y * self.scale.asnumpy().max().item(), r"got tensor\.asnumpy\(\)"),
     "if of a parameter": (lambda self, y: y if self.scale[0] > 0 else -y, r"got bool\(tensor\), as if, while"),
@@ -178,6 +186,21 @@ def test_a_tensor_that_is_kept_beyond_its_call_is_refused():
             look()
 
 
+def test_a_penalty_on_gradients_within_forward_is_refused_where_it_stands():
+    def penalty(self, y):
+        with autograd.record():
+            z = (self.scale * self.scale).sum()
+        return y * Tensor(autograd.grad(z, self.scale))
+
+    net = Uses(penalty)
+    x = np.ones(3, np.float32)
+    np.testing.assert_array_equal(net(x).data, 2 * x)
+    net.hybridize()
+    line = inspect.getsourcelines(penalty)[1] + 3
+    with pytest.raises(HpcdpError, match=rf"trace \[{re.escape(__file__)}:{line}\]: .*got autograd\.grad; "):
+        net(x)
+
+
 def test_shapes_numbers_and_rows_are_known_while_tracing():
     def shapes(self, y):
         rows = [row * len(y) for row in y]
@@ -191,6 +214,35 @@ def test_shapes_numbers_and_rows_are_known_while_tracing():
         found, expected = net(x).data, plain(x).data
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
+
+
+IN_LISTS = {
+    "nested": lambda self, y: y[[[0, 1], [1, 0]]],
+    "two": lambda self, y: y[[[0], [1]], [[1, 2]]] * 2.0,
+    "tuples": lambda self, y: y[((0, 1), (1, 0))],
+    "of NumPy": lambda self, y: y[[np.int64(1), 0, 1], : np.int64(2)],
+    "range": lambda self, y: y[:, range(2)],
+    "none": lambda self, y: y[[]],
+    "operand": lambda self, y: y - [[1.0], [2]],
+    "small": lambda self, y: y * [np.float32(1), np.float32(2), np.float32(0.3)],
+    "chain": lambda self, y: nn.functional.relu(y.astype("float64") * 2.0 + [1.0, 2.0, 3.0]) * 3.0,
+}
+
+
+@pytest.mark.parametrize("name", IN_LISTS)
+def test_numbers_in_lists_are_constants(name):
+    net, plain = Uses(IN_LISTS[name]), Uses(IN_LISTS[name])
+    net.hybridize()
+    for seed in range(4):
+        x = np.random.default_rng(seed).standard_normal((2, 3)).astype(np.float32)
+        predicted, expected = net(x), plain(x)
+        assert predicted.dtype == expected.dtype
+        np.testing.assert_array_equal(predicted.data, expected.data)
+        for each in (net, plain):
+            with autograd.record():
+                y = each(x)
+            y.backward()
+        np.testing.assert_array_equal(net.scale.grad, plain.scale.grad)
 
 
 class Counts(nn.Module):

@@ -118,6 +118,23 @@ def test_a_call_that_has_found_out_shapes_is_not_enough_to_export(tmp_path):
     net.export(tmp_path / "net")
 
 
+def test_calls_within_asynchronous_are_none_to_export(tmp_path):
+    net = nn.Dense(6, 3)
+    net.hybridize()
+    with autograd.asynchronous():
+        for _ in range(2):
+            net(arrays(2, 6)).asnumpy()
+        expected = r"within which nothing is planned, got none .*; leave asynchronous\(\), call net\(x\), and again"
+        with pytest.raises(ConfigError, match=expected):
+            net.export(tmp_path / "net")
+    with pytest.raises(
+        ConfigError, match=r"asynchronous\(\), within which nothing is planned, got none .*; call net\(x\)"
+    ):
+        net.export(tmp_path / "net")
+    net(arrays(2, 6))
+    net.export(tmp_path / "net")
+
+
 def test_there_is_something_to_export_only_after_a_prediction(tmp_path):
     net = nn.models.mlp(6, 3, (5,))
     with pytest.raises(ConfigError, match=r"expected a hybridized network; call hybridize\(\), then net\(x\) once"):
@@ -238,6 +255,7 @@ OF_ONE_SIZE = {
     "mean of all": lambda y: y.mean(),
     "len": lambda y: y / len(y),
     "half": lambda y: y[: len(y) // 2],
+    "list": lambda y: y[[list(range(len(y)))]],
     "rows": lambda y: autograd.stack([y[i] for i in range(len(y))]),
     "shape": lambda y: y.reshape(len(y) * 3, 1),
     "condition": lambda y: y if len(y) > 1 else -y,
@@ -278,6 +296,69 @@ def test_a_forward_that_takes_batches_as_they_come_is_loaded_for_all(tmp_path, w
     loaded.export(tmp_path / "again")
     again = nn.SymbolBlock.load(tmp_path / "again")
     np.testing.assert_array_equal(again(arrays(6, 3)).data, net(arrays(6, 3)).data)
+
+
+@pytest.mark.parametrize("number", [np.longdouble(2), np.complex64(2)])
+def test_a_number_that_json_does_not_have_is_refused_in_one_line(tmp_path, number):
+    net = ByBatch(lambda y: y * number)
+    net.hybridize()
+    net(arrays(2, 3))
+    with pytest.raises(ConfigError, match=r"export \[multiply\]: expected numbers of at most 64 bits, got (lo|co)"):
+        net.export(tmp_path / "net")
+
+
+OF_NUMPY = {
+    "slice": lambda y: y[:, : np.int64(2)],
+    "backwards": lambda y: y[:: np.int64(-1), ::-1],
+    "unsigned": lambda y: y[..., None, np.uint8(0) : np.int32(3) : np.int8(2)],
+    "array without axes": lambda y: y[:, np.array(1) :].max(axis=np.array(1)),
+    "integer": lambda y: y[np.int64(1), np.array([1, 2])[0]],
+    "bool": lambda y: y[True, :1],
+    "axes": lambda y: y.sum(axis=(np.int64(0), np.int32(1)), keepdims=True),
+    "shape": lambda y: y.reshape(np.int64(1), 1, y.shape[0], np.array(3)),
+    "list": lambda y: y.reshape([np.int64(3), -1]).transpose([np.int64(1), 0]),
+    "nested": lambda y: nn.functional.max_pool2d(y.reshape(1, 1, -1, 3), (np.int64(2), 2), stride=[np.int64(1), 1]),
+    "dtype": lambda y: y.astype(np.float64).astype(np.dtype(">f4")),
+}
+
+IN_LISTS = {
+    "flat": lambda y: y[[2, 0, 1]],
+    "nested": lambda y: y[[[0, 1], [1, 0]]],
+    "tuples": lambda y: y[((0, 1), (1, 0))],
+    "integers of NumPy": lambda y: y[[[np.int64(0)], [1]], [[np.int64(1), 2]]],
+    "floats of NumPy": lambda y: y * [np.float32(0.1), np.float32(2), np.float32(3)],
+    "floats": lambda y: y - [[1.0], [2], [3], [4]],
+}
+
+
+@pytest.mark.parametrize("what", [*OF_NUMPY.values(), *IN_LISTS.values()], ids=[*OF_NUMPY, *IN_LISTS])
+def test_numbers_are_exported_wherever_they_stand(tmp_path, what):
+    net, x = ByBatch(what), arrays(4, 3)
+    expected = net(x)
+    net.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(net(x).data, expected.data)
+    net.export(tmp_path / "net")
+    loaded = nn.SymbolBlock.load(tmp_path / "net")
+    loaded.hybridize()
+    for _ in range(3):
+        found = loaded(x)
+        np.testing.assert_array_equal(found.data, expected.data)
+        assert found.dtype == expected.dtype
+    loaded.export(tmp_path / "again")
+    files = [(tmp_path / f"{name}.json").read_text() for name in ("net", "again")]
+    assert json.loads(files[0])["nodes"] == json.loads(files[1])["nodes"]
+
+
+def test_a_float_of_numpy_keeps_its_dtype_as_an_attribute(tmp_path):
+    net, x = nn.BatchNorm(2000, eps=np.float64(1e-3)), arrays(2, 2000)
+    net.running_var.data[...] = arrays(2000, seed=1) ** 2
+    expected = net(x).data
+    net.hybridize()
+    for _ in range(3):
+        np.testing.assert_array_equal(net(x).data, expected)
+    net.export(tmp_path / "net")
+    np.testing.assert_array_equal(nn.SymbolBlock.load(tmp_path / "net")(x).data, expected)
 
 
 class Scaled(nn.Module):

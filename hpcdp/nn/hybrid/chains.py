@@ -58,6 +58,8 @@ def link(step: Any, operator: str, uses: int, operands: Sequence[Any], keeps: bo
     given = [value_of(each) for each in operands]
     whole = [each for each in given if isinstance(each, np.ndarray) and each.shape == value.shape]
     rows = [each for each in given if isinstance(each, np.ndarray) and each.shape != value.shape]
+    if any(isinstance(each, list) for each in given):  # kernels know arrays and numbers
+        return None
     if not whole or not all(each.dtype == value.dtype and each.flags.c_contiguous for each in (*whole, *rows)):
         return None
     if not all(_is_row_of(each, value) for each in rows):

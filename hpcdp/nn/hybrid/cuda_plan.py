@@ -48,7 +48,7 @@ class CudaPlan:
         self.graph = graph
         self._keeps = keeps
         self._token = object()
-        self._held = HeldArrays(graph.held)
+        self._held = HeldArrays(graph)
         self._frozen = self._without_gradients()
         self._capturer = Capturer()
         self._places = [Tensor(array_namespace(each.data).empty(each.shape, dtype=each.dtype)) for each in given]

@@ -40,14 +40,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Literal:
-    """A number or a list of numbers, of a NumPy dtype or, where that is None, of Python."""
+    """A number, or numbers in lists, of a NumPy dtype or, where that is None, of Python."""
 
     value: Any
     dtype: str | None = None
 
     def operand(self) -> Any:
         """As operators take it."""
-        return self.value if self.dtype is None else dtype_of(self.dtype).type(self.value)
+        return self.value if self.dtype is None else _of_type(dtype_of(self.dtype).type, self.value)
+
+
+def _of_type(kind: Callable[[Any], Any], value: Any) -> Any:
+    return [_of_type(kind, each) for each in value] if isinstance(value, list) else kind(value)
 
 
 Source = Input | Held | Result | Literal | None
@@ -95,6 +99,8 @@ class Graph:
     """Their paths in it."""
     kinds: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
     """Shape and dtype of each."""
+    lists: list[tuple[Any, Any]] = field(default_factory=list)
+    """The program's lists of numbers that became literals, and what each was."""
     nodes: list[Node] = field(default_factory=list)
     outputs: tuple[Source, ...] = ()
     form: str = "one"
@@ -117,6 +123,10 @@ class Graph:
         from .overview import draw
 
         draw(self, path)
+
+    def has_its_lists(self) -> bool:
+        """Whether the program's lists are as they were traced; it may have changed them since, in place."""
+        return all(now == before for now, before in self.lists)
 
     def last_uses(self) -> list[int]:
         """For each node the number of the last one that reads it; the number of nodes where the network returns it."""

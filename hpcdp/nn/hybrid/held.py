@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ...autograd import Tensor
 from ...errors import HpcdpError
 from .changed import state
+from .graph import Graph
 
 
 def array_of(held: Any) -> Any:
@@ -16,24 +16,27 @@ def array_of(held: Any) -> Any:
 
 
 class HeldArrays:
-    """The arrays of ``held``, tensors and arrays of a network."""
+    """The arrays of the tensors and arrays of a network that ``graph`` holds, and the lists that it was traced with."""
 
-    def __init__(self, held: Sequence[Any]) -> None:
-        pairs = [(each, array_of(each)) for each in held]
+    def __init__(self, graph: Graph) -> None:
+        pairs = [(each, array_of(each)) for each in graph.held]
         self.parameters = [pair for pair in pairs if hasattr(pair[0], "held")]
         self._buffers = [pair for pair in pairs if isinstance(pair[0], Tensor) and not hasattr(pair[0], "held")]
+        self._has_its_lists = graph.has_its_lists if graph.lists else None
         self.are_parameters_only = not self._buffers
         self.seen: object = None
         """The state of all parameters at which these had no hooks and these arrays."""
 
     def still_hold(self) -> bool:
-        """Whether the tensors still have these arrays."""
+        """Whether the tensors still have these arrays, and the lists these numbers."""
         now = state.parameters
         if self.seen is not now:
             if any(param.held() is not array for param, array in self.parameters):
                 return False
             if all(param.data_hook is None for param, _ in self.parameters):
                 self.seen = now
+        if self._has_its_lists is not None and not self._has_its_lists():
+            return False
         return all(buffer.data is array for buffer, array in self._buffers)
 
     @property

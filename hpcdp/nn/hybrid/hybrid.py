@@ -52,9 +52,10 @@ class _Known:
         self.plans: list[Plan | CudaPlan] = []
 
     def still_fits(self) -> bool:
-        """Whether the network's tensors have the shapes, dtypes and kinds of arrays with which it was traced."""
+        """Whether the network's tensors have the shapes, dtypes and kinds of arrays with which it was traced, and lists
+        the numbers."""
         kinds = [(each.shape, each.dtype) for each in self.traced.held]
-        return kinds == self.traced.kinds and _types_of(self.traced) == self._types
+        return kinds == self.traced.kinds and _types_of(self.traced) == self._types and self.traced.has_its_lists()
 
 
 class _Here(threading.local):
@@ -148,9 +149,11 @@ class Hybrid:
             if key[:2] == (False, False):
                 return known.traced
         raise ConfigError(
-            "hybridize", where=type(self._module).__name__, expected="a call before, outside of record()",
+            "hybridize", where=type(self._module).__name__,
+            expected="a call before, outside of record() and of asynchronous(), within which nothing is planned",
             got="none since the module was made or changed",
-            remedy="call net(x), and again if that call has found out shapes",
+            remedy="leave asynchronous(), " * (modes.tracer is not None)
+            + "call net(x), and again if that call has found out shapes",
         )  # fmt: skip
 
     def with_other_batches(self, graph: Graph) -> Graph:

@@ -96,6 +96,17 @@ class Shortcut:
         return None
 
 
+class _ShortcutWithLists(Shortcut):
+    """Looks at the program's lists, too, which a plan without them need not do at each call."""
+
+    def __init__(self, graph: Graph, *of_plan: Any) -> None:
+        super().__init__(*of_plan)
+        self._graph = graph
+
+    def replay(self, x: Any) -> Tensor | None:
+        return super().replay(x) if self._graph.has_its_lists() else None
+
+
 class Plan:
     """Computes ``graph`` for inputs of its shapes; making it computes it a first time, for ``given``.
 
@@ -119,7 +130,7 @@ class Plan:
         for step in self._steps:
             step.calls = [direct(call) for call in step.calls]
         self._calls = [call for step in self._steps for call in step.calls]
-        self._held = HeldArrays(graph.held)
+        self._held = HeldArrays(graph)
         self._outputs = {each: self._values[each] for each in graph.outputs if isinstance(each, Result)}
         for result, moving in self._moving_outputs.items():
             moving.array = _copied(moving.array)
@@ -231,7 +242,7 @@ class Plan:
         return sys.getrefcount(self._token) > 2
 
     def fits(self) -> bool:
-        """Whether the network's tensors still have the arrays that the plan reads."""
+        """Whether the network's tensors still have the arrays that the plan reads, and lists the numbers."""
         return self._held.still_hold()
 
     def replay(self, given: Sequence[Tensor]) -> Any:
@@ -264,7 +275,8 @@ class Plan:
         place, output = self._places[0], next(iter(self._outputs.values()))
         if not (place.flags.c_contiguous and output.flags.c_contiguous):
             return None
-        return Shortcut(place, self._calls, output, self._held.seen)
+        of_plan = place, self._calls, output, self._held.seen
+        return _ShortcutWithLists(self.graph, *of_plan) if self.graph.lists else Shortcut(*of_plan)
 
     def _run_behind_updates(self) -> None:
         """Wait before each step for the updates of the parameters that it reads, as operators do."""

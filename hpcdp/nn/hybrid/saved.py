@@ -62,7 +62,7 @@ def calls_as_json(graph: Graph) -> dict[str, Any]:
         "nodes": [
             {
                 "operator": node.operator,
-                "inputs": [_source(each) for each in node.inputs],
+                "inputs": [_source(each, node) for each in node.inputs],
                 "attributes": {name: _value(node, each) for name, each in _attributes(graph, node).items()},
             }
             for node in graph.nodes
@@ -89,28 +89,36 @@ def _meta(meta: Meta) -> dict[str, Any]:
     return {"shape": list(meta.shape), "dtype": meta.dtype}
 
 
-def _source(source: Source) -> dict[str, Any] | None:
+def _source(source: Source, node: Node | None = None) -> dict[str, Any] | None:
     if isinstance(source, Input):
         return {"input": source.number}
     if isinstance(source, Held):
         return {"tensor": source.number, "detached": source.is_detached}
     if isinstance(source, Result):
         return {"node": source.node, "output": source.output}
-    return None if source is None else {"number": source.value, "dtype": source.dtype}
+    if source is None:
+        return None
+    if not isinstance(source.value, (bool, int, float, list)):
+        raise _not_written("output" if node is None else node.operator, "numbers of at most 64 bits", source.value)
+    return {"number": source.value, "dtype": source.dtype}
 
 
 def _value(node: Node, value: Any) -> Any:
     if value is Ellipsis:
         return {"ellipsis": True}
     if isinstance(value, slice):
-        return {"slice": [value.start, value.stop, value.step]}
+        return {"slice": [_value(node, each) for each in (value.start, value.stop, value.step)]}
     if isinstance(value, tuple):
         return {"tuple": [_value(node, each) for each in value]}
+    if isinstance(value, np.generic) and isinstance(value.item(), float):
+        return {"number": [value.item(), str(value.dtype)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ConfigError(
-        "export", where=node.operator, expected="numbers, texts and slices as attributes", got=type(value).__name__
-    )
+    raise _not_written(node.operator, "numbers, texts and slices as attributes", value)
+
+
+def _not_written(where: str, expected: str, got: Any) -> ConfigError:
+    return ConfigError("export", where=where, expected=expected, got=type(got).__name__)
 
 
 class Reader:
@@ -182,8 +190,7 @@ class Reader:
             node = self._number(read["node"], len(graph.nodes), "number of an earlier node")
             return Result(node, self._number(read["output"], len(graph.nodes[node].outputs), "number of an output"))
         value, dtype = read["number"], read["dtype"]
-        numbers = value if type(value) is list else [value]
-        self._require(all(isinstance(each, (bool, int, float)) for each in numbers), "numbers", value)
+        self._require(_is_numbers(value), "numbers", value)
         return Literal(value, None if dtype is None else str(dtype_of(dtype)))
 
     def _node(self, read: Any, graph: Graph) -> Node:
@@ -205,9 +212,19 @@ class Reader:
             ((kind, value),) = read.items()
             if kind == "ellipsis":
                 return Ellipsis
-            return slice(*value) if kind == "slice" else tuple(self._value(each) for each in value)
+            self._require(kind in ("slice", "tuple", "number"), "attributes", read)
+            values = [self._value(each) for each in value]
+            if kind == "number":
+                number, dtype = values[0], dtype_of(values[1])
+                self._require(type(number) is float and is_float(dtype), "a number of floating point", read)
+                return dtype.type(number)
+            return slice(*values) if kind == "slice" else tuple(values)
         self._require(read is None or isinstance(read, (bool, int, float, str)), "attributes", read)
         return read
+
+
+def _is_numbers(read: Any) -> bool:
+    return all(map(_is_numbers, read)) if type(read) is list else isinstance(read, (bool, int, float))
 
 
 def call(node: Node, operands: list[Any], functions: Mapping[str, Callable[..., Any]]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import sysconfig
@@ -28,7 +29,7 @@ _WORDS = {
     "__repr__": "the text of a tensor, as print() does",
     "__format__": "the text of a tensor, as an f-string does", "__array__": "a tensor as a NumPy array",
     **dict.fromkeys(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"), "a change in place"),
-    "__index__": "a tensor as an index", "__init__": "Tensor(tensor)",
+    "grad": "autograd.grad", "__index__": "a tensor as an index", "__init__": "Tensor(tensor)",
     "data": "tensor.data", "item": "tensor.item()", "asnumpy": "tensor.asnumpy()", "waitall": "autograd.waitall()",
 }  # fmt: skip
 
@@ -107,6 +108,11 @@ class Traced(Tensor):
                 "return it, or call hybridize(False)",
             )  # fmt: skip
         _refuse()
+
+    @property
+    def settled(self) -> Tensor:
+        """Refused: for `autograd.grad` and `backward`, whose gradients would be those of the trace."""
+        return Tensor(self.data)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -233,13 +239,14 @@ class TracingRun:
             return Literal(x.item(), str(x.dtype))
         if x is None or isinstance(x, (bool, int, float)):
             return None if x is None else Literal(x)
-        if isinstance(x, list) and all(isinstance(each, int) for each in x):
-            return Literal(x)
+        if isinstance(x, (list, tuple, range)):
+            return self._numbers_in(x)
         name, value, is_detached = self._known.get(id(x), ("", None, False))
         if not name:
             raise refusal(
                 users_line()[0], "tensors that are computed from the inputs, and attributes",
-                f"an array of shape {tuple(getattr(x, 'shape', ()))} from elsewhere, fixed in replays",
+                f"an array of shape {tuple(x.shape)} from elsewhere, fixed in replays"
+                if hasattr(x, "shape") else f"a {type(x).__name__}",
                 "keep it as an attribute of the module (a part in a list is none), pass it as an input, or call "
                 "hybridize(False)",
             )  # fmt: skip
@@ -249,6 +256,29 @@ class TracingRun:
             self.graph.names.append(name)
             self.graph.kinds.append((value.shape, value.dtype))
         return Held(self._numbers[name], is_detached)
+
+    def _numbers_in(self, x: Sequence[Any]) -> Literal:
+        try:
+            numbers = _numbers(x)
+        except TypeError as error:
+            raise refusal(
+                users_line()[0], "tensors, or numbers in lists", f"a {type(x).__name__} with something else in it",
+                "take autograd.stack of it, or call hybridize(False)",
+            ) from error  # fmt: skip
+        if not isinstance(x, range):
+            self.graph.lists.append((x, copy.deepcopy(x)))
+        dtype = np.asarray(x).dtype
+        return Literal(numbers, None if dtype == np.asarray(numbers).dtype else str(dtype))
+
+
+def _numbers(x: Any) -> Any:
+    """The numbers in ``x``, in lists of their own."""
+    if isinstance(x, (list, tuple, range)):
+        return [_numbers(each) for each in x]
+    number = x.item() if isinstance(x, np.generic) else x
+    if not isinstance(number, (bool, int, float)):
+        raise TypeError
+    return number
 
 
 def _inner(x: Any) -> Any:
@@ -271,8 +301,13 @@ def _plain(value: Any) -> Any:
     """An attribute as it can be written down, but for a random generator."""
     if isinstance(value, (type, np.dtype)):
         return str(np.dtype(value))
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]
     if isinstance(value, np.generic):
-        return value.item()
+        number = value.item()
+        return value if isinstance(number, float) else number  # the dtype of a float may change a result's bits
+    if isinstance(value, slice):
+        return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
     if isinstance(value, (tuple, list)):
         return tuple(_plain(each) for each in value)
     return value
