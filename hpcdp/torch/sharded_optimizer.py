@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -38,11 +39,11 @@ def _on_torchs_stream(
 class ShardedOptimizer(torch.optim.Optimizer):
     """SGD, Adam or AdamW of which every rank does its part, with the numbers of ``torch.optim``.
 
-    The node's ranks hold the parameters once, in memory that they share, and each updates its shard of them by a fused
-    kernel, in the same pass that sums the gradients; it holds 1/n of the optimizer's state. On GPUs each rank has all
-    parameters, and gets from the others of its node what those have updated. Every rank must make it, and must call
-    `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`. Learning rates and the like may be changed in
-    ``param_groups`` between steps, by torch's schedulers, too.
+    The node's ranks hold the parameters once, in memory that they share (see `changing_parameters`), and each updates
+    its shard of them by a fused kernel, in the same pass that sums the gradients; it holds 1/n of the optimizer's
+    state. On GPUs each rank has all parameters, and gets from the others of its node what those have updated. Every
+    rank must make it, and must call `step`, `clip_grad_norm_`, `state_dict` and `load_state_dict`. Learning rates and
+    the like may be changed in ``param_groups`` between steps, by torch's schedulers, too.
 
     Args:
         model: wrapped with ``owner="shard"``. From now on its parameters are views of shared memory, on
@@ -215,7 +216,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     "step", where=name, expected="a parameter in the memory that the ranks share",
                     got=f"one of {tensor.dtype} with memory of its own",
-                    remedy="change values in place (param.copy_, load_state_dict), dtypes before wrapping",
+                    remedy="change values within `with optimizer.changing_parameters():`, dtypes before wrapping",
                 )  # fmt: skip
 
     def _drop(self) -> None:
@@ -299,6 +300,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "GradScaler", expected="hpcdp.torch.GradScaler with a ShardedOptimizer", got="torch.amp.GradScaler"
             )
         return False
+
+    @contextmanager
+    def changing_parameters(self) -> Iterator[None]:
+        """Within it a program changes parameters by itself, alike on all ranks; every rank must enter and leave it.
+
+        See `hpcdp.Trainer.changing_parameters`; here, changes elsewhere are not refused.
+        """
+        with exchange.on_torchs_stream(self._device), self._shards.changing():
+            yield
 
     @_on_torchs_stream
     def state_dict(self) -> dict[str, Any]:

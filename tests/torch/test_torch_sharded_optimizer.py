@@ -61,6 +61,38 @@ def test_the_numbers_are_those_of_torch(layout, rule_and_settings, clip):
     threads.run(n, rank, ranks_per_node)
 
 
+@pytest.mark.parametrize("layout", NODES)
+def test_parameters_are_changed_by_hand_once(layout):
+    n, ranks_per_node = layout
+
+    def rank(world):
+        model, reference = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard"), network(0)
+        ours = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+        other = {name: value + 1 for name, value in network(5).state_dict().items()}
+        for step in range(3):
+            with ours.changing_parameters(), torch.no_grad():
+                if step == 1:
+                    model.module.load_state_dict(other)
+                for param in model.parameters():
+                    param.mul_(0.5).clamp_(-0.4, 0.4)
+            with torch.no_grad():
+                if step == 1:
+                    reference.load_state_dict(other)
+                for param in reference.parameters():
+                    param.mul_(0.5).clamp_(-0.4, 0.4)
+            assert alike(model, reference, atol=1e-6), step
+            loss_of(model, step, world.rank).backward()
+            theirs.zero_grad()
+            (sum(loss_of(reference, step, other) for other in range(n)) / n).backward()
+            ours.step()
+            theirs.step()
+        world.barrier()
+        assert alike(model, reference)
+
+    threads.run(n, rank, ranks_per_node)
+
+
 @pytest.mark.parametrize(("rule", "settings"), RULES[1:])
 def test_states_go_to_torch_and_back(rule, settings):
     def rank(world):
