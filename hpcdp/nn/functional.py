@@ -6,7 +6,9 @@ memory that is used again (`kernels.buffers`) or straight into a leaf's gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -47,7 +49,8 @@ Size = int | tuple[int, int]
 
 def pair(size: Size) -> Pair:
     """(vertical, horizontal) of a size given as one number or two."""
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    first, last = size if isinstance(size, Sequence) else (size, size)
+    return index(first), index(last)
 
 
 def _images(operation: str, x: Any) -> Array:

@@ -319,3 +319,10 @@ def test_operands_and_heads_may_be_what_nobody_can_write(name, given):
         found.append([y.data, *(each.grad for each in operands)])
     for ours, plain in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, plain)
+
+
+@pytest.mark.parametrize("size", [2, np.int64(2), (2, 2), [np.int32(2), 2]])
+def test_sizes_may_be_integers_of_numpy(size):
+    x = Tensor(np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype("f4"))
+    np.testing.assert_array_equal(F.avg_pool2d(x, size).data, x.data.reshape(2, 3, 4, 2, 4, 2).mean((3, 5)))
+    assert F.max_pool2d(x, size, size).shape == (2, 3, 4, 4)
