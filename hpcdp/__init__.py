@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         train,
     )
     from hpcdp.collectives import Monoid, allgather, allreduce, broadcast, iallreduce, reduce, reduce_scatter
-    from hpcdp.comm.world import World, init
+    from hpcdp.comm.starting import init
+    from hpcdp.comm.world import World
     from hpcdp.compression import Compression
     from hpcdp.devices import Device, cpu, gpu
     from hpcdp.errors import HpcdpError
@@ -84,7 +85,7 @@ _HOMES = {
     "cpu": "hpcdp.devices",
     "gpu": "hpcdp.devices",
     "iallreduce": "hpcdp.collectives",
-    "init": "hpcdp.comm.world",
+    "init": "hpcdp.comm.starting",
     "reduce": "hpcdp.collectives",
     "reduce_scatter": "hpcdp.collectives",
 }

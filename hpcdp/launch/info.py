@@ -27,7 +27,7 @@ def show(as_json: bool = False) -> int:
     """
     facts = _machine()
     if launched_ranks() is not None:
-        from ..comm.world import init
+        from ..comm.starting import init
 
         world = init()
         facts["MPI library"] = world.library

@@ -16,8 +16,8 @@ import hpcdp
 from hpcdp.comm import mpi
 from hpcdp.comm.agreement import require_same
 from hpcdp.comm.shared import Gate
+from hpcdp.comm.starting import _world_of
 from hpcdp.comm.watchdog import Watchdog
-from hpcdp.comm.world import _world_of
 from hpcdp.errors import ConfigError, HpcdpError, LaunchError, MismatchError
 
 
@@ -248,13 +248,13 @@ def test_ranks_that_all_leave_end_as_they_would(leaves, status):
 
 
 def test_wrong_settings_are_refused_by_name(monkeypatch):
-    from hpcdp.comm import world
+    from hpcdp.comm import starting
 
     with pytest.raises(ConfigError, match="expected a positive integer, got '0'"):
-        world._virtual_node_size(0)
+        starting._virtual_node_size(0)
     monkeypatch.setenv("HPCDP_RANKS_PER_NODE", "two")
     with pytest.raises(ConfigError, match="got 'two'"):
-        world._virtual_node_size(None)
+        starting._virtual_node_size(None)
 
 
 def test_a_lonely_world_is_refused_for_real():
