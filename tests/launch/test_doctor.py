@@ -1,7 +1,7 @@
 """Every check is made to fail by the breakage that it is there for."""
 
-import mmap
 import contextlib
+import mmap
 import os
 import resource
 import sys
