@@ -207,7 +207,7 @@ class _Dispatcher:
 
     def record(self, called: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have an operator computed; what it gives."""
-        args = tuple(map(_as_it_is, args))
+        args, kwargs = tuple(map(_as_it_is, args)), {name: _as_it_is(x) for name, x in kwargs.items()}
         key = _key_of(called, args, kwargs)
         device = _gpu_of(*args, *kwargs.values())
         call, place = _Call(self._engine, called.name, device), self._place_on(device)
