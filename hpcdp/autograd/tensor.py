@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
+from . import holders
 from .modes import modes
 from .registry import Again, catch_up
 from .tape import Node, Pullback, backward
@@ -172,6 +173,7 @@ class Tensor:
             modes.tracer.settle()
         if self.node is not None and self.node.pullback is not None:
             raise self._on_tape("that was recorded", "call backward first")
+        holders.refuse_change(self.data, getattr(self, "name", ""))
 
     def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(

@@ -16,8 +16,7 @@ _MOST_NAMES = 2
 class Parameter(Protocol):
     """What a parameter must be for its gradient to be reduced; `hpcdp.nn.Parameter` is one.
 
-    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward;
-    a number ``holders`` is told how many ranks hold its array together.
+    If it has a ``data_hook``, too, which is called before ``data`` is read, its update may run beside the next forward.
     """
 
     name: str

@@ -13,8 +13,10 @@ from typing import NamedTuple, Protocol
 
 from .. import kernels
 from ..arrays import Array, array_namespace
+from ..autograd import holders
 from ..optim import Optimizer
 from . import master_weights, norms
+from .by_hand import Places, places_of, take_back
 from .reducer import Bucket, Parameter, Reducer
 
 
@@ -123,10 +125,8 @@ class _Flat:
         return array_namespace(bucket.rows).zeros((bucket.mine.shape[0],), dtype=bucket.mine.dtype)
 
     def _move(self, param: Parameter, place: Array) -> None:
-        """Make ``place`` the parameter's array, with its values; of one that several ranks hold with the first's."""
-        if param.data is not place:
-            place[...] = param.data
-            param.data = place
+        place[...] = param.data
+        param.data = place
 
     @property
     def states(self) -> list[dict[str, Array]]:
@@ -135,16 +135,21 @@ class _Flat:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        places = [(param, param.data) for param in self.reducer.params.values()]  # waits for updates under way
+        places = places_of([*self.reducer.params.values()])
         self._part(places)
         try:
-            yield
+            with holders.changing():
+                yield
         finally:
-            for param, place in places:
-                self._move(param, place)
+            take_back(places, self.reducer.world.comm, self._writes_parameters)
             self.reducer.gate.barrier()
 
-    def _part(self, places: Sequence[tuple[Parameter, Array]]) -> None:
+    @property
+    def _writes_parameters(self) -> bool:
+        """Whether this rank may write to all of them, as no other then does."""
+        return True
+
+    def _part(self, places: Places) -> None:
         """Where several ranks hold parameters together, give all but the first copies, when nobody reads them."""
 
     def take_parameters(self) -> None:
@@ -262,20 +267,23 @@ class ShardOwner(_Flat):
         memory = self.reducer.memory
         if memory.size == 1:
             return super()._home(bucket)
-        return memory.alloc((bucket.mine.shape[0],), bucket.mine.dtype)
+        flat = memory.alloc((bucket.mine.shape[0],), bucket.mine.dtype)
+        holders.hold_together(flat, memory.size)
+        return flat
 
     def _move(self, param: Parameter, place: Array) -> None:
-        memory = self.reducer.memory
-        if memory.rank == 0 and param.data is not place:
+        if self._writes_parameters:
             place[...] = param.data
         param.data = place
-        if hasattr(param, "holders"):
-            param.holders = memory.size
 
-    def _part(self, places: Sequence[tuple[Parameter, Array]]) -> None:
+    @property
+    def _writes_parameters(self) -> bool:
+        return self.reducer.memory.rank == 0
+
+    def _part(self, places: Places) -> None:
         self.reducer.gate.barrier()
         for param, place in places:
-            param.data = place if self.reducer.memory.rank == 0 else place.copy()
+            param.data = place if self._writes_parameters else place.copy()
         self.reducer.gate.barrier()
 
     @property

@@ -130,7 +130,7 @@ class Reducer:
         self.params = {param.name: param for param in params}
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
-            param.grad_hook = self._written
+            param.grad_hook = partial(self._written, slot.name)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
@@ -178,12 +178,13 @@ class Reducer:
         kernels.load("norms").sum_of_squares(nothing[0])
         kernels.load("cast")
 
-    def _written(self, param: Parameter) -> None:
+    def _written(self, name: str, param: Parameter) -> None:
+        """Of the parameter that had this name when it was taken over; the parameters of a part have others."""
         if self.virtual_shards is not None and param.grad_req == "add":
             raise ConfigError(
-                "backward", where=param.name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
+                "backward", where=name, expected="grad_req='write' with reproducible=True", got="grad_req='add'"
             )
-        bucket = self.arrivals.note(param.name)
+        bucket = self.arrivals.note(name)
         if self.gpus is not None:
             self.gpus.written(bucket)
         if bucket.state is State.READY and self.overlap and not self._another_follows:

@@ -82,7 +82,7 @@ def check_default() -> Finding:
     if said is not None and not said.startswith(needed):
         return failed(f"SLURM_MPI_TYPE={said}, and the library speaks {needed}", f"export SLURM_MPI_TYPE={needed}")
     status, line = child(["sh", "-c", "scontrol show config | grep -i '^MpiDefault'"])
-    default = said or (line.partition("=")[2].strip() if status == 0 else "unknown")
+    default = said or (line.partition("=")[2].strip().replace("(null)", "none") if status == 0 else "unknown")
     if not default.startswith(needed):
         return warning(
             f"{default}: a plain srun starts N worlds of one", f"srun --mpi={needed}, or export SLURM_MPI_TYPE={needed}"

@@ -13,7 +13,7 @@ from ..arrays import Array, dtype_of, from_host, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
 from ..devices import Device
-from ..errors import ConfigError, HpcdpError
+from ..errors import ConfigError
 from ..state import Cut, require_state
 from .hybrid import Graph, Hybrid, changed
 
@@ -35,7 +35,7 @@ class Parameter(Tensor):
         grad_req: "write", "add" or "null".
     """
 
-    __slots__ = ("_data_hook", "cut", "holders", "is_joint", "name")
+    __slots__ = ("_data_hook", "cut", "is_joint", "name")
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
@@ -58,8 +58,6 @@ class Parameter(Tensor):
     def data(self, values: Array) -> None:
         catch_up()
         _data.__set__(self, values)
-        self.holders = 1
-        """How many ranks hold the array behind ``data`` together, once; who replaces that has one of its own."""
         changed.in_parameters()
 
     @property
@@ -86,21 +84,13 @@ class Parameter(Tensor):
         """The array behind ``data``, without waiting for an update of it."""
         return _data.__get__(self)
 
-    def _refuse_recorded(self) -> None:
-        super()._refuse_recorded()
-        if self.holders > 1:
-            raise HpcdpError(
-                "in-place change", where=self.name, expected="one within `with trainer.changing_parameters():`",
-                got=f"one of what {self.holders} ranks hold together, which each of them would change",
-            )  # fmt: skip
-
     def __getstate__(self) -> tuple[Any, dict[str, Any]]:
         return getattr(self, "__dict__", None), self._kept(self.data)
 
     def _kept(self, values: Array) -> dict[str, Any]:
         """What copies and pickles have: no hooks, which are a trainer's that has this parameter alone."""
         names = [each for each in copyreg._slotnames(type(self)) if each != "data" and hasattr(self, each)]  # type: ignore[attr-defined]
-        return {"data": values, **{name: getattr(self, name) for name in names}, **dict.fromkeys(_HOOKS), "holders": 1}
+        return {"data": values, **{name: getattr(self, name) for name in names}, **dict.fromkeys(_HOOKS)}
 
 
 class Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +142,8 @@ class BucketTrainer(Trainer):
         """See `Trainer.take_parameters`."""
         self.owner.take_parameters()
 
-    @contextmanager
-    def changing_parameters(self) -> Iterator[None]:
-        """See `Trainer.changing_parameters`."""
-        autograd.waitall()
-        with self.owner.changing():
-            yield
-        self.take_parameters()
+    def _changing(self) -> AbstractContextManager[None]:
+        return self.owner.changing()
 
     @property
     def own_virtual_shards(self) -> range:

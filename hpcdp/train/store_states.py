@@ -57,11 +57,11 @@ def _states(trainer: StoreTrainer) -> dict[str, dict[str, Sharded]]:
     """The optimizer's state by parameter and name, where every rank updates, and so has all of it."""
     copies, copy = (1, 0) if trainer.world is None else (trainer.world.size, trainer.world.rank)
     return {
-        param.name: {
+        trainer.names[number]: {
             name: Sharded(tuple(param.data.shape), np.dtype(array.dtype), [Part(0, array)], copies, copy)
             for name, array in state.items()
         }
-        for param, state in zip(trainer.params.values(), trainer.states, strict=True)
+        for number, (param, state) in enumerate(zip(trainer.params.values(), trainer.states, strict=True))
         if state
     }
 

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..comm.watchdog import WatchedGate
 from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
+from ..gradients.by_hand import places_of, take_back
 from ..gradients.closing import ClosingExchange
 from ..gradients.lane import Lane
 from ..kvstore import KINDS, KVStore, create
@@ -62,6 +64,8 @@ class StoreTrainer(Trainer):
     ) -> None:
         autograd.waitall()  # earlier calls are to have the values of this rank
         self._params = trained(params, world)
+        self.names = [param.name for param in self._params]
+        """Of the parameters, in their order; the same ones may be called otherwise later, as those of a part."""
         self.optimizer = optimizer
         self.stats = CommunicationStats()
         self.policy = checked_policy(policy)
@@ -92,15 +96,15 @@ class StoreTrainer(Trainer):
         self._written: set[str] = set()
         self._holds_sums = False
         self._syncing, self._held_count = True, 0
-        self._grad_reqs: dict[str, str] | None = None
+        self._grad_reqs: list[str] | None = None
         """Those that `no_sync` has replaced in this step."""
         self._known_steps = 0
         """Updates of all ranks until they have last met, where they do not step together."""
-        for param in self._params:
+        for name, param in zip(self.names, self._params, strict=True):
             xp = array_namespace(param.data)
             param.data = xp.array(param.data, order="C")  # an array of its own: an earlier trainer's may be shared
             param.grad = xp.zeros_like(param.data)
-            param.grad_hook = self._mark_written
+            param.grad_hook = partial(self._mark_written, name)
         self._nbytes = sum(param.data.nbytes for param in self._params)
         if self.compression is not None:
             self.store.set_gradient_compression(self.compression)
@@ -184,7 +188,7 @@ class StoreTrainer(Trainer):
         self._refuse_sums("no_sync")
         if self._grad_reqs is None:
             self._fill_unwritten_with_zeros()
-            self._grad_reqs = {param.name: param.grad_req for param in self._params}
+            self._grad_reqs = [param.grad_req for param in self._params]
             for param in self._params:
                 param.grad_req = "add"
         before, self._syncing = self._syncing, False
@@ -227,11 +231,12 @@ class StoreTrainer(Trainer):
             self._pull_first()
 
     @contextmanager
-    def changing_parameters(self) -> Iterator[None]:
-        """See `Trainer.changing_parameters`."""
-        autograd.waitall()
-        yield
-        self.take_parameters()
+    def _changing(self) -> Iterator[None]:
+        places = places_of(self._params)
+        try:
+            yield
+        finally:
+            take_back(places, None if self.world is None else self.world.comm, writes=True)
 
     @property
     def holds_gradients(self) -> bool:
@@ -265,13 +270,13 @@ class StoreTrainer(Trainer):
         """The parameters by key."""
         return dict(zip(self._keys, self._params, strict=True))
 
-    def _mark_written(self, param: Parameter) -> None:
+    def _mark_written(self, name: str, param: Parameter) -> None:
         if self._holds_sums:
             raise StaleGradientError(
-                "backward", where=param.name, expected="one backward before each step()", got="another one",
+                "backward", where=name, expected="one backward before each step()", got="another one",
                 remedy="call update(count), or step(0) to drop what allreduce_grads() has summed",
             )  # fmt: skip
-        self._written.add(param.name)
+        self._written.add(name)
 
     def _refuse_if_store_updates(self, operation: str) -> None:
         if self.update_on_kvstore:
@@ -290,7 +295,7 @@ class StoreTrainer(Trainer):
     def _close_step(self, count: int) -> int:
         """Refuse gradients that are missing; the count of the step, where ranks step together of all of them."""
         count += self._held_count
-        missing = [param.name for param in self._params if param.name not in self._written]
+        missing = [name for name in self.names if name not in self._written]
         refused = self._unwritten.refused(missing) if count else []
         if self._closing is not None and self.world is not None:
             count, num_stale = self._tally("step", self._closing, self.world, count, bool(refused))
@@ -313,8 +318,8 @@ class StoreTrainer(Trainer):
         return [int(each) for each in sums]
 
     def _fill_unwritten_with_zeros(self) -> None:
-        for param in self._params:
-            if param.name not in self._written:
+        for name, param in zip(self.names, self._params, strict=True):
+            if name not in self._written:
                 param.grad[...] = 0
 
     def _push_and_pull(self, total: int) -> None:
@@ -371,8 +376,8 @@ class StoreTrainer(Trainer):
         self._written = set()
         self._holds_sums, self._held_count = False, 0
         if self._grad_reqs is not None:
-            for param in self._params:
-                param.grad_req = self._grad_reqs[param.name]
+            for param, grad_req in zip(self._params, self._grad_reqs, strict=True):
+                param.grad_req = grad_req
             self._grad_reqs = None
 
     def _account(self, began_ns: int) -> None:

@@ -6,11 +6,12 @@ store.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import autograd
 from ..arrays import is_cupy
 from ..comm import World
 from ..compression import Compression, Settings
@@ -94,6 +95,7 @@ class Trainer:
     """How many times too large the gradients are, because the loss was scaled up before backward."""
     virtual_shards: int | None = None
     """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
+    _is_changing: bool = False
     steps_together: bool = True
     """Whether a step is one of all ranks, which wait for each other; not with ``dist_async``."""
 
@@ -210,16 +212,35 @@ class Trainer:
         """
         raise NotImplementedError
 
-    def changing_parameters(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def changing_parameters(self) -> Iterator[None]:
         """Within it a program changes parameters by itself, alike on all ranks; every rank must enter and leave it::
 
             with trainer.changing_parameters():
                 net.weight *= 0.5
 
-        Where a node holds them once each rank but the first of its node has copies within, which it then drops: so such
-        a line counts once, and nobody reads what is half changed. Elsewhere in-place changes of them are refused, but
-        not those of their ``data`` by NumPy, which all ranks of the node see at once. Ends with `take_parameters`.
+        Where a node holds them once each rank but the first of its node has copies within, so that such a line counts
+        once, and nobody reads what is half changed. When all have left, all have what rank 0 has made of them, also
+        where an exception has ended it. Elsewhere in-place changes of what several ranks hold are refused, but not
+        those of their ``data`` by NumPy. Ends with `take_parameters`; within itself it does nothing.
+
+        Raises:
+            ConfigError: a parameter has another shape or dtype now; on every rank, and nothing is changed on others
+                than rank 0's node.
         """
+        if self._is_changing:
+            yield
+            return
+        autograd.waitall()
+        self._is_changing = True
+        try:
+            with self._changing():
+                yield
+        finally:
+            self._is_changing = False
+            self.take_parameters()
+
+    def _changing(self) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def take_parameters(self) -> None:

@@ -386,3 +386,20 @@ def test_numbers_keep_their_dtypes_and_tensors_the_names_that_the_network_has_fo
     loaded.hybridize()
     for _ in range(3):
         np.testing.assert_array_equal(loaded(x).data, expected)
+
+
+def test_a_parameter_without_axes_stays_one(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            self.scale = nn.Parameter(np.array(2.5, np.float32))
+
+        def forward(self, x):
+            return x.sum() * self.scale, self.scale * self.scale * x
+
+    net, x = Scaled(), arrays(3, 4)
+    net.hybridize()
+    net(x)
+    net.export(tmp_path / "net")
+    for found, expected in zip(nn.SymbolBlock.load(tmp_path / "net")(x), net(x), strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_array_equal(found.data, expected.data)

@@ -8,7 +8,7 @@ import pytest
 from hpcdp import nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import init, threads
-from hpcdp.errors import HpcdpError
+from hpcdp.errors import ConfigError, HpcdpError
 from hpcdp.train.trainer import Trainer
 
 HOW = [
@@ -155,6 +155,66 @@ def test_an_error_within_leaves_the_parameters_in_place(fails_on):
     np.testing.assert_array_equal(first, network()[0].weight.data * np.float32(0.5))
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("fails", ["one", "all"])
+def test_with_an_error_all_ranks_and_nodes_have_what_rank_0_has_made(how, dtype, fails):
+    if "kvstore" in how and dtype == "float16":
+        return
+
+    def rank(world):
+        net = network(dtype)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=1e-4), world, **how)
+        try:
+            with trainer.changing_parameters():
+                halve(net)
+                if world.rank in ((2,) if fails == "one" else range(3)):
+                    raise ValueError("mine")
+                net[0].bias[...] = 7
+        except ValueError:
+            pass
+        steps(net, trainer, world.rank, 3, 0, 1)
+        return [param.data.astype("f4") for param in net.parameters()]
+
+    first, *others = threads.run(3, rank, 1)
+    for params in others:
+        for found, value in zip(params, first, strict=True):
+            np.testing.assert_array_equal(found, value)
+    np.testing.assert_allclose(first[0], network(dtype)[0].weight.data.astype("f4") * 0.5, atol=1e-2)
+    assert (abs(first[1] - 7) < 0.1).all() == (fails == "one")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("values", [np.ones((3, 3), "f4"), np.ones((1, 8), "f4"), np.ones((6, 8), "f8")])
+@pytest.mark.parametrize("ranks", [(1,), (0, 1, 2)])
+def test_another_shape_or_dtype_is_refused_on_all_ranks(how, values, ranks):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        message = r"changing_parameters \[0.weight\]: expected \(6, 8\) float32, got \("
+        with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+            if world.rank in ranks:
+                net[0].weight.data = values
+        steps(net, trainer, world.rank, 3, 0, 2)
+
+    threads.run(3, rank, 2)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_within_itself_it_does_nothing(how):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        before = net[0].weight.data.copy()
+        with trainer.changing_parameters():
+            with trainer.changing_parameters():
+                net[0].weight *= 3
+            net[0].weight *= 5
+        np.testing.assert_array_equal(net[0].weight.data, before * 3 * 5)
+
+    threads.run(3, rank, 2)
+
+
 def change_in_place(net):
     net[0].weight *= 0.5
 
@@ -163,13 +223,27 @@ def assign(net):
     net[0].weight[0] = 0
 
 
-@pytest.mark.parametrize("change", [change_in_place, assign])
+def change_a_row(net):
+    net[0].weight[0] *= 0.5
+
+
+def change_a_view(net):
+    view = net[0].weight.T
+    view += 1
+
+
+def change_what_is_detached(net):
+    detached = net[0].weight.detach().reshape(-1)
+    detached[...] = 0
+
+
+@pytest.mark.parametrize("change", [change_in_place, assign, change_a_row, change_a_view, change_what_is_detached])
 def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
     def rank(world):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
         before = net[0].weight.data.copy()
-        message = r"in-place change \[0.weight\]: .* trainer.changing_parameters\(\):`, got one of what 2 ranks hold"
+        message = r"in-place change.*: .* trainer.changing_parameters\(\):`, got one of what 2 ranks hold"
         with pytest.raises(HpcdpError, match=message):
             change(net)
         np.testing.assert_array_equal(net[0].weight.data, before)

@@ -1,5 +1,6 @@
 """A trainer's state: every rank has its part, all together have it whole, and any number of ranks goes on from it."""
 
+import contextlib
 import warnings
 
 import numpy as np
@@ -9,7 +10,7 @@ from pairs import pairs
 from whole_state import held, joined, restore
 from written_gradients import Parameter
 
-from hpcdp import nn, optim
+from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.gradients.buckets import plan
@@ -299,3 +300,36 @@ def test_what_is_no_state_is_refused(state, settings):
 def test_a_network_is_not_its_parameters():
     with pytest.raises(ConfigError, match=r"Trainer \[params\]: expected parameters, such as those of net.parameters"):
         threads.run(1, lambda world: Trainer(nn.Dense(2, 3), optim.SGD(lr=0.1), world=world))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"owner": "shard"}, {"owner": "rank", "overlap": True}, {"kvstore": "dist_sync", "update_on_kvstore": False}],
+)
+def test_parameters_keep_the_names_that_they_had_when_the_trainer_was_made(how):
+    """A part's ``parameters()`` call them otherwise, and two of them alike."""
+
+    def rank(world, looks):
+        net = nn.Sequential(nn.Dense(6, 8), nn.Dense(8, 4))
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).normal(size=param.shape)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1, momentum=0.9), world, **how)
+        for step in range(4):
+            if looks:
+                names = [param.name for part in net.modules() if part is not net for param in part.parameters()]
+                assert names == ["weight", "bias"] * 2
+            x = np.random.default_rng([step, world.rank]).normal(size=(5, 6)).astype("f4")
+            with contextlib.nullcontext() if step % 2 else trainer.no_sync():
+                with autograd.record():
+                    loss = (net(x) ** 2).sum(axis=1)
+                loss.backward()
+                trainer.step(5)
+        states = trainer.state_dict()["states"]
+        return sorted(states), [param.data.copy() for param in net.parameters()]
+
+    looked = threads.run(2, lambda world: rank(world, True))
+    expected = threads.run(2, lambda world: rank(world, False))
+    for (names, params), (same_names, same) in zip(looked, expected, strict=True):
+        assert names == same_names == ["0.bias", "0.weight", "1.bias", "1.weight"]
+        for found, value in zip(params, same, strict=True):
+            np.testing.assert_array_equal(found, value)

@@ -23,7 +23,7 @@ _AS_IT_WAS = 0
 def arrays_of(graph: Graph) -> dict[str, np.ndarray]:
     """What the graph's network holds, by name, in host memory."""
     values = [each.data if isinstance(each, Tensor) else each for each in graph.held]
-    return {name: np.ascontiguousarray(to_host(value)) for name, value in zip(graph.names, values, strict=True)}
+    return {name: np.asarray(to_host(value), order="C") for name, value in zip(graph.names, values, strict=True)}
 
 
 def as_json(graph: Graph, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
