@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -17,7 +17,8 @@ _holders: dict[int, int] = {}
 
 
 class _Here(threading.local):
-    is_allowed = False
+    lent: frozenset[int] = frozenset()
+    """What this thread may change, by id as well."""
 
 
 _here = _Here()
@@ -37,21 +38,27 @@ def hold_together(array: np.ndarray, ranks: int) -> None:
     weakref.finalize(whole, _holders.pop, id(whole), None).atexit = False
 
 
+def ranks_of(array: Array) -> int:
+    """How many ranks hold it together."""
+    return _holders.get(id(_whole(array)), 1) if _holders else 1
+
+
 @contextlib.contextmanager
-def changing() -> Iterator[None]:
-    """Within it this thread may change them: it has seen to it that no other does, or reads them."""
-    before, _here.is_allowed = _here.is_allowed, True
+def changing(arrays: Iterable[Array]) -> Iterator[None]:
+    """Within it this thread may change these: it has seen to it that no other does, or reads them."""
+    before, _here.lent = _here.lent, _here.lent | {id(_whole(each)) for each in arrays}
     try:
         yield
     finally:
-        _here.is_allowed = before
+        _here.lent = before
 
 
 def refuse_change(array: Array, name: str) -> None:
     """Raises `HpcdpError` where several ranks hold ``array``, unless this thread may change it."""
-    ranks = _holders.get(id(_whole(array)), 1) if _holders and not _here.is_allowed else 1
-    if ranks > 1:
+    ranks = ranks_of(array)
+    if ranks > 1 and id(_whole(array)) not in _here.lent:
         raise HpcdpError(
-            "in-place change", where=name or None, expected="one within `with trainer.changing_parameters():`",
+            "in-place change", where=name or None, expected="one within its trainer's changing_parameters()",
             got=f"one of what {ranks} ranks hold together, which each of them would change",
+            remedy="without that Trainer give it an array of its own: param.data = param.data.copy()",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parameters that a program has changed by itself, on all ranks: they become what rank 0 has made of them."""
+"""Parameters that a program has changed by itself: within `Trainer.changing_parameters`, or where nobody sees it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,24 @@ Places = Sequence[tuple[Parameter, Array]]
 def places_of(params: Sequence[Parameter]) -> Places:
     """Waits for updates under way."""
     return [(param, param.data) for param in params]
+
+
+def moved(places: Places) -> list[str]:
+    """The names of parameters that have another array than their place: what is updated there is not theirs."""
+    return [param.name for param, place in places if hasattr(param, "held") and param.held() is not place]
+
+
+def moved_anywhere(comm: Communicator, names: Sequence[str]) -> ConfigError | None:
+    """The same error on all ranks, where some have parameters ``names`` in other arrays; every rank must call."""
+    by_rank = comm.allgather_json(list(names[:1]))
+    rank = next((rank for rank, found in enumerate(by_rank) if found), None)
+    if rank is None:
+        return None
+    return ConfigError(
+        "step", where=f"{by_rank[rank][0]}, rank {rank}", expected="the array in which the Trainer updates it",
+        got="another one, which would not be trained",
+        remedy="set arrays, and dtypes, before the Trainer is made, or values within its changing_parameters()",
+    )  # fmt: skip
 
 
 def take_back(places: Places, comm: Communicator | None, writes: bool) -> None:

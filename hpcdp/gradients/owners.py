@@ -138,7 +138,7 @@ class _Flat:
         places = places_of([*self.reducer.params.values()])
         self._part(places)
         try:
-            with holders.changing():
+            with holders.changing(place for _, place in places):
                 yield
         finally:
             take_back(places, self.reducer.world.comm, self._writes_parameters)

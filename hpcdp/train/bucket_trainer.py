@@ -21,6 +21,7 @@ from ..errors import HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
+from ..gradients.by_hand import moved, moved_anywhere, places_of
 from ..gradients.critical_path import BucketTimes
 from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
@@ -98,6 +99,7 @@ class BucketTrainer(Trainer):
             self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
+        self._places = places_of(ours)
         self._on_host = True
         self._stale: list[str] = []
         """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
@@ -170,7 +172,7 @@ class BucketTrainer(Trainer):
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         count = checked_count("step", count)
-        autograd.waitall()  # nobody reads parameters while they change
+        self._settle("step")
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -240,7 +242,7 @@ class BucketTrainer(Trainer):
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
-        autograd.waitall()
+        self._settle("allreduce_grads")
         refuse_reproducible("allreduce_grads", self.reducer, "let step() sum them")
         refuse_sums("allreduce_grads", self.reducer)
         began_ns = time.perf_counter_ns()
@@ -250,7 +252,7 @@ class BucketTrainer(Trainer):
 
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
-        autograd.waitall()
+        self._settle("update")
         if not self.reducer.holds_sums:
             raise StaleGradientError(
                 "update", expected="gradients that allreduce_grads() has summed", got="gradients of this rank alone"
@@ -290,7 +292,9 @@ class BucketTrainer(Trainer):
         self.reducer.launch_rest()
         settings = self._settings
         met = () if self._reproducible is None else (self._reproducible.met_stranger,)
-        (total, num_stale, *num_strangers), alike = self.reducer.closing.tally_alike(settings, count, bool(stale), *met)
+        lost = moved(self._places)
+        sums, alike = self.reducer.closing.tally_alike(settings, count, bool(stale or lost), *met)
+        total, num_stale, *num_strangers = sums
         if not alike:
             self._give_up()
             require_same_settings(self.world.comm, "step", *settings)
@@ -301,7 +305,7 @@ class BucketTrainer(Trainer):
                 remedy="give it the parameters of all that is trained",
             )  # fmt: skip
         if num_stale:
-            error = stale_anywhere(self.world.comm, stale)
+            error = moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, stale)
             self._give_up()
             raise error
         return int(total)

@@ -200,8 +200,10 @@ class Checkpoints:
             yield
         except DataError as error:
             steps = self.manager.steps()
-            newest = f"the newest complete checkpoint is of step {steps[-1]}" if steps else "no checkpoint is complete"
+            go_on = "start again: no checkpoint is complete"
+            if steps:
+                go_on = f"go on with --resume: the newest complete checkpoint is of step {steps[-1]}"
             raise SaveError(
                 error.operation, where=error.where, expected=error.expected, got=error.got, rank=error.rank,
-                remedy=f"make room there, or make it writable, and go on with --resume: {newest}",
+                remedy=f"make room there, or make it writable, and {go_on}",
             ) from error  # fmt: skip

@@ -79,8 +79,8 @@ def stale(rank: int, names: Sequence[str]) -> StaleGradientError:
         where=f"rank {rank}",
         expected="a gradient for every parameter since the last step",
         got="none for " + ", ".join(names[:_MOST_NAMES]),
-        remedy="call backward() before step(), give unused parameters grad_req='null', or count them as zero: "
-        "Policy(unused='zero')",
+        remedy="call backward() before step(), give unused parameters grad_req='null' before the Trainer is made, or "
+        "count them as zero: Policy(unused='zero')",
     )
 
 

@@ -133,7 +133,7 @@ class StoreTrainer(Trainer):
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         count = checked_count("step", count)
-        autograd.waitall()  # nobody reads parameters while they change
+        self._settle("step")
         if not self._syncing:
             self._held_count += count
             return self._held_count
@@ -155,7 +155,7 @@ class StoreTrainer(Trainer):
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""
-        autograd.waitall()
+        self._settle("allreduce_grads")
         self._refuse_if_store_updates("allreduce_grads")
         self._refuse_sums("allreduce_grads")
         began_ns = time.perf_counter_ns()
@@ -166,7 +166,7 @@ class StoreTrainer(Trainer):
 
     def update(self, count: int) -> int:
         """See `Trainer.update`."""
-        autograd.waitall()
+        self._settle("update")
         self._refuse_if_store_updates("update")
         if not self._holds_sums:
             raise StaleGradientError(
@@ -232,6 +232,8 @@ class StoreTrainer(Trainer):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
+        if not self.steps_together:
+            self.synchronize()  # rank 0's values may be older than pushes of others, which would be lost
         places = places_of(self._params)
         try:
             yield

@@ -15,7 +15,7 @@ from .. import autograd
 from ..arrays import is_cupy
 from ..comm import World
 from ..compression import Compression, Settings
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..gradients.bucket import Parameter
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer, require_optimizer
@@ -242,6 +242,12 @@ class Trainer:
 
     def _changing(self) -> AbstractContextManager[None]:
         raise NotImplementedError
+
+    def _settle(self, operation: str) -> None:
+        """Before parameters or gradients change: nobody reads them then, and no program changes parameters."""
+        if self._is_changing:
+            raise ConfigError(operation, expected="the end of changing_parameters()", got="a call within it")
+        autograd.waitall()
 
     def take_parameters(self) -> None:
         """Go on from what the parameters hold now; every rank must call when it has written to them by itself.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..arrays import is_host
+from ..autograd import holders
 from ..comm import Communicator, World
 from ..comm.agreement import require_same
 from ..errors import ConfigError, StaleGradientError, type_named
@@ -24,12 +25,16 @@ def no_parameters(given: object) -> ConfigError:
 
 def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
     """Those that want a gradient; `ConfigError` for what is no parameter, two of one name, or for none, unless
-    ``world`` has but one stage of a model."""
+    ``world`` has but one stage of a model. The others get arrays of their own where ranks hold them together, since an
+    earlier Trainer had them: no later one would change those for all."""
     params = list(params)
     for param in params:
         if not hasattr(param, "grad_req"):
             raise no_parameters(param)
     found = [param for param in params if param.grad_req != "null"]
+    for param in params:
+        if param.grad_req == "null" and holders.ranks_of(param.data) > 1:
+            param.data = param.data.copy()
     if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
     twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]

@@ -274,3 +274,19 @@ def test_state_that_a_replay_would_not_change_is_refused(how):
         net(np.ones(2, np.float32))
     net.hybridize(False)
     net(np.ones(2, np.float32))
+
+
+def test_a_constant_list_of_truth_values_is_no_mask_of_values():
+    class Kept(nn.Module):
+        def __init__(self):
+            self.keep = [True, False, True]
+
+        def forward(self, x):
+            return x[self.keep] * 2
+
+    net, x = Kept(), np.arange(12, dtype="f4").reshape(3, 4)
+    net.hybridize()
+    for keep in ([True, False, True], [False, True, False], [True, False, True]):
+        net.keep[:] = keep
+        for _ in range(3):
+            np.testing.assert_array_equal(net(x).data, x[keep] * 2)

@@ -1,6 +1,7 @@
 """A program that changes parameters by itself does so once, on however many ranks, and training goes on from there."""
 
 import copy
+import time
 
 import numpy as np
 import pytest
@@ -215,6 +216,76 @@ def test_within_itself_it_does_nothing(how):
     threads.run(3, rank, 2)
 
 
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("call", ["step", "allreduce_grads", "update"])
+def test_steps_within_are_refused(how, call):
+    def rank(world):
+        trainer = Trainer(network().parameters(), optim.SGD(lr=0.1), world, **how)
+        message = f"{call}: expected the end of changing_parameters"
+        with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+            getattr(trainer, call)(*[1] * (call != "allreduce_grads"))
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_a_new_array_elsewhere_is_an_error_of_all_ranks_in_the_next_step(n, owner):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner=owner)
+        steps(net, trainer, world.rank, n, 0, 1)
+        param, mine = net[1].bias, net[1].bias.data
+        if world.rank == n - 1:
+            param.data = mine * 2
+        with pytest.raises(
+            ConfigError, match=rf"step \[1.bias, rank {n - 1}\]: expected the array in which the Trainer"
+        ):
+            steps(net, trainer, world.rank, n, 1, 1)
+        param.data = mine
+        steps(net, trainer, world.rank, n, 1, 2)
+
+    threads.run(n, rank)
+
+
+def test_pushes_of_others_are_not_lost_by_a_change_of_asynchronous_ranks():
+    def rank(world):
+        net = nn.Dense(6, 4)
+        net.weight.data[...] = 0
+        trainer = Trainer(net.parameters(), optim.SGD(lr=1.0), world, kvstore="dist_async")
+        for _ in range(6):
+            with record():
+                loss = net(np.ones((1, 6), "f4")).sum(axis=1)
+            loss.backward()
+            trainer.step(1)
+            time.sleep(0.002 * world.rank)
+        with trainer.changing_parameters():
+            net.weight *= 1.0
+        np.testing.assert_allclose(net.weight.data, -6.0, rtol=1e-5)
+
+    threads.run(3, rank)
+
+
+def test_what_a_later_trainer_leaves_alone_is_each_ranks_own():
+    """As a body that is frozen for fine tuning."""
+
+    def rank(world):
+        net = network()
+        Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        for param in net[0].parameters():
+            param.grad_req = "null"
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        before = net[0].weight.data.copy()
+        with trainer.changing_parameters():
+            net[0].weight *= 0.5
+        np.testing.assert_array_equal(net[0].weight.data, before * np.float32(0.5))
+        del trainer
+        net[1].weight.data = net[1].weight.data.copy()
+        net[1].weight *= 2
+
+    threads.run(3, rank)
+
+
 def change_in_place(net):
     net[0].weight *= 0.5
 
@@ -243,7 +314,7 @@ def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
         net = network()
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
         before = net[0].weight.data.copy()
-        message = r"in-place change.*: .* trainer.changing_parameters\(\):`, got one of what 2 ranks hold"
+        message = r"in-place change.*: .* trainer's changing_parameters\(\), got one of what 2 ranks hold"
         with pytest.raises(HpcdpError, match=message):
             change(net)
         np.testing.assert_array_equal(net[0].weight.data, before)

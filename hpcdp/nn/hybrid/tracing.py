@@ -204,7 +204,7 @@ class TracingRun:
             is_many = called.signature.parameters[name].kind is called.signature.parameters[name].VAR_POSITIONAL
             inputs += value if is_many else [value]
         sources = tuple(self._source(each) for each in inputs)
-        if called.name == "getitem" and any(_is_mask(value_of(_inner(each))) for each in inputs[1:]):
+        if called.name == "getitem" and any(_is_mask(value_of(_inner(each))) for each in inputs[1:]):  # lists are fixed
             _refuse("take autograd.where: how many elements a mask chooses depends on values", "a tensor as a mask")
         modes.tracer = None
         try:
@@ -286,7 +286,7 @@ def _inner(x: Any) -> Any:
 
 
 def _is_mask(key: Any) -> bool:
-    return bool((key if hasattr(key, "dtype") else np.asarray(key)).dtype == bool)
+    return hasattr(key, "dtype") and bool(key.dtype == bool)
 
 
 def _listed(result: Any) -> list[Any]:
