@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import hpcdp
-from hpcdp.comm import mpi
 from hpcdp.comm.agreement import require_same
 from hpcdp.comm.shared import Gate
 from hpcdp.comm.starting import _world_of
@@ -47,7 +46,7 @@ def test_ranks_that_wait_for_a_late_one_to_agree_leave_it_the_core(world):
 
 @pytest.mark.mpi
 def test_tags_of_parts_carry_as_much_as_those_of_all(world):
-    part = mpi.MpiCommunicator(world.comm.mpi.Split(world.rank % 2))
+    part = type(world.comm)(world.comm.mpi.Split(world.rank % 2))
     assert part.signatures == world.comm.signatures == world.comm.duplicate().signatures > 1 << 10
     part.mpi.Free()
 
@@ -80,7 +79,7 @@ def test_shared_memory_that_is_not_to_be_had_is_an_error_of_one_line_on_every_ra
 
 @pytest.mark.mpi
 def test_messages_and_pieces_arrive(world, monkeypatch):
-    monkeypatch.setattr(mpi, "MAX_ELEMENTS", 7)
+    monkeypatch.setattr("hpcdp.comm.mpi.MAX_ELEMENTS", 7)
     left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     for dtype in (np.float16, np.float32, np.int64):
         sent, got = (np.arange(20) + world.rank).astype(dtype), np.zeros(20, dtype)

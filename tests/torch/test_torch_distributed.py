@@ -133,7 +133,8 @@ def test_checkpointed_layers_and_two_forwards_before_one_backward(reentrant):
             return self.last(checkpoint(self.first, x.requires_grad_(), use_reentrant=reentrant))
 
     def rank(world):
-        model, reference = hpcdp.torch.DistributedDataParallel(Net(), world), Net()
+        reference = Net()  # before any rank is in a checkpoint, which sets the generator of all
+        model = hpcdp.torch.DistributedDataParallel(Net(), world)
         x = batch(0, world.rank)[0]
         (model(x).sum() + (model(2 * x) ** 2).sum() if not reentrant else model(x).sum()).backward()
         total = 0
