@@ -34,6 +34,17 @@ def test_the_second_is_told_who_is_first(tmp_path):
     lock.WriterLock(tmp_path).release()
 
 
+def test_on_a_full_disk_it_is_held_but_nobody_says_by_whom(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    first = lock.WriterLock(tmp_path)
+    with pytest.raises(DataError, match=r"writer.lock\]: expected no other job that saves here, got "):
+        lock.WriterLock(tmp_path)
+    first.release()
+
+
 def test_a_job_that_was_killed_holds_nothing(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"

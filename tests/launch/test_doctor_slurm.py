@@ -78,6 +78,7 @@ def test_a_plugin_that_is_missing(job, monkeypatch: pytest.MonkeyPatch) -> None:
         ("pmi2", "pmix", Verdict.FAILED, "export SLURM_MPI_TYPE=pmix"),
         ("pmix_v4", "none", Verdict.OK, ""),
         (None, "none", Verdict.WARNING, "srun --mpi=pmix, or export SLURM_MPI_TYPE=pmix"),
+        (None, "(null)", Verdict.WARNING, "srun --mpi=pmix, or export SLURM_MPI_TYPE=pmix"),
         (None, "pmix", Verdict.OK, ""),
     ],
 )
@@ -89,6 +90,7 @@ def test_what_a_plain_srun_takes(
     job(lambda command, begins="": (0, f"MpiDefault              = {config}"))
     finding = doctor_slurm.check_default()
     assert (finding.verdict, finding.remedy) == (verdict, remedy)
+    assert "(null)" not in finding.saw
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,15 @@ def test_a_new_run_does_not_mix_its_checkpoints_with_those_of_another(tmp_path):
     assert steps == [STEPS]
 
 
+def test_without_a_complete_checkpoint_there_is_nowhere_to_go_on(tmp_path, monkeypatch):
+    def full(folder, step, atomic_rename):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders, "commit", full)
+    with pytest.raises(SaveError, match="make it writable, and start again: no checkpoint is complete"):
+        whole_run(2, tmp_path / "a", every=4, epochs=1)
+
+
 @pytest.mark.parametrize("at", ["in between", "at the end"])
 def test_what_cannot_be_written_ends_the_training_and_says_where_to_go_on(at, tmp_path, monkeypatch):
     commit = folders.commit
