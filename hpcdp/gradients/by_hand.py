@@ -21,6 +21,13 @@ def places_of(params: Sequence[Parameter]) -> Places:
     return [(param, param.data) for param in params]
 
 
+def of_rank_0(values: Array, comm: Communicator) -> np.ndarray:
+    """A new array in host memory: the values that rank 0 has; every rank must call."""
+    host = np.array(to_host(values), order="C")
+    comm.native_broadcast(host, 0)
+    return host
+
+
 def moved(places: Places) -> list[str]:
     """The names of parameters that have another array than their place: what is updated there is not theirs."""
     return [param.name for param, place in places if hasattr(param, "held") and param.held() is not place]
@@ -64,8 +71,6 @@ def take_back(places: Places, comm: Communicator | None, writes: bool) -> None:
 
     check() if comm is None else on_every_rank(comm, check)
     for (_, place), values in zip(places, found, strict=True):
-        host = np.ascontiguousarray(to_host(values))
-        if comm is not None:
-            comm.native_broadcast(host, 0)
+        agreed = values if comm is None else from_host(of_rank_0(values, comm), place)
         if writes:
-            place[...] = from_host(host, place)
+            place[...] = agreed

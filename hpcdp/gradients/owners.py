@@ -54,7 +54,10 @@ class Owner(Protocol):
         ...
 
     def changing(self) -> AbstractContextManager[None]:
-        """Within it parameters are each rank's own, to be changed by all ranks alike; every rank must call."""
+        """Within it parameters are each rank's own, to be changed by all ranks alike; every rank must call.
+
+        Within itself it does nothing.
+        """
         ...
 
     def update(self, step: int, scale: float) -> None:
@@ -103,6 +106,8 @@ class _Flat:
         self._left_out: Set[str] = frozenset()
         self.passed_over: dict[str, int] = {}
         """In how many steps a parameter was left out, which do not count for it, by name."""
+        self.is_changing = False
+        """Whether a program is within `changing`."""
         self.flats: list[Array] = []
         self._states: list[dict[str, Array]] = []
         for bucket in reducer.buckets:
@@ -135,12 +140,17 @@ class _Flat:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
+        if self.is_changing:
+            yield
+            return
         places = places_of([*self.reducer.params.values()])
         self._part(places)
+        self.is_changing = True
         try:
             with holders.changing(place for _, place in places):
                 yield
         finally:
+            self.is_changing = False
             take_back(places, self.reducer.world.comm, self._writes_parameters)
             self.reducer.gate.barrier()
 

@@ -173,6 +173,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Changes parameters in place and sets their gradients to None.
         """
+        if self._shards.is_changing:
+            raise ConfigError("step", expected="the end of changing_parameters()", got="a call within it")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -9,10 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .. import autograd
-from ..arrays import from_host, is_cupy, to_host
+from ..arrays import from_host, is_cupy
 from ..comm import World, init
 from ..comm.agreement import on_every_rank
 from ..compression import Compression, Settings
@@ -21,7 +19,7 @@ from ..errors import HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
-from ..gradients.by_hand import moved, moved_anywhere, places_of
+from ..gradients.by_hand import moved, moved_anywhere, of_rank_0, places_of
 from ..gradients.critical_path import BucketTimes
 from ..nn.virtual_shard import enter_shard
 from ..optim import Optimizer
@@ -87,9 +85,7 @@ class BucketTrainer(Trainer):
         if self.virtual_shards is not None:
             fix_arithmetic(self.world)
         for param in ours:
-            values = np.ascontiguousarray(to_host(param.data))
-            self.world.comm.native_broadcast(values, 0)
-            param.data[...] = from_host(values, param.data)
+            param.data[...] = from_host(of_rank_0(param.data, self.world.comm), param.data)
         show_to_profiler(ours, self.world)
         layout, overlap = plan(described(ours), bucket_cap_mb, room_for=room_for), False if adding else overlap
         self.reducer = Reducer(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from ..arrays import from_host, to_host
+from ..arrays import from_host
 from ..comm import World
 from ..comm.agreement import require_same
 from ..compression import Compression
 from ..errors import ConfigError
 from ..gradients.bucket import Parameter
+from ..gradients.by_hand import of_rank_0
 from ..state import cut_of
 
 _ELEMENT_BY_ELEMENT = ("fp16", "bf16")
@@ -43,9 +42,7 @@ def share_over_parts(params: Sequence[Parameter], world: World, compression: Com
         raise ConfigError("Trainer", where="compression", expected=expected, got=codec)
     for param in params:
         if cut_of(param) is None:
-            values = np.ascontiguousarray(to_host(param.data))
-            comm.native_broadcast(values, 0)
-            param.data[...] = from_host(values, param.data)
+            param.data[...] = from_host(of_rank_0(param.data, comm), param.data)
     counts = comm.allgather_json([math.prod(param.data.shape) for param in params])
     return [max(each) for each in zip(*counts, strict=True)]
 

@@ -27,6 +27,15 @@ def soon(gates):
     threading.Timer(0.05, gates.events[1].set).start()
 
 
+def under_way(gates, net, x):
+    """A call that has returned at once, of ``net`` and of what waits for gate 1, which is about to open."""
+    gates.know(x)
+    net(gates.add_one(x, 0.0)).wait_to_read()
+    y = net(gates.add_one(x, 1.0))
+    soon(gates)
+    return y
+
+
 def test_a_change_in_place_waits_for_those_who_read(gates):
     x = random(0, 3)
     before = x.data.copy()
@@ -53,10 +62,7 @@ def test_so_do_changes_of_whole_parameters(gates, change):
     net, x = nn.Dense(3, 2), random(0, 4, 3)
     expected = net(x.data + 1).asnumpy()
     with autograd.asynchronous():
-        gates.know(x)
-        net(gates.add_one(x, 0.0)).wait_to_read()
-        y = net(gates.add_one(x, 1.0))
-        soon(gates)
+        y = under_way(gates, net, x)
         change(net)
         np.testing.assert_array_equal(y.asnumpy(), expected)
 
@@ -158,10 +164,7 @@ def test_what_is_restored_is_for_later_calls(gates, tmp_path):
         net.weight.data[...] = 0
         expected = net(x.data + 1).asnumpy()
         with autograd.asynchronous():
-            gates.know(x)
-            net(gates.add_one(x, 0.0)).wait_to_read()
-            y = net(gates.add_one(x, 1.0))
-            soon(gates)
+            y = under_way(gates, net, x)
             manager.restore(into={"net": net})
             np.testing.assert_array_equal(y.asnumpy(), expected)
 
@@ -220,10 +223,7 @@ def test_synchronised_batch_norm_moves_statistics_behind_earlier_predictions(gat
         net, x = SyncBatchNorm(3, world=world), random(0, 4, 3)
         expected = net(x.data + 1).asnumpy()
         with autograd.asynchronous():
-            gates.know(x)
-            net(gates.add_one(x, 0.0)).wait_to_read()
-            y = net(gates.add_one(x, 1.0))
-            soon(gates)
+            y = under_way(gates, net, x)
             with autograd.train_mode():
                 net(x)
             np.testing.assert_array_equal(y.asnumpy(), expected)

@@ -202,6 +202,20 @@ def test_another_shape_or_dtype_is_refused_on_all_ranks(how, values, ranks):
 
 
 @pytest.mark.parametrize("how", HOW)
+def test_arrays_that_give_the_values_stay_as_they_are(how):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        mine = np.full((6, 8), float(world.rank), "f4")
+        mine.flags.writeable = False
+        with trainer.changing_parameters():
+            net[0].weight.data = mine
+        assert (mine == world.rank).all() and not net[0].weight.data.any()
+
+    threads.run(3, rank, 2)
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_within_itself_it_does_nothing(how):
     def rank(world):
         net = network()
