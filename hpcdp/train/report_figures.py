@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 _COLORS = ("#3566a8", "#c8552b", "#3f8f5b", "#8a5aa8", "#b08a1e", "#4a9aa8", "#a84a6b", "#6b6b6b")
 PARTS = {"compute_s": ("computation", "#3566a8"), "data_s": ("data", "#b08a1e"), "exposed_s": ("waiting", "#c8552b")}
 _MOST_BARS = 64
-_MOST_INSIDE = 4
-"""So many names of curves find a place between them; those of more stand below, the ends of long ones."""
 _LONGEST_NAME = 40
+"""Of longer names the ends stand below the curves."""
 
 
 def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
@@ -55,8 +54,7 @@ def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
 
 def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[float], list[float]]]]]) -> bytes:
     count = sum(bool(x) for _, curves in lines for _, x, _ in curves)
-    below = 0 if count <= _MOST_INSIDE else -(-count // 2)
-    figure, (axes,) = styled(1, (9.0, 3.4 + 0.2 * below))
+    figure, (axes,) = styled(1, (9.0, 3.4 + 0.2 * -(-count // 2)))
     for (name, curves), color in zip(lines, _colors(len(lines)), strict=True):
         for kind, x, y in curves:
             if x:
@@ -71,10 +69,7 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
         by_powers(axes)
     elif heading != "Accuracy":
         axes.set_ylim(bottom=0)
-    if below:
-        figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=9)
-    else:
-        axes.legend(frameon=False, loc="best", fontsize=9)
+    figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=9)
     return _png(figure)
 
 
