@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import hpcdp, numbers, wait_for
+from runs_on_hosts import hpcdp, numbers, wait_for
 
 from hpcdp.benchmarks.cluster import Cluster
 from hpcdp.train.metrics import read_metrics

@@ -1,7 +1,7 @@
 """Checkpoints of ranks on several hosts, in a folder that all see: restored elsewhere, by other numbers of ranks."""
 
 import pytest
-from runs import checkpoints_of, hpcdp, numbers
+from runs_on_hosts import checkpoints_of, hpcdp, numbers
 
 from hpcdp.benchmarks.cluster import Cluster
 

@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import checkpoints_of, hpcdp, launch, left_on, numbers, pids_of, running, wait_for, wait_for_checkpoints
+from runs_on_hosts import (
+    checkpoints_of,
+    hpcdp,
+    launch,
+    left_on,
+    numbers,
+    pids_of,
+    running,
+    wait_for,
+    wait_for_checkpoints,
+)
 
 from hpcdp.benchmarks.cluster import Cluster
 from hpcdp.launch import mpi_library

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from runs import launch
+from runs_on_hosts import launch
 
 from hpcdp.benchmarks.cluster import Cluster
 from hpcdp.launch import mpi_library

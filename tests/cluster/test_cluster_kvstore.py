@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from runs import wait_for
+from runs_on_hosts import wait_for
 
 from hpcdp.benchmarks.cluster import Cluster
 

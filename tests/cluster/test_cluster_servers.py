@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
-from runs import left_on, pids_of, running, wait_for
+from runs_on_hosts import left_on, pids_of, running, wait_for
 
 from hpcdp.benchmarks.cluster import Cluster
 from hpcdp.launch import mpi_library

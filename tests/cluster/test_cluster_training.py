@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import SAME, hpcdp, numbers
+from runs_on_hosts import SAME, hpcdp, numbers
 
 from hpcdp.benchmarks.cluster import Cluster
 from hpcdp.nn.models import MODELS
