@@ -145,8 +145,10 @@ def _layers(batch: int) -> Iterator[Case]:
         yield Case(name.replace("_", " "), "pool", reference, _named(name, *twice), pooled, moved)
     planes = x.reshape(batch, _CHANNELS, -1)
     scale, shift, *saved = abs(rng.standard_normal((4, _CHANNELS), np.float32))
-    into = (planes, scale, shift, np.zeros_like(planes), *saved)
-    yield Case("batch norm", "batch_norm", reference, _batch_norm, into, 4 * planes.nbytes, _ROUNDED)
+    for name, dtype, error in (("batch norm", np.float32, _ROUNDED), ("batch norm, float16", np.float16, 2.0**-10)):
+        own = planes.astype(dtype)
+        into = (own, scale, shift, np.zeros_like(own), *saved)
+        yield Case(name, "batch_norm", reference, _batch_norm, into, 4 * own.nbytes, error)
     rows = x.reshape(-1, _CHANNELS * _SIDE)
     yield Case("bias, ReLU", "epilogue", reference, _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
     logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
@@ -159,4 +161,6 @@ def _layers(batch: int) -> Iterator[Case]:
 
 def _batch_norm(module: ModuleType, *arrays: Array) -> None:
     x, scale, shift, out, mean, variance = arrays
+    if module is reference:
+        x = x.astype(np.float32)  # in which the kernels compute with 16 bits
     module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)

@@ -1,5 +1,6 @@
 // Batch normalisation. reference.py is the specification: sums are in float64, in an order that depends on the shape
-// alone; what is done element by element has its bits.
+// alone; what is done element by element has its bits, of 16 bits those of its float32 rounded once. What has one
+// element a channel is wide.
 #include "common.cuh"
 
 // Passed by value: the shape of `x`.
@@ -73,54 +74,58 @@ __device__ inline void sum_channels(
 // The sums of the elements and of their squares.
 template <class T> __device__ void channel_sums(const T* __restrict__ x, const Shape& shape, double* partial) {
     sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [](const T (&of)[1]) {
-        const double each = of[0];
+        const double each = widened(of[0]);
         return Two{each, each * each};
     });
 }
 
 // The sums of what is left of the elements without `mean`, and of its squares, which cancel less.
-template <class T>
-__device__ void centred_sums(const T* __restrict__ x, const T* __restrict__ mean, const Shape& shape, double* partial) {
-    const T centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
+template <class T, class Wide>
+__device__ void centred_sums(
+    const T* __restrict__ x, const Wide* __restrict__ mean, const Shape& shape, double* partial
+) {
+    const Wide centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
     sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [&](const T (&of)[1]) {
-        const double each = of[0] - centre;
+        const double each = widened(of[0]) - centre;
         return Two{each, each * each};
     });
 }
 
 // The sums of `gy`, and of its products with elements without `mean`.
-template <class T>
+template <class T, class Wide>
 __device__ void gradient_sums(
-    const T* __restrict__ gy, const T* __restrict__ x, const T* __restrict__ mean, const Shape& shape, double* partial
+    const T* __restrict__ gy, const T* __restrict__ x, const Wide* __restrict__ mean, const Shape& shape,
+    double* partial
 ) {
-    const T centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
+    const Wide centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
     sum_channels({gy, x}, is_aligned<16 / sizeof(T)>(gy, x), shape, partial, [&](const T (&of)[2]) {
-        return Two{double(of[0]), double(of[0]) * double(of[1] - centre)};
+        const double each = widened(of[0]);
+        return Two{each, each * double(widened(of[1]) - centre)};
     });
 }
 
-template <class T>
+template <class T, class Wide>
 __device__ void normalise(
-    const T* __restrict__ x, const T* __restrict__ mean, const T* __restrict__ factor, const T* __restrict__ shift,
-    T* __restrict__ out, const Shape& shape
+    const T* __restrict__ x, const Wide* __restrict__ mean, const Wide* __restrict__ factor,
+    const Wide* __restrict__ shift, T* __restrict__ out, const Shape& shape
 ) {
     constexpr int N = 16 / sizeof(T);
     const bool aligned = is_aligned<N>(x, out) && shape.size % N == 0;  // no pack lies in two channels
     for_packs<N>(shape.batch * shape.channels * shape.size, aligned, [&](Index i, auto width) {
         constexpr int n = decltype(width)::value;
         const Index channel = i / shape.size % shape.channels;
-        const T centre = mean[channel], by = factor[channel], offset = shift[channel];
+        const Wide centre = mean[channel], by = factor[channel], offset = shift[channel];
         auto pack = load<n>(x + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = (pack.at[k] - centre) * by + offset;
+        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>((widened(pack.at[k]) - centre) * by + offset);
         store(out + i, pack);
     });
 }
 
-template <class T>
+template <class T, class Wide>
 __device__ void gradient_of_input(
-    const T* __restrict__ gy, const T* __restrict__ x, const T* __restrict__ mean, const T* __restrict__ inverse,
-    const T* __restrict__ constant, const T* __restrict__ slope, const T* __restrict__ factor, T* __restrict__ dx,
-    const Shape& shape
+    const T* __restrict__ gy, const T* __restrict__ x, const Wide* __restrict__ mean, const Wide* __restrict__ inverse,
+    const Wide* __restrict__ constant, const Wide* __restrict__ slope, const Wide* __restrict__ factor,
+    T* __restrict__ dx, const Shape& shape
 ) {
     constexpr int N = 16 / sizeof(T);
     const bool aligned = is_aligned<N>(gy, x, dx) && shape.size % N == 0;
@@ -130,36 +135,39 @@ __device__ void gradient_of_input(
         auto pack = load<n>(gy + i);
         const auto given = load<n>(x + i);
         for (int k = 0; k < n; ++k) {
-            const T normal = (given.at[k] - mean[channel]) * inverse[channel];
-            pack.at[k] = (pack.at[k] - constant[channel] - normal * slope[channel]) * factor[channel];
+            const Wide normal = (widened(given.at[k]) - mean[channel]) * inverse[channel];
+            const Wide rest = widened(pack.at[k]) - constant[channel] - normal * slope[channel];
+            pack.at[k] = narrowed<T>(rest * factor[channel]);
         }
         store(dx + i, pack);
     });
 }
 
-#define KERNELS(T, NAME)                                                                                               \
+#define KERNELS(T, WIDE, NAME)                                                                                         \
     extern "C" __global__ void channel_sums_##NAME(const T* x, Shape shape, double* partial) {                         \
         channel_sums(x, shape, partial);                                                                               \
     }                                                                                                                  \
-    extern "C" __global__ void centred_sums_##NAME(const T* x, const T* mean, Shape shape, double* partial) {          \
+    extern "C" __global__ void centred_sums_##NAME(const T* x, const WIDE* mean, Shape shape, double* partial) {       \
         centred_sums(x, mean, shape, partial);                                                                         \
     }                                                                                                                  \
     extern "C" __global__ void gradient_sums_##NAME(                                                                   \
-        const T* gy, const T* x, const T* mean, Shape shape, double* partial                                           \
+        const T* gy, const T* x, const WIDE* mean, Shape shape, double* partial                                        \
     ) {                                                                                                                \
         gradient_sums(gy, x, mean, shape, partial);                                                                    \
     }                                                                                                                  \
     extern "C" __global__ void normalise_##NAME(                                                                       \
-        const T* x, const T* mean, const T* factor, const T* shift, T* out, Shape shape                                \
+        const T* x, const WIDE* mean, const WIDE* factor, const WIDE* shift, T* out, Shape shape                       \
     ) {                                                                                                                \
         normalise(x, mean, factor, shift, out, shape);                                                                 \
     }                                                                                                                  \
     extern "C" __global__ void gradient_of_input_##NAME(                                                               \
-        const T* gy, const T* x, const T* mean, const T* inverse, const T* constant, const T* slope, const T* factor,  \
-        T* dx, Shape shape                                                                                             \
+        const T* gy, const T* x, const WIDE* mean, const WIDE* inverse, const WIDE* constant, const WIDE* slope,       \
+        const WIDE* factor, T* dx, Shape shape                                                                         \
     ) {                                                                                                                \
         gradient_of_input(gy, x, mean, inverse, constant, slope, factor, dx, shape);                                   \
     }
 
-KERNELS(float, f32)
-KERNELS(double, f64)
+KERNELS(Half, float, f16)
+KERNELS(BFloat16, float, bf16)
+KERNELS(float, float, f32)
+KERNELS(double, double, f64)

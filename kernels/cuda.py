@@ -90,6 +90,11 @@ def type_name(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Arra
     return _TYPES[str(arrays[0].dtype)]
 
 
+def wide_type(x: Array) -> str:
+    """The dtype in which ``x`` is computed with: float32 for 16 bits, else its own."""
+    return "float32" if x.itemsize == 2 else str(x.dtype)
+
+
 def blocks(threads: int) -> int:
     """How many blocks are launched where ``threads`` have something to do."""
     return min(-(-threads // THREADS), MAX_BLOCKS)

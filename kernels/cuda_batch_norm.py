@@ -1,7 +1,8 @@
 """Batch normalisation of CuPy arrays. Imports: cuda.
 
 `reference` is the specification: same names, same arguments, sums up to rounding in float64, and the same bits for the
-same sums. What has one number a channel is computed by CuPy's own operations.
+same sums, of 16 bits those of float32, rounded once. What has one number a channel is computed by CuPy's own
+operations; where ``x`` has 16 bits it is float32.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import numpy as np
 from ..arrays import Array, array_namespace
 from . import cuda
 
-_DTYPES = ("float32", "float64")
 _BLOCKS, _PER_BLOCK = 2112, 16 * cuda.THREADS
 """About so many blocks sum all channels where there is enough to sum, each at least so many elements."""
 
@@ -53,8 +53,8 @@ def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], 
     xp = array_namespace(x, scale)
     mean, variance = saved
     factor = scale / xp.sqrt(variance + eps)
-    of_type = cuda.type_name("normalise", _DTYPES, x.size, x, out)
-    cuda.check("normalise", (str(x.dtype),), x.shape[1], mean, factor, shift)
+    of_type = cuda.type_name("normalise", cuda.FLOATS, x.size, x, out)
+    cuda.check("normalise", (cuda.wide_type(x),), x.shape[1], mean, factor, shift)
     arrays = (x, mean, factor, shift, out)
     cuda.launch("batch_norm", f"normalise_{of_type}", cuda.blocks(-(-x.nbytes // 16)), *arrays, _shape(x))
 
@@ -72,10 +72,10 @@ def gradient_of_input(
     """See `reference.gradient_of_input`."""
     mean, variance = saved
     inverse = 1.0 / array_namespace(x).sqrt(variance + eps)
-    rounded = means.astype(x.dtype)
-    of_type = cuda.type_name("gradient_of_input", _DTYPES, x.size, gy, x, dx)
+    rounded = means.astype(mean.dtype)
+    of_type = cuda.type_name("gradient_of_input", cuda.FLOATS, x.size, gy, x, dx)
     of_channels = (mean, inverse, rounded[0], rounded[1], scale * inverse)
-    cuda.check("gradient_of_input", (str(x.dtype),), x.shape[1], *of_channels)
+    cuda.check("gradient_of_input", (cuda.wide_type(x),), x.shape[1], *of_channels)
     blocks = cuda.blocks(-(-x.nbytes // 16))
     cuda.launch("batch_norm", f"gradient_of_input_{of_type}", blocks, gy, x, *of_channels, dx, _shape(x))
 
@@ -83,7 +83,9 @@ def gradient_of_input(
 def _sums(name: str, arrays: tuple[Array, ...], of_channels: tuple[Array, ...]) -> Array:
     """What the kernel ``name`` sums over each channel, shape ``(2, channels)``, float64."""
     x = arrays[-1]
-    of_type = cuda.type_name(name, _DTYPES, x.size, *arrays)
+    of_type = cuda.type_name(name, cuda.FLOATS, x.size, *arrays)
+    for each in of_channels:
+        cuda.check(name, (cuda.wide_type(x),), x.shape[1], each)
     xp, channels = array_namespace(x), x.shape[1]
     pieces = _pieces(*x.shape)
     partial, sums = (xp.empty((2, channels, width), dtype=np.float64) for width in (pieces, 1))

@@ -1,7 +1,8 @@
 """Softmax and cross-entropy of CuPy arrays, in one launch forward and one back. Imports: cuda.
 
 `reference_cross_entropy` is the specification: same names, same arguments, the same numbers up to the rounding of
-``exp`` and ``log``. A label that is out of range makes the loss and the chances of its row NaN.
+``exp`` and ``log``. Of logits of 16 bits chances and losses are float32, and so are the gradients that come back. A
+label that is out of range makes the loss and the chances of its row NaN.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import numpy as np
 from ..arrays import Array
 from . import cuda
 
-_DTYPES = ("float32", "float64")
-
 
 def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: Array) -> None:
     """See `reference_cross_entropy.softmax_cross_entropy`."""
-    of_type, (rows, classes) = _checked("softmax_cross_entropy", labels, losses, logits, chances), logits.shape
+    of_type, (rows, classes) = _checked("softmax_cross_entropy", logits, labels, chances, losses), logits.shape
     packs = -(-classes * logits.itemsize // 16)
     lanes = min(cuda.THREADS, 1 << max(0, packs - 1).bit_length())
     blocks = cuda.blocks(rows * lanes)
@@ -26,14 +25,15 @@ def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: 
 
 def softmax_cross_entropy_gradient(gy: Array, labels: Array, chances: Array, dx: Array) -> None:
     """See `reference_cross_entropy.softmax_cross_entropy_gradient`."""
-    of_type = _checked("softmax_cross_entropy_gradient", labels, gy, chances, dx)
+    of_type = _checked("softmax_cross_entropy_gradient", dx, labels, chances, gy)
     blocks, scalars = cuda.blocks(-(-dx.nbytes // 16)), (np.int64(dx.size), np.int64(dx.shape[1]))
     cuda.launch("cross_entropy", f"softmax_cross_entropy_gradient_{of_type}", blocks, gy, labels, chances, dx, *scalars)
 
 
-def _checked(operation: str, labels: Array, of_rows: Array, *arrays: Array) -> str:
-    """The last part of the kernel's name for ``arrays``, one element of ``of_rows`` and ``labels`` for each row."""
-    of_type = cuda.type_name(operation, _DTYPES, arrays[0].size, *arrays)
-    cuda.check(operation, (str(arrays[0].dtype),), arrays[0].shape[0], of_rows)
-    cuda.check(operation, ("int64",), arrays[0].shape[0], labels)
+def _checked(operation: str, x: Array, labels: Array, chances: Array, of_rows: Array) -> str:
+    """The last part of a kernel's name for logits ``x``, or their gradient; ``of_rows`` has one number a row."""
+    of_type = cuda.type_name(operation, cuda.FLOATS, x.size, x)
+    cuda.check(operation, (cuda.wide_type(x),), x.size, chances)
+    cuda.check(operation, (cuda.wide_type(x),), x.shape[0], of_rows)
+    cuda.check(operation, ("int64",), x.shape[0], labels)
     return of_type

@@ -26,7 +26,7 @@ _SINGLE = np.dtype(np.float32)
 
 
 def in_float32(
-    *, is_product: bool = False, has_kernels: bool = False, rounds: bool = True
+    *, is_product: bool = False, has_kernels: bool = False, first_alone: bool = False, rounds: bool = True
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have an operator that meets a 16-bit operand compute in float32; others are called as they are.
 
@@ -36,6 +36,7 @@ def in_float32(
     Args:
         is_product: whether devices compute it in 16 bits.
         has_kernels: whether CUDA does.
+        first_alone: whether these kernels take the first operand alone in 16 bits, and others in float32.
         rounds: whether the result, the first one of several, is rounded to 16 bits; a loss stays float32.
     """
 
@@ -54,13 +55,18 @@ def in_float32(
             if x is None:
                 return function(*args, **kwargs)
             stays = not is_host(x) and (is_product or (has_kernels and is_cupy(x)))
-            if stays and all(each.dtype == x.dtype for each in given if hasattr(each, "dtype")):
+            to = x.dtype if stays and not first_alone else _SINGLE
+            if stays and (x is given[0] or not first_alone) and _are_all(to, given[first_alone:]):
                 return function(*args, **kwargs)
-            return _Call(x.dtype, x.dtype if stays else _SINGLE, rounds).of(function, args, kwargs)
+            return _Call(x.dtype, to, rounds).of(function, args, kwargs)
 
         return call
 
     return register
+
+
+def _are_all(dtype: np.dtype, operands: Sequence[Any]) -> bool:
+    return all(x.dtype == dtype for x in operands if hasattr(x, "dtype") and is_float(x.dtype))
 
 
 class _Call:

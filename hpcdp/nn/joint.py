@@ -13,7 +13,7 @@ from .half import in_float32
 from .operands import alike, contiguous, kernels_for
 
 
-@in_float32()
+@in_float32(has_kernels=True, first_alone=True)
 def joint_batch_norm(
     x: Any, scale: Any, shift: Any, eps: float, add_up: Callable[[Array], object]
 ) -> tuple[Tensor, Array, Array, int]:
@@ -28,7 +28,7 @@ def joint_batch_norm(
         The result, mean and biased variance of each channel, and how many values of a channel all have together.
     """
     a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
-    xp = alike("batch_norm", a, gamma, beta)
+    xp = alike("batch_norm", a, gamma, beta, wide=True)
     channels = a.shape[1]
     planes = a.reshape(a.shape[0], channels, math.prod(a.shape[2:]))
     compute = kernels_for("batch_norm", a)
@@ -39,8 +39,8 @@ def joint_batch_norm(
     add_up(flat)
     count = int(flat[-1])
     sums /= max(1, count)
-    variance = xp.maximum(sums[1] - sums[0] * sums[0], 0).astype(a.dtype)
-    saved = sums[0].astype(a.dtype), variance
+    variance = xp.maximum(sums[1] - sums[0] * sums[0], 0).astype(gamma.dtype)
+    saved = sums[0].astype(gamma.dtype), variance
     out = empty(planes.shape, a.dtype, xp)
     compute.normalise(planes, gamma, beta, saved, out, eps)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_host
+from ..arrays import Array, array_namespace, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
@@ -39,7 +39,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
 
 
 @operator("softmax_cross_entropy", ("logits", "labels"))
-@in_float32(rounds=False)
+@in_float32(has_kernels=True, first_alone=True, rounds=False)
 def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
     a = contiguous(given)
@@ -51,7 +51,8 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
             got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
         )
     numbers = xp.empty(y.shape, dtype=xp.int64)
-    chances, losses = xp.empty(a.shape, dtype=a.dtype), xp.empty(a.shape[:1], dtype=a.dtype)
+    wide = np.dtype(np.float32) if is_half(a) else a.dtype
+    chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(a.shape[:1], dtype=wide)
     functions = kernels_for("cross_entropy", a, reference_cross_entropy)
 
     def checked() -> Array:

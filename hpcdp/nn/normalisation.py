@@ -15,7 +15,7 @@ from .virtual_shard import move
 
 
 @operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
-@in_float32()
+@in_float32(has_kernels=True, first_alone=True)
 def batch_norm(
     x: Any, scale: Any, shift: Any, eps: float,
     running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0,
@@ -32,9 +32,9 @@ def batch_norm(
     """
     given = [as_tensor(each).data for each in (x, scale, shift)]
     a, gamma, beta = map(contiguous, given)
-    xp = alike("batch_norm", a, gamma, beta)
+    xp = alike("batch_norm", a, gamma, beta, wide=True)
     planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
-    mean, variance = xp.empty(gamma.shape, dtype=a.dtype), xp.empty(gamma.shape, dtype=a.dtype)
+    mean, variance = xp.empty(gamma.shape, dtype=gamma.dtype), xp.empty(gamma.shape, dtype=gamma.dtype)
     out = empty(planes.shape, a.dtype, xp)
     compute = kernels_for("batch_norm", a).batch_norm
     compute(planes, gamma, beta, out, (mean, variance), eps)

@@ -19,14 +19,18 @@ def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
     return plain if is_half(x) and not is_cupy(x) else kernels.kernels_for(name, x, plain)
 
 
-def alike(operation: str, x: Array, *others: Array | None) -> Any:
-    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory."""
+def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
+    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory.
+
+    With ``wide`` the others have float32 where ``x`` has 16 bits.
+    """
     given = [x]
     are_alike = x.dtype.char in "fd" or is_half(x)
+    of_others = np.float32 if wide and is_half(x) else x.dtype
     for other in others:
         if other is not None:
             given.append(other)
-            are_alike = are_alike and other.dtype == x.dtype
+            are_alike = are_alike and other.dtype == of_others
     if not are_alike:
         raise UnsupportedError(
             operation,

@@ -11,14 +11,15 @@ from pairs import pairs
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, is_half
 from hpcdp.autograd import Tensor, record
+from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda, cuda_batch_norm, cuda_conv, cuda_epilogue, cuda_pool, reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
 """Plain, overlapping with padding, of two sizes, and with elements that no window sees."""
 
-SHAPES = (2, 3, 8, 8), (4, 3, 3, 3), (16, 5), (2, 5)
-"""Of images, a kernel, a matrix, and a gradient."""
+SHAPES = (2, 3, 8, 8), (4, 3, 3, 3), (16, 5)
+"""Of images, a kernel and a matrix."""
 
 
 def wide(x: Any) -> Any:
@@ -129,25 +130,29 @@ def flat(arrays: Iterable[Any]) -> list[Any]:
     return [x for each in arrays for x in (each if isinstance(each, tuple) else (each,))]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 7), (2, 2, 2500), (3, 2, 4100), (5, 2, 2501)])
-def test_batch_norm(dtype: type, shape: tuple[int, int, int], cupy: ModuleType) -> None:
+def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -> None:
+    """What has one number a channel is float32 where elements have 16 bits."""
     rng = np.random.default_rng(9)
-    x, gy = (rng.standard_normal((2, *shape)) + 3).astype(dtype)
-    scale, shift, mean, variance = rng.uniform(0.5, 2, (4, shape[1])).astype(dtype)
-    error = 1e-5 if dtype == np.float32 else 1e-12
+    x, gy = (rng.standard_normal((2, *shape)) + 3).astype(dtype_of(dtype))
+    scale, shift, mean, variance = rng.uniform(0.5, 2, (4, shape[1])).astype(wide(x).dtype)
+    few = 1e-12 if dtype == "float64" else 1e-5
+    of_element = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(dtype, few)  # the sum may be on the other side of a tie
 
-    def same(name: str, *arrays: Any, eps: tuple[float, ...] = (1e-5,), error: float = error) -> None:
+    def same(name: str, *arrays: Any, eps: tuple[float, ...] = (1e-5,), exact: bool = False) -> None:
         on_device = [tuple(map(cupy.asarray, x)) if isinstance(x, tuple) else cupy.asarray(x) for x in arrays]
+        given = [tuple(map(wide, x)) if isinstance(x, tuple) else wide(x) for x in arrays]
         getattr(cuda_batch_norm, name)(*on_device, *eps)
-        getattr(reference, name)(*arrays, *eps)
-        for ours, theirs in zip(flat(on_device), flat(arrays), strict=True):
-            size = np.abs(theirs).max()
-            np.testing.assert_allclose(ours.to_host(), theirs, rtol=error, atol=error * size, err_msg=name)
+        getattr(reference, name)(*given, *eps)
+        for ours, theirs in zip(flat(on_device), flat(given), strict=True):
+            error = 0 if exact else of_element if ours.dtype == x.dtype else few
+            found, wanted = wide(ours.to_host()), wide(theirs.astype(ours.dtype))
+            np.testing.assert_allclose(found, wanted, rtol=error, atol=error * np.abs(wanted).max(), err_msg=name)
 
-    same("normalise", x, scale, shift, (mean, variance), np.empty_like(x), error=0)
+    same("normalise", x, scale, shift, (mean, variance), np.empty_like(x), exact=True)
     means = rng.standard_normal((2, shape[1]))
-    same("gradient_of_input", gy, x, scale, (mean, variance), means, np.empty_like(x), error=0)
+    same("gradient_of_input", gy, x, scale, (mean, variance), means, np.empty_like(x), exact=True)
     same("gradient_sums", gy, x, (mean, variance), np.empty((2, shape[1])))
     same("channel_sums", x, np.empty((2, shape[1])), eps=())
     same("batch_norm", x, scale, shift, np.empty_like(x), (mean, variance))
@@ -155,26 +160,32 @@ def test_batch_norm(dtype: type, shape: tuple[int, int, int], cupy: ModuleType) 
     same("batch_norm_gradients", gy, x, scale, (mean, variance + 1), into)
 
 
+def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
+    x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
+    with pytest.raises(UnsupportedError, match="expected float32, got float16"):
+        cuda_batch_norm.gradient_sums(x, x, (ones, ones), cupy.asarray(np.empty((2, 3))), 0.0)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("shape", [(5, 2, 1604), (5, 2, 1601), (2, 3, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 2, 1608), (5, 2, 1604), (5, 2, 1601), (2, 3, 0)])
 def test_channels_have_the_same_sums_wherever_their_elements_begin(
-    dtype: type, shape: tuple[int, int, int], cupy: ModuleType
+    dtype: str, shape: tuple[int, int, int], cupy: ModuleType
 ) -> None:
     """By several blocks, of packs that lie in one plane or of elements; what is not finite stays in its channel."""
-    gy, x = np.random.default_rng(6).standard_normal((2, *shape)).astype(dtype)
-    mean, ones = np.ones((2, shape[1]), dtype)
+    gy, x = np.random.default_rng(6).standard_normal((2, *shape)).astype(dtype_of(dtype))
+    mean, ones = np.ones((2, shape[1]), wide(x).dtype)
     for y in x[:1, 1:, :1], gy[1:, 1:, 3:4]:
         y[...] = np.inf
     expected, found = np.empty((2, shape[1])), []
-    reference.gradient_sums(gy, x, (mean, ones), expected, 0.0)
+    reference.gradient_sums(wide(gy), wide(x), (mean, ones), expected, 0.0)
     for offset in (0, 1):
-        views = [cupy.asarray(np.append(np.zeros(offset, dtype), y))[offset:].reshape(shape) for y in (gy, x)]
+        views = [cupy.asarray(np.append(np.zeros(offset, y.dtype), y))[offset:].reshape(shape) for y in (gy, x)]
         sums = cupy.asarray(np.empty_like(expected))
         cuda_batch_norm.gradient_sums(*views, (cupy.asarray(mean), cupy.asarray(ones)), sums, 0.0)
         found.append(sums.to_host())
     np.testing.assert_array_equal(found[0], found[1])
-    few = 1e-5 if dtype == np.float32 else 1e-12
+    few = 1e-12 if dtype == "float64" else 1e-5
     np.testing.assert_allclose(found[0], expected, rtol=few, atol=few * 100)
 
 
@@ -184,16 +195,20 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
     launched: list[str] = []
     launch = cuda.launch
     monkeypatch.setattr(cuda, "launch", lambda file, name, *more: (launched.append(name), launch(file, name, *more)))
-    F, (images, kernel, matrix, gy) = nn.functional, (normal(s, "float32", 1) for s in SHAPES)
+    F, (images, kernel, matrix) = nn.functional, (normal(s, "float32", 1) for s in SHAPES)
     results = []
     for asarray in (np.asarray, cupy.asarray):
         weights = [Tensor(asarray(x.astype(dtype_of(dtype)))) for x in (kernel, kernel[:, 0, 0, 0], matrix, matrix[0])]
         for each in weights:
             each.attach_grad()
+        of_channels = [asarray(np.linspace(0.5, 2, 4, dtype=np.float32)), asarray(np.zeros(4, np.float32))]
         with record():
-            x = F.max_pool2d(F.conv2d(asarray(images), *weights[:2], 1, 1, "relu"), 2)
+            x, mean, _ = F.batch_norm(F.conv2d(asarray(images), *weights[:2], 1, 1, "relu"), *of_channels, 1e-5)
+            x = F.max_pool2d(x, 2)
             y = F.dense(F.relu(F.avg_pool2d(x, 2) - 0.25).reshape(2, -1), *weights[2:], "relu")
-        y.backward(asarray(gy.astype(y.dtype)))
+            loss = F.softmax_cross_entropy(y, np.array([1, 0]))
+        assert mean.dtype == loss.dtype == np.float32
+        loss.backward()
         results.append([y.data, *(each.grad for each in weights)])
     for theirs, ours in zip(*results, strict=True):
         same_in(dtype_of(dtype), ours, theirs, error=error)
@@ -201,5 +216,6 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
     assert {name.rpartition("_")[2] for name in launched} == {of_type}
     assert {name.rpartition("_")[0] for name in launched} == {
         "unfold", "to_images", "from_images", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
-        "add_bias", "relu_gradient",
+        "add_bias", "relu_gradient", "channel_sums", "centred_sums", "gradient_sums", "normalise", "gradient_of_input",
+        "softmax_cross_entropy", "softmax_cross_entropy_gradient",
     }  # fmt: skip
