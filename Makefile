@@ -112,7 +112,6 @@ $(VENV)/installed-cupy: $(VENV)/installed-cuda13
 $(VENV)/installed-torch: $(VENV)/installed-dev
 	@echo "installing PyTorch into $(VENV), for the tests"
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	@command -v nvcc >/dev/null || \
-		$(BIN)/pip install --quiet --disable-pip-version-check $(CUDA_COMPILER) || \
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(CUDA_COMPILER) || command -v nvcc >/dev/null || \
 		echo "no compiler for CUDA can be had here: what compiles its sources will be skipped"
 	@touch $@

@@ -37,8 +37,8 @@ __device__ void softmax_cross_entropy(
         if (!is_class) total = float_of_bits(0x7FC00000);
         Wide* const out = chances + row * classes;
         const bool aligned = is_aligned<N>(out);
-        for_same_packs<N>(x, width, lane, lanes, [&](Index i, const auto& pack) {
-            Pack<Wide, pack.size> shares;
+        for_same_packs<N>(x, width, lane, lanes, [&](Index i, auto pack) {
+            Pack<Wide, decltype(pack)::size> shares;
             for (int k = 0; k < pack.size; ++k) shares.at[k] = exp(widened(pack.at[k]) - largest) / total;
             store_to(out + i, shares, aligned);
         });
