@@ -7,11 +7,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, array_namespace
+from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
+
+from ..arrays import Array, array_namespace, is_half
 from ..errors import UnsupportedError
 from ..kernels import kernels_for, reference_rows
 from . import tensor
-from .operators import Derivative, add_up, divide, unary
+from .operators import Derivative, add_up, astype, divide, unary
 from .registry import Call, operator
 from .tape import Gradient
 from .tensor import Tensor, as_tensor, value_of
@@ -45,8 +47,10 @@ def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
 
 def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
     """The mean over ``axis``, over all axes if it is None."""
-    total = sum(x, axis, keepdims)
-    return divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
+    wide = astype(x, "float32") if is_half(x) else x  # whose sum may be larger than 16 bits hold
+    total = sum(wide, axis, keepdims)
+    found = divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
+    return found if wide is x else astype(found, x.dtype)
 
 
 @operator("max")
@@ -69,8 +73,9 @@ def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
     spread = _spread(x.shape, axis, keepdims)
 
     def derivative(gy: Array) -> Array:
-        chosen = (a == spread(value)).astype(gy.dtype)
-        return chosen * (spread(gy) / chosen.sum(axis=axis, keepdims=True))
+        chosen = a == spread(value)
+        count = chosen.sum(axis=axis, keepdims=True, dtype="float32" if is_half(gy) else gy.dtype)
+        return xp.where(chosen, (spread(gy) / count).astype(gy.dtype, copy=False), gy.dtype.type(0))
 
     return unary(x, value, derivative, lambda out: [(lambda: find(a, axis=axis, keepdims=keepdims, out=out), ())])
 
@@ -113,8 +118,7 @@ def _reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def transpose(x: Tensor, *axes: Any) -> Tensor:
     """The axes in another order, given as numbers or one tuple; reversed if none are given."""
     order = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-    order = tuple(each % x.ndim for each in order) if order else tuple(range(x.ndim))[::-1]
-    return _transposed(x, order)
+    return _transposed(x, normalize_axis_tuple(order, x.ndim) if order else tuple(range(x.ndim))[::-1])
 
 
 @operator("transpose")
@@ -200,5 +204,5 @@ def _not_joined(arrays: Sequence[Array], axis: int) -> UnsupportedError:
 def stack(xs: Sequence[Any], axis: int = 0) -> Tensor:
     """The tensors, all of one shape, along a new ``axis``."""
     tensors = [as_tensor(x) for x in xs]
-    place = axis % (tensors[0].ndim + 1)
+    place = normalize_axis_index(axis, tensors[0].ndim + 1) if tensors else 0
     return concatenate([x[(slice(None),) * place + (None,)] for x in tensors], axis=place)

@@ -10,6 +10,8 @@ import operator as op
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..arrays import Array, array_namespace, dtype_of, is_bfloat16, is_half
 from ..kernels.buffers import empty
 from ..kernels.cublas import matmul_of
@@ -21,6 +23,7 @@ from .tensor import Tensor, value_of
 
 Derivative = Callable[[Array], Array]
 _NUMBERS = (float, int)
+_ROWS_AT_ONCE = 256
 _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "equal": op.eq, "not_equal": op.ne, "less": op.lt, "less_equal": op.le, "greater": op.gt, "greater_equal": op.ge
 }  # fmt: skip
@@ -30,7 +33,27 @@ def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False)
     """The sum over ``axis``, over all axes if it is None; of 16-bit floats in float32, rounded once."""
     if is_half(x):
         return x.sum(axis=axis, dtype="float32", keepdims=keepdims).astype(x.dtype)
+    if axis in (0, (0,)) and x.ndim > 1:
+        total = add_up_rows(x)
+        return total[None] if keepdims else total
     return x.sum(axis=axis, keepdims=keepdims)
+
+
+def add_up_rows(x: Array, out: Array | None = None) -> Array:
+    """The sum over the first axis, into ``out`` where that is given.
+
+    NumPy adds one row after the other, and its error grows with their number: of 10,000 rows of 0.1 it is 1e-4, of a
+    million 1%. So rows are added in blocks, and then their sums.
+    """
+    if type(x) is not np.ndarray or x.dtype.kind != "f":
+        return x.sum(axis=0, out=out)
+    while len(x) > _ROWS_AT_ONCE:
+        starts = range(0, len(x), _ROWS_AT_ONCE)
+        sums = np.empty((len(starts), *x.shape[1:]), x.dtype)
+        for total, start in zip(sums, starts, strict=True):
+            np.add.reduce(x[start : start + _ROWS_AT_ONCE], axis=0, out=total)
+        x = sums
+    return np.add.reduce(x, axis=0, out=out)
 
 
 def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:
@@ -155,7 +178,7 @@ def gradients_of_product(x: Array, y: Array) -> Pullback:
                 found = product(left, right)
                 shape = gradient.shape
                 if len(shape) == 1:
-                    found = found.sum(axis=tuple(range(found.ndim - 2))).reshape(shape)
+                    found = add_up(found, tuple(range(found.ndim - 2))).reshape(shape)
                 gradient.add(sum_to(found, shape))
 
     return pullback
@@ -164,24 +187,25 @@ def gradients_of_product(x: Array, y: Array) -> Pullback:
 @operator("maximum", ("a", "b"))
 def maximum(a: Any, b: Any) -> Tensor:
     """The larger of each pair of elements; where they are equal each gets half of the gradient."""
-    return _extreme(a, b, "maximum", lambda x, y: x > y)
+    return _extreme(a, b, "maximum", lambda x, y: x < y)
 
 
 @operator("minimum", ("a", "b"))
 def minimum(a: Any, b: Any) -> Tensor:
     """The smaller of each pair of elements; where they are equal each gets half of the gradient."""
-    return _extreme(a, b, "minimum", lambda x, y: x < y)
+    return _extreme(a, b, "minimum", lambda x, y: x > y)
 
 
-def _extreme(a: Any, b: Any, name: str, wins: Callable[[Any, Any], Any]) -> Tensor:
+def _extreme(a: Any, b: Any, name: str, loses: Callable[[Any, Any], Any]) -> Tensor:
     x, y = _values(a, b)
-    value = getattr(array_namespace(x, y), name)(x, y)
-    return _binary(
-        a, b, value,
-        lambda gy: gy * wins(x, y) + gy * (0.5 * (x == y)).astype(gy.dtype),
-        lambda gy: gy * wins(y, x) + gy * (0.5 * (x == y)).astype(gy.dtype),
-        (name, x, y),
-    )  # fmt: skip
+    xp = array_namespace(x, y)
+
+    def of(gy: Array, lost: Array) -> Array:
+        zero, half = gy.dtype.type(0), gy.dtype.type(0.5)
+        return xp.where(lost, zero, xp.where(x == y, gy * half, gy))  # an infinity times 0 would be a NaN
+
+    value = getattr(xp, name)(x, y)
+    return _binary(a, b, value, lambda gy: of(gy, loses(x, y)), lambda gy: of(gy, loses(y, x)), (name, x, y))
 
 
 @operator("where", ("condition", "a", "b"))
@@ -245,7 +269,8 @@ def tanh(x: Any) -> Tensor:
     value = xp.tanh(a, out=empty(a.shape, a.dtype, xp))
 
     def derivative(gy: Array) -> Array:
-        dx = xp.multiply(value, value, out=empty(a.shape, a.dtype, xp))
+        y = _wide(value)
+        dx = xp.multiply(y, y, out=empty(y.shape, y.dtype, xp))
         xp.subtract(1, dx, out=dx)
         return xp.multiply(dx, gy, out=dx)
 
@@ -254,25 +279,36 @@ def tanh(x: Any) -> Tensor:
 
 @operator("sigmoid")
 def sigmoid(x: Any) -> Tensor:
-    """``1 / (1 + exp(-x))``, by the hyperbolic tangent, which does not overflow."""
+    """``1 / (1 + exp(-x))``."""
     a = value_of(x)
     xp = array_namespace(a)
     value = empty(a.shape, a.dtype, xp)
 
     def compute(value: Array) -> None:
-        xp.multiply(a, 0.5, out=value)
-        xp.tanh(value, out=value)
-        value *= 0.5
-        value += 0.5
+        wide = _wide(a)
+        y = value if wide is a else empty(a.shape, wide.dtype, xp)
+        xp.negative(wide, out=y)
+        with np.errstate(over="ignore"):  # an infinity gives 0
+            xp.exp(y, out=y)
+        y += 1
+        xp.divide(1, y, out=y)
+        if y is not value:
+            value[...] = y
 
     compute(value)
 
     def derivative(gy: Array) -> Array:
-        dx = xp.subtract(1, value, out=empty(a.shape, a.dtype, xp))
-        dx *= value
+        y = _wide(value)
+        dx = xp.subtract(1, y, out=empty(y.shape, y.dtype, xp))
+        dx *= y
         return xp.multiply(dx, gy, out=dx)
 
     return unary(x, value, derivative, lambda out: [(compute, (out,))])
+
+
+def _wide(x: Array) -> Array:
+    """``x`` itself, or of 16-bit floats a copy in float32, for several operations of which each would round."""
+    return x.astype("float32") if is_half(x) else x
 
 
 @operator("astype")

@@ -90,9 +90,15 @@ class Tensor:
 
         Args:
             grad_req: what backward does with ``grad``: "write" over it, "add" to it, or "null", leave it alone.
+
+        Raises:
+            HpcdpError: another ``grad_req``.
+            UnsupportedError: it holds integers or booleans, which have no gradient.
         """
         if grad_req not in GRAD_REQS:
             raise HpcdpError("attach_grad", where="grad_req", expected=" or ".join(GRAD_REQS), got=repr(grad_req))
+        if grad_req != "null" and self.dtype.kind in "biu":
+            raise UnsupportedError("attach_grad", where="dtype", expected="floats", got=self.dtype)
         catch_up()
         self.node = None
         self.grad_req = grad_req
@@ -250,6 +256,9 @@ class Tensor:
     def __pow__(self, exponent: Any) -> Tensor:
         return operators.power(self, exponent)
 
+    def __ipow__(self, exponent: Any) -> Tensor:  # type: ignore[misc]
+        return self._in_place(operators.power, exponent)
+
     def __rpow__(self, base: Any) -> Tensor:
         return operators.power(base, self)
 
@@ -355,9 +364,13 @@ def on_tape(value: Array, inputs: tuple[Any, ...], pullback: Pullback | None, ag
         pullback: ``pullback(gy, *gradients)``, see `tape.Pullback`; it keeps alive what it refers to, so it should
             refer to arrays, never to the resulting tensor. None without inputs that could have a gradient.
         again: how the value is computed again, for an `operator`, which can be planned.
+
+    Integers and booleans are constants: no gradient goes back through them.
     """
     result = Tensor(value)
     if modes.recording:
+        if value.dtype.kind in "biu":
+            inputs, pullback = (), None
         if modes.capture is not None:
             modes.capture(result, inputs, pullback, again)
             return result

@@ -118,7 +118,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             kernels_for("epilogue", g).relu_gradient(g, out, masked)
             g = masked
         if dbias is not None:
-            dbias.add(operators.add_up(g, 0) if is_half(g) else xp.sum(g, axis=0, out=dbias.empty()))
+            dbias.add(operators.add_up(g, 0) if is_half(g) else operators.add_up_rows(g, dbias.empty()))
         if dweight is not None:
             place = dweight.empty()
             if rows.shape[0] == 1:  # NumPy gives this not to BLAS but to a loop that takes five times as long

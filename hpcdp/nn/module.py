@@ -13,7 +13,7 @@ from ..arrays import Array, dtype_of, from_host, to_host
 from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
 from ..devices import Device
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..state import Cut, require_state
 from .hybrid import Graph, Hybrid, changed
 
@@ -112,6 +112,11 @@ class Module:
     """Its plans, where it is hybridized."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(vars(self).get(name), Parameter) and not isinstance(value, Parameter) and hasattr(value, "dtype"):
+            raise UnsupportedError(
+                type(self).__name__, where=name, expected="a Parameter, or None", got=type(value).__name__,
+                remedy=f"change its values, {name}[...] = values",
+            )  # fmt: skip
         changed.in_module(self, name)
         object.__setattr__(self, name, value)
 

@@ -137,7 +137,7 @@ def _copy(net: Module, device: Device) -> Module:
         if isinstance(value, Module):
             setattr(there, name, _copy(value, device))
         elif isinstance(value, Tensor):
-            setattr(there, name, Tensor(device.put(value.data)))
+            vars(there)[name] = Tensor(device.put(value.data))  # also in the place of parameters
     return there
 
 

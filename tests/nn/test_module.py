@@ -8,7 +8,7 @@ import standin
 from hpcdp import autograd, nn
 from hpcdp.arrays import array_namespace
 from hpcdp.autograd import Tensor
-from hpcdp.errors import ConfigError
+from hpcdp.errors import ConfigError, UnsupportedError
 
 
 class Block(nn.Module):
@@ -174,3 +174,18 @@ def test_a_module_without_forward_says_so():
 
     with pytest.raises(ConfigError, match=r"Nothing: expected a method forward\(self, x\)"):
         Nothing()(np.ones(1))
+
+
+def test_a_parameter_stays_one():
+    """Or it would silently be trained no more."""
+    net = nn.Dense(2, 2)
+    weight, before = net.weight, net.weight.asnumpy()
+    net.weight **= 2
+    net.weight *= 0.5
+    assert net.weight is weight
+    np.testing.assert_allclose(weight.data, before**2 / 2, rtol=1e-6)
+    for values in (net.weight * 0.5, before):
+        with pytest.raises(UnsupportedError, match=r"\[weight\]: expected a Parameter, or None, got .*\[\.\.\.\] ="):
+            net.weight = values
+    net.weight, net.bias = nn.Parameter(before), None
+    assert [each.name for each in net.parameters()] == ["weight"]

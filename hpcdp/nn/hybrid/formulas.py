@@ -59,11 +59,20 @@ class Term:
     def __truediv__(self, other: Term | Number) -> Term:
         return _made("divide", self, other)
 
+    def __rtruediv__(self, other: Number) -> Term:
+        return _made("divide", other, self)
+
     def __neg__(self) -> Term:
         return _made("negative", self)
 
 
-BY_NUMPY = {"tanh": np.tanh, "exp": np.exp, "log": np.log}
+def quiet_exp(x: Array, out: Array | None = None) -> Array:
+    """`numpy.exp` without a warning that it is too large, where an infinity is as good."""
+    with np.errstate(over="ignore"):
+        return np.exp(x, out=out)
+
+
+BY_NUMPY: dict[str, Callable[..., Any]] = {"tanh": np.tanh, "exp": np.exp, "quiet_exp": quiet_exp, "log": np.log}
 """Operations whose results are NumPy's own choice of roundings: it computes them, block by block."""
 
 
@@ -76,20 +85,21 @@ def _operation(name: str) -> Callable[..., Term]:
 
 
 _where_positive, _greater, _equal = _operation("where_positive"), _operation("greater"), _operation("equal")
-_maximum, _tanh, _sign, _gelu_gradient = (_operation(name) for name in ("maximum", "tanh", "sign", "gelu_gradient"))
+_maximum, _sign, _gelu_gradient, _quiet_exp = map(_operation, ("maximum", "sign", "gelu_gradient", "quiet_exp"))
 
 
-def _of_extreme(wins: Callable[[Term, Term], Term]) -> tuple[Callable[..., Term], Callable[..., Term]]:
-    return (
-        lambda g, y, a, b: g * wins(a, b) + g * (0.5 * _equal(a, b)),
-        lambda g, y, a, b: g * wins(b, a) + g * (0.5 * _equal(a, b)),
-    )
+def _of_extreme(loses: Callable[[Term, Term], Term]) -> tuple[Callable[..., Term], Callable[..., Term]]:
+    def gradient(g: Term, a: Term, b: Term) -> Term:
+        share = 1 - loses(a, b) - 0.5 * _equal(a, b)
+        return _where_positive(share, g * share)
+
+    return lambda g, y, a, b: gradient(g, a, b), lambda g, y, a, b: gradient(g, b, a)
 
 
 FORWARD: dict[str, Callable[..., Term]] = {
     **{name: _operation(name) for name in ("add", "subtract", "multiply", "divide", "maximum", "minimum")},
     **{name: _operation(name) for name in ("negative", "abs", "sqrt", "exp", "log", "tanh", "gelu")},
-    "sigmoid": lambda x: _tanh(x * 0.5) * 0.5 + 0.5,
+    "sigmoid": lambda x: 1 / (_quiet_exp(-x) + 1),
     "relu": lambda x: _maximum(x, 0),
 }
 """For each operator its result, of its operands."""
@@ -99,8 +109,8 @@ BACKWARD: dict[str, tuple[Callable[..., Term], ...]] = {
     "subtract": (lambda g, y, a, b: g, lambda g, y, a, b: -g),
     "multiply": (lambda g, y, a, b: g * b, lambda g, y, a, b: g * a),
     "divide": (lambda g, y, a, b: g / b, lambda g, y, a, b: -g * y / b),
-    "maximum": _of_extreme(_greater),
-    "minimum": _of_extreme(lambda a, b: _greater(b, a)),
+    "maximum": _of_extreme(lambda a, b: _greater(b, a)),
+    "minimum": _of_extreme(_greater),
     "negative": (lambda g, y, x: -g,),
     "abs": (lambda g, y, x: g * _sign(x),),
     "sqrt": (lambda g, y, x: g / (2 * y),),
