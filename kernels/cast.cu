@@ -34,6 +34,30 @@ extern "C" __global__ void from_bfloat16(const Half* x, float* out, Index count)
     cast(x, out, count, [](Half each) { return float_from_bfloat16(each); });
 }
 
+__device__ inline bool have_same_bits(Half a, Half b) { return a == b; }
+__device__ inline bool have_same_bits(BFloat16 a, BFloat16 b) { return a.bits == b.bits; }
+
+// Elements of `wide` that are not rounded to those of `x` become these; nothing is stored where there are none.
+template <class T> __device__ void follow(float* __restrict__ wide, const T* __restrict__ x, Index count) {
+    constexpr int N = 8;
+    for_packs<N>(count, is_aligned<N>(wide, x), [&](Index i, auto width) {
+        constexpr int n = decltype(width)::value;
+        auto pack = load<n>(wide + i);
+        const auto rounded = load<n>(x + i);
+        bool differs = false;
+        for (int k = 0; k < n; ++k) {
+            if (have_same_bits(narrowed<T>(pack.at[k]), rounded.at[k])) continue;
+            pack.at[k] = widened(rounded.at[k]);
+            differs = true;
+        }
+        if (differs) store(wide + i, pack);
+    });
+}
+
+extern "C" __global__ void follow_f16(float* wide, const Half* x, Index count) { follow(wide, x, count); }
+
+extern "C" __global__ void follow_bf16(float* wide, const BFloat16* x, Index count) { follow(wide, x, count); }
+
 // `x` and `out` may be one array, so neither is __restrict__.
 template <class T> __device__ void scale(const T* x, T* out, Index count, typename WideOf<T>::Type factor) {
     constexpr int N = 16 / sizeof(T);

@@ -101,6 +101,16 @@ def from_bfloat16(x, out):  # type: ignore[no-untyped-def]
 
 
 @kernel()
+def follow(wide, x):  # type: ignore[no-untyped-def]
+    """See `reference_cast.follow`."""
+    if wide.size != x.size:
+        raise ValueError("wide must have as many elements as x")
+    for i in range(wide.size):
+        if narrow(wide[i], x) != x[i]:
+            wide[i] = widen(x[i])
+
+
+@kernel()
 def scale(x, factor):  # type: ignore[no-untyped-def]
     """See `reference_cast.scale`."""
     by = type(widen(x.dtype.type(0)))(factor)

@@ -38,6 +38,13 @@ def _cast(name: str, x: Array, out: Array, from_dtype: str, to_dtype: str) -> No
     cuda.launch_elementwise("cast", name, (x, out))
 
 
+def follow(wide: Array, x: Array) -> None:
+    """See `reference_cast.follow`."""
+    of_type = cuda.type_name("follow", ("uint16", "int16"), x.size, x)
+    cuda.check("follow", ("float32",), x.size, wide)
+    cuda.launch_elementwise("cast", f"follow_{of_type}", (wide, x))
+
+
 def scale(x: Array, factor: float) -> None:
     """See `reference_cast.scale`."""
     scale_into(x, factor, x)

@@ -67,6 +67,12 @@ def narrowed(wide: Array, like: Array) -> Any:
     return found.view(like.dtype)
 
 
+def follow(wide: Array, x: Array) -> None:
+    """Elements of ``wide``, float32, that are not rounded to those of `hpcdp.arrays.words` ``x`` become these."""
+    xp = array_namespace(wide, x)
+    xp.copyto(wide, widened(x), where=narrowed(wide, x) != x)
+
+
 def scale(x: Array, factor: float) -> None:
     """``x *= factor``, in place; ``factor`` is rounded to the dtype first.
 

@@ -1,5 +1,5 @@
 """Floor 2: autograd, reverse-mode differentiation on a tape. Imports: engine, kernels, streams, devices,
-arrays, errors.
+holders, arrays, errors.
 
 Operations on tensors are put on the tape while this thread records, and `backward` runs the tape in reverse (Griewank
 and Walther, "Evaluating Derivatives", 2008, chapter 3). The faces are those of MXNet's autograd.

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, is_float, on_device_of, to_host
 from ..errors import HpcdpError, UnsupportedError, shortened
-from . import holders
+from ..holders import refuse_change
 from .modes import modes
 from .registry import Again, catch_up
 from .tape import Node, Pullback, backward
@@ -179,7 +179,7 @@ class Tensor:
             modes.tracer.settle()
         if self.node is not None and self.node.pullback is not None:
             raise self._on_tape("that was recorded", "call backward first")
-        holders.refuse_change(self.data, getattr(self, "name", ""))
+        refuse_change(self.data, getattr(self, "name", ""))
 
     def _on_tape(self, state: str, way_out: str) -> HpcdpError:
         return HpcdpError(

@@ -1,4 +1,5 @@
-"""Floor 3: collectives. Imports: comm, compression, kernels, streams, replacing, arrays, devices, errors.
+"""Floor 3: collectives. Imports: comm, compression, kernels, streams, holders, replacing, arrays,
+devices, errors.
 
 Operations in which every rank takes part.
 

@@ -14,6 +14,7 @@ from ..comm.communicator import bounds
 from ..comm.reductions import resolve
 from ..comm.watchdog import Watchdog
 from ..errors import UnsupportedError
+from ..holders import refuse_change
 from .algorithms import Algorithm
 from .pinned import bring_back, brought, on_host
 from .progress import Progress, Steps
@@ -62,6 +63,7 @@ def allreduce(
     chosen, reduction = _found("allreduce", x, op, algorithm, world)
     target = x if out is None else _receiver("allreduce", x, out)
     if type(target) is np.ndarray and target.flags.carray:
+        refuse_change(target, "x", "allreduce")
         if world.size > 1:
             chosen.run(world, "allreduce", _flat(target), reduction)
         return target
@@ -211,6 +213,7 @@ def broadcast(x: Array, root: int = 0, world: World | None = None, algorithm: st
     """
     world = _ranks(world)
     root = _checked_root("broadcast", root, world)
+    refuse_change(x, "x", "broadcast")  # on the root, too, which would wait for the others
     chosen, _ = _found("broadcast", x, _MOVED, algorithm, world, root)
     receives = world.rank != root
     staged = _staged("broadcast", x) if receives and _is_writeable(x) else _source(x)
@@ -244,6 +247,8 @@ def reduce(
     world = _ranks(world)
     root = _checked_root("reduce", root, world)
     chosen, reduction = _found("reduce", x, op, algorithm, world, root)
+    if out is None:
+        refuse_change(x, "x", "reduce")  # on all ranks, of which one changes it
     if world.rank != root:
         host = np.asarray(on_host(x))
         lies_well = host.flags.c_contiguous and host.flags.aligned
@@ -371,6 +376,7 @@ def _source(x: Array) -> np.ndarray:
 
 def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
     """``target`` itself where it is a contiguous, aligned and writeable host array, else a copy in one."""
+    refuse_change(target, where, operation)
     if type(target) is np.ndarray and target.flags.carray:
         return target
     _check_array(operation, where, target)

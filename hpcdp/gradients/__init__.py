@@ -1,5 +1,5 @@
 """Floor 4: gradients. Imports: collectives, comm, compression, optim, autograd, engine, trace, kernels, streams, state,
-devices, arrays, errors.
+devices, holders, arrays, errors.
 
 From a model's gradients to its update:
 

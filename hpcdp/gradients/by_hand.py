@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
+from .. import holders
 from ..arrays import Array, from_host, to_host
 from ..comm import Communicator
 from ..comm.agreement import on_every_rank
@@ -13,7 +15,9 @@ from ..errors import ConfigError
 from .bucket import Parameter
 
 Places = Sequence[tuple[Parameter, Array]]
-"""Parameters, and where their values lie."""
+"""Parameters, and where their values, or their gradients, lie."""
+
+_OF_ONE_BEFORE = "one of an array from before the block, in which copies count"
 
 
 def places_of(params: Sequence[Parameter]) -> Places:
@@ -28,49 +32,105 @@ def of_rank_0(values: Array, comm: Communicator) -> np.ndarray:
     return host
 
 
-def moved(places: Places) -> list[str]:
-    """The names of parameters that have another array than their place: what is updated there is not theirs."""
-    return [param.name for param, place in places if hasattr(param, "held") and param.held() is not place]
+def moved(places: Places, grads: Places = ()) -> list[str]:
+    """What of parameters has another array than its place, by name: what is updated, or summed, there is not theirs."""
+    values = [param.name for param, place in places if hasattr(param, "held") and param.held() is not place]
+    return values + [f"{param.name}.grad" for param, place in grads if param.grad is not place]
 
 
-def moved_anywhere(comm: Communicator, names: Sequence[str]) -> ConfigError | None:
-    """The same error on all ranks, where some have parameters ``names`` in other arrays; every rank must call."""
-    by_rank = comm.allgather_json(list(names[:1]))
+def moved_anywhere(comm: Communicator | None, names: Sequence[str], operation: str = "step") -> ConfigError | None:
+    """The same error on all ranks, where on some ``names`` are `moved`; every rank must call.
+
+    Args:
+        comm: the ranks; None: this one alone.
+        operation: what the error calls itself.
+    """
+    by_rank = [list(names[:1])] if comm is None else comm.allgather_json(list(names[:1]))
     rank = next((rank for rank, found in enumerate(by_rank) if found), None)
     if rank is None:
         return None
+    where = f"{by_rank[rank][0]}, rank {rank}" if comm is not None else by_rank[rank][0]
+    if by_rank[rank][0].endswith(".grad"):
+        return ConfigError(
+            operation, where=where, expected="the array in which the Trainer sums it", got="another one, or none",
+            remedy="leave it where it is: backward overwrites it, grad[...] = 0 makes it zero",
+        )  # fmt: skip
     return ConfigError(
-        "step", where=f"{by_rank[rank][0]}, rank {rank}", expected="the array in which the Trainer updates it",
+        operation, where=where, expected="the array in which the Trainer updates it",
         got="another one, which would not be trained",
-        remedy="set arrays, and dtypes, before the Trainer is made, or values within its changing_parameters()",
+        remedy="set arrays, and dtypes, before the Trainer is made, values in changing_parameters() of the last one",
     )  # fmt: skip
 
 
-def take_back(places: Places, comm: Communicator | None, writes: bool) -> None:
-    """Let parameters lie in their places again, with the values that they have got on rank 0; every rank must call.
+@contextmanager
+def changing(
+    places: Places, comm: Communicator | None, writes: bool, meet: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Within it parameters are copies, and behind it their places have what rank 0 has made of them; every rank must
+    enter and leave it.
 
     Args:
         comm: the ranks; None: there are no others.
         writes: whether this rank writes to the places.
+        meet: waits for those that share the places.
 
     Raises:
-        ConfigError: a parameter has another shape or dtype now; on every rank, and then all stay as they are in their
-            places.
+        ConfigError: a parameter has another shape or dtype now, and then all places are as before; or somebody has
+            changed a place by an array that is older than the copies. On every rank.
     """
-    found = [param.data for param, _ in places]
+    meet()
+    marks = _marks(places)
     for param, place in places:
-        param.data = place
-
-    def check() -> None:
-        for (param, place), values in zip(places, found, strict=True):
-            if values.shape != place.shape or values.dtype != place.dtype:
-                raise ConfigError(
-                    "changing_parameters", where=param.name, expected=f"{tuple(place.shape)} {place.dtype}",
-                    got=f"{tuple(values.shape)} {values.dtype}",
-                )  # fmt: skip
-
-    check() if comm is None else on_every_rank(comm, check)
-    for (_, place), values in zip(places, found, strict=True):
-        agreed = values if comm is None else from_host(of_rank_0(values, comm), place)
+        param.data = place.copy()
+    meet()
+    try:
+        with holders.refusing([place for _, place in places], _OF_ONE_BEFORE):
+            yield
+    finally:
+        found = [param.data for param, _ in places]
+        for param, place in places:
+            param.data = place
+        _on_every_rank(comm, lambda: _check_alike(places, found))
+        stale = _marks(places) != marks
+        agreed = [np.array(to_host(each)) if comm is None else of_rank_0(each, comm) for each in found]
         if writes:
-            place[...] = agreed
+            for (_, place), values in zip(places, agreed, strict=True):
+                place[...] = from_host(values, place)
+        _on_every_rank(comm, lambda: _refuse_older(stale))
+        meet()
+
+
+def _on_every_rank(comm: Communicator | None, check: Callable[[], None]) -> None:
+    if comm is None:
+        check()
+    else:
+        on_every_rank(comm, check)
+
+
+def _marks(places: Places) -> list[int]:
+    """Sums of the bits of each."""
+    found = []
+    for _, place in places:
+        words = place.reshape(-1).view(np.dtype(f"u{place.dtype.itemsize}"))
+        found.append(int(words.sum(dtype=np.uint64)))
+    return found
+
+
+def _check_alike(places: Places, found: Sequence[Array]) -> None:
+    for (param, place), values in zip(places, found, strict=True):
+        if not hasattr(values, "dtype"):
+            got = type(values).__name__
+        elif values.shape != place.shape or values.dtype != place.dtype:
+            got = f"{tuple(values.shape)} {values.dtype}"
+        else:
+            continue
+        expected = f"{tuple(place.shape)} {place.dtype}"
+        raise ConfigError("changing_parameters", where=param.name, expected=expected, got=got)
+
+
+def _refuse_older(stale: bool) -> None:
+    if stale:
+        raise ConfigError(
+            "changing_parameters", expected="changes of what param.data is within it",
+            got=f"{_OF_ONE_BEFORE}; such changes are lost",
+        )  # fmt: skip

@@ -7,8 +7,10 @@ it has one, and checkpoints have them all.
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import kernels
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, array_namespace, is_half, words
 from ..kernels import reference_cast
 from ..kernels.buffers import empty
 from ..optim import Optimizer
@@ -30,8 +32,14 @@ def update(rule: Optimizer, param: Array, grad: Array, state: dict[str, Array], 
     if MASTER not in state:
         rule.update(param, grad, state, step=step, scale=scale)
         return
+    follow(param, state[MASTER])
     rule.update(state[MASTER], widened(grad), state, step=step, scale=scale)
     round_to(param, state[MASTER])
+
+
+def follow(param: Array, master: Array) -> None:
+    """Let a copy be what a program has set its parameter to, flat; where that is the copy, rounded, it stays exact."""
+    _casts(param).follow(master, words(param))
 
 
 def widened(x: Array) -> Array:
@@ -47,5 +55,5 @@ def round_to(param: Array, master: Array) -> None:
     getattr(_casts(param), f"to_{param.dtype.name}")(master, param.view(array_namespace(param).uint16))
 
 
-def _casts(x: Array) -> object:
+def _casts(x: Array) -> Any:
     return kernels.kernels_for("cast", x, reference_cast)

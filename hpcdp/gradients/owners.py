@@ -11,12 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from .. import kernels
+from .. import holders, kernels
 from ..arrays import Array, array_namespace
-from ..autograd import holders
 from ..optim import Optimizer
-from . import master_weights, norms
-from .by_hand import Places, places_of, take_back
+from . import by_hand, master_weights, norms
 from .reducer import Bucket, Parameter, Reducer
 
 
@@ -54,7 +52,7 @@ class Owner(Protocol):
         ...
 
     def changing(self) -> AbstractContextManager[None]:
-        """Within it parameters are each rank's own, to be changed by all ranks alike; every rank must call.
+        """Within it parameters are each rank's own copies, to be changed by all ranks alike; every rank must call.
 
         Within itself it does nothing.
         """
@@ -143,31 +141,24 @@ class _Flat:
         if self.is_changing:
             yield
             return
-        places = places_of([*self.reducer.params.values()])
-        self._part(places)
+        places = by_hand.places_of([*self.reducer.params.values()])
         self.is_changing = True
         try:
-            with holders.changing(place for _, place in places):
+            with by_hand.changing(places, self.reducer.world.comm, self._writes_parameters, self.reducer.gate.barrier):
                 yield
         finally:
             self.is_changing = False
-            take_back(places, self.reducer.world.comm, self._writes_parameters)
-            self.reducer.gate.barrier()
 
     @property
     def _writes_parameters(self) -> bool:
         """Whether this rank may write to all of them, as no other then does."""
         return True
 
-    def _part(self, places: Places) -> None:
-        """Where several ranks hold parameters together, give all but the first copies, when nobody reads them."""
-
     def take_parameters(self) -> None:
         for bucket, state in zip(self.reducer.buckets, self.states, strict=True):
             if master_weights.MASTER in state:
-                state[master_weights.MASTER][...] = master_weights.widened(
-                    self.flats[bucket.number][slice(*self.span(bucket))]
-                )
+                own = self.flats[bucket.number][slice(*self.span(bucket))]
+                master_weights.follow(own, state[master_weights.MASTER])
 
     @property
     def nbytes_state(self) -> int:
@@ -289,12 +280,6 @@ class ShardOwner(_Flat):
     @property
     def _writes_parameters(self) -> bool:
         return self.reducer.memory.rank == 0
-
-    def _part(self, places: Places) -> None:
-        self.reducer.gate.barrier()
-        for param, place in places:
-            param.data = place if self._writes_parameters else place.copy()
-        self.reducer.gate.barrier()
 
     @property
     def nbytes_parameters(self) -> int:

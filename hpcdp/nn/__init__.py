@@ -1,4 +1,4 @@
-"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, data, kernels, devices, state,
+"""Floor 3: nn, layers and models, knowing nothing of ranks. Imports: autograd, data, kernels, devices, holders, state,
 replacing, arrays, errors."""
 
 from . import functional, init, models

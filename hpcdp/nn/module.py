@@ -14,6 +14,7 @@ from ..autograd import Tensor, as_tensor, concatenate
 from ..autograd.registry import catch_up
 from ..devices import Device
 from ..errors import ConfigError, UnsupportedError
+from ..holders import refuse_change
 from ..state import Cut, require_state
 from .hybrid import Graph, Hybrid, changed
 
@@ -287,6 +288,8 @@ class Module:
 
         Raises:
             ConfigError: a key is missing or too many, or a shape differs.
+            HpcdpError: ranks hold a parameter together, and others may still read it: see
+                `Trainer.changing_parameters`.
         """
         catch_up()
         require_state("a network", state)
@@ -302,6 +305,8 @@ class Module:
                     expected=f"shape {tuple(own[name].shape)}",
                     got=f"shape {tuple(state[name].shape)}",
                 )
+            if state[name] is not own[name].data:  # which a checkpoint has filled already, on all ranks together
+                refuse_change(own[name].data, name, "load_state_dict")
         for name, tensor in own.items():
             tensor.data[...] = from_host(to_host(state[name]), tensor.data)
 

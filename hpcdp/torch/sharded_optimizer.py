@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from ..comm.agreement import on_every_rank, require_same
-from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
+from ..errors import ConfigError, MismatchError, NonFiniteGradientError, UnsupportedError
 from ..gradients import ShardOwner, norms
 from ..optim import SGD, Adam, AdamW, Optimizer
 from . import exchange, sharded_state
@@ -194,32 +194,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step(self, settings: list[dict[str, float]]) -> None:
         for rule, values in zip(self._rules, settings, strict=True):
             vars(rule).update(values)
-        numbers = (self._steps, *(number for values in settings for number in values.values()))
-        self._refuse_moved()
+        moved = self._moved()
+        numbers = (self._steps, *(number for values in settings for number in values.values()), moved is not None)
         try:
             if self._scale is None:
                 self._close(numbers)
-                self._steps += 1
-                self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
             else:
                 _, alike = self._backward.reducer.closing.tally_alike(numbers)
                 if not alike:
                     self._backward.refuse(numbers)
-                self._steps += 1
+            if moved is not None:
+                if self._scale is None:
+                    self._shards.reduce()  # nobody leaves before what was launched has ended
+                raise moved
+            self._steps += 1
+            if self._scale is None:
+                self._shards.reduce_and_update(self._steps, 1.0 / self._backward.turns.divisor)
+            else:
                 self._shards.update(self._steps, self._scale)
             self._shards.pass_over()
+        except MismatchError as error:
+            if moved is None:
+                raise
+            raise moved from error
         finally:
             self._drop()
 
-    def _refuse_moved(self) -> None:
+    def _moved(self) -> ConfigError | None:
+        """What is wrong where this rank has given a parameter other memory; others are told that steps differ."""
         for name, place in self._places.items():
             tensor = self._backward.params[name].tensor
             if tensor.data_ptr() != place:
-                raise ConfigError(
+                return ConfigError(
                     "step", where=name, expected="a parameter in the memory that the ranks share",
                     got=f"one of {tensor.dtype} with memory of its own",
                     remedy="change values within `with optimizer.changing_parameters():`, dtypes before wrapping",
                 )  # fmt: skip
+        return None
 
     def _drop(self) -> None:
         self._scale = None

@@ -1,7 +1,7 @@
 """Floor 6: train.
 
 Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, data, comm, autograd, engine, trace,
-archive, state, kernels, streams, devices, replacing, arrays, launched,
+archive, state, kernels, streams, devices, holders, replacing, arrays, launched,
 errors.
 
 `trainer` makes one update of the gradients of all ranks, `fit` is the loop around it, `run` what ``hpcdp train`` does;

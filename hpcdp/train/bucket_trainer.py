@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class BucketTrainer(Trainer):
             self.reducer.beside.waited = self.stats.waited
         by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
-        self._places = places_of(ours)
+        self._places, self._grads = places_of(ours), [(param, param.grad) for param in ours]
         self._on_host = True
         self._stale: list[str] = []
         """Parameters without a gradient in earlier virtual shards of this step, where that is an error."""
@@ -140,8 +140,14 @@ class BucketTrainer(Trainer):
         """See `Trainer.take_parameters`."""
         self.owner.take_parameters()
 
-    def _changing(self) -> AbstractContextManager[None]:
-        return self.owner.changing()
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        try:
+            with self.owner.changing():
+                yield
+        finally:
+            for param, grad in self._grads:  # another dtype, and back, has made new ones
+                param.grad = grad
 
     @property
     def own_virtual_shards(self) -> range:
@@ -288,7 +294,7 @@ class BucketTrainer(Trainer):
         self.reducer.launch_rest()
         settings = self._settings
         met = () if self._reproducible is None else (self._reproducible.met_stranger,)
-        lost = moved(self._places)
+        lost = moved(self._places, self._grads)
         sums, alike = self.reducer.closing.tally_alike(settings, count, bool(stale or lost), *met)
         total, num_stale, *num_strangers = sums
         if not alike:

@@ -22,7 +22,7 @@ from ..comm.watchdog import WatchedGate
 from ..compression import Compression, Settings
 from ..errors import ConfigError, StaleGradientError
 from ..gradients.bucket import Parameter
-from ..gradients.by_hand import places_of, take_back
+from ..gradients.by_hand import changing, moved, moved_anywhere, places_of
 from ..gradients.closing import ClosingExchange
 from ..gradients.lane import Lane
 from ..kvstore import KINDS, KVStore, create
@@ -117,6 +117,7 @@ class StoreTrainer(Trainer):
         else:
             self.states = [optimizer.init_state(param.data.reshape(-1)) for param in self._params]
         self._pull_first()
+        self._places = places_of(self._params)
 
     @property
     def _keys(self) -> list[int]:
@@ -199,6 +200,7 @@ class StoreTrainer(Trainer):
 
     def synchronize(self) -> None:
         """See `Trainer.synchronize`."""
+        self._settle("synchronize")
         began_ns = time.perf_counter_ns()
         self.store.barrier()
         if self.update_on_kvstore:  # else it holds sums of gradients
@@ -234,11 +236,8 @@ class StoreTrainer(Trainer):
     def _changing(self) -> Iterator[None]:
         if not self.steps_together:
             self.synchronize()  # rank 0's values may be older than pushes of others, which would be lost
-        places = places_of(self._params)
-        try:
+        with changing(places_of(self._params), self._comm, writes=True):
             yield
-        finally:
-            take_back(places, None if self.world is None else self.world.comm, writes=True)
 
     @property
     def holds_gradients(self) -> bool:
@@ -251,6 +250,7 @@ class StoreTrainer(Trainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Trainer.load_state_dict`; of a store that updates, parameters become the values that it had."""
+        self._settle("load_state_dict")
         store_states.take_over(self, state)
         self._known_steps = self.step_count
         if self.update_on_kvstore:
@@ -298,15 +298,15 @@ class StoreTrainer(Trainer):
         """Refuse gradients that are missing; the count of the step, where ranks step together of all of them."""
         count += self._held_count
         missing = [name for name in self.names if name not in self._written]
-        refused = self._unwritten.refused(missing) if count else []
+        refused, lost = self._unwritten.refused(missing) if count else [], moved(self._places)
         if self._closing is not None and self.world is not None:
-            count, num_stale = self._tally("step", self._closing, self.world, count, bool(refused))
+            count, num_stale = self._tally("step", self._closing, self.world, count, bool(refused or lost))
             if num_stale:
                 self._begin_step()
-                raise stale_anywhere(self.world.comm, refused)
-        elif refused:
+                raise moved_anywhere(self.world.comm, lost) or stale_anywhere(self.world.comm, refused)
+        elif refused or lost:
             self._begin_step()
-            raise stale(self.store.rank, refused)
+            raise moved_anywhere(None, lost) or stale(self.store.rank, refused)
         self._fill_unwritten_with_zeros()
         return count
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import autograd
 from ..arrays import is_cupy
-from ..comm import World
+from ..comm import Communicator, World
 from ..compression import Compression, Settings
 from ..errors import ConfigError, UnsupportedError
 from ..gradients.bucket import Parameter
+from ..gradients.by_hand import Places, moved, moved_anywhere
 from ..gradients.critical_path import BucketTimes
 from ..optim import Optimizer, require_optimizer
 from ..trace import Trace, nvtx
@@ -96,6 +97,8 @@ class Trainer:
     virtual_shards: int | None = None
     """Into how many pieces global batches are cut; None where the trainer is not reproducible."""
     _is_changing: bool = False
+    _places: Places
+    """Where it updates its parameters."""
     steps_together: bool = True
     """Whether a step is one of all ranks, which wait for each other; not with ``dist_async``."""
 
@@ -219,22 +222,27 @@ class Trainer:
             with trainer.changing_parameters():
                 net.weight *= 0.5
 
-        Where a node holds them once each rank but the first of its node has copies within, so that such a line counts
-        once, and nobody reads what is half changed. When all have left, all have what rank 0 has made of them, also
-        where an exception has ended it. Elsewhere in-place changes of what several ranks hold are refused, but not
-        those of their ``data`` by NumPy. Ends with `take_parameters`; within itself it does nothing.
+        Within it each rank has copies, so that such a line counts once where a node holds parameters once, and nobody
+        reads what is half changed. When all have left, all have what rank 0 has made of the parameters that are
+        trained, also where an exception has ended it; of a model that is cut, rank 0 of each part. Buffers, and
+        parameters that are left alone, are each rank's own, within it and elsewhere. Elsewhere in-place changes of what
+        several ranks hold are refused, but not those of their ``data`` by NumPy. Ends with `take_parameters`; within
+        itself it does nothing.
 
         Raises:
-            ConfigError: a parameter has another shape or dtype now; on every rank, and nothing is changed on others
-                than rank 0's node.
+            ConfigError: a later Trainer has the parameters; or one has another shape or dtype now, and then nothing is
+                changed; or an array, or view, from before was changed within, and that is lost. On every rank.
         """
         if self._is_changing:
             yield
             return
         autograd.waitall()
-        self._is_changing = True
+        error = moved_anywhere(self._comm, moved(self._places), "changing_parameters")
+        if error is not None:
+            raise error
         try:
             with self._changing():
+                self._is_changing = True
                 yield
         finally:
             self._is_changing = False
@@ -242,6 +250,11 @@ class Trainer:
 
     def _changing(self) -> AbstractContextManager[None]:
         raise NotImplementedError
+
+    @property
+    def _comm(self) -> Communicator | None:
+        """Of the ranks; None where there are no others."""
+        return None if self.world is None else self.world.comm
 
     def _settle(self, operation: str) -> None:
         """Before parameters or gradients change: nobody reads them then, and no program changes parameters."""

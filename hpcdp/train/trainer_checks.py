@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .. import holders
 from ..arrays import is_host
-from ..autograd import holders
 from ..comm import Communicator, World
 from ..comm.agreement import require_same
 from ..errors import ConfigError, StaleGradientError, type_named
@@ -33,7 +33,7 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
             raise no_parameters(param)
     found = [param for param in params if param.grad_req != "null"]
     for param in params:
-        if param.grad_req == "null" and holders.ranks_of(param.data) > 1:
+        if param.grad_req == "null" and holders.change_of(param.data) is not None:
             param.data = param.data.copy()
     if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")

@@ -148,6 +148,21 @@ def test_scale(size, dtype):
         np.testing.assert_array_equal(words(inside), words(expected))
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_copies_follow_only_where_they_are_not_rounded_to_it(dtype, module):
+    for size in SIZES:
+        rng = np.random.default_rng(size)
+        wide = (rng.standard_normal(size) * 10.0 ** rng.integers(-9, 9, size)).astype(np.float32)
+        wide[: min(size, 2)] = [np.inf, np.nan][: min(size, 2)]
+        x, before, set_by_hand = wide.astype(dtype_of(dtype)), wide.copy(), np.arange(size) % 3 == 1
+        module.follow(wide, words(x))
+        np.testing.assert_array_equal(wide, before)
+        x[set_by_hand] = rng.standard_normal(set_by_hand.sum())
+        module.follow(wide, words(x))
+        np.testing.assert_array_equal(wide, np.where(set_by_hand, x.astype(np.float32), before))
+
+
 @pytest.mark.parametrize("name", ["to_float16", "from_float16", "to_bfloat16", "from_bfloat16"])
 def test_arrays_of_different_sizes_are_refused(name):
     cast = kernels.load("cast")

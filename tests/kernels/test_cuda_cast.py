@@ -44,6 +44,20 @@ def test_same_bits_as_the_reference(cast: str, offset: int, start: int, cupy: Mo
         same(cast, out.to_host(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("start", [0, 1])
+def test_copies_follow_as_of_the_reference(dtype: str, start: int, cupy: ModuleType) -> None:
+    for size in SIZES:
+        wide = floats(size)
+        x = wide.astype(dtype_of(dtype))
+        x[1::3] = 1.5
+        ours = cupy.asarray(np.append(np.zeros(start, np.float32), wide))[start:]
+        cuda_cast.follow(ours, cupy.asarray(words(x)))
+        reference_cast.follow(wide, words(x))
+        np.testing.assert_array_equal(ours.to_host(), wide)
+
+
 @pytest.mark.parametrize("there", ["from_float16", "from_bfloat16"])
 def test_every_half_there_and_back(there: str, cupy: ModuleType) -> None:
     x, wide, back = halves(), cupy.empty(1 << 16, np.float32), cupy.empty(1 << 16, np.uint16)

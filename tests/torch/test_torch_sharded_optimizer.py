@@ -10,7 +10,7 @@ from toy import SEEDING, alike, loss_of
 
 import hpcdp.torch
 from hpcdp.comm import threads
-from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.errors import ConfigError, MismatchError, UnsupportedError
 
 NODES = [(1, None), (2, None), (3, None), (3, 1), (4, 2), (5, (2, 3))]
 RULES = [
@@ -91,6 +91,29 @@ def test_parameters_are_changed_by_hand_once(layout):
             theirs.step()
         world.barrier()
         assert alike(model, reference)
+
+    threads.run(n, rank, ranks_per_node)
+
+
+@pytest.mark.parametrize(("n", "ranks_per_node"), [(1, None), (3, None), (2, 1)])
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_other_memory_of_a_parameter_is_an_error_of_all_ranks(who, n, ranks_per_node):
+    def rank(world):
+        model = hpcdp.torch.DistributedDataParallel(network(0), world, owner="shard")
+        ours = hpcdp.torch.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        name, param = next(model.module.named_parameters())
+        place = param.data
+        loss_of(model, 0, world.rank).backward()
+        moves = who == "all" or world.rank == n - 1
+        if moves:
+            param.data = param.data.clone()
+        expected = (ConfigError, rf"step \[{name}\]: expected a parameter in the memory") if moves else (
+            MismatchError, r"step \[item 1 of 1 on rank 0\]: expected a step")  # fmt: skip
+        with pytest.raises(expected[0], match=expected[1]):
+            ours.step()
+        param.data = place
+        loss_of(model, 1, world.rank).backward()
+        ours.step()
 
     threads.run(n, rank, ranks_per_node)
 

@@ -1,10 +1,10 @@
 """A program that changes parameters by itself does so once, on however many ranks, and training goes on from there."""
 
-import copy
 import time
 
 import numpy as np
 import pytest
+from changed_networks import halve, network, steps
 
 from hpcdp import nn, optim
 from hpcdp.autograd import record
@@ -20,30 +20,6 @@ HOW = [
     {"kvstore": "dist_sync", "update_on_kvstore": False},
 ]
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (3, 2), (2, 1)]
-
-
-def network(dtype="float32"):
-    net = nn.Sequential(nn.Dense(6, 8, activation="relu"), nn.Dense(8, 4))
-    for number, param in enumerate(net.parameters()):
-        param.data[...] = np.random.default_rng(number).normal(size=param.shape)
-    return net.to(dtype)
-
-
-def halve(net):
-    for param in net.parameters():
-        param *= 0.5
-
-
-def steps(net, trainer, rank, size, first, count):
-    for step in range(first, first + count):
-        rng = np.random.default_rng(step)
-        x, y = rng.normal(size=(12, 6)), rng.integers(0, 4, 12)
-        mine = slice(12 * rank // size, 12 * (rank + 1) // size)
-        with record():
-            out = net(x[mine].astype(net[0].weight.dtype)).astype("float32")
-            loss = nn.functional.softmax_cross_entropy(out, y[mine])
-        loss.backward()
-        trainer.step(len(y[mine]))
 
 
 def run(n, per_node, how, dtype, change):
@@ -242,26 +218,6 @@ def test_steps_within_are_refused(how, call):
     threads.run(2, rank)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("owner", ["rank", "shard"])
-def test_a_new_array_elsewhere_is_an_error_of_all_ranks_in_the_next_step(n, owner):
-    def rank(world):
-        net = network()
-        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner=owner)
-        steps(net, trainer, world.rank, n, 0, 1)
-        param, mine = net[1].bias, net[1].bias.data
-        if world.rank == n - 1:
-            param.data = mine * 2
-        with pytest.raises(
-            ConfigError, match=rf"step \[1.bias, rank {n - 1}\]: expected the array in which the Trainer"
-        ):
-            steps(net, trainer, world.rank, n, 1, 1)
-        param.data = mine
-        steps(net, trainer, world.rank, n, 1, 2)
-
-    threads.run(n, rank)
-
-
 def test_pushes_of_others_are_not_lost_by_a_change_of_asynchronous_ranks():
     def rank(world):
         net = nn.Dense(6, 4)
@@ -280,75 +236,128 @@ def test_pushes_of_others_are_not_lost_by_a_change_of_asynchronous_ranks():
     threads.run(3, rank)
 
 
-def test_what_a_later_trainer_leaves_alone_is_each_ranks_own():
-    """As a body that is frozen for fine tuning."""
+def exchange(net):
+    first, second = net[0].bias, net[2].bias
+    first.data, second.data = second.data, first.data
 
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("n", [1, 3])
+def test_arrays_may_be_exchanged_and_put_aside(how, n):
+    def rank(world):
+        net = nn.Sequential(nn.Dense(3, 4), nn.ReLU(), nn.Dense(2, 4))
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = number + 1
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        with trainer.changing_parameters():
+            exchange(net)
+        assert [param.data.flat[0] for param in net.parameters()] == [1, 4, 3, 2]
+        with trainer.changing_parameters():
+            aside = [param.data for param in net.parameters()]
+            for param in net.parameters():
+                param.data = np.zeros_like(param.data)
+        assert not any(param.data.any() for param in net.parameters())
+        with trainer.changing_parameters():
+            for param, values in zip(net.parameters(), aside, strict=True):
+                param.data = values
+        assert [param.data.flat[0] for param in net.parameters()] == [1, 4, 3, 2]
+
+    threads.run(n, rank)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_what_is_older_than_the_block_is_not_changed_within_it(how, n):
     def rank(world):
         net = network()
-        Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
-        for param in net[0].parameters():
-            param.grad_req = "null"
-        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        before = net[0].weight.data.copy()
+        row, array = net[0].weight[0], net[0].weight.data
+        world.barrier()
+        with (
+            trainer.changing_parameters(),
+            pytest.raises(HpcdpError, match=r"in-place change: .* (from before the block|hold together)"),
+        ):
+            row *= 0.5
+        message = "changing_parameters: expected changes of what param.data is within it"
+        with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+            array *= 0.5
+        np.testing.assert_array_equal(net[0].weight.data, before)
+        steps(net, trainer, world.rank, n, 0, 1)
+
+    threads.run(n, rank)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("owner", ["rank", "shard"])
+def test_small_updates_of_16_bits_are_not_lost_by_blocks_that_change_nothing(owner, dtype, n):
+    """As clipping after each step, of weights that are within the bounds."""
+
+    def rank(world):
+        net = nn.Dense(1, 1)
+        net.weight.data = np.ones((1, 1), "f4")
+        trainer = Trainer(net.to(dtype).parameters(), optim.SGD(lr=1e-4), world, owner=owner)
+        for _ in range(200):
+            with record():
+                loss = net(np.ones((1, 1), "f4")).astype("float32").sum(axis=1)
+            loss.backward()
+            trainer.step(1)
+            with trainer.changing_parameters():
+                net.weight[...] = np.clip(net.weight.data, -2, 2)
+        np.testing.assert_allclose(net.weight.data.astype("f4"), 0.98, atol=2.0**-9)
+
+    threads.run(n, rank)
+
+
+def test_gradients_are_the_trainers_again_behind_a_block():
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world)
         before = net[0].weight.data.copy()
         with trainer.changing_parameters():
+            net.to("float64").to("float32")
+        steps(net, trainer, world.rank, 2, 0, 1)
+        assert (net[0].weight.data != before).any()
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_earlier_trainer_has_no_say(how):
+    def rank(world):
+        net = network()
+        earlier = Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="rank")
+        before = net[0].weight.data.copy()
+        message = r"changing_parameters \[0.weight, rank 0\]: expected the array in which"
+        with pytest.raises(ConfigError, match=message), earlier.changing_parameters():
             net[0].weight *= 0.5
-        np.testing.assert_array_equal(net[0].weight.data, before * np.float32(0.5))
-        del trainer
-        net[1].weight.data = net[1].weight.data.copy()
-        net[1].weight *= 2
+        np.testing.assert_array_equal(net[0].weight.data, before)
 
     threads.run(3, rank)
 
 
-def change_in_place(net):
-    net[0].weight *= 0.5
-
-
-def assign(net):
-    net[0].weight[0] = 0
-
-
-def change_a_row(net):
-    net[0].weight[0] *= 0.5
-
-
-def change_a_view(net):
-    view = net[0].weight.T
-    view += 1
-
-
-def change_what_is_detached(net):
-    detached = net[0].weight.detach().reshape(-1)
-    detached[...] = 0
-
-
-@pytest.mark.parametrize("change", [change_in_place, assign, change_a_row, change_a_view, change_what_is_detached])
-def test_elsewhere_a_change_of_what_several_ranks_hold_is_refused(change):
+@pytest.mark.parametrize("values", [[1.0], 2.0, None])
+def test_what_is_no_array_is_refused_on_all_ranks(values):
     def rank(world):
         net = network()
-        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
-        before = net[0].weight.data.copy()
-        message = r"in-place change.*: .* trainer's changing_parameters\(\), got one of what 2 ranks hold"
-        with pytest.raises(HpcdpError, match=message):
-            change(net)
-        np.testing.assert_array_equal(net[0].weight.data, before)
-        change(copy.deepcopy(net))  # which is this rank's own
-        with trainer.changing_parameters():
-            change(net)
-        with pytest.raises(HpcdpError, match="in-place change"):
-            change(net)
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world)
+        message = r"changing_parameters \[1.bias\]: expected \(4,\) float32, got "
+        with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+            if world.rank == 1:
+                net[1].bias.data = values
+        steps(net, trainer, world.rank, 2, 0, 1)
 
     threads.run(2, rank)
 
 
-@pytest.mark.parametrize("how", [{"owner": "rank"}, {"kvstore": "dist_sync"}])
-def test_what_each_rank_has_for_itself_may_be_changed(how):
-    def rank(world):
-        net = network()
-        Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
-        change_in_place(net)
-
-    threads.run(2, rank)
+def test_a_store_is_asked_nothing_within():
+    trainer = Trainer(network().parameters(), optim.SGD(lr=0.1), kvstore="local")
+    state = trainer.state_dict()
+    for name, args in (("synchronize", ()), ("load_state_dict", (state,))):
+        with pytest.raises(ConfigError, match=f"{name}: expected the end of"), trainer.changing_parameters():
+            getattr(trainer, name)(*args)
 
 
 @pytest.mark.mpi

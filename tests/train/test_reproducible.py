@@ -79,9 +79,10 @@ def test_a_restart_at_another_number_of_ranks_goes_on_with_the_same_bits(before,
 
     def some(world, first, last, values=None):
         net = network()
-        trainer = trainer_of(net, world, owner=owner)
         if values is not None:
             net.load_state_dict(values)
+        trainer = trainer_of(net, world, owner=owner)
+        if values is not None:
             trainer.load_states(path)
         per_step = len(trainer.own_virtual_shards)
         end = None if last is None else last * per_step
