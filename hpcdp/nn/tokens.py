@@ -35,11 +35,13 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
         Shape ``(*tokens.shape, features)``.
 
     Raises:
-        UnsupportedError: tokens that are no integers.
+        UnsupportedError: tokens that are no integers, or a weight of another number of axes.
         DataError: a token is out of range.
     """
     w, numbers = as_tensor(weight).data, as_tensor(tokens).data
     xp = alike("embedding", w)
+    if w.ndim != 2:
+        raise UnsupportedError("embedding", expected="a weight (number, features)", got=tuple(w.shape))
     if numbers.dtype.kind not in "iu":
         raise UnsupportedError("embedding", expected="integer tokens", got=numbers.dtype)
     rows = xp.empty(math.prod(numbers.shape), dtype=xp.int64)

@@ -11,6 +11,7 @@ from hpcdp import autograd
 from hpcdp.autograd import Tensor
 from hpcdp.errors import DataError, UnsupportedError
 from hpcdp.nn import functional as F
+from hpcdp.nn.joint import joint_batch_norm
 
 RNG = np.random.default_rng(4)
 IMAGES = RNG.standard_normal((2, 3, 7, 6))
@@ -176,6 +177,42 @@ def test_retained_tapes_survive_other_steps():
 def test_what_does_not_fit_is_said(call, message):
     with pytest.raises(UnsupportedError, match=message):
         call()
+
+
+def ones(*shapes):
+    return [np.ones(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 3), (2,), (2,)],
+        [(4, 3), (3,), (1,)],
+        [(4, 3, 2), (3,), (3, 1)],
+        [(4, 3), (4,), (3,)],
+        [(4,), (4,), (4,)],
+        [(), (1,), (1,)],
+        [(4, 3), (), (3,)],
+        [(4, 3), (3,), (3,), (2,), (3,)],
+        [(4, 3), (3,), (3,), (3,), (1,)],
+    ],
+)
+def test_batch_norm_takes_a_number_for_each_channel(shapes):
+    """Not checked, kernels would go beyond the end of what is shorter."""
+    x, scale, shift, *running = ones(*shapes)
+    names = ", ".join(str(shape).replace("(", r"\(").replace(")", r"\)") for shape in shapes)
+    message = rf"batch_norm: expected shapes \(batch, channels, \.+\), and \(channels,\) of all others, got {names}"
+    calls = [lambda: F.batch_norm(x, scale, shift, 1e-5, *map(Tensor, running))]
+    if running:
+        calls.append(lambda: F.batch_norm_by_running(x, scale, shift, *running, 1e-5))
+    else:
+        calls.append(lambda: joint_batch_norm(x, scale, shift, 1e-5, lambda sums: None))
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=message):
+            call()
+    if not running:
+        with pytest.raises(UnsupportedError, match="batch_norm: expected shapes"):
+            F.batch_norm_by_running(x, scale, shift, scale, scale, 1e-5)
 
 
 def test_labels_out_of_range_are_named():
