@@ -44,7 +44,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     world: World | None = None,
 ) -> list[Record]:
-    """Train a classifier; every rank must call, with a loader of its own part of the data.
+    """Train a network; every rank must call, with a loader of its own part of the data.
 
     Ranks may have batches of different sizes, empty batches and different numbers of batches: a rank without samples
     takes part in the step with count 0, so that each step is the step of the global batch and no rank waits for ever.
@@ -67,7 +67,8 @@ def fit(
 
     Returns:
         One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md and
-        docs/tracing.md list what is in it).
+        docs/tracing.md list what is in it). Its accuracy is None where labels are no integers ``(batch, ...)`` for
+        outputs ``(batch, ..., classes)``.
 
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
