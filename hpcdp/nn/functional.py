@@ -48,9 +48,12 @@ Size = int | tuple[int, int]
 
 
 def pair(size: Size) -> Pair:
-    """(vertical, horizontal) of a size given as one number or two."""
-    first, last = size if isinstance(size, Sequence) else (size, size)
-    return index(first), index(last)
+    """(vertical, horizontal) of a size given as one number or two; `UnsupportedError` for what is none."""
+    try:
+        first, last = size if isinstance(size, Sequence) else (size, size)
+        return index(first), index(last)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError("size of a window", expected="an integer, or two of them", got=repr(size)) from error
 
 
 def _images(operation: str, x: Any) -> Array:
@@ -63,11 +66,12 @@ def _images(operation: str, x: Any) -> Array:
 def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """The output's height and width."""
     geometry = zip(x.shape[2:], kernel, stride, padding, strict=True)
-    size = tuple(reference.output_size(*each) for each in geometry) if min(stride) > 0 else (0, 0)
+    size = tuple(reference.output_size(*each) for each in geometry) if min(*kernel, *stride) > 0 else (0, 0)
     if min(size) < 1 or min(padding) < 0:
         raise UnsupportedError(
             operation,
-            expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}",
+            expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}, "
+            "of which only padding may be 0",
             got=f"height and width {tuple(x.shape[2:])}",
         )
     return size[0], size[1]
@@ -299,9 +303,15 @@ tanh = operators.tanh
 
 @operator("dropout", has_effect=True)
 def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
-    """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014)."""
+    """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014).
+
+    Args:
+        p: in [0, 1).
+    """
     a = as_tensor(x).data
-    xp = array_namespace(a)
+    xp = alike("dropout", a)
+    if not 0 <= p < 1:
+        raise UnsupportedError("dropout", where="p", expected="a probability in [0, 1)", got=p)
     kept = np.asarray(1 / (1 - p), str(a.dtype))
     scale = empty(a.shape, a.dtype, xp)
 

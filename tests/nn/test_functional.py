@@ -164,7 +164,19 @@ def test_retained_tapes_survive_other_steps():
         (lambda: F.conv2d(IMAGES, np.ones((1, 2, 3, 3))), r"got \(2, 3, 7, 6\), \(1, 2, 3, 3\)"),
         (lambda: F.conv2d(IMAGES, np.ones((1, 3, 8, 3))), r"window of \(8, 3\) fits.*got height and width \(7, 6\)"),
         (lambda: F.conv2d(IMAGES, np.ones((1, 3, 3, 3)), stride=0), r"with stride \(0, 0\)"),
+        (lambda: F.conv2d(IMAGES, np.ones((1, 3, 0, 3))), r"window of \(0, 3\) .*of which only padding may be 0"),
         (lambda: F.max_pool2d(IMAGES, 2, stride=0), r"with stride \(0, 0\)"),
+        (lambda: F.max_pool2d(IMAGES, 2, stride=(1, -1)), r"with stride \(1, -1\)"),
+        (lambda: F.max_pool2d(IMAGES, (2, 0), 1), r"max_pool2d: .* window of \(2, 0\)"),
+        (lambda: F.avg_pool2d(IMAGES, 0, 1), r"avg_pool2d: .* window of \(0, 0\)"),
+        (lambda: F.avg_pool2d(IMAGES, -1, 1), r"avg_pool2d: .* window of \(-1, -1\)"),
+        (lambda: F.avg_pool2d(IMAGES, 2.5), r"size of a window: expected an integer, or two of them, got 2\.5"),
+        (lambda: F.avg_pool2d(IMAGES, (2, 2, 2)), r"an integer, or two of them, got \(2, 2, 2\)"),
+        *(
+            (lambda p=p: F.dropout(IMAGES, p, RNG), rf"dropout \[p\]: expected a probability in \[0, 1\), got {p}$")
+            for p in (1.0, 2.0, -0.5, np.nan)
+        ),
+        (lambda: F.dropout(np.ones(3, int), 0.3, RNG), r"dropout \[dtype\]: expected float32 or float64.*got int64"),
         (lambda: F.avg_pool2d(IMAGES, 9), r"window of \(9, 9\)"),
         (lambda: F.max_pool2d(IMAGES, 2, padding=2), r"padding\]: expected at most half of \(2, 2\), got \(2, 2\)"),
         (
