@@ -23,9 +23,10 @@ def index(key: Any) -> Any:
 
 
 @operator("sum")
-def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The sum over ``axis``, over all axes if it is None."""
     xp, shape = array_namespace(x.data), x.shape
+    axis = _axes(axis)
     spread = _spread(shape, axis, keepdims)
 
     def derivative(gy: Array) -> Array:
@@ -43,20 +44,20 @@ def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
     return unary(x, add_up(a, axis, keepdims), derivative, again)
 
 
-def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def mean(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The mean over ``axis``, over all axes if it is None."""
     total = sum(x, axis, keepdims)
     return divide(total, float(builtins.max(x.size, 1) / builtins.max(total.size, 1)))
 
 
 @operator("max")
-def max(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def max(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The largest element over ``axis``; equal ones share the gradient."""
     return _extremum(x, "max", axis, keepdims)
 
 
 @operator("min")
-def min(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def min(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The smallest element over ``axis``; equal ones share the gradient."""
     return _extremum(x, "min", axis, keepdims)
 
@@ -64,6 +65,7 @@ def min(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
 def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
     a = x.data
     xp = array_namespace(a)
+    axis = _axes(axis)
     find = getattr(xp, name)
     value = xp.asarray(find(a, axis=axis, keepdims=keepdims))
     spread = _spread(x.shape, axis, keepdims)
@@ -82,6 +84,11 @@ def argmax(x: Tensor, axis: int | None = None) -> Tensor:
     xp = array_namespace(a)
     value = xp.argmax(a, axis=axis)
     return tensor.on_tape(value, (), None, lambda out: [(lambda: xp.argmax(a, axis=axis, out=out), ())])
+
+
+def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    """``axis`` as NumPy takes it: several in a tuple, which nobody changes before backward."""
+    return tuple(axis) if isinstance(axis, list) else axis  # type: ignore[return-value]
 
 
 def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:
