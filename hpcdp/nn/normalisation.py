@@ -20,14 +20,13 @@ def require_channels(x: Array, *others: Array | Tensor | None) -> None:
 
     The kernels go by the channels of ``x``, beyond the end of what is shorter.
     """
-    fits, shape = x.ndim > 1, x.shape[1:2]
+    shape = x.shape[1:2]
     for other in others:
-        fits = fits and (other is None or other.shape == shape)
-    if not fits:
-        raise UnsupportedError(
-            "batch_norm", expected="shapes (batch, channels, ...), and (channels,) of all others",
-            got=", ".join(str(tuple(each.shape)) for each in (x, *others) if each is not None),
-        )  # fmt: skip
+        if other is not None and (other.shape != shape or not shape):
+            raise UnsupportedError(
+                "batch_norm", expected="shapes (batch, channels, ...), and (channels,) of all others",
+                got=", ".join(str(tuple(each.shape)) for each in (x, *others) if each is not None),
+            )  # fmt: skip
 
 
 @operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
