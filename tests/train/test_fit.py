@@ -11,7 +11,7 @@ from hpcdp.errors import ConfigError
 from hpcdp.nn.losses import l2_loss
 from hpcdp.train.callbacks import Callback, EarlyStopping, ShowProgress
 from hpcdp.train.checkpoints import Checkpoints
-from hpcdp.train.evaluate import evaluate
+from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.plots import draw_curves
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
@@ -88,7 +88,7 @@ def test_any_number_of_ranks_trains_as_one(ranks, owner):
 TARGETS = RNG.normal(size=(70, 3)).astype(np.float32)
 
 
-def regress(world, targets, callbacks=(), checkpoints=None):
+def regress(world, targets, callbacks=(), checkpoints=None, evaluate=None):
     net = nn.Sequential(nn.Dense(5, math.prod(targets.shape[1:])))
     samples = ArrayDataset(SAMPLES.x, targets)
     sampler = ShardedSampler(len(samples), 16, world.size, world.rank, seed=4)
@@ -98,6 +98,7 @@ def regress(world, targets, callbacks=(), checkpoints=None):
         DataLoader(samples, sampler, prefetch=0),
         epochs=2,
         loss=l2_loss,
+        evaluate=evaluate,
         callbacks=callbacks,
         checkpoints=checkpoints,
         world=world,
@@ -123,6 +124,15 @@ def test_a_regression_has_a_loss_and_no_accuracy(ranks, targets, tmp_path):
     assert {record["kind"] for record in told} == {"step", "epoch"}
     assert [record["accuracy"] for record in told] == [None] * len(told)
     draw_curves(told, tmp_path / "curves.png")
+
+
+def test_a_regression_may_have_a_loss_of_the_test_set(capsys):
+    def job(world):
+        return regress(world, TARGETS, [ShowProgress()], evaluate=lambda: Evaluation(math.nan, 0.25, math.nan, 70))
+
+    (records,) = threads.run(1, job)
+    assert [(each["test_loss"], each["test_accuracy"]) for each in records] == [(0.25, None)] * 2
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_a_callback_that_waits_for_an_accuracy_which_there_is_not_is_refused():
