@@ -25,9 +25,10 @@ def index(key: Any) -> Any:
 
 
 @operator("sum")
-def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The sum over ``axis``, over all axes if it is None."""
     xp, shape = array_namespace(x.data), x.shape
+    axis = _axes(axis)
     spread = _spread(shape, axis, keepdims)
 
     def derivative(gy: Array) -> Array:
@@ -45,7 +46,7 @@ def sum(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
     return unary(x, add_up(a, axis, keepdims), derivative, again)
 
 
-def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def mean(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The mean over ``axis``, over all axes if it is None."""
     wide = astype(x, "float32") if is_half(x) else x  # whose sum may be larger than 16 bits hold
     total = sum(wide, axis, keepdims)
@@ -54,13 +55,13 @@ def mean(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = 
 
 
 @operator("max")
-def max(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def max(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The largest element over ``axis``; equal ones share the gradient."""
     return _extremum(x, "max", axis, keepdims)
 
 
 @operator("min")
-def min(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Tensor:
+def min(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
     """The smallest element over ``axis``; equal ones share the gradient."""
     return _extremum(x, "min", axis, keepdims)
 
@@ -68,6 +69,7 @@ def min(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = F
 def _extremum(x: Tensor, name: str, axis: Any, keepdims: bool) -> Tensor:
     a = x.data
     xp = array_namespace(a)
+    axis = _axes(axis)
     find = getattr(xp, name)
     value = xp.asarray(find(a, axis=axis, keepdims=keepdims))
     spread = _spread(x.shape, axis, keepdims)
@@ -87,6 +89,11 @@ def argmax(x: Tensor, axis: int | None = None) -> Tensor:
     xp = array_namespace(a)
     value = xp.argmax(a, axis=axis)
     return tensor.on_tape(value, (), None, lambda out: [(lambda: xp.argmax(a, axis=axis, out=out), ())])
+
+
+def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    """``axis`` as NumPy takes it: several in a tuple, which nobody changes before backward."""
+    return tuple(axis) if isinstance(axis, list) else axis  # type: ignore[return-value]
 
 
 def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from ..arrays import Array, array_namespace, is_cupy, on_device_of
+from ..errors import UnsupportedError
 from .modes import modes
 
 _OF_NUMPY = (np.ndarray, np.generic)
@@ -111,6 +112,18 @@ def _array_of(x: Any) -> Any:
     return getattr(x, "data", None)
 
 
+def does_not_fit(
+    called: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], error: ValueError
+) -> UnsupportedError:
+    """What to raise for an error of NumPy's or CuPy's, which names no operator and may tell half of the shapes."""
+    given = [x for x in (*args, *kwargs.values()) if hasattr(x, "shape") and not isinstance(x, np.dtype)]
+    shapes = ", ".join(str(tuple(x.shape)) for x in given)
+    if len(given) > 1:
+        expected = "operands whose shapes fit each other"
+        return UnsupportedError(called.name, expected=expected, got=shapes, remedy=str(error))
+    return UnsupportedError(called.name, expected=f"arguments that fit an operand of shape {shapes}", got=str(error))
+
+
 OPERATORS: dict[str, Operator] = {}
 """All operators by name."""
 CALLS: dict[str, Callable[..., Any]] = {}
@@ -123,7 +136,8 @@ def operator(
     """Register a function as the operator ``name``, whose arguments called ``inputs`` may be tensors.
 
     While this thread traces, calls go to its tracer; else straight to the function, which computes on the GPU of its
-    operands, if they are on one, whatever this thread's current one is.
+    operands, if they are on one, whatever this thread's current one is. A ValueError of it is raised as an
+    `UnsupportedError` that names the operator.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
@@ -139,10 +153,13 @@ def operator(
             if tracer is not None:
                 return tracer.record(own, args, kwargs)  # type: ignore[no-any-return]
             first = args[0] if args else None
-            if isinstance(first, _OF_NUMPY) or isinstance(getattr(first, "data", None), _OF_NUMPY):
-                return function(*args, **kwargs)  # on the host no more is asked
-            with on_device_of(first_on_gpu(*args, *kwargs.values())):
-                return function(*args, **kwargs)
+            try:
+                if isinstance(first, _OF_NUMPY) or isinstance(getattr(first, "data", None), _OF_NUMPY):
+                    return function(*args, **kwargs)  # on the host no more is asked
+                with on_device_of(first_on_gpu(*args, *kwargs.values())):
+                    return function(*args, **kwargs)
+            except ValueError as error:
+                raise does_not_fit(own, args, kwargs, error) from error
 
         CALLS[name] = call
         return call

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Array, array_namespace, on_device_of
-from ..errors import HpcdpError
+from ..errors import HpcdpError, type_named
 from ..kernels.buffers import empty
 from .modes import modes
 from .registry import catch_up
@@ -159,7 +159,7 @@ def grad(
     Raises:
         HpcdpError: as `backward`.
     """
-    wanted = [each.settled for each in (variables if isinstance(variables, Sequence) else [variables])]
+    wanted = _settled("grad", variables if isinstance(variables, Sequence) else [variables])
     for variable in wanted:
         if variable.node is None and variable.grad_req == "null":
             raise HpcdpError(
@@ -203,6 +203,20 @@ def add_gradients(heads: Sequence[Tensor], head_grads: Sequence[Array], into: di
     walk.run(pairs, retain_graph=True)
 
 
+def _settled(operation: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those on the tape that ``tensors`` stand for; `HpcdpError` for what is none, as the arrays that `grad` gives."""
+    try:
+        return [each.settled for each in tensors]
+    except AttributeError as error:
+        odd = next((each for each in tensors if not hasattr(each, "settled")), None)
+        if odd is None:
+            raise
+        raise HpcdpError(
+            operation, expected="tensors", got=type_named(odd),
+            remedy="a gradient is an array, which is on no tape: there are none of gradients",
+        ) from error  # fmt: skip
+
+
 def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
     if not isinstance(heads, Sequence):
         heads, head_grads = [heads], [head_grads]
@@ -211,7 +225,7 @@ def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
     if len(head_grads) != len(heads):
         raise HpcdpError("backward", expected=f"{len(heads)} head gradients", got=len(head_grads))
     pairs = []
-    for head, seed in zip([head.settled for head in heads], head_grads, strict=True):
+    for head, seed in zip(_settled("backward", heads), head_grads, strict=True):
         if head.node is None and head.grad_req == "null":
             raise HpcdpError(
                 "backward",

@@ -100,7 +100,7 @@ class HDF5Dataset(Dataset):
     def __getitem__(self, index: Index) -> Batch:
         self._require_open()
         with _undamaged(self.path):
-            return self._read(self._x, index), self._read(self._y, index)
+            return _native(self._read(self._x, index)), _native(self._read(self._y, index))
 
     def _read(self, dataset: Any, index: Index) -> np.ndarray:
         n = len(self)
@@ -135,6 +135,11 @@ class HDF5Dataset(Dataset):
     def close(self) -> None:
         """Closes the file; to read from it afterwards is a `DataError`."""
         self._file.close()
+
+
+def _native(x: np.ndarray) -> np.ndarray:
+    """``x`` in this machine's order of bytes, as networks compute; a file may be another machine's."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def _gather(dataset: Any, wanted: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ memory that is used again (`kernels.buffers`) or straight into a leaf's gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from operator import index
@@ -48,9 +49,12 @@ Size = int | tuple[int, int]
 
 
 def pair(size: Size) -> Pair:
-    """(vertical, horizontal) of a size given as one number or two."""
-    first, last = size if isinstance(size, Sequence) else (size, size)
-    return index(first), index(last)
+    """(vertical, horizontal) of a size given as one number or two; `UnsupportedError` for what is none."""
+    try:
+        first, last = size if isinstance(size, Sequence) else (size, size)
+        return index(first), index(last)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError("size of a window", expected="an integer, or two of them", got=repr(size)) from error
 
 
 def _images(operation: str, x: Any) -> Array:
@@ -63,11 +67,12 @@ def _images(operation: str, x: Any) -> Array:
 def _windows(operation: str, x: Array, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     """The output's height and width."""
     geometry = zip(x.shape[2:], kernel, stride, padding, strict=True)
-    size = tuple(reference.output_size(*each) for each in geometry) if min(stride) > 0 else (0, 0)
+    size = tuple(reference.output_size(*each) for each in geometry) if min(*kernel, *stride) > 0 else (0, 0)
     if min(size) < 1 or min(padding) < 0:
         raise UnsupportedError(
             operation,
-            expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}",
+            expected=f"images that a window of {kernel} fits into with stride {stride} and padding {padding}, "
+            "of which only padding may be 0",
             got=f"height and width {tuple(x.shape[2:])}",
         )
     return size[0], size[1]
@@ -95,7 +100,7 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
             got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
         )
     whole = contiguous(a)
-    rows = whole if whole.ndim == 2 else whole.reshape(-1, w.shape[0])
+    rows = whole if whole.ndim == 2 else whole.reshape(math.prod(a.shape[:-1]), w.shape[0])
     out = empty((rows.shape[0], w.shape[1]), a.dtype, xp)
     called([product(rows, w, out)])
     added = None
@@ -150,7 +155,8 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
     xp = array_namespace(x, y, row)
     out = matmul_of(xp)(x, y)
     add_bias = kernels_for("epilogue", out).add_bias
-    add_bias(out.reshape(-1, row.size), whole, relu)
+    flat = math.prod(out.shape[:-1]), row.size
+    add_bias(out.reshape(flat), whole, relu)
     of_product = operators.gradients_of_product(x, y)
 
     def pullback(gy: Array, dbias: Gradient | None, da: Gradient | None, db: Gradient | None) -> None:
@@ -164,7 +170,7 @@ def affine(a: Any, b: Any, bias: Any, activation: str | None = None) -> Tensor:
 
     def again(place: Array) -> list[Call]:
         product = (partial(matmul_of(xp), out=place), (x, y))
-        return [*refreshed(whole, row), product, (add_bias, (place.reshape(-1, row.size), whole, relu))]
+        return [*refreshed(whole, row), product, (add_bias, (place.reshape(flat), whole, relu))]
 
     return on_tape(out, (bias, a, b), pullback, again)
 
@@ -203,10 +209,10 @@ def conv2d(
     b = None if bias is None else contiguous(given[2])
     relu, steps, zeros = is_relu(activation), pair(stride), pair(padding)
     xp = alike("conv2d", a, w, b)
-    if w.ndim != 4 or a.shape[1] != w.shape[1] or (b is not None and b.shape != w.shape[:1]):
+    if w.ndim != 4 or a.shape[1] != w.shape[1] or 0 in w.shape[:2] or (b is not None and b.shape != w.shape[:1]):
         raise UnsupportedError(
             "conv2d",
-            expected="shapes (batch, in, height, width), (out, in, kernel height, kernel width) and (out,)",
+            expected="shapes (batch, in, height, width), (out, in, rows, columns) and (out,), in and out >= 1",
             got=", ".join(str(tuple(each.shape)) for each in (a, w, b) if each is not None),
         )
     size = _windows("conv2d", a, w.shape[2:], steps, zeros)
@@ -281,7 +287,8 @@ def max_pool2d(x: Any, kernel_size: Size, stride: Size | None = None, padding: S
 def relu(x: Any) -> Tensor:
     """``max(x, 0)``; the derivative at 0 is 0."""
     a = as_tensor(x).data
-    xp = array_namespace(a)
+    # which refuses it, for the kernel of the gradient; integers, which have none, have a ReLU
+    xp = array_namespace(a) if a.dtype.isnative else alike("relu", a)
     out = xp.maximum(a, 0, out=empty(a.shape, a.dtype, xp))
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
@@ -299,9 +306,15 @@ tanh = operators.tanh
 
 @operator("dropout", has_effect=True)
 def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
-    """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014)."""
+    """Each element zero with probability ``p``, else divided by ``1 - p`` (Srivastava et al. 2014).
+
+    Args:
+        p: in [0, 1).
+    """
     a = as_tensor(x).data
-    xp = array_namespace(a)
+    xp = alike("dropout", a)
+    if not 0 <= p < 1:
+        raise UnsupportedError("dropout", where="p", expected="a probability in [0, 1)", got=p)
     kept = np.asarray(1 / (1 - p), str(a.dtype))
     scale = empty(a.shape, a.dtype, xp)
 
@@ -327,10 +340,12 @@ def dropout(x: Any, p: float, generator: np.random.Generator) -> Tensor:
 def softmax(x: Any) -> Tensor:
     """``exp(x)`` normalised to sum 1 over the last axis."""
     a = as_tensor(x).data
-    xp = array_namespace(a)
+    xp = alike("softmax", a)
     out = empty(a.shape, a.dtype, xp)
 
     def compute(out: Array) -> None:
+        if not a.size:  # of no numbers there is no largest one
+            return
         xp.exp(a - a.max(axis=-1, keepdims=True), out=out)
         out /= out.sum(axis=-1, keepdims=True)
 

@@ -10,6 +10,7 @@ from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..kernels.buffers import empty
 from .half import in_float32
+from .normalisation import require_channels
 from .operands import alike, contiguous, kernels_for
 
 
@@ -29,6 +30,7 @@ def joint_batch_norm(
     """
     a, gamma, beta = (contiguous(as_tensor(each).data) for each in (x, scale, shift))
     xp = alike("batch_norm", a, gamma, beta, wide=True)
+    require_channels(a, gamma, beta)
     channels = a.shape[1]
     planes = a.reshape(a.shape[0], channels, math.prod(a.shape[2:]))
     compute = kernels_for("batch_norm", a)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_half, is_host
+from ..arrays import Array, is_half, is_host
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import operator
 from ..errors import ConfigError, DataError, UnsupportedError, type_named
 from ..kernels import reference_cross_entropy
 from ..kernels.capture import fill
 from .half import in_float32
-from .operands import contiguous, kernels_for, refreshed
+from .operands import alike, contiguous, kernels_for, refreshed
 
 
 def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
@@ -28,23 +28,23 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
         Shape ``(batch,)``.
 
     Raises:
-        UnsupportedError: other shapes, or labels that are no integers.
+        UnsupportedError: other shapes, logits that are no floats, or labels that are no integers.
         DataError: a label is out of range.
     """
-    x, y = as_tensor(logits), np.asarray(labels) if isinstance(labels, (list, tuple)) else labels
-    if x.ndim > 2 and tuple(y.shape) == x.shape[:-1]:
-        each = _cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1))
-        return each.reshape(y.shape[0], math.prod(y.shape[1:])).mean(axis=1)
-    return _cross_entropy(logits, y)
+    losses = _cross_entropy(logits, labels if hasattr(labels, "shape") else np.asarray(labels))
+    if losses.ndim < 2:
+        return losses
+    return losses.reshape(losses.shape[0], math.prod(losses.shape[1:])).mean(axis=1)
 
 
 @operator("softmax_cross_entropy", ("logits", "labels"))
 @in_float32(has_kernels=True, first_alone=True, rounds=False)
 def _cross_entropy(logits: Any, labels: Any) -> Tensor:
+    """That of each label, in the shape of ``labels``."""
     given, y = as_tensor(logits).data, labels.data if isinstance(labels, Tensor) else labels
     a = contiguous(given)
-    xp = array_namespace(a)
-    if a.ndim != 2 or y.shape != a.shape[:1] or y.dtype.kind not in "iu":
+    xp = alike("softmax_cross_entropy", a)
+    if a.ndim < 2 or not a.shape[-1] or y.shape != a.shape[:-1] or y.dtype.kind not in "iu":
         raise UnsupportedError(
             "softmax_cross_entropy",
             expected="logits (batch, ..., classes) and integer labels (batch, ...)",
@@ -52,15 +52,20 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
         )
     numbers = xp.empty(y.shape, dtype=xp.int64)
     wide = np.dtype(np.float32) if is_half(a) else a.dtype
-    chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(a.shape[:1], dtype=wide)
+    chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(y.shape, dtype=wide)
     functions = kernels_for("cross_entropy", a, reference_cross_entropy)
 
+    def flat(x: Array) -> Array:
+        return x if y.ndim == 1 else x.reshape(math.prod(y.shape), *x.shape[y.ndim :])
+
+    rows = flat(a), flat(numbers), flat(chances)
+
     def checked() -> Array:
-        if y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[1]:
+        if y.size and not 0 <= int(y.min()) <= int(y.max()) < a.shape[-1]:
             raise DataError(
                 "softmax_cross_entropy",
                 where="labels",
-                expected=f"0 to {a.shape[1] - 1}",
+                expected=f"0 to {a.shape[-1] - 1}",
                 got=f"{int(y.min())} to {int(y.max())}",
             )
         return y
@@ -70,14 +75,14 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
             fill(numbers, checked)
         else:
             numbers[...] = y
-        functions.softmax_cross_entropy(a, numbers, chances, losses)
+        functions.softmax_cross_entropy(*rows, flat(losses))
 
     compute(losses)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:
             place = dx.empty()
-            functions.softmax_cross_entropy_gradient(contiguous(gy), numbers, chances, place)
+            functions.softmax_cross_entropy_gradient(flat(contiguous(gy)), *rows[1:], flat(place))
             dx.add(place)
 
     return on_tape(losses, (logits,), pullback, lambda out: [*refreshed(a, given), (compute, (out,))])

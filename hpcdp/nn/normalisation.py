@@ -8,10 +8,25 @@ from typing import Any
 from ..arrays import Array
 from ..autograd import Gradient, Tensor, as_tensor, on_tape
 from ..autograd.registry import Call, operator
+from ..errors import UnsupportedError
 from ..kernels.buffers import empty
 from .half import in_float32
 from .operands import alike, contiguous, kernels_for, refreshed
 from .virtual_shard import move
+
+
+def require_channels(x: Array, *others: Array | Tensor | None) -> None:
+    """Raises `UnsupportedError` unless each of ``others`` has a number for each channel of ``x``.
+
+    The kernels go by the channels of ``x``, beyond the end of what is shorter.
+    """
+    shape = x.shape[1:2]
+    for other in others:
+        if other is not None and (other.shape != shape or not shape):
+            raise UnsupportedError(
+                "batch_norm", expected="shapes (batch, channels, ...), and (channels,) of all others",
+                got=", ".join(str(tuple(each.shape)) for each in (x, *others) if each is not None),
+            )  # fmt: skip
 
 
 @operator("batch_norm", ("x", "scale", "shift", "running_mean", "running_var"), has_effect=True)
@@ -29,10 +44,14 @@ def batch_norm(
 
     Returns:
         The result, and mean and biased variance of each channel, zeros for an empty batch.
+
+    Raises:
+        UnsupportedError: other shapes, or dtypes that differ.
     """
     given = [as_tensor(each).data for each in (x, scale, shift)]
     a, gamma, beta = map(contiguous, given)
     xp = alike("batch_norm", a, gamma, beta, wide=True)
+    require_channels(a, gamma, beta, running_mean, running_var)
     planes = a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
     mean, variance = xp.empty(gamma.shape, dtype=gamma.dtype), xp.empty(gamma.shape, dtype=gamma.dtype)
     out = empty(planes.shape, a.dtype, xp)
@@ -72,9 +91,13 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
     Args:
         x: shape ``(batch, channels, ...)``.
         scale: shape ``(channels,)``, as the others.
+
+    Raises:
+        UnsupportedError: other shapes, or dtypes that differ.
     """
     a, gamma, beta, mean, variance = (as_tensor(each).data for each in (x, scale, shift, running_mean, running_var))
     xp = alike("batch_norm", a, gamma, beta, mean, variance)
+    require_channels(a, gamma, beta, mean, variance)
     shape = (gamma.shape[0],) + (1,) * (a.ndim - 2)
     inverse, factor, offset = (xp.empty(gamma.shape, dtype=gamma.dtype) for _ in range(3))
 
@@ -95,11 +118,10 @@ def batch_norm_by_running(x: Any, scale: Any, shift: Any, running_mean: Any, run
     def pullback(gy: Array, dx: Gradient | None, dscale: Gradient | None, dshift: Gradient | None) -> None:
         if dx is not None:
             dx.add(xp.multiply(gy, factor.reshape(shape), out=dx.empty()))
-        if dscale is not None or dshift is not None:
-            total = gy.sum(axis=others)
-            if dshift is not None:
-                dshift.add(total)
-            if dscale is not None:
-                dscale.add(((gy * a).sum(axis=others) - total * mean) * inverse)
+        if dshift is not None:
+            dshift.add(gy.sum(axis=others))
+        if dscale is not None:
+            # Of what is centred: sum(gy * x) and mean * sum(gy) may both be large where their difference is small.
+            dscale.add((gy * (a - mean.reshape(shape))).sum(axis=others) * inverse)
 
     return on_tape(out, (x, scale, shift), pullback, lambda out: [(compute, (out,))])

@@ -20,12 +20,13 @@ def kernels_for(name: str, x: Array, plain: Any = reference) -> Any:
 
 
 def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -> Any:
-    """The namespace of all operands, which must have one float dtype; the kernels need C-contiguous memory.
+    """The namespace of all operands, which must have one float dtype in this machine's order of bytes, as the kernels
+    take them.
 
     With ``wide`` the others have float32 where ``x`` has 16 bits.
     """
     given = [x]
-    are_alike = x.dtype.char in "fd" or is_half(x)
+    are_alike = (x.dtype.char in "fd" and x.dtype.isnative) or is_half(x)
     of_others = np.float32 if wide and is_half(x) else x.dtype
     for other in others:
         if other is not None:
@@ -35,7 +36,7 @@ def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -
         raise UnsupportedError(
             operation,
             where="dtype",
-            expected="float32 or float64, the same for all operands",
+            expected="float32 or float64 in this machine's order of bytes, the same for all operands",
             got=", ".join(str(each.dtype) for each in given),
             remedy="convert with astype",
         )

@@ -35,11 +35,13 @@ def embedding(tokens: Any, weight: Any) -> Tensor:
         Shape ``(*tokens.shape, features)``.
 
     Raises:
-        UnsupportedError: tokens that are no integers.
+        UnsupportedError: tokens that are no integers, or a weight of another number of axes.
         DataError: a token is out of range.
     """
     w, numbers = as_tensor(weight).data, as_tensor(tokens).data
     xp = alike("embedding", w)
+    if w.ndim != 2:
+        raise UnsupportedError("embedding", expected="a weight (number, features)", got=tuple(w.shape))
     if numbers.dtype.kind not in "iu":
         raise UnsupportedError("embedding", expected="integer tokens", got=numbers.dtype)
     rows = xp.empty(math.prod(numbers.shape), dtype=xp.int64)
@@ -93,7 +95,7 @@ def layer_norm(x: Any, scale: Any, shift: Any, eps: float) -> Tensor:
             "layer_norm", expected="shapes (..., features), (features,) and (features,)",
             got=", ".join(str(tuple(each.shape)) for each in (a, gamma, beta)),
         )  # fmt: skip
-    rows = a.reshape(-1, a.shape[-1])
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     compute = kernels_for("sequences", a, reference_sequences)
     out = empty(rows.shape, a.dtype, xp)
     saved = xp.empty(rows.shape[0], dtype=a.dtype), xp.empty(rows.shape[0], dtype=a.dtype)
@@ -150,8 +152,8 @@ def causal_attention(parts: Any, heads: int) -> Tensor:
     given = as_tensor(parts).data
     a = contiguous(given)
     xp = alike("causal_attention", a)
-    if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads):
-        expected = f"shape (batch, time, 3 width) with a width that {heads} heads divide"
+    if a.ndim != 3 or heads < 1 or a.shape[2] % (3 * heads) or not a.shape[2]:
+        expected = f"shape (batch, time, 3 width) with a width above 0 that {heads} heads divide"
         raise UnsupportedError("causal_attention", expected=expected, got=tuple(a.shape))
     batch, time, width = a.shape[0], a.shape[1], a.shape[2] // 3
     depth = width // heads

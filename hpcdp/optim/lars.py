@@ -57,7 +57,9 @@ class LARS(SGD):
             weights, gradient = (math.sqrt(each) for each in squares)
             length = gradient * scale + self.weight_decay * weights
             factor = self.trust * weights / length if weights and gradient else 1.0
-        return SGD(self.learning_rate(step), self.momentum, self.nesterov, self.weight_decay * factor), scale * factor
+        sgd = SGD(self.learning_rate(step), self.momentum, self.nesterov)
+        sgd.weight_decay = self.weight_decay * factor  # not as a setting, which may not be NaN: this is where a norm is
+        return sgd, scale * factor
 
     _squares = None
     """Of the norms of the layer that it is for, on a device; those of the arrays that it is given otherwise."""

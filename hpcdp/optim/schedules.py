@@ -29,6 +29,17 @@ class Schedule(Configurable, abc.ABC):
         """The rate of update number ``step``, counted from 1."""
 
 
+def _updates_before(step: int) -> int:
+    """How many updates there were before update number ``step``.
+
+    Raises:
+        ConfigError: ``step`` is below 1, for which a schedule would say a rate that no update has.
+    """
+    if step < 1:
+        raise ConfigError("learning_rate", where="step", expected="a number of an update, from 1 on", got=step)
+    return step - 1
+
+
 def schedule_from_config(config: object) -> Schedule:
     """The schedule of a ``config()``.
 
@@ -67,7 +78,7 @@ class StepSchedule(Schedule):
         self.factor = number("step factor", self.factor)
 
     def learning_rate(self, step: int) -> float:
-        return self.lr * self.factor ** ((step - 1) // self.every)
+        return self.lr * self.factor ** (_updates_before(step) // self.every)
 
 
 @dataclasses.dataclass
@@ -111,7 +122,7 @@ class ExponentialSchedule(Schedule):
         self.every = count("exponential every", self.every)
 
     def learning_rate(self, step: int) -> float:
-        return self.lr * self.factor ** ((step - 1) / self.every)
+        return self.lr * self.factor ** (_updates_before(step) / self.every)
 
 
 @dataclasses.dataclass
@@ -129,7 +140,7 @@ class CosineSchedule(Schedule):
         self.final_lr = number("cosine final_lr", self.final_lr)
 
     def learning_rate(self, step: int) -> float:
-        done = min((step - 1) / self.steps, 1.0)
+        done = min(_updates_before(step) / self.steps, 1.0)
         return self.final_lr + 0.5 * (self.lr - self.final_lr) * (1.0 + math.cos(math.pi * done))
 
 

@@ -112,7 +112,8 @@ class EarlyStopping(Callback):
         mode: "min" or "max" is better. None: what is usual of the metric.
 
     Raises:
-        ConfigError: a value outside of that; in `fit`: there is no such number, for want of an ``evaluate``.
+        ConfigError: a value outside of that; in `fit`: there is no such number, for want of an ``evaluate`` or of
+            labels that are integers.
 
     Source: Goodfellow, Bengio and Courville, "Deep Learning", 2016, algorithm 7.1.
     """
@@ -144,7 +145,7 @@ class EarlyStopping(Callback):
         """See `Callback.on_record`."""
         if record["kind"] != "epoch":
             return
-        self.require_in(record)
+        self.require_in([name for name, value in record.items() if value is not None])
         value = float(record[self.metric])
         if self._is_better(value):
             self.best, self.waited = value, 0
@@ -158,7 +159,7 @@ class EarlyStopping(Callback):
             there_is = ", ".join(name for name in _METRICS if name in names)
             raise ConfigError(
                 "EarlyStopping", where="metric", expected=f"one of {there_is}", got=repr(self.metric),
-                remedy="give fit an evaluate for numbers of the test set",
+                remedy="give fit an evaluate for numbers of the test set; accuracy is of integer labels alone",
             )  # fmt: skip
 
     def _is_better(self, value: float) -> bool:

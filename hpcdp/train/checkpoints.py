@@ -183,7 +183,7 @@ class Checkpoints:
 
     def _save(self, position: Position, *, wait: bool, record: Record | None = None) -> None:
         numbers = {} if record is None else record
-        metrics = {name: float(numbers[name]) for name in _METRICS if name in numbers}
+        metrics = {name: float(numbers[name]) for name in _METRICS if numbers.get(name) is not None}
         state = self._state(position)
         with self._writing():
             self.manager.save(position.total, state, metrics=metrics or None, config=self._config, wait=wait)

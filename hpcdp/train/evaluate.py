@@ -32,7 +32,15 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """``exp(loss)``: among how many equally likely labels the network is as unsure."""
-        return math.exp(self.loss)
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``, infinite where no float is as large: a network that diverges is to end its run by its report."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def evaluate(

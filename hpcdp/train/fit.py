@@ -44,7 +44,7 @@ def fit(
     checkpoints: Checkpoints | None = None,
     world: World | None = None,
 ) -> list[Record]:
-    """Train a classifier; every rank must call, with a loader of its own part of the data.
+    """Train a network; every rank must call, with a loader of its own part of the data.
 
     Ranks may have batches of different sizes, empty batches and different numbers of batches: a rank without samples
     takes part in the step with count 0, so that each step is the step of the global batch and no rank waits for ever.
@@ -60,14 +60,15 @@ def fit(
             that of a `data.VirtualShardSampler` of as many virtual shards.
         loss: per sample, shape ``(batch,)``; no mean over samples, which the trainer takes over those of all ranks.
         evaluate: called on every rank after each epoch; usually ``lambda: train.evaluate(net, dataset, world)``. What
-            it gives on rank 0 is in the record.
+            it gives on rank 0 is in the record, None for an accuracy of NaN: a regression has none.
         callbacks: may differ between ranks, see `Callback`.
         checkpoints: when to save, whether to go on from a checkpoint, and who may ask for an early end; its `stopped`
             says then whether there was one. None: nothing is saved.
 
     Returns:
         One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md and
-        docs/tracing.md list what is in it).
+        docs/tracing.md list what is in it). Its accuracy is None where labels are no integers ``(batch, ...)`` for
+        outputs ``(batch, ..., classes)``.
 
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
@@ -170,7 +171,11 @@ class _Loop:
 
     def _tested(self, own: Evaluation | None) -> Record:
         """What rank 0 has found, on all ranks: those of a program's own ``evaluate`` may differ in their last bits."""
-        numbers = {} if own is None else {"test_loss": float(own.loss), "test_accuracy": float(own.accuracy)}
+        if own is None:
+            numbers = {}
+        else:
+            accuracy = None if math.isnan(own.accuracy) else float(own.accuracy)
+            numbers = {"test_loss": float(own.loss), "test_accuracy": accuracy}
         tested: Record = self.world.comm.allgather_json(numbers)[0]
         return tested
 

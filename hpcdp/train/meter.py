@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -112,7 +113,7 @@ class Meter:
             "step": self._step,
             "epoch": epoch,
             "loss": loss / max(count, 1),
-            "accuracy": correct / max(count, 1),
+            "accuracy": None if math.isnan(correct) else correct / max(count, 1),
             "samples": round(count),  # of a run that went on with other ranks, the sum of shares of what each had
             "seconds": seconds,
             "samples_per_s": count / seconds if seconds else 0.0,

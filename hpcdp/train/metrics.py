@@ -115,12 +115,14 @@ def peak_memory_mb() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def number_correct(logits: Array, labels: Array) -> Array:
+def number_correct(logits: Array, labels: Array) -> Array | float:
     """How many of ``logits``, shape ``(batch, ..., classes)``, are largest at ``labels``, integers ``(batch, ...)``.
 
     A number where they are, so that nobody waits for a GPU. A sample with several labels counts with the share of them
-    that are right.
+    that are right. NaN where labels are other than that, e.g. what a regression is to reach.
     """
+    if labels.dtype.kind not in "iub" or labels.shape != logits.shape[:-1]:
+        return math.nan
     xp = array_namespace(logits, labels)
     return (xp.argmax(logits, axis=-1) == labels).sum() / max(1, math.prod(labels.shape[1:]))
 
@@ -231,7 +233,7 @@ class MetricsLog:
         from tensorboardX.proto.summary_pb2 import Summary
 
         for name in _TAGS[record["kind"]]:
-            if name in record:
+            if record.get(name) is not None:
                 value = Summary.Value(tag=name, simple_value=record[name])
                 event = Event(wall_time=time.time(), step=record["step"], summary=Summary(value=[value]))
                 self._events.write_event(event)

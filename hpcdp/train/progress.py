@@ -151,10 +151,11 @@ class TerminalProgress:
 def epoch_line(record: Record, epochs: int) -> str:
     """One line of at most 79 characters about a finished epoch."""
     width = len(str(epochs))
+    accuracy = "" if record["accuracy"] is None else f"  accuracy {record['accuracy']:6.2%}"
     test = f"  test {record['test_accuracy']:6.2%}" if record.get("test_accuracy") is not None else ""
     return (
-        f"epoch {record['epoch']:{width}}/{epochs}  loss {record['loss']:.4f}  accuracy {record['accuracy']:6.2%}"
-        f"{test}  {record['samples_per_s']:,.0f} samples/s"
+        f"epoch {record['epoch']:{width}}/{epochs}  loss {record['loss']:.4f}"
+        f"{accuracy}{test}  {record['samples_per_s']:,.0f} samples/s"
     )
 
 
@@ -175,7 +176,8 @@ def time_lines(record: Record) -> list[str]:
 def _numbers(latest: Record | None) -> str:
     if latest is None:
         return ""
-    return f"loss {latest['loss']:.3f} acc {latest['accuracy']:.1%} {latest['samples_per_s']:,.0f}/s"
+    accuracy = "" if latest["accuracy"] is None else f" acc {latest['accuracy']:.1%}"
+    return f"loss {latest['loss']:.3f}{accuracy} {latest['samples_per_s']:,.0f}/s"
 
 
 class _TimeLeft:

@@ -35,7 +35,7 @@ from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
 from .checkpoints import Checkpoints
 from .config import TrainConfig
 from .device import choose_device, described
-from .evaluate import evaluate
+from .evaluate import evaluate, perplexity
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .preemption import StopRequests
@@ -263,7 +263,7 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world:
     return {
         "test_accuracy": records[-1]["test_accuracy"],
         "test_loss": records[-1]["test_loss"],
-        "perplexity": math.exp(records[-1]["test_loss"]) if config.model in SEQUENCE_MODELS else None,
+        "perplexity": perplexity(records[-1]["test_loss"]) if config.model in SEQUENCE_MODELS else None,
         "samples_per_s": sum(record["samples"] for record in records) / seconds,
         "seconds": seconds,
         "comm_s": comm_s,

@@ -122,6 +122,52 @@ def test_what_cannot_be_joined(shapes, axis, got):
         concatenate([Tensor(np.zeros(shape)) for shape in shapes], axis)
 
 
+MISFITS = {
+    "add": (lambda x: x + np.ones(4), r"operands whose shapes fit each other, got \(2, 3\), \(4,\); .*broadcast"),
+    "multiply": (lambda x: np.ones((3, 3)) * x, r"operands whose shapes fit each other, got \(3, 3\), \(2, 3\);"),
+    "maximum": (lambda x: operators.maximum(x, np.ones(2)), r"operands .*, got \(2, 3\), \(2,\);"),
+    "matmul": (lambda x: x @ np.ones((2, 4)), r"operands .*, got \(2, 3\), \(2, 4\); .*size 2 is different from 3"),
+    "reshape": (lambda x: x.reshape(4, 2), r"arguments that fit an operand of shape \(2, 3\), got cannot reshape"),
+    "sum": (lambda x: x.sum(axis=2), r"arguments that fit an operand of shape \(2, 3\), got axis 2 is out of bounds"),
+}
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_operands_that_do_not_fit_are_told_with_the_operator(name):
+    call, message = MISFITS[name]
+    x = Tensor(np.ones((2, 3)))
+    with pytest.raises(UnsupportedError, match=f"^{name}: expected {message}"):
+        call(x)
+    with pytest.raises(UnsupportedError, match=f"^{name}: expected {message}"), autograd.asynchronous():
+        call(x).asnumpy()
+
+
+@pytest.mark.parametrize("name", ["reshape", "sum"])
+def test_they_are_told_in_a_hybridized_network_too(name):
+    call, message = MISFITS[name]
+    net = Applied(call)
+    net.hybridize()
+    with pytest.raises(UnsupportedError, match=f"^{name}: expected {message}"):
+        net(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("axes", [[1], [0, 1], [0, -1], []])
+def test_axes_may_be_in_a_list(name, axes):
+    x = RNG.standard_normal((2, 3, 4))
+    found, expected = (getattr(Tensor(x), name)(axis) for axis in (axes, tuple(axes)))
+    np.testing.assert_array_equal(found.data, expected.data)
+    assert_gradients(lambda x: getattr(x, name)(axes, keepdims=True), x)
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_concatenate_and_stack(axis):
     more = RNG.standard_normal((3, 4))

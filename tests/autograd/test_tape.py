@@ -256,6 +256,22 @@ def test_grad_of_what_was_never_attached_is_refused():
         autograd.grad(y, Tensor([1.0]))
 
 
+def test_gradients_of_gradients_are_refused():
+    x = leaf([1.0])
+    with autograd.record():
+        y = x * x
+    (gradient,) = autograd.grad(y, [x], retain_graph=True)
+    expected = (
+        "expected tensors, got a ndarray; a gradient is an array, which is on no tape: there are none of gradients"
+    )
+    with pytest.raises(HpcdpError, match=f"backward: {expected}"):
+        autograd.grad(gradient, x)
+    with pytest.raises(HpcdpError, match=f"grad: {expected}"):
+        autograd.grad(y, [gradient])
+    with pytest.raises(HpcdpError, match=f"backward: {expected}"):
+        autograd.backward([y, gradient])
+
+
 def test_deep_graphs_do_not_recurse():
     x = leaf([1.0])
     with autograd.record():

@@ -49,6 +49,17 @@ def test_reads_what_numpy_would_index(values, index) -> None:
     dataset.close()
 
 
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_numbers_of_another_machine_come_in_the_order_of_bytes_of_this_one(tmp_path, values, index) -> None:
+    _, x, y = values
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"], file["y"] = x.astype(">f4"), y.astype(">i8")
+    got = HDF5Dataset(tmp_path / "other.h5")[index]
+    for found, expected in zip(got, (x[index], y[index]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype.isnative and found.dtype == expected.dtype
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.uint64])
 def test_indices_of_any_integers(values, dtype) -> None:
     path, x, y = values

@@ -11,6 +11,8 @@ from hpcdp import autograd
 from hpcdp.autograd import Tensor
 from hpcdp.errors import DataError, UnsupportedError
 from hpcdp.nn import functional as F
+from hpcdp.nn.joint import joint_batch_norm
+from hpcdp.nn.tokens import gelu, layer_norm
 
 RNG = np.random.default_rng(4)
 IMAGES = RNG.standard_normal((2, 3, 7, 6))
@@ -163,7 +165,19 @@ def test_retained_tapes_survive_other_steps():
         (lambda: F.conv2d(IMAGES, np.ones((1, 2, 3, 3))), r"got \(2, 3, 7, 6\), \(1, 2, 3, 3\)"),
         (lambda: F.conv2d(IMAGES, np.ones((1, 3, 8, 3))), r"window of \(8, 3\) fits.*got height and width \(7, 6\)"),
         (lambda: F.conv2d(IMAGES, np.ones((1, 3, 3, 3)), stride=0), r"with stride \(0, 0\)"),
+        (lambda: F.conv2d(IMAGES, np.ones((1, 3, 0, 3))), r"window of \(0, 3\) .*of which only padding may be 0"),
         (lambda: F.max_pool2d(IMAGES, 2, stride=0), r"with stride \(0, 0\)"),
+        (lambda: F.max_pool2d(IMAGES, 2, stride=(1, -1)), r"with stride \(1, -1\)"),
+        (lambda: F.max_pool2d(IMAGES, (2, 0), 1), r"max_pool2d: .* window of \(2, 0\)"),
+        (lambda: F.avg_pool2d(IMAGES, 0, 1), r"avg_pool2d: .* window of \(0, 0\)"),
+        (lambda: F.avg_pool2d(IMAGES, -1, 1), r"avg_pool2d: .* window of \(-1, -1\)"),
+        (lambda: F.avg_pool2d(IMAGES, 2.5), r"size of a window: expected an integer, or two of them, got 2\.5"),
+        (lambda: F.avg_pool2d(IMAGES, (2, 2, 2)), r"an integer, or two of them, got \(2, 2, 2\)"),
+        *(
+            (lambda p=p: F.dropout(IMAGES, p, RNG), rf"dropout \[p\]: expected a probability in \[0, 1\), got {p}$")
+            for p in (1.0, 2.0, -0.5, np.nan)
+        ),
+        (lambda: F.dropout(np.ones(3, int), 0.3, RNG), r"dropout \[dtype\]: expected float32 or float64.*got int64"),
         (lambda: F.avg_pool2d(IMAGES, 9), r"window of \(9, 9\)"),
         (lambda: F.max_pool2d(IMAGES, 2, padding=2), r"padding\]: expected at most half of \(2, 2\), got \(2, 2\)"),
         (
@@ -171,11 +185,63 @@ def test_retained_tapes_survive_other_steps():
             r"integer labels \(batch, \.+\), got .*float",
         ),
         (lambda: F.softmax_cross_entropy(np.ones((2, 3)), np.ones(3, int)), r"\(2, 3\) and \(3,\)"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 3)), 1), r"got \(2, 3\) and \(\) int64"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 3)), None), r"got \(2, 3\) and \(\) object"),
+        (lambda: F.softmax_cross_entropy(np.ones((6, 3)), np.ones((2, 3), int)), r"got \(6, 3\) and \(2, 3\) int64"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 3), int), np.ones(2, int)), r"cross_entropy \[dtype\].*got int64"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 0)), np.ones(2, int)), r"got \(2, 0\) and \(2,\) int64"),
+        (lambda: F.softmax_cross_entropy(np.ones((2, 3, 0)), np.ones((2, 3), int)), r"got \(2, 3, 0\) and \(2, 3\)"),
+        (lambda: F.softmax(np.ones((2, 3), int)), r"softmax \[dtype\]: expected float32 or float64.*got int64"),
+        (lambda: F.conv2d(np.ones((1, 0, 8, 8)), np.ones((2, 0, 3, 3))), "in and out >= 1, got"),
+        (lambda: F.conv2d(IMAGES, np.ones((0, 3, 3, 3))), "in and out >= 1, got"),
+        *(
+            (
+                lambda call=call: call(IMAGES.astype(">f8")),
+                r"\[dtype\]: .*this machine's order of bytes.*got >f8; convert",
+            )
+            for call in (F.relu, gelu, F.softmax, lambda x: F.max_pool2d(x, 2), lambda x: F.dropout(x, 0.5, RNG))
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(call, message):
     with pytest.raises(UnsupportedError, match=message):
         call()
+
+
+def ones(*shapes):
+    return [np.ones(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(4, 3), (2,), (2,)],
+        [(4, 3), (3,), (1,)],
+        [(4, 3, 2), (3,), (3, 1)],
+        [(4, 3), (4,), (3,)],
+        [(4,), (4,), (4,)],
+        [(), (1,), (1,)],
+        [(4, 3), (), (3,)],
+        [(4, 3), (3,), (3,), (2,), (3,)],
+        [(4, 3), (3,), (3,), (3,), (1,)],
+    ],
+)
+def test_batch_norm_takes_a_number_for_each_channel(shapes):
+    """Not checked, kernels would go beyond the end of what is shorter."""
+    x, scale, shift, *running = ones(*shapes)
+    names = ", ".join(str(shape).replace("(", r"\(").replace(")", r"\)") for shape in shapes)
+    message = rf"batch_norm: expected shapes \(batch, channels, \.+\), and \(channels,\) of all others, got {names}"
+    calls = [lambda: F.batch_norm(x, scale, shift, 1e-5, *map(Tensor, running))]
+    if running:
+        calls.append(lambda: F.batch_norm_by_running(x, scale, shift, *running, 1e-5))
+    else:
+        calls.append(lambda: joint_batch_norm(x, scale, shift, 1e-5, lambda sums: None))
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=message):
+            call()
+    if not running:
+        with pytest.raises(UnsupportedError, match="batch_norm: expected shapes"):
+            F.batch_norm_by_running(x, scale, shift, scale, scale, 1e-5)
 
 
 def test_labels_out_of_range_are_named():
@@ -184,6 +250,34 @@ def test_labels_out_of_range_are_named():
     with pytest.raises(DataError, match="0 to 2, got 0 to 3"):
         F.softmax_cross_entropy(standin.asarray(np.ones((2, 3))), np.array([0, 3]))
     assert F.softmax_cross_entropy(np.ones((0, 3)), np.ones(0, int)).shape == (0,)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("shape", [(2, 0), (2, 4, 0), (0,)])
+def test_sums_of_no_features_are_zeros(shape, activation):
+    x, w, b = leaf(np.ones(shape)), leaf(np.ones((0, 3))), leaf(np.arange(3.0))
+    with autograd.record():
+        y = F.dense(x, w, b, activation)
+    y.backward()
+    np.testing.assert_array_equal(y.data, np.broadcast_to(b.data, (*shape[:-1], 3)))
+    assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
+    np.testing.assert_array_equal(b.grad, np.full(3, np.prod(shape[:-1])) if activation is None else b.grad)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shape", [(2, 0), (2, 3, 0), (0, 0)])
+@pytest.mark.parametrize("operation", [F.softmax, lambda x: layer_norm(x, np.ones(0), np.ones(0), 1e-5), gelu])
+def test_what_normalises_no_features_gives_none(operation, shape):
+    x = leaf(np.ones(shape))
+    with autograd.record():
+        y = operation(x)
+    y.backward()
+    assert y.shape == x.grad.shape == shape
+
+
+def test_integers_have_a_relu():
+    np.testing.assert_array_equal(F.relu(np.array([-1, 0, 2])).data, [0, 0, 2])
 
 
 def test_device_arrays_give_the_same():

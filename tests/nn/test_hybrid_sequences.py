@@ -77,6 +77,25 @@ LAYERS = {
 }
 
 
+class WithLabels(nn.Module):
+    def __init__(self, labels):
+        self.labels, self.dense = labels, nn.Dense(6, NUM_TOKENS)
+
+    def forward(self, x):
+        return F.softmax_cross_entropy(self.dense(x), self.labels)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 2, 2)])
+@pytest.mark.parametrize("kind", [np.asarray, Tensor])
+def test_labels_may_be_an_attribute(shape, kind):
+    net, plain = pair(WithLabels(kind(tokens(*shape))))
+    for seed in range(3):
+        x = arrays(*shape, 6, seed=seed)
+        assert_same(recorded(net, x), recorded(plain, x))
+        assert_same([net(x).data], [plain(x).data])
+    assert net.graph().names[-1] == "labels"
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("layout", ["rows", "transposed", "empty"])

@@ -39,6 +39,19 @@ def test_prediction_uses_the_running_statistics():
     np.testing.assert_allclose(layer.gamma.grad, expected.sum(axis=(0, 2, 3)), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("mean", [1e3, 1e4, 1e6])
+def test_the_gradient_of_gamma_in_prediction_keeps_its_digits_far_from_zero(mean):
+    layer = nn.BatchNorm(2)
+    layer.running_mean.data[:] = mean
+    rng = np.random.default_rng(4)
+    x, heads = ((rng.standard_normal((4096, 2)) + offset).astype(np.float32) for offset in (mean, 0.5))
+    with autograd.record(train_mode=False):
+        y = layer(x)
+    y.backward(heads)
+    exact = ((x.astype(np.float64) - mean) / np.sqrt(1 + 1e-5) * heads).sum(axis=0)
+    np.testing.assert_allclose(layer.gamma.grad, exact, rtol=1e-5)
+
+
 def test_the_same_as_pytorch():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     ours, theirs = nn.BatchNorm(3), torch.nn.BatchNorm2d(3)

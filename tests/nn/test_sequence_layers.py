@@ -159,8 +159,12 @@ def test_errors_are_said():
         nn.Embedding(4, 2)(np.array([4, -1]))
     with pytest.raises(UnsupportedError, match="embedding: expected integer tokens, got float32"):
         nn.Embedding(4, 2)(np.zeros(3, np.float32))
+    with pytest.raises(UnsupportedError, match=r"embedding: expected a weight \(number, features\), got \(4,\)"):
+        tokens.embedding(np.array([1]), np.zeros(4, np.float32))
     with pytest.raises(UnsupportedError, match=r"causal_attention: expected shape \(batch, time, 3 width\)"):
         tokens.causal_attention(np.zeros((1, 2, 8), np.float32), 2)
+    with pytest.raises(UnsupportedError, match=r"with a width above 0 that 2 heads divide, got \(1, 2, 0\)"):
+        tokens.causal_attention(np.zeros((1, 2, 0), np.float32), 2)
     with pytest.raises(ConfigError, match="expected heads that divide 6, got 4"):
         nn.CausalSelfAttention(6, 4)
     with pytest.raises(UnsupportedError, match=r"layer_norm: expected shapes \(\.\.\., features\)"):

@@ -118,6 +118,15 @@ def test_a_call_that_has_found_out_shapes_is_not_enough_to_export(tmp_path):
     net.export(tmp_path / "net")
 
 
+def test_a_call_with_an_empty_batch_is_one_to_export(tmp_path):
+    net = nn.models.mlp(6, 3, (5,))
+    net.hybridize()
+    assert net(np.zeros((0, 6), np.float32)).shape == (0, 3)  # whose strides are 0 in NumPy, unlike those of x[:0]
+    net.export(tmp_path / "net")
+    x = arrays(2, 6)
+    np.testing.assert_array_equal(nn.SymbolBlock.load(tmp_path / "net")(x).data, net(x).data)
+
+
 def test_calls_within_asynchronous_are_none_to_export(tmp_path):
     net = nn.Dense(6, 3)
     net.hybridize()

@@ -1,8 +1,12 @@
 import numpy as np
 import pytest
 
-from hpcdp import optim
+from hpcdp import autograd, nn, optim
+from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.nn.functional import softmax_cross_entropy
+from hpcdp.train.policy import Policy
+from hpcdp.train.trainer import Trainer
 
 
 def test_one_array_is_one_layer():
@@ -18,6 +22,34 @@ def test_one_array_is_one_layer():
 def test_without_a_length_the_factor_is_one(squares):
     rule = optim.LARS(lr=0.5, trust=0.01, weight_decay=0.1)
     assert rule.of_layer(1, 0.25, squares) == (optim.SGD(0.5, 0.9, weight_decay=0.1), 0.25)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("weight", "bad"), [(1.0, np.nan), (1.0, np.inf), (np.nan, 1.0), (np.inf, 1.0)])
+def test_norms_that_are_not_finite_go_on_into_the_weights(weight, bad, weight_decay):
+    """As of other rules: whether such a step is made at all is the trainer's policy."""
+    rule = optim.LARS(lr=0.5, trust=0.01, weight_decay=weight_decay)
+    param, grad = np.array([weight, 1.0, 1.0], "f4"), np.array([bad, 1.0, 1.0], "f4")
+    with np.errstate(invalid="ignore"):
+        rule.update(param, grad, rule.init_state(param), step=1)
+    assert not np.isfinite(param[0])
+
+
+@pytest.mark.parametrize(("policy", "num", "is_finite"), [("ignore", 0, 0), ("count", 1, 0), ("skip", 1, 1)])
+def test_a_trainer_goes_by_its_policy(policy, num, is_finite):
+    net = nn.Dense(3, 2)
+
+    def rank(world):
+        trainer = Trainer(net.parameters(), optim.LARS(0.1), world, policy=Policy(nonfinite=policy))
+        with autograd.record():
+            losses = softmax_cross_entropy(net(np.array([[np.nan, 1, 1]], "f4")), np.array([0]))
+        losses.backward()
+        trainer.step(1)
+        return trainer.num_nonfinite
+
+    assert threads.run(1, rank) == [num]
+    assert np.isfinite(net.weight.data).all() == is_finite
 
 
 def test_a_schedule_gives_the_rate_of_the_step():

@@ -42,6 +42,13 @@ def test_values() -> None:
     assert rates(cosine, 7) == pytest.approx([*middle, 0.2, 0.2, 0.2])
 
 
+@pytest.mark.parametrize("name", ["step", "exponential", "cosine"])
+@pytest.mark.parametrize("step", [0, -3])
+def test_no_update_has_a_number_below_one(name: str, step: int) -> None:
+    with pytest.raises(ConfigError, match=rf"learning_rate \[step\]: expected a number .* from 1 on, got {step}"):
+        TORCH[name][0].learning_rate(step)
+
+
 def test_warmup_scales_any_schedule_and_keeps_its_steps() -> None:
     inner = optim.StepSchedule(1.0, every=4, factor=0.5)
     assert rates(optim.WarmupSchedule(inner, 4), 9) == pytest.approx([0.25, 0.5, 0.75, 1, 0.5, 0.5, 0.5, 0.5, 0.25])

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 
@@ -5,6 +7,7 @@ from hpcdp import nn
 from hpcdp.autograd import is_recording, is_training
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset
+from hpcdp.errors import UnsupportedError
 from hpcdp.train.evaluate import Evaluation, evaluate
 
 
@@ -42,6 +45,19 @@ def test_any_number_of_ranks_sees_every_sample_once(ranks, n):
 def test_no_samples_give_zeros():
     results = threads.run(2, lambda world: evaluate(first_four(), dataset(0), world))
     assert results == [Evaluation(0.0, 0.0, 0, 0)] * 2
+
+
+def test_the_perplexity_of_a_network_that_has_diverged_is_infinite():
+    assert Evaluation(0.0, 2.0, 0, 1).perplexity == math.exp(2)
+    assert Evaluation(0.0, 1000.0, 0, 1).perplexity == math.inf
+    assert math.isnan(Evaluation(0.0, math.nan, 0, 1).perplexity)
+
+
+@pytest.mark.parametrize("targets", [np.zeros((4, 1), "f4"), np.zeros((4, 4), "f4"), np.zeros(4, "f4")])
+def test_labels_that_are_not_integers_are_refused_in_one_line(targets):
+    samples = ArrayDataset(np.zeros((4, 6), np.float32), targets)
+    with pytest.raises(UnsupportedError, match=r"expected logits \(batch, ..., classes\) and integer labels"):
+        threads.run(1, lambda world: evaluate(first_four(), samples, world))
 
 
 def test_the_network_is_in_predict_mode():

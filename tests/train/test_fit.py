@@ -1,13 +1,19 @@
+import math
+
 import numpy as np
 import pytest
 
 from hpcdp import nn, optim
+from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError
-from hpcdp.train.callbacks import Callback, EarlyStopping
-from hpcdp.train.evaluate import evaluate
+from hpcdp.nn.losses import l2_loss
+from hpcdp.train.callbacks import Callback, EarlyStopping, ShowProgress
+from hpcdp.train.checkpoints import Checkpoints
+from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
+from hpcdp.train.plots import draw_curves
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
 from hpcdp.train.trainer import Trainer
 
@@ -77,6 +83,63 @@ def test_any_number_of_ranks_trains_as_one(ranks, owner):
             for name in ("accuracy", "test_accuracy", "samples", "step", "epoch", "learning_rate"):
                 assert record[name] == pytest.approx(one[name]), name
     assert one_records[-1]["loss"] < 0.7 * one_records[0]["loss"]
+
+
+TARGETS = RNG.normal(size=(70, 3)).astype(np.float32)
+
+
+def regress(world, targets, callbacks=(), checkpoints=None, evaluate=None):
+    net = nn.Sequential(nn.Dense(5, math.prod(targets.shape[1:])))
+    samples = ArrayDataset(SAMPLES.x, targets)
+    sampler = ShardedSampler(len(samples), 16, world.size, world.rank, seed=4)
+    return fit(
+        net,
+        Trainer(net.parameters(), optim.SGD(lr=0.05), world=world),
+        DataLoader(samples, sampler, prefetch=0),
+        epochs=2,
+        loss=l2_loss,
+        evaluate=evaluate,
+        callbacks=callbacks,
+        checkpoints=checkpoints,
+        world=world,
+    )
+
+
+@pytest.mark.parametrize("targets", [TARGETS, TARGETS[:, :2], TARGETS[:, :1], TARGETS[:, 0]])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_regression_has_a_loss_and_no_accuracy(ranks, targets, tmp_path):
+    told = []
+
+    class Listen(Callback):
+        def on_record(self, record):
+            told.append(record)
+
+    def job(world):
+        shown = [Listen(), ShowProgress()] if world.rank == 0 else []
+        with Manager(tmp_path, world) as manager:
+            return regress(world, targets, shown, Checkpoints(manager, every="epoch"))
+
+    for records in threads.run(ranks, job):
+        assert records[-1]["loss"] < records[0]["loss"]
+    assert {record["kind"] for record in told} == {"step", "epoch"}
+    assert [record["accuracy"] for record in told] == [None] * len(told)
+    draw_curves(told, tmp_path / "curves.png")
+
+
+def test_a_regression_may_have_a_loss_of_the_test_set(capsys):
+    def job(world):
+        return regress(world, TARGETS, [ShowProgress()], evaluate=lambda: Evaluation(math.nan, 0.25, math.nan, 70))
+
+    (records,) = threads.run(1, job)
+    assert [(each["test_loss"], each["test_accuracy"]) for each in records] == [(0.25, None)] * 2
+    assert "nan" not in capsys.readouterr().out
+
+
+def test_a_callback_that_waits_for_an_accuracy_which_there_is_not_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"EarlyStopping \[metric\]: expected one of loss, got 'accuracy'; .*integer labels"
+    ):
+        threads.run(1, lambda world: regress(world, TARGETS, [EarlyStopping("accuracy", patience=1)]))
 
 
 def test_records_are_alike_on_every_rank():

@@ -101,6 +101,22 @@ def test_number_correct_against_a_loop():
     assert number_correct(logits, labels) == expected
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [np.zeros((6, 1), "f4"), np.zeros((6, 4), "f4"), np.zeros(6, "f4"), np.zeros((6, 1), int), np.zeros((6, 6), int)],
+)
+def test_other_labels_have_no_number_of_right_answers(labels):
+    assert math.isnan(number_correct(np.zeros((6, 4), "f4"), labels))
+
+
+def test_numbers_of_which_a_record_has_none_are_none_in_tensorboard(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.write(record(1) | {"accuracy": None})
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["accuracy"] is None
+    assert [value.tag for event in events(tmp_path) for value in event.summary.value] == ["loss"]
+
+
 def test_every_record_is_on_disk_when_write_returns(tmp_path):
     log = MetricsLog(tmp_path)
     for step in range(1, 4):

@@ -119,6 +119,16 @@ def test_an_epoch_line_fits_a_terminal_with_large_numbers():
     assert "test" not in epoch_line({k: v for k, v in large.items() if k != "test_accuracy"}, 999)
 
 
+def test_without_an_accuracy_lines_have_none():
+    without = LATEST | {"accuracy": None}
+    assert epoch_line(without | {"epoch": 2}, 3) == "epoch 2/3  loss 0.4321  12,346 samples/s"
+    stream = io.StringIO()
+    display = LogProgress(2, 50, stream)
+    display._shown -= 60
+    display.step(1, 1, without)
+    assert stream.getvalue().startswith("epoch 1/2  step 1/50  loss 0.432 12,346/s  ETA ")
+
+
 def test_the_times_of_an_epoch_fit_a_terminal_and_one_rank_has_none():
     host = "node17.cluster.example.org"
     stragglers = [f"rank {rank} on {host}" for rank in (1234, 1235, 1236)]

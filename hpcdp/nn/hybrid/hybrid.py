@@ -214,10 +214,11 @@ def _described(x: Tensor) -> Key:
 
 
 def _is_planned(x: Array) -> bool:
-    """Not an array that is repeated along an axis: sums over it have an order that they have in no memory of a plan."""
-    return _is_planned_kind(_kind_of(x)) and not any(
-        n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True)
-    )
+    """Not an array that is repeated along an axis: sums over it have an order that they have in no memory of a plan.
+
+    One without elements is none, though NumPy may give it strides of 0."""
+    is_repeated = x.size and any(n > 1 and not step for n, step in zip(x.shape, x.strides, strict=True))
+    return _is_planned_kind(_kind_of(x)) and not is_repeated
 
 
 def _is_planned_kind(kind: type) -> bool:

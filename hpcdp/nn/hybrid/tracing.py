@@ -16,7 +16,7 @@ import numpy as np
 from ...arrays import Array
 from ...autograd import Tensor
 from ...autograd.modes import TRACING, modes
-from ...autograd.registry import Operator
+from ...autograd.registry import Operator, does_not_fit
 from ...autograd.tensor import value_of
 from ...errors import HpcdpError
 from .graph import Graph, Held, Input, Literal, Meta, Node, Result, Source
@@ -209,6 +209,8 @@ class TracingRun:
         modes.tracer = None
         try:
             result = called.function(*map(_inner, args), **{name: _inner(each) for name, each in kwargs.items()})
+        except ValueError as error:
+            raise does_not_fit(called, args, kwargs, error) from error
         finally:
             modes.tracer = self
         attributes = {name: _plain(bound.arguments[name]) for name in called.attributes}
