@@ -281,13 +281,15 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world:
 
 
 def saved_by_compression(trainer: Trainer) -> str | None:
-    """What nodes send less by compression, in words, None where they send nothing; every rank must call."""
+    """What nodes send less by compression, in words, None where nothing is compressed; every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
-    sent, plain = node_nbytes(trainer.reducer.coder, trainer.world)
+    coder, world = trainer.reducer.coder, trainer.world
+    sent, plain = node_nbytes(coder, world)
+    num_coders = max(world.comm.allgather_json(0 if coder is None else coder.comm.size))  # some ranks may own no shard
     if not plain:
         return None
-    rate = 8e-9 * pays_below(trainer.compression.codec, trainer.world.num_nodes)
+    rate = 8e-9 * pays_below(trainer.compression.codec, num_coders)
     name = trainer.compression.codec.name
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
