@@ -7,7 +7,6 @@ import dataclasses
 import math
 import shlex
 import signal
-import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from .evaluate import evaluate
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .preemption import StopRequests
+from .progress import slowest_rank
 from .resume import is_finished
 from .run_dir import CHECKPOINTS, drop_empty_run_dir
 from .run_folder import RunFolder, make_run_folder, open_run_folder
@@ -357,12 +357,8 @@ def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("critical path", f"{path_s:.2f} s, {path_s / seconds:.0%} of the time: {through}"),
     ]
-    if result["ranks"] > 1:
-        rank, times = Counter(record["slowest_rank"] for record in records).most_common(1)[0]
-        then = [record for record in records if record["slowest_rank"] == rank]
-        ratio = statistics.median(record["slowest_ratio"] for record in then)
-        often = f"in {times} of {len(records)} epochs, {ratio:.2f} x the median"
-        lines.append(("slowest rank", f"rank {rank} on {then[0]['slowest_host']} {often}"))
+    if slowest := slowest_rank(records):
+        lines.append(("slowest rank", slowest))
     named = Counter(name for record in records for name in record.get("stragglers", ()))
     if named:
         stragglers = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common()]

@@ -1,7 +1,10 @@
 """The page about runs: what is in it, and what it does with runs that are damaged, killed or none."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -84,7 +87,7 @@ def test_the_page_is_complete_in_itself_and_says_what_a_run_reached(tmp_path, ca
     assert found["network"] == ["mlp on <digits>"] and found["lr"] == ["0.1"]
     assert found["test accuracy"] == ["0.9000"] and found["epochs"] == ["3"] and found["steps"] == ["30"]
     assert found["training time"] == ["3.0 s"] and found["communication exposed"] == ["0.60 s, 20.0%"]
-    assert found["slowest rank"] == ["1 on node2, 1.50 x the median"]
+    assert found["slowest rank"] == ["rank 1 on node2 in 3 of 3 epochs, 1.50 x the median"]
 
 
 def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
@@ -126,15 +129,21 @@ def test_times_of_ranks_are_those_of_a_step_after_the_first_epoch(tmp_path):
     assert found["compute_s"] == pytest.approx([10.0, 20.0, 30.0])
 
 
-def test_bars_of_several_runs_have_one_scale(tmp_path, monkeypatch):
-    drawn, styled = [], report_figures.styled
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of each picture that a test draws."""
+    kept, styled = [], report_figures.styled
 
     def keep(*arguments):
         figure, axes = styled(*arguments)
-        drawn.append(axes)
+        kept.append(axes)
         return figure, axes
 
     monkeypatch.setattr(report_figures, "styled", keep)
+    return kept
+
+
+def test_bars_of_several_runs_have_one_scale(tmp_path, drawn):
     report_figures.draw_all(
         report.read_runs([write_run(tmp_path / "a", ranks=4), write_run(tmp_path / "b"), write_run(tmp_path / "c", 1)])
     )
@@ -201,6 +210,7 @@ TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
         ({"samples_per_s": 10**400}, "'samples_per_s' is 1"),
         ({"seconds": {}}, "'seconds' is {}, not a number"),
         ({"comm_exposed_s": "x" * 200}, f"'comm_exposed_s' is '{'x' * 36}..., not a number"),
+        ({"slowest_rank": [1]}, "'slowest_rank' is [1], not a number"),
         ({"slowest_ratio": "1"}, "'slowest_ratio' is '1', not a number"),
         ({"slowest_ratio": None}, "'slowest_ratio' is None, not a number"),
         ({"slowest_host": ...}, "'slowest_host' is None, not a text"),
@@ -232,11 +242,35 @@ def test_numbers_that_json_lacks_are_left_out(tmp_path):
 
 
 def test_texts_of_a_run_are_texts_of_the_page(tmp_path):
-    run = damaged(tmp_path / SCRIPT.replace("/", "-"), slowest_host=SCRIPT, slowest_rank=SCRIPT, critical_path=SCRIPT)
+    run = damaged(tmp_path / SCRIPT.replace("/", "-"), slowest_host=SCRIPT, critical_path=SCRIPT)
     run.joinpath("config.toml").write_text(f'model = "{SCRIPT}"\n"{SCRIPT}" = "{SCRIPT}"\nranks = "{SCRIPT}"\n')
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "<script" not in page
     found = rows(page)
     assert found["critical path"] == [SCRIPT] and found[SCRIPT] == [SCRIPT] and found["ranks"] == [SCRIPT]
-    assert found["slowest rank"] == [f"{SCRIPT} on {SCRIPT}, 1.50 x the median"]
+    assert found["slowest rank"] == [f"rank 1 on {SCRIPT} in 3 of 3 epochs, 1.50 x the median"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("x$\\foo$", "x$\\foo$"), ("a$b$c",) * 2, ("_two",) * 2, ("by\udcffte", "by\\xffte"), ("z\u00fcrich",) * 2],
+)
+def test_a_run_may_have_any_name_and_has_it_in_page_and_pictures(name, shown, tmp_path, drawn):
+    output = tmp_path / "all.html"
+    runs = [str(write_run(tmp_path / each)) for each in (name, "other")]
+    assert main(["report", *runs, "--output", str(output)]) == 0
+    assert f"<h1>{shown}, other</h1>" in output.read_text("utf-8")
+    (axes,), (of_run, _) = drawn[0], drawn[-1]
+    (legend,) = axes.figure.legends
+    assert f"{shown}, training" in [text.get_text() for text in legend.get_texts()]
+    assert of_run.get_title("left") == shown
+    assert not any(text.get_parse_math() for text in legend.get_texts())
+
+
+def test_names_are_those_of_utf_8_in_any_locale(tmp_path):
+    write_run(tmp_path / "z\u00fcrich")
+    code = "import os, sys; from hpcdp.cli import main; sys.exit(main(['report', *os.listdir()]))"
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ascii_only, check=True)
+    assert "<h1>z\u00fcrich</h1>" in (tmp_path / "z\u00fcrich" / "report.html").read_text("utf-8")
