@@ -156,9 +156,14 @@ def epoch_line(record: Record, epochs: int) -> str:
     width = len(str(epochs))
     test = f"  test {record['test_accuracy']:6.2%}" if record.get("test_accuracy") is not None else ""
     return (
-        f"epoch {record['epoch']:{width}}/{epochs}  loss {record['loss']:.4f}  accuracy {record['accuracy']:6.2%}"
-        f"{test}  {record['samples_per_s']:,.0f} samples/s"
+        f"epoch {record['epoch']:{width}}/{epochs}  loss {loss_text(record['loss'])}"
+        f"  accuracy {record['accuracy']:6.2%}{test}  {record['samples_per_s']:,.0f} samples/s"
     )
+
+
+def loss_text(loss: float) -> str:
+    """With four decimals, unless training has diverged."""
+    return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
 def time_lines(record: Record) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import ConfigError, DataError, shortened
 from .metrics import Record, read_metrics
-from .progress import slowest_rank
+from .progress import loss_text, slowest_rank
 from .report_figures import PARTS
 
 _NUMBERS = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "seconds", "comm_exposed_s")
@@ -159,7 +159,7 @@ def _result(run: Run) -> dict[str, str]:
     if accuracies:
         found["test accuracy"], found["best test accuracy"] = f"{accuracies[-1]:.4f}", f"{max(accuracies):.4f}"
     if epochs and epochs[-1].get("test_loss") is not None:
-        found["test loss"] = f"{epochs[-1]['test_loss']:.4f}"
+        found["test loss"] = loss_text(epochs[-1]["test_loss"])
     seconds = sum(each.get("seconds") or 0 for each in steps)
     if seconds:
         found["training time"] = f"{seconds:.1f} s"

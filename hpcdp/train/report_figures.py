@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .plots import by_powers, styled
+from .plots import LARGEST, by_powers, styled
 
 if TYPE_CHECKING:
     from .report import Run
@@ -39,7 +39,7 @@ def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
 
 def _points(run: Run, kind: str, name: str) -> tuple[str, list[float], list[float]]:
     records = [each for each in run.of_kind(kind) if each.get(name) is not None]
-    return kind, [each["epoch"] for each in records], [each[name] for each in records]
+    return kind, [each["epoch"] for each in records], [min(each[name], LARGEST) for each in records]
 
 
 def _exposed(run: Run) -> tuple[str, list[float], list[float]]:

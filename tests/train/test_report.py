@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -12,6 +13,8 @@ import pytest
 
 from hpcdp.cli import main
 from hpcdp.train import report, report_figures
+from hpcdp.train.metrics import read_metrics
+from hpcdp.train.plots import draw_curves
 
 
 def write_run(folder, epochs=3, ranks=2, lr=0.1, torn=False):
@@ -226,6 +229,18 @@ def test_a_field_of_another_type_is_said_in_a_line(fields, said, tmp_path, capsy
     error = capsys.readouterr().err
     assert error.startswith(f"hpcdp: report [{run}/metrics.jsonl]: expected what a run has written, got ")
     assert said in error and error.count("\n") == 1 and not (run / "report.html").exists()
+
+
+def test_losses_of_a_run_that_diverged_are_drawn(tmp_path, drawn):
+    run = damaged(tmp_path / "a", loss=1.7e308, test_loss=1e308)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["report", str(run)]) == 0
+        draw_curves(read_metrics(run / "metrics.jsonl"), run / "curves.png")
+    assert rows((run / "report.html").read_text())["test loss"] == ["1e+308"]
+    (axes,) = drawn[0]
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) > 2
 
 
 def test_what_a_damaged_line_breaks_is_said_in_a_line(tmp_path, capsys):
