@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..benchmarks.options import Parser, at_least
-from ..errors import ConfigError, DataError, HpcdpError, check_name, printable
+from ..errors import ConfigError, DataError, check_name, printable
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer
@@ -107,7 +106,6 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: it cannot be done.
         DataError: something cannot be read or written.
-        HpcdpError: standard output cannot be written.
     """
     if argv and not argv[0].startswith("-"):
         check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
@@ -126,18 +124,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _say(*lines: str) -> None:
-    """Print at once; what names have in them breaks no line, and does nothing to a terminal.
-
-    Raises:
-        HpcdpError: nothing can be written there; nothing more is then.
-    """
-    try:
-        print("\n".join(map(printable, lines)), flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
-        raise HpcdpError("checkpoint", where="standard output", got=error.strerror) from error
+    """Print at once; what names have in them breaks no line, and does nothing to a terminal."""
+    print("\n".join(map(printable, lines)), flush=True)
 
 
 def _ls(given: argparse.Namespace) -> int:
