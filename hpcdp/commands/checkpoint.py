@@ -26,9 +26,9 @@ or a run folder with checkpoints/ in it; of several the newest is taken.
 examples:
   hpcdp checkpoint ls runs/lenet-digits-001
   hpcdp checkpoint verify runs/lenet-digits-001
-  hpcdp checkpoint show runs/lenet-digits-001 net/0.weight
+  hpcdp checkpoint show runs/lenet-digits-001 network/0.weight
   hpcdp checkpoint diff runs/a runs/b --rtol 1e-5
-  hpcdp checkpoint export runs/a net.pt --name net
+  hpcdp checkpoint export runs/a net.pt --name network
   hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
 
 exit status: 0; 1 for faults (verify) or differences (diff); 2 for what was
@@ -70,7 +70,7 @@ def parser() -> Parser:
     export = _command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
     export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
-    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, with it taken off; e.g. net")
+    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, without it; e.g. network")
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
     export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
     export.add_argument("--overwrite", action="store_true", help="replace OUT")
