@@ -24,7 +24,7 @@ import hpcdp
 from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, check_name
 
 if TYPE_CHECKING:
-    from hpcdp.benchmarks.options import Parser
+    from hpcdp.launch.arguments import Parser
     from hpcdp.train.config import TrainConfig
 
 _TRAIN_EXAMPLES = """\
@@ -141,7 +141,7 @@ def _can_be_written(stream: TextIO) -> bool:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    from hpcdp.benchmarks.options import Parser
+    from hpcdp.launch.arguments import Parser
 
     if argv and argv[0] in _FORWARDING:
         return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])

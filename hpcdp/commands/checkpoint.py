@@ -6,15 +6,14 @@ import argparse
 import io
 import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..benchmarks.options import Parser, at_least
 from ..errors import ConfigError, DataError, check_name, printable
+from ..launch.arguments import Parser, at_least
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer
@@ -64,7 +63,7 @@ def parser() -> Parser:
     diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
     diff.add_argument("b", metavar="B", type=Path, help="the other")
     for name in ("rtol", "atol"):
-        diff.add_argument(f"--{name}", metavar="X", type=_tolerance, default=0.0,
+        diff.add_argument(f"--{name}", metavar="X", type=at_least(0.0), default=0.0,
                           help="no difference: |a - b| <= atol + rtol |b| (0: the same bits)")  # fmt: skip
 
     export = _command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
@@ -88,16 +87,6 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     made: Parser = commands.add_parser(name, help=about, description=f"{name}: {about}.")
     made.set_defaults(run=run)
     return made
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text!r}")
-    return value
 
 
 def main(argv: Sequence[str]) -> int:

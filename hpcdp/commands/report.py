@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..benchmarks.options import Parser
 from ..errors import ConfigError, printable
+from ..launch.arguments import Parser
 from ..train.metrics import replace_file
 
 _EPILOG = """\
