@@ -114,6 +114,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 if config.resume is not None:
                     print(f"going on in {config.run_dir}", flush=True)
             start.close()
+            stack.enter_context(np.errstate(all="ignore"))  # of a run that diverges the losses tell
             records = fit(
                 net,
                 trainer,
@@ -323,6 +324,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
     folder = result["run_dir"]
     quoted = shlex.quote(str(folder))
     lines = [
+        *_diverged(result["records"]),
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
         *([] if result["perplexity"] is None else [("perplexity", f"{result['perplexity']:.2f} a token")]),
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
@@ -340,6 +342,11 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
         ("run it again", f"hpcdp train --config {shlex.quote(f'{folder}/config.toml')}"),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
+
+
+def _diverged(records: list[Record]) -> list[tuple[str, str]]:
+    wrong = [each["epoch"] for each in records if not math.isfinite(each["loss"] + each["test_loss"])]
+    return [("loss", f"not finite since epoch {wrong[0]}: try a smaller --lr, or --clip-norm")] if wrong else []
 
 
 def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
