@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -62,6 +63,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
     _open_closed_streams()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache that it cannot write costs a second, and no more
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _main(sys.argv[1:] if argv is None else argv)

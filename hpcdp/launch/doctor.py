@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -283,7 +284,9 @@ def check_limits() -> Finding:
 def check_kernel_cache() -> Finding:
     """Without a lasting cache every job compiles the kernels again, which takes seconds."""
     try:
-        folder = kernels.cache_dir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is found here
+            folder = kernels.cache_dir()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, HpcdpError) as error:

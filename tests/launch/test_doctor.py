@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -180,7 +181,9 @@ def test_a_kernel_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", below)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    finding = doctor.check_kernel_cache()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finding = doctor.check_kernel_cache()
     assert finding.verdict is Verdict.WARNING and finding.remedy == "set HPCDP_CACHE_DIR"
     monkeypatch.setenv("HPCDP_CACHE_DIR", below)
     assert doctor.check_kernel_cache().verdict is Verdict.FAILED

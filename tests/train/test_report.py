@@ -283,6 +283,13 @@ def test_a_run_may_have_any_name_and_has_it_in_page_and_pictures(name, shown, tm
     assert not any(text.get_parse_math() for text in legend.get_texts())
 
 
+def test_a_home_that_cannot_be_written_is_no_matter(tmp_path):
+    command = [sys.executable, "-m", "hpcdp.cli", "report", str(write_run(tmp_path / "a"))]
+    homeless = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    done = subprocess.run(command, env=homeless | {"HOME": "/proc/none"}, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_names_are_those_of_utf_8_in_any_locale(tmp_path):
     write_run(tmp_path / "z\u00fcrich")
     code = "import os, sys; from hpcdp.cli import main; sys.exit(main(['report', *os.listdir()]))"
