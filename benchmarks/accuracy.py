@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 from ..errors import ConfigError, check_name
+from ..launch.arguments import Parser
 from ..nn.models import MODELS
 from ..train.metrics import Record, read_metrics
 from ..train.usual import SEQUENCE_MODELS
 from . import program
-from .options import Parser
 
 ROWS = (
     ("mlp",),

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 
 from .. import checkpoint, comm
+from ..launch.arguments import Parser, at_least
 from . import program
 from .files import check_writable, write_json
 from .machine import describe
 from .measure import median_ratio
-from .options import Parser, at_least
 from .peers import Gloo, gloo_or_reason
 from .sizes import format_size, parse_size
 

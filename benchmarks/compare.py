@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from .. import comm
+from ..launch.arguments import at_least
 from . import program
 from .collective import ours
 from .files import as_json, check_writable, write, write_json
@@ -28,7 +29,6 @@ from .floor import STAGED, Floor, limits_of
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core
 from .measure import Candidate, FreshData, Schedule, alternate, gather, median_ratio, sweep_parser, turn_medians, wrong
-from .options import at_least
 from .peers import Gloo, gloo_or_reason, mpi_exchanges
 from .run import Suite
 from .sizes import format_size, size_range

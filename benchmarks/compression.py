@@ -20,12 +20,12 @@ from .. import comm
 from ..compression import CODECS, Compression, pays_below
 from ..errors import ConfigError, check_name
 from ..gradients.rail import node_nbytes
+from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe
 from .measure import bus_factor, median_ratio
-from .options import Parser, at_least
 from .places import add_options, measure_models, measure_places, where
 from .steps import MODELS, Found, Model, Training
 

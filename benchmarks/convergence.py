@@ -21,11 +21,11 @@ import numpy as np
 
 from ..compression import CODECS, Compression
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from ..train.metrics import read_metrics
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe
-from .options import Parser, at_least
 
 NONE = "none"
 _FORGETFUL = "feedback=0"

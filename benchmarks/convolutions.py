@@ -19,12 +19,12 @@ from threadpoolctl import threadpool_limits
 
 from .. import comm, kernels
 from ..kernels import buffers, reference
+from ..launch.arguments import Parser, at_least
 from . import program
 from .files import check_writable, write_json
 from .kernels import Repeated, torch_or_reason
 from .machine import describe, pin_to_own_core
 from .measure import Schedule, alternate, median_ratio, turn_medians
-from .options import Parser, at_least
 
 _TOLERANCE = 2e-4
 """Of the largest element: sums of up to 16384 products, in another order than the reference's."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from ..engine import Engine
 from ..errors import HpcdpError
+from ..launch.arguments import Parser, at_least
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe
 from .measure import median_ratio
-from .options import Parser, at_least
 
 TARGET_US = 10.0
 """What a push may cost, median."""

@@ -32,6 +32,7 @@ from ..collectives import ALGORITHMS, allreduce
 from ..collectives.select import choose
 from ..comm.reductions import resolve
 from ..errors import ConfigError, UnsupportedError, check_name
+from ..launch.arguments import Parser, at_least
 from . import program
 from .cluster import Cluster, ClusterError, obstacle
 from .collective import ours
@@ -49,7 +50,6 @@ from .measure import (
     turn_medians,
     wrong,
 )
-from .options import Parser, at_least
 from .peers import gloo_or_reason
 from .sizes import format_size, parse_size
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from .. import comm, kernels
 from ..errors import UnsupportedError
+from ..launch.arguments import Parser, at_least
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import FreshData, Schedule, alternate, gather, timing, wrong
-from .options import Parser, at_least
 from .sizes import format_size, size_range
 
 STAGED = 4

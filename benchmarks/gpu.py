@@ -18,10 +18,10 @@ import time
 from typing import Any
 
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
 from . import gpu_jobs, program
 from .files import as_json, check_writable, write
-from .options import Parser, at_least
 from .sizes import parse_size
 
 _FOR_JOBS = 0.6

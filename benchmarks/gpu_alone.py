@@ -17,12 +17,12 @@ import numpy as np
 from .. import comm, nn, optim
 from ..arrays import Array, to_host
 from ..comm import gpus
+from ..launch.arguments import Parser, at_least
 from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .gpu_kernels import Case, cases
 from .machine import describe
-from .options import Parser, at_least
 from .sizes import parse_size
 from .train_lenet import step_of
 

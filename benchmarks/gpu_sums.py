@@ -26,13 +26,13 @@ from ..comm.node_rows import NodeRows, RowSize, lone_rows
 from ..comm.ways import offers, own_offer
 from ..errors import DeviceError
 from ..gradients.staging import Staging
+from ..launch.arguments import Parser
 from ..streams import Streams
 from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe
 from .measure import FreshData
-from .options import Parser
 from .sizes import parse_size
 from .train_lenet import step_of
 

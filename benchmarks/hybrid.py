@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from .. import autograd, comm, nn
+from ..launch.arguments import Parser, at_least
 from ..nn.tokens import gelu
 from . import program
 from .files import check_writable, write_json
 from .kernels import torch_or_reason
 from .machine import describe, pin_to_own_core
 from .measure import Schedule, alternate, median_ratio, turn_medians
-from .options import Parser, at_least
 
 _WIDTHS = (512, 256, 128, 2)
 _DOCUMENTS_S = (0.5037, 0.1873)

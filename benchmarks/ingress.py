@@ -22,12 +22,12 @@ import numpy as np
 from .. import comm
 from ..errors import ConfigError
 from ..kvstore import serve
+from ..launch.arguments import Parser, at_least
 from ..launched import launched_rank
 from . import program, traffic
 from .cluster import Cluster, ClusterError, obstacle
 from .files import as_json, check_writable, write, write_json
 from .machine import describe
-from .options import Parser, at_least
 from .plot import check_drawable
 from .sizes import format_size, parse_size
 

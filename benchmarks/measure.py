@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16, is_float, is_half
 from ..comm import World
-from .options import Parser, at_least
+from ..launch.arguments import Parser, at_least
 
 # A prime, so that a segment that ends at the wrong place never looks right.
 _PERIOD = 8191

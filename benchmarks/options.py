@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from ..errors import ConfigError, check_name
+from ..launch.arguments import Parser
 
 COLLECTIVES = ("allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
 PAIRS = ("latency", "bandwidth", "bibandwidth", "multi_pair")
@@ -32,37 +31,6 @@ examples:
   mpirun -n 4 hpcdp bench allgather --style nccl --csv allgather.csv
   srun hpcdp bench bandwidth -m 1M -W 16 --plot bandwidth.png
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Takes options in full alone, and reports wrong usage as `ConfigError`, one line where argparse prints them all.
-
-    Args:
-        options: argparse's own; an ``epilog`` is shown as it is written.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        if "epilog" in options:
-            options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(**{"allow_abbrev": False, **options})
-
-    def error(self, message: str) -> NoReturn:
-        about = self.prog.removeprefix("hpcdp").strip()
-        remedy = f"{self.prog} -h lists the options"
-        if lacks := re.search("(--[a-z-]+): expected one argument$", message):
-            remedy = f"one that begins with - is given as {lacks[1]}=-...; {remedy}"
-        raise ConfigError(f"{about}: {message}" if about else message, remedy=remedy)
-
-
-def at_least(smallest: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number from ``smallest`` on."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {smallest}, got {text!r}")
-        return int(text)
-
-    return number
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from threadpoolctl import threadpool_limits
 from .. import comm, nn, optim
 from ..comm import threads
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from ..parallel import SCHEDULES, Pipeline
 from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import median_ratio
-from .options import Parser, at_least
 
 _LAYERS_A_STAGE, _CLASSES, _NAP_S = 4, 10, 0.0005
 _LOSS_TOLERANCE = 1e-5

@@ -16,11 +16,11 @@ from threadpoolctl import threadpool_limits
 
 from ..comm import World, init
 from ..errors import ConfigError
+from ..launch.arguments import at_least
 from .cluster import Cluster, ClusterError, obstacle
 from .fabric import link_rates
 from .files import as_json, check_writable, write, write_json
 from .machine import describe
-from .options import at_least
 
 _MOST_HOSTS = 99
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from ..train.config import VIRTUAL_SHARDS
 from ..train.metrics import Record, read_metrics
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe
-from .options import Parser, at_least
 
 _JOB_TIMEOUT_S = 600
 _MEASURED = ("loss", "accuracy", "test_loss", "test_accuracy")

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from . import program
 from .cluster import obstacle
 from .files import as_json, check_writable, write
 from .machine import describe
-from .options import Parser, at_least
 from .report import render
 from .sizes import parse_size
 

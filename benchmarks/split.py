@@ -18,13 +18,13 @@ from threadpoolctl import threadpool_limits
 from .. import autograd, comm, nn, optim
 from ..collectives import allreduce
 from ..comm import threads
+from ..launch.arguments import Parser, at_least
 from ..parallel import ColumnDense, RowDense, split_world
 from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import median_ratio
-from .options import Parser, at_least
 from .pipeline import sleep_until_all_have_come
 
 _FEATURES, _CLASSES = 784, 10

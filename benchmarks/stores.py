@@ -30,6 +30,7 @@ from threadpoolctl import threadpool_limits
 from .. import comm
 from ..autograd import Tensor
 from ..errors import ConfigError, check_name
+from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
 from ..nn.functional import softmax_cross_entropy
 from ..train import inputs
@@ -41,7 +42,6 @@ from . import program
 from .files import as_json, check_writable, write, write_json
 from .machine import describe
 from .measure import bus_factor
-from .options import Parser, at_least
 
 _ASYNC = {"kv_store": "dist_async", "lr": 0.03}
 """At the 0.05 of the others a run has diverged: late gradients bear less."""

@@ -24,12 +24,12 @@ import numpy as np
 
 from .. import comm
 from ..errors import check_name
+from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import median_ratio
-from .options import Parser, at_least
 from .peers import Gloo
 from .places import add_options, measure_places, where
 from .torch_models import CLASSES, CONTEXT, MODELS, VOCABULARY, Model, training_step

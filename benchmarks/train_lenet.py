@@ -21,12 +21,12 @@ from threadpoolctl import threadpool_limits
 
 from .. import autograd, comm, nn, optim
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import median_ratio
-from .options import Parser, at_least
 from .peers import Gloo
 from .torch_models import MODELS, training_step
 

@@ -20,12 +20,12 @@ from threadpoolctl import threadpool_limits
 
 from .. import comm, nn, optim
 from ..errors import ConfigError
+from ..launch.arguments import Parser, at_least
 from ..train.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core
 from .measure import median_ratio
-from .options import Parser, at_least
 from .torch_models import MODELS as TORCH_MODELS
 from .torch_models import training_step
 from .train_lenet import step_of, turns_of

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, listed
-from .options import Parser
+from ..launch.arguments import Parser
 
 if TYPE_CHECKING:
     from ..collectives.links import Machine

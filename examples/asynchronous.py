@@ -6,7 +6,6 @@ Three experiments: calls one after the other against calls that return at once; 
 are computed; and the memory of what is under way, with a bound and with a wait in each turn. More cores help more.
 """
 
-import argparse
 import os
 import time
 
@@ -15,6 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from hpcdp import autograd
 from hpcdp.autograd import Tensor
+from hpcdp.launch.arguments import Program, at_least
 
 
 def product(x):
@@ -93,10 +93,9 @@ def main(size, number):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="asynchronous calls of operators")
-    parser.add_argument("--size", type=int, default=1000, help="of the square matrices")
-    parser.add_argument("--number", type=int, default=20, help="of the products")
-    args = parser.parse_args()
-    print(f"{len(os.sched_getaffinity(0))} cores, one BLAS thread")
-    with threadpool_limits(1):
+    parser = Program(description="asynchronous calls of operators")
+    parser.add_argument("--size", type=at_least(1), default=1000, help="of the square matrices")
+    parser.add_argument("--number", type=at_least(1), default=20, help="of the products")
+    with parser.settings() as args, threadpool_limits(1):
+        print(f"{len(os.sched_getaffinity(0))} cores, one BLAS thread")
         main(args.size, args.number)

@@ -10,11 +10,11 @@ it does not split evenly. The network follows section 12.6 of "Dive into Deep Le
 fashion_mnist --batch-size 256 --lr 0.1; the digits are 8 x 8 pixels, with --image-size 28 as large as the images there.
 """
 
-import argparse
 import time
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
+from hpcdp.launch.arguments import Program, at_least
 from hpcdp.train.evaluate import evaluate
 
 
@@ -46,17 +46,15 @@ def train(world, devices, train_set, test_set, epochs, batch_size, lr, store=Non
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="ResNet-18 on small images, data-parallel with Trainer")
-    parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
-    parser.add_argument("--image-size", type=int, help="enlarge images to so many pixels; by default as they are")
-    parser.add_argument(
-        "--devices", type=int, choices=range(1, 17), metavar="N", default=1, help="virtual devices a rank"
-    )
-    parser.add_argument("--kv-store", choices=kvstore.KINDS, help="train on a key-value store")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all devices together")
-    parser.add_argument("--lr", type=float, default=0.025)
-    args = parser.parse_args()
-    train_set, test_set = (data.load(args.data, split, image_size=args.image_size) for split in ("train", "test"))
-    devices = [hpcdp.cpu(index) for index in range(args.devices)]
-    train(hpcdp.init(), devices, train_set, test_set, args.epochs, args.batch_size, args.lr, args.kv_store)
+    parser = Program(description="ResNet-18 on small images, data-parallel with Trainer")
+    parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits", help="images")
+    parser.add_argument("--image-size", type=at_least(1), help="pixels to enlarge images to (default: as they are)")
+    parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices a rank")
+    parser.add_argument("--kv-store", metavar="KIND", help=f"train on a key-value store: {', '.join(kvstore.KINDS)}")
+    parser.add_argument("--epochs", type=at_least(1), default=5, help="passes over the images")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all devices")
+    parser.add_argument("--lr", type=float, default=0.025, help="learning rate")
+    with parser.settings() as args:
+        train_set, test_set = (data.load(args.data, split, image_size=args.image_size) for split in ("train", "test"))
+        devices = [hpcdp.cpu(index) for index in range(args.devices)]
+        train(hpcdp.init(), devices, train_set, test_set, args.epochs, args.batch_size, args.lr, args.kv_store)

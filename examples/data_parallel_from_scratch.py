@@ -8,7 +8,6 @@ computes the gradient of its piece, the gradients are summed, and every device m
 names follow section 12.5 of "Dive into Deep Learning"; its settings are --data fashion_mnist --batch-size 256 --lr 0.2.
 """
 
-import argparse
 import time
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 import hpcdp
 from hpcdp import autograd, data
 from hpcdp.autograd import Tensor
+from hpcdp.launch.arguments import Program, at_least
 from hpcdp.nn import functional as F
 
 SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128, 10), (10,)]
@@ -128,15 +128,13 @@ def train(world, devices, train_set, test_set, epochs, batch_size, lr):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="LeNet on small images, data-parallel from scratch")
-    parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits")
-    parser.add_argument(
-        "--devices", type=int, choices=range(1, 17), metavar="N", default=1, help="virtual devices a rank"
-    )
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of a batch, all devices together")
-    parser.add_argument("--lr", type=float, default=0.1)
-    args = parser.parse_args()
-    train_set, test_set = (data.load(args.data, split=split, image_size=28) for split in ("train", "test"))
-    devices = [hpcdp.cpu(index) for index in range(args.devices)]
-    train(hpcdp.init(), devices, train_set, test_set, args.epochs, args.batch_size, args.lr)
+    parser = Program(description="LeNet on small images, data-parallel from scratch")
+    parser.add_argument("--data", choices=("digits", "mnist", "fashion_mnist"), default="digits", help="images")
+    parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices a rank")
+    parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a batch, all devices together")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    with parser.settings() as args:
+        train_set, test_set = (data.load(args.data, split=split, image_size=28) for split in ("train", "test"))
+        devices = [hpcdp.cpu(index) for index in range(args.devices)]
+        train(hpcdp.init(), devices, train_set, test_set, args.epochs, args.batch_size, args.lr)

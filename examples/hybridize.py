@@ -6,7 +6,6 @@
 This is the experiment of "Dive into Deep Learning", section 12.1, which goes from 0.5037 s to 0.1873 s.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdp import nn
+from hpcdp.launch.arguments import Program, at_least
 
 
 class MLP(nn.Module):
@@ -60,7 +60,8 @@ def main(calls=1000, draw=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=1000)
+    parser = Program(description="a network as it is written, hybridized, and exported")
+    parser.add_argument("--calls", type=at_least(1), default=1000, help="of the network, each way")
     parser.add_argument("--draw", metavar="FILE", help="the graph, as PNG, SVG or PDF")
-    main(**vars(parser.parse_args()))
+    with parser.settings() as args:
+        main(args.calls, args.draw)

@@ -9,11 +9,11 @@ each rank takes the next batch that nobody has, pushes its gradients when it has
 there are. --slow makes the last rank sleep, so that it does fewer batches, and with dist_sync keeps all others waiting.
 """
 
-import argparse
 import time
 
 import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
+from hpcdp.launch.arguments import Program, at_least
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.shared_count import SharedCount
 
@@ -50,15 +50,19 @@ def train(world, store, epochs, batch_size, lr, sleep_s):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="LeNet on handwritten digits, data-parallel on a key-value store")
-    parser.add_argument("--store", choices=("dist_sync", "dist_async"), default="dist_sync")
-    parser.add_argument("--staleness", type=int, help="with dist_async: pushes by which a rank may lead the slowest")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all ranks together")
-    parser.add_argument("--lr", type=float, default=0.02, help="late gradients bear less")
-    parser.add_argument("--slow", type=float, default=1.0, help="how many times as long the last rank sleeps in a step")
-    args = parser.parse_args()
-    world = hpcdp.init()
-    sleep_s = 0.01 * (args.slow if world.rank == world.size - 1 else 1)
-    store = kvstore.create(args.store, world, staleness=args.staleness)
-    train(world, store, args.epochs, args.batch_size, args.lr, sleep_s)
+    parser = Program(description="LeNet on handwritten digits, data-parallel on a key-value store")
+    parser.add_argument("--store", choices=("dist_sync", "dist_async"), default="dist_sync", help="its kind")
+    parser.add_argument(
+        "--staleness", type=at_least(0), help="of dist_async: pushes by which a rank may lead the slowest"
+    )
+    parser.add_argument("--epochs", type=at_least(1), default=5, help="passes over the images")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all ranks")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate; late gradients bear less")
+    parser.add_argument("--slow", type=at_least(0.0), default=1.0, help="times as long the last rank sleeps in a step")
+    with parser.settings() as args:
+        world = hpcdp.init()
+        if args.batch_size < world.size:
+            parser.error(f"--batch-size: expected a sample for each of the {world.size} ranks, got {args.batch_size}")
+        sleep_s = 0.01 * (args.slow if world.rank == world.size - 1 else 1)
+        store = kvstore.create(args.store, world, staleness=args.staleness)
+        train(world, store, args.epochs, args.batch_size, args.lr, sleep_s)

@@ -5,11 +5,9 @@
 Four ranks are two copies of the model, whose ranks of one stage sum their gradients; one rank has both stages.
 """
 
-import argparse
-
 import hpcdp
 from hpcdp import data, nn, optim
-from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Program, at_least
 from hpcdp.parallel import Pipeline
 
 
@@ -49,19 +47,15 @@ def train(world, epochs, batch_size, micro_batches, lr):
         total = sum(copy.comm.allgather_json(sum(net.step(trainer, x, y) for x, y in loader)))
         result = accuracy(net, test_set)
         if world.rank == 0:
-            print(f"epoch {epoch + 1}: loss {total:.2f}, test accuracy {result:.4f}", flush=True)
+            print(f"epoch {epoch + 1}: loss {total / len(train_set):.4f}, test accuracy {result:.4f}", flush=True)
     return result
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="LeNet in two stages on handwritten digits")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all copies together")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=0.05)
-    args = parser.parse_args()
-    world = hpcdp.init()
-    try:
-        train(world, args.epochs, args.batch_size, args.micro_batches, args.lr)
-    except ConfigError as error:  # the same on every rank, such as ranks that two stages do not divide
-        parser.exit(2, f"pipeline.py: {error}\n" if world.rank == 0 else None)
+    parser = Program(description="LeNet in two stages on handwritten digits")
+    parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all copies")
+    parser.add_argument("--micro-batches", type=at_least(1), default=4, help="pieces of a batch, computed in turn")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    with parser.settings() as args:
+        train(hpcdp.init(), args.epochs, args.batch_size, args.micro_batches, args.lr)

@@ -8,12 +8,11 @@ What differs from data_parallel_concise.py is marked: seeds, the trainer, the sa
 which are kept for each of them. All digits that it prints are those of every such run.
 """
 
-import argparse
-
 import numpy as np
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
+from hpcdp.launch.arguments import Program, at_least
 from hpcdp.train.evaluate import evaluate
 
 
@@ -38,6 +37,7 @@ def train(world, epochs=2, batch_size=64, save=None, load=None):
     loader = data.DataLoader(train_set, sampler)
     if load:
         trainer.load_states(f"{load}-states.npz")
+        net.load_state_dict(dict(np.load(f"{load}-net.npz")))
     first = trainer.step_count // (len(loader) // len(trainer.own_virtual_shards))
     curve = []
     for epoch in range(first, epochs):
@@ -69,10 +69,10 @@ def train(world, epochs=2, batch_size=64, save=None, load=None):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="a training that is the same to the bit on any number of ranks")
-    parser.add_argument("--epochs", type=int, default=2, help="in all, those of a run that was saved among them")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all ranks together")
+    parser = Program(description="a training that is the same to the bit on any number of ranks")
+    parser.add_argument("--epochs", type=at_least(1), default=2, help="in all, with those of a run that was saved")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all ranks")
     parser.add_argument("--save", metavar="NAME", help="write NAME-net.npz and NAME-states.npz at the end")
     parser.add_argument("--load", metavar="NAME", help="go on from them")
-    args = parser.parse_args()
-    train(hpcdp.init(), args.epochs, args.batch_size, args.save, args.load)
+    with parser.settings() as args:
+        train(hpcdp.init(), args.epochs, args.batch_size, args.save, args.load)

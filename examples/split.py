@@ -6,11 +6,9 @@ Four ranks and two parts are two copies of the model, whose ranks of one part su
 parallelism.
 """
 
-import argparse
-
 import hpcdp
 from hpcdp import autograd, data, nn, optim
-from hpcdp.errors import ConfigError
+from hpcdp.launch.arguments import Program, at_least
 from hpcdp.parallel import ColumnConv2D, ColumnDense, RowConv2D, RowDense, split_world
 
 
@@ -48,21 +46,19 @@ def train(world, num_parts, epochs, batch_size, lr):
         x, y = test_set[:]
         result = float((net(x).data.argmax(axis=1) == y).mean())
         if world.rank == 0:
-            print(f"epoch {epoch + 1}: loss {total:.2f}, test accuracy {result:.4f}", flush=True)
-    own = sum(param.size for param in net.parameters())
-    print(f"rank {world.rank} has {own} of the parameters", flush=True)
+            print(f"epoch {epoch + 1}: loss {total / len(train_set):.4f}, test accuracy {result:.4f}", flush=True)
+    held = world.comm.allgather_json(sum(param.size for param in net.parameters()))
+    if world.rank == 0:
+        print(f"parameters that each rank holds: {held}")
     return result
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="LeNet split by channels on handwritten digits")
-    parser.add_argument("--parts", type=int, help="so many ranks have a copy together; default all of them")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of a global batch, all copies together")
-    parser.add_argument("--lr", type=float, default=0.05)
-    args = parser.parse_args()
-    ranks = hpcdp.init()
-    try:
+    parser = Program(description="LeNet split by channels on handwritten digits")
+    parser.add_argument("--parts", type=at_least(1), help="so many ranks have a copy together (default: all of them)")
+    parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
+    parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a global batch, all copies")
+    parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
+    with parser.settings() as args:
+        ranks = hpcdp.init()
         train(ranks, args.parts or ranks.size, args.epochs, args.batch_size, args.lr)
-    except ConfigError as error:  # the same on every rank, such as ranks that the parts do not divide
-        parser.exit(2, f"split.py: {error}\n" if ranks.rank == 0 else None)

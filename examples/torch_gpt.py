@@ -6,7 +6,6 @@ What is hpcdp's is marked: the world, the sampler, the wrapper, the optimizer an
 --owner shard (the default) a node holds the parameters once and each rank updates its part of them.
 """
 
-import argparse
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import nn
 
 import hpcdp
 import hpcdp.torch
+from hpcdp.launch.arguments import Program, at_least
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 256
@@ -153,17 +153,22 @@ def train(world, args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="a small GPT on hpcdp's documentation, data-parallel with PyTorch")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="pieces of text a rank and step")
-    parser.add_argument("--context", type=int, default=128, help="bytes of a piece")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = Program(description="a small GPT on hpcdp's documentation, data-parallel with PyTorch")
+    parser.add_argument("--steps", type=at_least(1), default=200, help="to train")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="pieces of text a rank and step")
+    parser.add_argument("--context", type=at_least(1), default=128, help="bytes of a piece")
+    parser.add_argument("--width", type=at_least(1), default=128, help="of a place's vector")
+    parser.add_argument("--heads", type=at_least(1), default=4, help="of attention, which divide the width")
+    parser.add_argument("--layers", type=at_least(1), default=3, help="one on the other")
+    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     parser.add_argument("--owner", choices=("shard", "rank"), default="shard", help="who updates a parameter")
     parser.add_argument("--compression", help="of gradients between nodes: fp16, bf16, 2bit, 1bit or topk")
-    parser.add_argument("--every", type=int, default=20, help="print the loss every so many steps")
-    parser.add_argument("--test-every", type=int, default=10**9, help="try it on text that was held out, too")
-    train(hpcdp.init(), parser.parse_args())
+    parser.add_argument("--every", type=at_least(1), default=20, help="print the loss every so many steps")
+    parser.add_argument(
+        "--test-every", type=at_least(1), default=10**9, help="try it on held-out text, too (default: at the end alone)"
+    )
+    with parser.settings() as args:
+        if args.width % args.heads:
+            parser.error(f"--heads: expected a number that divides the width {args.width}, got {args.heads}")
+        train(hpcdp.init(), args)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ import hpcdp
 from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveError, check_name
 
 if TYPE_CHECKING:
-    from hpcdp.benchmarks.options import Parser
+    from hpcdp.launch.arguments import Parser
     from hpcdp.train.config import TrainConfig
 
 _TRAIN_EXAMPLES = """\
@@ -61,9 +62,28 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of ``hpcdp`` and returns its exit status; under mpirun or srun every rank calls it."""
+    _open_closed_streams()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache that it cannot write costs a second, and no more
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _open_closed_streams() -> None:
+    """What a shell has closed (``>&-``) leads nowhere: else a file opened later takes its number, and what is said."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            _lead_nowhere(number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    if nowhere == descriptor:
+        os.set_inheritable(nowhere, True)
+        return
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _show_warning(
@@ -97,8 +117,15 @@ def _main(argv: Sequence[str]) -> int:
 
         return fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        _lead_nowhere(sys.stdout.fileno())  # Python flushes it once more when it ends
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if _can_be_written(sys.stdout):
+            raise
+        from hpcdp.launch.ending import fail
+
+        _lead_nowhere(sys.stdout.fileno())
+        return fail(HpcdpError(argv[0], where="standard output", got=error.strerror), 1)
     except HpcdpError as error:
         from hpcdp.launch import ProgramMissingError
         from hpcdp.launch.ending import fail
@@ -107,8 +134,16 @@ def _main(argv: Sequence[str]) -> int:
         return fail(error, 127 if isinstance(error, ProgramMissingError) else 2 if asked_wrongly else 1)
 
 
+def _can_be_written(stream: TextIO) -> bool:
+    try:
+        print(file=stream, flush=True)
+    except OSError:
+        return False
+    return True
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    from hpcdp.benchmarks.options import Parser
+    from hpcdp.launch.arguments import Parser
 
     if argv and argv[0] in _FORWARDING:
         return argparse.Namespace(command=_forward, name=argv[0], rest=argv[1:])

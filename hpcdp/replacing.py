@@ -13,6 +13,11 @@ def part_of(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
+def own_part_of(path: Path) -> Path:
+    """Where this process alone writes it: several may replace one file at a time, and the last has its place."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
 @contextlib.contextmanager
 def replaced(path: Path, part: Path | None = None) -> Iterator[Path]:
     """Yields where to write a file, which takes the place of ``path`` in one go when the block has ended.
@@ -22,7 +27,7 @@ def replaced(path: Path, part: Path | None = None) -> Iterator[Path]:
 
     Args:
         path: the file.
-        part: where it is written, in the same folder; default `part_of`. For several writers at a time: one each.
+        part: where it is written, in the same folder; default `part_of`. For several writers at a time: `own_part_of`.
 
     Raises:
         OSError: it cannot take that place.

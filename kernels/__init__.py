@@ -103,7 +103,7 @@ def _warn_once(text: str) -> None:
     """Warn of the cache if this process is rank 0 or no rank, and has not yet done so."""
     global _warned
     if not _warned and speaks():
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, stacklevel=3)
     _warned = True
 
 

@@ -252,3 +252,22 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     process.stdout.close()
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["launch", "-n", "1", "--", "true"]])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_written_nowhere(arguments: list[str], closed: str) -> None:
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", *command(*arguments)]
+    done = subprocess.run(shell, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]])
+def test_a_full_output_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path
+        )
+    said = f"hpcdp: {arguments[0]} [standard output]: got No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hpcdp.replacing import part_of, replaced
+from hpcdp.replacing import own_part_of, part_of, replaced
 
 
 def test_a_file_takes_its_place_when_it_is_written(tmp_path):
@@ -41,6 +41,20 @@ def test_a_file_that_cannot_take_its_place_is_removed(tmp_path):
     with pytest.raises(IsADirectoryError), replaced(tmp_path / "a", tmp_path / "of-mine") as part:
         part.write_text("whole")
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_several_processes_may_write_one_file_at_a_time(tmp_path):
+    path = tmp_path / "a"
+    with replaced(path, own_part_of(path)) as part:
+        part.write_text("half")
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0 and path.read_text() == "of another"
+        else:
+            with replaced(path, own_part_of(path)) as own:
+                own.write_text("of another")
+            os._exit(0)
+        part.write_text("whole")
+    assert path.read_text() == "whole" and list(tmp_path.iterdir()) == [path]
 
 
 def test_what_stands_in_the_way_is_what_the_error_is_about(tmp_path):

@@ -22,7 +22,7 @@ from .. import kernels
 from ..comm import World
 from ..comm.agreement import on_rank_0
 from ..errors import ConfigError, HpcdpError, to_stderr
-from ..replacing import replaced
+from ..replacing import own_part_of, replaced
 from .algorithms import ALGORITHMS
 from .links import ETHERNET, FABRIC, Link, Machine, Topology, assumed
 
@@ -300,9 +300,8 @@ def _unwritable(where: Path, error: OSError) -> ConfigError:
 def _write(table: Table) -> Path:
     target = path(table["fingerprint"])
     _make_folder(target.parent)
-    own = target.with_name(f".{target.stem}-{os.getpid()}")  # jobs may tune at the same time
     try:
-        with replaced(target, own) as part, part.open("w", encoding="utf-8") as file:
+        with replaced(target, own_part_of(target)) as part, part.open("w", encoding="utf-8") as file:
             file.write(as_text(table))
             file.flush()
             os.fsync(file.fileno())

@@ -6,16 +6,14 @@ import argparse
 import io
 import itertools
 import json
-import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..benchmarks.options import Parser, at_least
-from ..errors import ConfigError, DataError, HpcdpError, check_name, printable
+from ..errors import ConfigError, DataError, check_name, printable
+from ..launch.arguments import Parser, at_least
 
 if TYPE_CHECKING:
     from ..checkpoint.export import Writer
@@ -27,9 +25,9 @@ or a run folder with checkpoints/ in it; of several the newest is taken.
 examples:
   hpcdp checkpoint ls runs/lenet-digits-001
   hpcdp checkpoint verify runs/lenet-digits-001
-  hpcdp checkpoint show runs/lenet-digits-001 net/0.weight
+  hpcdp checkpoint show runs/lenet-digits-001 network/0.weight
   hpcdp checkpoint diff runs/a runs/b --rtol 1e-5
-  hpcdp checkpoint export runs/a net.pt --name net
+  hpcdp checkpoint export runs/a net.pt --name network
   hpcdp checkpoint prune runs/a --keep 3 --best=-loss --dry-run
 
 exit status: 0; 1 for faults (verify) or differences (diff); 2 for what was
@@ -65,13 +63,13 @@ def parser() -> Parser:
     diff.add_argument("a", metavar="A", type=Path, help="a checkpoint, or a folder of several")
     diff.add_argument("b", metavar="B", type=Path, help="the other")
     for name in ("rtol", "atol"):
-        diff.add_argument(f"--{name}", metavar="X", type=_tolerance, default=0.0,
+        diff.add_argument(f"--{name}", metavar="X", type=at_least(0.0), default=0.0,
                           help="no difference: |a - b| <= atol + rtol |b| (0: the same bits)")  # fmt: skip
 
     export = _command(commands, "export", _export, "to NumPy, safetensors or PyTorch")
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of several")
     export.add_argument("out", metavar="OUT", type=Path, help="a file .npz, .safetensors or .pt")
-    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, with it taken off; e.g. net")
+    export.add_argument("--name", metavar="PREFIX", default="", help="what lies below it, without it; e.g. network")
     export.add_argument("--format", metavar="NAME", help="npz, safetensors or pt (default: by the suffix of OUT)")
     export.add_argument("--step", metavar="N", type=at_least(0), help="of several, that one instead of the newest")
     export.add_argument("--overwrite", action="store_true", help="replace OUT")
@@ -91,23 +89,12 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return made
 
 
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text!r}")
-    return value
-
-
 def main(argv: Sequence[str]) -> int:
     """Do what ``argv`` asks for and return the exit status, see the epilog.
 
     Raises:
         ConfigError: it cannot be done.
         DataError: something cannot be read or written.
-        HpcdpError: standard output cannot be written.
     """
     if argv and not argv[0].startswith("-"):
         check_name("checkpoint command", argv[0], ("ls", "show", "verify", "diff", "export", "prune"))
@@ -126,18 +113,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _say(*lines: str) -> None:
-    """Print at once; what names have in them breaks no line, and does nothing to a terminal.
-
-    Raises:
-        HpcdpError: nothing can be written there; nothing more is then.
-    """
-    try:
-        print("\n".join(map(printable, lines)), flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
-        raise HpcdpError("checkpoint", where="standard output", got=error.strerror) from error
+    """Print at once; what names have in them breaks no line, and does nothing to a terminal."""
+    print("\n".join(map(printable, lines)), flush=True)
 
 
 def _ls(given: argparse.Namespace) -> int:

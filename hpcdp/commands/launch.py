@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Sequence
 
-from ..benchmarks.options import Parser
 from ..errors import ConfigError, check_name
 from ..launch import hosts, launchers
+from ..launch.arguments import Parser
 from ..launch.job import BINDINGS, Job
 from ..launch.slurm_allocation import allocation
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..benchmarks.options import Parser
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
+from ..launch.arguments import Parser
 from ..train.metrics import replace_file
 
 _EPILOG = """\
@@ -53,12 +53,13 @@ def main(argv: Sequence[str]) -> int:
     figures = report_figures.draw_all(runs)
     page = report.page(runs, figures)
     _write(output, page)
-    print(f"report    {output}, {len(page) / 1e3:.0f} kB")
+    print(f"report    {printable(str(output))}, {len(page) / 1e3:.0f} kB")
     if arguments.png is not None:
         for heading, png in figures.items():
             name = heading.lower().replace(",", "").replace(" ", "-")
-            _write(arguments.png / f"{name}.png", png)
-            print(f"picture   {arguments.png / f'{name}.png'}")
+            path = arguments.png / f"{name}.png"
+            _write(path, png)
+            print(f"picture   {printable(str(path))}")
     return 0
 
 

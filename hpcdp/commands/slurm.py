@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..benchmarks.options import Parser, at_least
 from ..errors import ConfigError, check_name
+from ..launch.arguments import Parser, at_least
 
 if TYPE_CHECKING:
     from ..slurm.script import Script

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import BFLOAT16, bits, is_bfloat16, of_bits
 from ..errors import DataError
-from ..replacing import replaced
+from ..replacing import own_part_of, replaced
 from .hdf5 import open_hdf5
 
 Kind = tuple[tuple[int, ...], str]
@@ -19,6 +19,8 @@ Kind = tuple[tuple[int, ...], str]
 def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write ``arrays`` to an HDF5 file, a data set for each, that replaces ``path`` when it is complete.
 
+    Several processes may write one file at a time: it is that of the last.
+
     Raises:
         DataError: it cannot be written; what was there stays.
     """
@@ -26,7 +28,7 @@ def write_arrays(path: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
     path = Path(path)
     try:
-        with replaced(path) as part, h5py.File(part, "w", locking=False) as file:
+        with replaced(path, own_part_of(path)) as part, h5py.File(part, "w", locking=False) as file:
             for name, values in arrays.items():
                 file.create_dataset(name, data=bits(values))
                 if is_bfloat16(values):  # as in checkpoints

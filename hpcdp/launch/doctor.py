@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -221,16 +222,19 @@ def _to_remove(stale: Sequence[Path], what: str) -> Finding:
 
 
 def check_stale_sessions() -> Finding:
-    """Folders of Open MPI's mpirun that were killed: one of the same process number fails where such a folder lies."""
-    stale = []
-    for path in sorted(Path(tempfile.gettempdir()).glob("ompi.*")):
-        pid = path.suffix[1:]
+    """Folders ``ompi.PID`` of Open MPI's mpirun that were killed: one of the same number fails where such a one lies.
+
+    ``ompi.HOST.UID`` is no such folder: all programs that start without an mpirun share it, and leave it there.
+    """
+    stale, folder = [], tempfile.gettempdir()
+    for path in sorted(Path(folder).glob("ompi.*")):
+        pid = path.name.removeprefix("ompi.")
         with contextlib.suppress(OSError):  # it has gone meanwhile
             if pid.isdecimal() and path.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
                 stale.append(path)
     if not stale:
         return ok("no mpirun has left its folder")
-    return _to_remove(stale, "folders of mpirun processes that were killed")
+    return _to_remove(stale, f"in {folder}, left by mpirun when it was killed")
 
 
 def check_cores() -> Finding:
@@ -280,7 +284,9 @@ def check_limits() -> Finding:
 def check_kernel_cache() -> Finding:
     """Without a lasting cache every job compiles the kernels again, which takes seconds."""
     try:
-        folder = kernels.cache_dir()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is found here
+            folder = kernels.cache_dir()
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, HpcdpError) as error:

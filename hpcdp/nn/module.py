@@ -178,8 +178,8 @@ class Module:
         """Write the graph of predictions (``path.json``) and what they read (``path.h5``), for `SymbolBlock.load`.
 
         The forward is traced again with other batches: where it calls other operators then, what is loaded takes
-        batches of this size alone. Files that were there are replaced whole. One rank should write, as parameters are
-        alike on all.
+        batches of this size alone. Files that were there are replaced whole. Of several ranks one should write, as
+        parameters are alike on all; where all do, the files are those of the last.
 
         Returns:
             The paths of both files.

@@ -14,7 +14,7 @@ from ..arrays import bits, dtype_of
 from ..autograd import Tensor, pause
 from ..autograd.registry import CALLS
 from ..errors import ConfigError, DataError, HpcdpError
-from ..replacing import replaced
+from ..replacing import own_part_of, replaced
 from .hybrid.graph import Graph, Held, Input, Literal, Result, Source
 from .hybrid.saved import Reader, arrays_of, as_json, call, with_held
 from .module import Module, Parameter
@@ -35,7 +35,7 @@ def export(graph: Graph, path: str | Path) -> tuple[Path, Path]:
     arrays = arrays_of(graph)
     text = json.dumps(as_json(graph, arrays), indent=1)
     try:
-        with replaced(description) as part:
+        with replaced(description, own_part_of(description)) as part:
             part.write_text(text + "\n")
             write_arrays(parameters, arrays)
     except OSError as error:

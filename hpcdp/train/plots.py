@@ -9,8 +9,11 @@ from typing import Any
 from ..errors import ConfigError
 from ..replacing import replaced
 from .metrics import Record
+from .progress import loss_text
 
 _TRAIN, _TEST = "#3566a8", "#c8552b"
+LARGEST = 1e100
+"""Where losses of a run that diverges are drawn that are larger: matplotlib's axes have no place for them."""
 
 
 def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") -> None:
@@ -123,14 +126,15 @@ def by_powers(axes: Any) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    between = (1, 2, 5) if axes.dataLim.ymax < 1e4 * axes.dataLim.minposy else (1,)  # with others there were no ticks
+    axes.yaxis.set_major_locator(LogLocator(subs=between))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _points(records: Sequence[Record], kind: str, name: str) -> tuple[list[float], list[float]]:
     found = [r for r in records if r["kind"] == kind and r.get(name) is not None]
-    return [r["epoch"] for r in found], [r[name] for r in found]
+    return [r["epoch"] for r in found], [min(r[name], LARGEST) for r in found]
 
 
 def _pairs(records: Sequence[Record]) -> list[tuple[float, float]]:
@@ -142,7 +146,7 @@ def _pairs(records: Sequence[Record]) -> list[tuple[float, float]]:
 def _label(values: Sequence[float], unit: str) -> str:
     if not values:
         return "test"
-    return f"test, last {values[-1]:.2%}" if unit == "%" else f"test, last {values[-1]:.4f}"
+    return f"test, last {values[-1]:.2%}" if unit == "%" else f"test, last {loss_text(values[-1])}"
 
 
 def _zoom_to_the_end(axes: object, values: Sequence[float]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from ..errors import shortened
@@ -154,9 +157,14 @@ def epoch_line(record: Record, epochs: int) -> str:
     accuracy = "" if record["accuracy"] is None else f"  accuracy {record['accuracy']:6.2%}"
     test = f"  test {record['test_accuracy']:6.2%}" if record.get("test_accuracy") is not None else ""
     return (
-        f"epoch {record['epoch']:{width}}/{epochs}  loss {record['loss']:.4f}"
+        f"epoch {record['epoch']:{width}}/{epochs}  loss {loss_text(record['loss'])}"
         f"{accuracy}{test}  {record['samples_per_s']:,.0f} samples/s"
     )
+
+
+def loss_text(loss: float) -> str:
+    """With four decimals, unless training has diverged."""
+    return f"{loss:.4f}" if abs(loss) < 1e6 else f"{loss:.4g}"
 
 
 def time_lines(record: Record) -> list[str]:
@@ -171,6 +179,17 @@ def time_lines(record: Record) -> list[str]:
         named = ", ".join(record["stragglers"])
         lines.append(shortened(f"  slowest, {record['slowest_ratio']:.2f} x the median: {named}", _COLUMNS))
     return lines
+
+
+def slowest_rank(epochs: Sequence[Record]) -> str | None:
+    """The rank that was the slowest one of most epochs, by their records; None of a run of one rank."""
+    compared = [record for record in epochs if "slowest_rank" in record]
+    if not compared:
+        return None
+    rank, times = Counter(record["slowest_rank"] for record in compared).most_common(1)[0]
+    then = [record for record in compared if record["slowest_rank"] == rank]
+    ratio = statistics.median(record["slowest_ratio"] for record in then)
+    return f"rank {rank} on {then[-1]['slowest_host']} in {times} of {len(compared)} epochs, {ratio:.2f} x the median"
 
 
 def _numbers(latest: Record | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+import os
 import statistics
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from typing import Any
 
 from ..errors import ConfigError, DataError, shortened
 from .metrics import Record, read_metrics
+from .progress import loss_text, slowest_rank
 from .report_figures import PARTS
 
 _NUMBERS = ("loss", "accuracy", "test_loss", "test_accuracy", "samples_per_s", "seconds", "comm_exposed_s")
@@ -63,7 +65,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     num_parts = 1
     while len({path.parts[-num_parts:] for path in paths}) < len(paths):
         num_parts += 1
-    return [_read(path, "/".join(path.parts[-num_parts:])) for path in paths]
+    return [_read(path, _shown("/".join(path.parts[-num_parts:]))) for path in paths]
+
+
+def _shown(name: str) -> str:
+    """A file's name as a text, whatever the locale has for characters: bytes that are none of UTF-8 are written out."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -88,7 +95,7 @@ def _check_record(number: int, record: object) -> None:
     numbers = ["epoch", "step", *(name for name in _NUMBERS if record.get(name) is not None)]
     texts = ["kind"]
     if "slowest_rank" in record:
-        numbers.append("slowest_ratio")
+        numbers += ["slowest_rank", "slowest_ratio"]
         texts.append("slowest_host")
     wrong = [(name, "a number") for name in numbers if not _is_number(record.get(name))]
     wrong += [(name, "a text") for name in texts if not isinstance(record.get(name), str)]
@@ -152,7 +159,7 @@ def _result(run: Run) -> dict[str, str]:
     if accuracies:
         found["test accuracy"], found["best test accuracy"] = f"{accuracies[-1]:.4f}", f"{max(accuracies):.4f}"
     if epochs and epochs[-1].get("test_loss") is not None:
-        found["test loss"] = f"{epochs[-1]['test_loss']:.4f}"
+        found["test loss"] = loss_text(epochs[-1]["test_loss"])
     seconds = sum(each.get("seconds") or 0 for each in steps)
     if seconds:
         found["training time"] = f"{seconds:.1f} s"
@@ -164,12 +171,8 @@ def _result(run: Run) -> dict[str, str]:
             found["communication exposed"] = f"{exposed:.2f} s, {exposed / seconds:.1%}"
     if epochs and epochs[-1].get("critical_path"):
         found["critical path"] = str(epochs[-1]["critical_path"])
-    slow = [each for each in epochs if "slowest_rank" in each]
-    if slow:
-        last = slow[-1]
-        found["slowest rank"] = (
-            f"{last['slowest_rank']} on {last['slowest_host']}, {last['slowest_ratio']:.2f} x the median"
-        )
+    if slowest := slowest_rank(epochs):
+        found["slowest rank"] = slowest
     return found
 
 

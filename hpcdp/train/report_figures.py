@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .plots import by_powers, styled
+from .plots import LARGEST, by_powers, styled
 
 if TYPE_CHECKING:
     from .report import Run
@@ -39,7 +39,7 @@ def draw_all(runs: Sequence[Run]) -> dict[str, bytes]:
 
 def _points(run: Run, kind: str, name: str) -> tuple[str, list[float], list[float]]:
     records = [each for each in run.of_kind(kind) if each.get(name) is not None]
-    return kind, [each["epoch"] for each in records], [each[name] for each in records]
+    return kind, [each["epoch"] for each in records], [min(each[name], LARGEST) for each in records]
 
 
 def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
@@ -55,13 +55,15 @@ def _exposed(run: Run) -> tuple[str, list[float], list[float]]:
 def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[float], list[float]]]]]) -> bytes:
     count = sum(bool(x) for _, curves in lines for _, x, _ in curves)
     figure, (axes,) = styled(1, (9.0, 3.4 + 0.2 * -(-count // 2)))
+    names = []
     for (name, curves), color in zip(lines, _colors(len(lines)), strict=True):
         for kind, x, y in curves:
             if x:
                 name = name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}"
                 both = f"{name}, {'test' if kind == 'epoch' else 'training'}" if len(curves) > 1 else name
                 style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linestyle": "--"} if kind == "epoch" else {}
-                axes.plot(x, y, color=color, linewidth=1.4, label=both, **style)
+                axes.plot(x, y, color=color, linewidth=1.4, **style)
+                names.append(both)
     axes.set_xlabel("epoch")
     axes.set_ylabel(heading.lower())
     axes.set_xlim(left=0)
@@ -69,7 +71,9 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
         by_powers(axes)
     elif heading != "Accuracy":
         axes.set_ylim(bottom=0)
-    figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=9)
+    legend = figure.legend(axes.lines, ["?"] * count, frameon=False, loc="outside lower center", ncols=2, fontsize=9)
+    for text, name in zip(legend.get_texts(), names, strict=True):  # else one that begins with _ has none
+        text.set(text=name, parse_math=False)
     return _png(figure)
 
 
@@ -100,7 +104,7 @@ def _ranks(compared: Mapping[str, Mapping[str, Sequence[float]]]) -> bytes:
             else:
                 axes.plot(ranks, parts[part], color=color, linewidth=1.0, label=label)
             below = [low + more for low, more in zip(below, parts[part], strict=True)]
-        axes.set_title(name, fontsize=10, loc="left")
+        axes.set_title(name, fontsize=10, loc="left", parse_math=False)
         axes.set_xlabel("rank")
         axes.set_ylabel("ms a step")
         if len(ranks) <= _MOST_BARS:

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import shlex
 import signal
-import statistics
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from .evaluate import evaluate, perplexity
 from .fit import fit
 from .metrics import Record, peak_memory_mb
 from .preemption import StopRequests
+from .progress import slowest_rank
 from .resume import is_finished
 from .run_dir import CHECKPOINTS, drop_empty_run_dir
 from .run_folder import RunFolder, make_run_folder, open_run_folder
@@ -114,6 +114,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 if config.resume is not None:
                     print(f"going on in {config.run_dir}", flush=True)
             start.close()
+            stack.enter_context(np.errstate(all="ignore"))  # of a run that diverges the losses tell
             records = fit(
                 net,
                 trainer,
@@ -281,13 +282,15 @@ def _result(config: TrainConfig, records: list[Record], trainer: Trainer, world:
 
 
 def saved_by_compression(trainer: Trainer) -> str | None:
-    """What nodes send less by compression, in words, None where they send nothing; every rank must call."""
+    """What nodes send less by compression, in words, None where nothing is compressed; every rank must call."""
     if trainer.compression is None or not isinstance(trainer, BucketTrainer):
         return None
-    sent, plain = node_nbytes(trainer.reducer.coder, trainer.world)
+    coder, world = trainer.reducer.coder, trainer.world
+    sent, plain = node_nbytes(coder, world)
+    num_coders = max(world.comm.allgather_json(0 if coder is None else coder.comm.size))  # some ranks may own no shard
     if not plain:
         return None
-    rate = 8e-9 * pays_below(trainer.compression.codec, trainer.world.num_nodes)
+    rate = 8e-9 * pays_below(trainer.compression.codec, num_coders)
     name = trainer.compression.codec.name
     return f"{name}, {sent / 1e6:.2f} of {plain / 1e6:.2f} MB a step and node; pays below {rate:.0f} Gbit/s"
 
@@ -321,6 +324,7 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
     folder = result["run_dir"]
     quoted = shlex.quote(str(folder))
     lines = [
+        *_diverged(result["records"]),
         ("test accuracy", f"{result['test_accuracy']:.4f}"),
         *([] if result["perplexity"] is None else [("perplexity", f"{result['perplexity']:.2f} a token")]),
         ("speed", f"{result['samples_per_s']:,.0f} samples/s over {ranks}, {result['seconds']:.1f} s of training"),
@@ -340,6 +344,11 @@ def report(result: dict[str, Any], failure: OSError | None = None) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 
 
+def _diverged(records: list[Record]) -> list[tuple[str, str]]:
+    wrong = [each["epoch"] for each in records if not math.isfinite(each["loss"] + each["test_loss"])]
+    return [("loss", f"not finite since epoch {wrong[0]}: try a smaller --lr, or --clip-norm")] if wrong else []
+
+
 def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Where the time went, how short it could have been, and which ranks the others have waited for."""
     records = result["records"]
@@ -355,12 +364,8 @@ def _times(result: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("critical path", f"{path_s:.2f} s, {path_s / seconds:.0%} of the time: {through}"),
     ]
-    if result["ranks"] > 1:
-        rank, times = Counter(record["slowest_rank"] for record in records).most_common(1)[0]
-        then = [record for record in records if record["slowest_rank"] == rank]
-        ratio = statistics.median(record["slowest_ratio"] for record in then)
-        often = f"in {times} of {len(records)} epochs, {ratio:.2f} x the median"
-        lines.append(("slowest rank", f"rank {rank} on {then[0]['slowest_host']} {often}"))
+    if slowest := slowest_rank(records):
+        lines.append(("slowest rank", slowest))
     named = Counter(name for record in records for name in record.get("stragglers", ()))
     if named:
         stragglers = [f"{name} ({times} epoch{'s' if times > 1 else ''})" for name, times in named.most_common()]

@@ -26,6 +26,7 @@ from ..comm import Communicator, World, init
 from ..comm.agreement import on_rank_0
 from ..engine import Engine, default_engine
 from ..errors import ConfigError, to_stderr
+from ..replacing import own_part_of
 from ..trace import MAIN, Slice, Trace
 
 LANES = (MAIN, "communication", "update", "io")
@@ -91,10 +92,6 @@ def check_path(path: str | Path) -> None:
 def _is_trace(path: Path) -> bool:
     with open(path, "rb") as file:
         return file.read(len(_HEADER)) in (_HEADER, b"")
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 class Recording:
@@ -325,7 +322,7 @@ class _Output:
                 self._file.close()
                 if self._path.exists() and not _is_trace(self._path):  # made since, by the run itself
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-                os.replace(_unfinished(self._path), self._path)
+                os.replace(own_part_of(self._path), self._path)
             except OSError as error:
                 self._fail(error)
 
@@ -335,14 +332,14 @@ class _Output:
             if self._file is not None:
                 self._file.close()
         with contextlib.suppress(OSError):
-            _unfinished(self._path).unlink()
+            own_part_of(self._path).unlink()
 
     def _append(self, text: bytes) -> None:
         if self.failure is not None:
             return
         try:
             if self._file is None:
-                self._file = open(_unfinished(self._path), "wb")  # noqa: SIM115
+                self._file = open(own_part_of(self._path), "wb")  # noqa: SIM115
             self._file.write(text)
         except OSError as error:
             self._fail(error)

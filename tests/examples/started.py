@@ -26,10 +26,16 @@ def start_code(source: str, name: str, ranks: int, *arguments: str) -> str:
 
     def rank(world: hpcdp.World) -> None:
         own.world = world
-        exec(code, {"__name__": "__main__", "__doc__": None})
+        exec(code, {"__name__": "__main__", "__file__": str(EXAMPLES / name)})
+
+    def fail(reason: object, status: int, *, by_all: bool = False) -> int:
+        if own.world.rank == 0:
+            print(f"hpcdp: {reason}", file=sys.stderr)
+        return status
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", [name, *arguments])
         patch.setattr(hpcdp, "init", lambda: own.world)
+        patch.setattr("hpcdp.launch.arguments.fail", fail)
         threads.run(ranks, rank)
     return said.getvalue()

@@ -99,25 +99,33 @@ def test_examples_of_pages_run_and_those_of_checkpoints_go_on_where_they_ended(n
     ending = f"{STEP}            if trainer.step_count == 13:\n                raise SystemExit(manager.wait())\n"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        start_code(checkpoints.replace('"checkpoints"', '"saved"').replace(STEP, ending), "checkpoints", 1)
+        start_code(checkpoints.replace(STEP, ending), "checkpoints", 1)
     assert not ended.value.code
     start_code(stopping.replace("epochs=3", "epochs=2"), "stopping", 1)
-    assert [each.name for each in (tmp_path / "saved").glob("step-*")] == ["step-0000000010"]
-    assert (tmp_path / "checkpoints" / "step-0000000016").exists()
+    assert [each.name for each in (tmp_path / "checkpoints").glob("step-*")] == ["step-0000000010"]
+    assert (tmp_path / "stopped" / "step-0000000016").exists()
     programs = {
         "programs.py": PROGRAMS,
         "page.py": "\n".join(
             [*(each for each in COLLECTIVES if not each.startswith("# hpcdp/")), *stores, compression]
         ),
-        "checkpoints.py": checkpoints.replace('"checkpoints"', '"saved"'),
+        "checkpoints.py": checkpoints,
         "stopping.py": stopping,
     }
     for name, code in programs.items():
         (tmp_path / name).write_text(code)
     run(f"hpcdp launch -n {n} -- python programs.py page.py checkpoints.py stopping.py", tmp_path)
-    assert (tmp_path / "saved" / "step-0000000020" / "manifest.json").exists()
-    names = sorted(each.name for each in (tmp_path / "checkpoints").glob("step-*"))
+    assert (tmp_path / "checkpoints" / "step-0000000020" / "manifest.json").exists()
+    names = sorted(each.name for each in (tmp_path / "stopped").glob("step-*"))
     assert names == ["step-0000000016", "step-0000000020", "step-0000000024"]
+
+
+def test_the_first_program_of_the_readme_says_that_it_has_learnt(monkeypatch):
+    program = python_blocks(ROOT / "README.md")[0]
+    assert "range(5)" in program
+    monkeypatch.setattr("hpcdp.train.bucket_trainer.init", lambda: hpcdp.init())  # the world of the thread
+    said = start_code(program.replace("range(5)", "range(2)"), "train.py", 2)
+    assert float(re.fullmatch(r"test accuracy (0\.\d{4})\n", said)[1]) > 0.8
 
 
 def pages_with_pytorch():

@@ -9,18 +9,23 @@ import pytest
 from started import EXAMPLES, start
 
 
-def launch(name: str, ranks: int, *arguments: str) -> str:
-    """What an example prints that is run by processes."""
+def launched(name: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """An example that is run by processes."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "PRTE"))}
     environment["OMP_NUM_THREADS"] = "1"  # BLAS threads that wait for each other crawl on a machine with other work
     command = [sys.executable, "-m", "hpcdp.cli", "launch", "-n", str(ranks), "--", sys.executable]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, str(EXAMPLES / name), *arguments],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def launch(name: str, ranks: int, *arguments: str) -> str:
+    """What it prints that way."""
+    done = launched(name, ranks, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -46,18 +51,65 @@ def test_a_gpt_learns_on_three_ranks():
     )
 
 
+NUMBER = "argument --%s: expected a whole number from 1, got '%s'; {name} -h lists the options"
+
+
 @pytest.mark.parametrize(
-    ("name", "arguments", "said"),
+    ("name", "ranks", "arguments", "said"),
     [
-        ("pipeline.py", [], "Pipeline [world]: expected 1 rank, or a multiple of the 2 stages, got 3 ranks"),
-        ("split.py", ["--parts", "2"], "split_world [num_parts]: expected a number that divides the 3 ranks, got 2"),
+        ("asynchronous.py", 1, "--number 0", NUMBER % ("number", 0)),
+        ("data_parallel_concise.py", 2, "--epochs 0", NUMBER % ("epochs", 0)),
+        ("data_parallel_concise.py", 2, "--devices 0", NUMBER % ("devices", 0)),
+        ("data_parallel_concise.py", 2, "--kv-store local", "kvstore"),
+        ("data_parallel_from_scratch.py", 2, "--epochs=-1", NUMBER % ("epochs", -1)),
+        ("data_parallel_from_scratch.py", 2, "--batch-size 0", NUMBER % ("batch-size", 0)),
+        ("hybridize.py", 1, "--calls 2 --draw a.txt", "a.txt"),
+        ("kvstore.py", 2, "--epochs 0", NUMBER % ("epochs", 0)),
+        ("kvstore.py", 2, "--slow=-1", "argument --slow: expected a number from 0, got '-1'"),
+        ("kvstore.py", 2, "--staleness 2", "staleness"),
+        (
+            "kvstore.py",
+            2,
+            "--batch-size 1 --store dist_async",
+            "--batch-size: expected a sample for each of the 2 ranks,",
+        ),
+        ("pipeline.py", 3, "", "Pipeline [world]: expected 1 rank, or a multiple of the 2 stages, got 3 ranks"),
+        ("pipeline.py", 1, "--epochs 0", NUMBER % ("epochs", 0)),
+        ("reproducible.py", 1, "--load nosuch", "[nosuch-states.npz]: expected a file of"),
+        ("split.py", 3, "--parts 2", "split_world [num_parts]: expected a number that divides the 3 ranks, got 2"),
+        ("split.py", 2, "--parts 0", NUMBER % ("parts", 0)),
+        ("torch_gpt.py", 2, "--every 0", NUMBER % ("every", 0)),
+        ("torch_gpt.py", 2, "--heads 3", "--heads: expected a number that divides the width 128, got 3"),
     ],
 )
-def test_ranks_that_the_parts_of_a_model_do_not_divide_are_one_line(name, arguments, said, capsys):
+def test_a_setting_that_is_wrong_is_one_line(name, ranks, arguments, said, tmp_path, monkeypatch, capsys):
+    if name == "torch_gpt.py":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        start(name, 3, *arguments)
+        start(name, ranks, *arguments.split())
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"{name}: {said}\n"
+    error = capsys.readouterr().err
+    assert error.startswith("hpcdp: ") and error.count("\n") == 1 and said.format(name=name) in error
+
+
+@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--staleness", "2"]])
+def test_of_ranks_that_are_processes_one_says_it(arguments):
+    done = launched("kvstore.py", 2, *arguments)
+    said = [line for line in done.stderr.splitlines() if "expected" in line]
+    assert done.returncode == 2 and len(said) == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_help_fits_a_terminal_and_shows_defaults(path):
+    if path.name == "torch_gpt.py":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    command = [sys.executable, str(path), "--help"]
+    said = subprocess.run(
+        command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=True
+    ).stdout
+    assert max(map(len, said.splitlines())) <= 80
+    assert re.search(r"\(default:\s", said)
 
 
 def test_the_reproducible_one_says_the_same_digits_on_any_number_of_ranks_and_after_a_restart(tmp_path):
@@ -108,7 +160,7 @@ def test_a_model_split_by_channels_learns_the_same_on_one_rank_and_on_parts_time
             ranks: [float(each) for each in re.findall(rf"{what} (\d+\.\d+)", text)] for ranks, text in said.items()
         }
         assert len(found[1]) == 1 and found[4] == pytest.approx(found[1], rel=tolerance)
-    held = {ranks: sorted({int(each) for each in re.findall(r"has (\d+) of", text)}) for ranks, text in said.items()}
+    held = {ranks: sorted({int(each) for each in re.findall(r"\d{5,}", text)}) for ranks, text in said.items()}
     assert held[1] == [129068] and held[4] == [64564]
 
 

@@ -90,7 +90,7 @@ def test_a_usual_folder_that_cannot_be_made_is_replaced_by_one_of_this_user_afte
     monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match=r"below/hpcdp\]: Not a directory; .* is used, set HPCDP_CACHE_DIR") as told:
+    with pytest.warns(UserWarning, match=r"below/hpcdp\]: Not a directory; .* is used, set HPCDP_CACHE_DIR") as told:
         folder = kernels.cache_dir()
         assert kernels.cache_dir() == folder
     assert len(told) == 1
@@ -108,7 +108,7 @@ def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="home directory"):
+    with pytest.warns(UserWarning, match="home directory"):
         assert kernels.cache_dir().parent == tmp_path
 
 
@@ -176,7 +176,7 @@ with warnings.catch_warnings(record=True) as told:
         double(np.arange(3, dtype=dtype), out)
         found.append(out.tolist())
 kept = [p.name for p in Path(os.environ["HPCDP_CACHE_DIR"]).rglob("*") if p.suffix == ".nbc"]
-print(json.dumps([[str(w.message) for w in told if w.category is RuntimeWarning], found, kept]))
+print(json.dumps([[str(w.message) for w in told if w.category is UserWarning], found, kept]))
 """
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,12 @@ def test_a_segment_that_nobody_uses() -> None:
 def test_a_folder_of_an_mpirun_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / f"ompi.{os.getpid()}").mkdir()
+    (tmp_path / "ompi.node2.4194305" / "jf.0" / "1").mkdir(parents=True)  # of all programs of a user without an mpirun
     assert doctor.check_stale_sessions().verdict is Verdict.OK
     (tmp_path / "ompi.4194305").mkdir()  # no process has so large a number
     finding = doctor.check_stale_sessions()
     assert finding.verdict is Verdict.WARNING and finding.remedy == f"rm -r {tmp_path}/ompi.4194305"
+    assert finding.saw == f"1 in {tmp_path}, left by mpirun when it was killed"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,9 @@ def test_a_kernel_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("HPCDP_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", below)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    finding = doctor.check_kernel_cache()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        finding = doctor.check_kernel_cache()
     assert finding.verdict is Verdict.WARNING and finding.remedy == "set HPCDP_CACHE_DIR"
     monkeypatch.setenv("HPCDP_CACHE_DIR", below)
     assert doctor.check_kernel_cache().verdict is Verdict.FAILED

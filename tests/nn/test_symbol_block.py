@@ -14,7 +14,9 @@ from threadpoolctl import threadpool_limits
 
 from hpcdp import autograd, nn
 from hpcdp.arrays import bits
+from hpcdp.data import named_arrays
 from hpcdp.errors import ConfigError, DataError, HpcdpError
+from hpcdp.replacing import own_part_of
 
 
 def arrays(*shape, seed=0):
@@ -168,12 +170,30 @@ def test_an_export_that_fails_leaves_the_pair_that_was_there_and_nothing_beside(
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for param in net.parameters():
         param.data[...] = 1
-    in_the_way = tmp_path / f"{file}.part"
+    in_the_way = own_part_of(tmp_path / file)
     in_the_way.mkdir()
     with pytest.raises(DataError, match=rf"{file}\]: expected a file that can be written"):
         net.export(tmp_path / "net")
     in_the_way.rmdir()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_processes_may_export_to_one_path_at_a_time(tmp_path, monkeypatch):
+    net, inputs, (expected,) = exported("mlp", tmp_path)
+    write = named_arrays.write_arrays
+
+    def after_another_process(path, named):
+        monkeypatch.setattr(named_arrays, "write_arrays", write)
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            write(path, named)
+        else:
+            os._exit(net.export(tmp_path / "net")[0].name != "net.json")
+
+    monkeypatch.setattr(named_arrays, "write_arrays", after_another_process)
+    net.export(tmp_path / "net")
+    np.testing.assert_array_equal(nn.SymbolBlock.load(tmp_path / "net")(*inputs).data, expected.data)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["net.h5", "net.json"]
 
 
 @pytest.mark.parametrize("path", ["nets/", "nets/.", "..", "."])

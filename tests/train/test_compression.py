@@ -189,6 +189,9 @@ def test_a_run_says_what_nodes_send_less(n, per_node):
         nodes = -(-n // per_node)
         assert plain == pytest.approx(2 * (nodes - 1) / nodes * 4 * 12_507 / 1e6, abs=0.006)
         assert sent == pytest.approx(plain / 2, abs=0.006)
+    for line in threads.run(3, lambda world: saved_by_compression(make(world, "fp16:inside_nodes=on")[1])):
+        sent, plain = map(float, re.match(r"fp16, (.+) of (.+) MB a step and node; pays below \d+ ", line).groups())
+        assert (sent, plain) == pytest.approx((4 * 2 * 12_507 / 1e6, 4 * 4 * 12_507 / 1e6), abs=0.006)
     for compression in ("fp16", None):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

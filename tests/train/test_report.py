@@ -1,7 +1,11 @@
 """The page about runs: what is in it, and what it does with runs that are damaged, killed or none."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -9,6 +13,8 @@ import pytest
 
 from hpcdp.cli import main
 from hpcdp.train import report, report_figures
+from hpcdp.train.metrics import read_metrics
+from hpcdp.train.plots import draw_curves
 
 
 def write_run(folder, epochs=3, ranks=2, lr=0.1, torn=False):
@@ -84,7 +90,7 @@ def test_the_page_is_complete_in_itself_and_says_what_a_run_reached(tmp_path, ca
     assert found["network"] == ["mlp on <digits>"] and found["lr"] == ["0.1"]
     assert found["test accuracy"] == ["0.9000"] and found["epochs"] == ["3"] and found["steps"] == ["30"]
     assert found["training time"] == ["3.0 s"] and found["communication exposed"] == ["0.60 s, 20.0%"]
-    assert found["slowest rank"] == ["1 on node2, 1.50 x the median"]
+    assert found["slowest rank"] == ["rank 1 on node2 in 3 of 3 epochs, 1.50 x the median"]
 
 
 def test_runs_stand_side_by_side_and_what_differs_is_marked(tmp_path):
@@ -126,15 +132,21 @@ def test_times_of_ranks_are_those_of_a_step_after_the_first_epoch(tmp_path):
     assert found["compute_s"] == pytest.approx([10.0, 20.0, 30.0])
 
 
-def test_bars_of_several_runs_have_one_scale(tmp_path, monkeypatch):
-    drawn, styled = [], report_figures.styled
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of each picture that a test draws."""
+    kept, styled = [], report_figures.styled
 
     def keep(*arguments):
         figure, axes = styled(*arguments)
-        drawn.append(axes)
+        kept.append(axes)
         return figure, axes
 
     monkeypatch.setattr(report_figures, "styled", keep)
+    return kept
+
+
+def test_bars_of_several_runs_have_one_scale(tmp_path, drawn):
     report_figures.draw_all(
         report.read_runs([write_run(tmp_path / "a", ranks=4), write_run(tmp_path / "b"), write_run(tmp_path / "c", 1)])
     )
@@ -201,6 +213,7 @@ TIMES = {"compute_s": [0.1, 0.2], "data_s": [0.1, 0.2], "exposed_s": [0.1, 0.2]}
         ({"samples_per_s": 10**400}, "'samples_per_s' is 1"),
         ({"seconds": {}}, "'seconds' is {}, not a number"),
         ({"comm_exposed_s": "x" * 200}, f"'comm_exposed_s' is '{'x' * 36}..., not a number"),
+        ({"slowest_rank": [1]}, "'slowest_rank' is [1], not a number"),
         ({"slowest_ratio": "1"}, "'slowest_ratio' is '1', not a number"),
         ({"slowest_ratio": None}, "'slowest_ratio' is None, not a number"),
         ({"slowest_host": ...}, "'slowest_host' is None, not a text"),
@@ -218,6 +231,18 @@ def test_a_field_of_another_type_is_said_in_a_line(fields, said, tmp_path, capsy
     assert said in error and error.count("\n") == 1 and not (run / "report.html").exists()
 
 
+def test_losses_of_a_run_that_diverged_are_drawn(tmp_path, drawn):
+    run = damaged(tmp_path / "a", loss=1.7e308, test_loss=1e308)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["report", str(run)]) == 0
+        draw_curves(read_metrics(run / "metrics.jsonl"), run / "curves.png")
+    assert rows((run / "report.html").read_text())["test loss"] == ["1e+308"]
+    (axes,) = drawn[0]
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) > 2
+
+
 def test_what_a_damaged_line_breaks_is_said_in_a_line(tmp_path, capsys):
     run = write_run(tmp_path / "a")
     run.joinpath("metrics.jsonl").write_text("[" * 100_000 + "\n")
@@ -232,11 +257,42 @@ def test_numbers_that_json_lacks_are_left_out(tmp_path):
 
 
 def test_texts_of_a_run_are_texts_of_the_page(tmp_path):
-    run = damaged(tmp_path / SCRIPT.replace("/", "-"), slowest_host=SCRIPT, slowest_rank=SCRIPT, critical_path=SCRIPT)
+    run = damaged(tmp_path / SCRIPT.replace("/", "-"), slowest_host=SCRIPT, critical_path=SCRIPT)
     run.joinpath("config.toml").write_text(f'model = "{SCRIPT}"\n"{SCRIPT}" = "{SCRIPT}"\nranks = "{SCRIPT}"\n')
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert "<script" not in page
     found = rows(page)
     assert found["critical path"] == [SCRIPT] and found[SCRIPT] == [SCRIPT] and found["ranks"] == [SCRIPT]
-    assert found["slowest rank"] == [f"{SCRIPT} on {SCRIPT}, 1.50 x the median"]
+    assert found["slowest rank"] == [f"rank 1 on {SCRIPT} in 3 of 3 epochs, 1.50 x the median"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("x$\\foo$", "x$\\foo$"), ("a$b$c",) * 2, ("_two",) * 2, ("by\udcffte", "by\\xffte"), ("z\u00fcrich",) * 2],
+)
+def test_a_run_may_have_any_name_and_has_it_in_page_and_pictures(name, shown, tmp_path, drawn):
+    output = tmp_path / "all.html"
+    runs = [str(write_run(tmp_path / each)) for each in (name, "other")]
+    assert main(["report", *runs, "--output", str(output)]) == 0
+    assert f"<h1>{shown}, other</h1>" in output.read_text("utf-8")
+    (axes,), (of_run, _) = drawn[0], drawn[-1]
+    (legend,) = axes.figure.legends
+    assert f"{shown}, training" in [text.get_text() for text in legend.get_texts()]
+    assert of_run.get_title("left") == shown
+    assert not any(text.get_parse_math() for text in legend.get_texts())
+
+
+def test_a_home_that_cannot_be_written_is_no_matter(tmp_path):
+    command = [sys.executable, "-m", "hpcdp.cli", "report", str(write_run(tmp_path / "a"))]
+    homeless = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    done = subprocess.run(command, env=homeless | {"HOME": "/proc/none"}, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_names_are_those_of_utf_8_in_any_locale(tmp_path):
+    write_run(tmp_path / "z\u00fcrich")
+    code = "import os, sys; from hpcdp.cli import main; sys.exit(main(['report', *os.listdir()]))"
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ascii_only, check=True)
+    assert "<h1>z\u00fcrich</h1>" in (tmp_path / "z\u00fcrich" / "report.html").read_text("utf-8")

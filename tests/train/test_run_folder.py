@@ -1,10 +1,13 @@
 import dataclasses
 import os
+import re
 
 import pytest
+from train_command import train_on_threads
 
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
+from hpcdp.commands import checkpoint
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.train import config as settings
 from hpcdp.train.config import TrainConfig
@@ -148,3 +151,11 @@ def test_the_curves_of_a_killed_run_can_be_drawn_later(tmp_path):
     metrics.write_text(metrics.read_text()[:-9])
     draw_run(tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_names_in_the_help_of_checkpoint_are_those_of_a_run(tmp_path, monkeypatch):
+    train_on_threads(monkeypatch, tmp_path, 1, "lenet", "--epochs", "1", "--run-dir", "runs/a")
+    monkeypatch.chdir(tmp_path)
+    for command in ("show", "export"):
+        (named,) = re.findall(rf"hpcdp checkpoint {command} \S+ (.*)", checkpoint._EPILOG)
+        assert checkpoint.main([command, "runs/a", *named.replace(".pt", ".npz").split()]) == 0

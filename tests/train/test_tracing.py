@@ -284,7 +284,7 @@ def test_a_file_that_the_run_itself_has_made_is_not_replaced(tmp_path, capsys):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_gets_full_is_told_once_and_no_rank_hangs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracing, "_unfinished", lambda path: path.with_name("full"))
+    monkeypatch.setattr(tracing, "own_part_of", lambda path: path.with_name("full"))
     (tmp_path / "full").symlink_to("/dev/full")
 
     def job(world):

@@ -214,7 +214,7 @@ def test_what_a_signal_has_ended_says_so_and_what_is_left(tmp_path, monkeypatch,
 
 def result(**numbers) -> dict:
     ran = {"compute_s": 2.5, "data_s": 0.25, "critical_path_s": 2.75, "seconds": 3.21, "comm_s": 0.0}
-    record = {"critical_path": "computation"}
+    record = {"epoch": 1, "loss": 0.5, "test_loss": 0.5, "critical_path": "computation"}
     about = {
         "test_accuracy": 0.98761,
         "perplexity": None,
@@ -254,6 +254,9 @@ def test_the_report_of_many_ranks_names_who_was_waited_for():
     epochs = [(3, 1.5, "bucket 2"), (1, 1.1, "bucket 2"), (3, 1.25, "computation"), (3, 2.0, "bucket 2")]
     records = [
         {
+            "epoch": 1,
+            "loss": 0.5,
+            "test_loss": 0.5,
             "critical_path": path,
             "slowest_rank": rank,
             "slowest_host": f"node{rank}",
@@ -309,3 +312,10 @@ def test_early_stopping_ends_a_run_which_is_at_its_end_then(tmp_path, monkeypatc
     assert train_on_threads(monkeypatch, tmp_path, 1, "--resume", "a") == [0]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == files
     assert capsys.readouterr().out == "a: this run is at its end, there is nothing to go on with\n"
+
+
+def test_a_run_that_diverges_says_so_at_its_end_and_nothing_of_numpy(tmp_path, monkeypatch, capsys):
+    assert train_on_threads(monkeypatch, tmp_path, 1, "mlp", "--epochs", "2", "--lr", "1e10") == [0]
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "\nloss           not finite since epoch 1: try a smaller --lr, or --clip-norm\n" in said.out
