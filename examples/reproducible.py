@@ -29,15 +29,14 @@ def train(world, epochs=2, batch_size=64, save=None, load=None):
     """Returns the mean loss of every epoch that was trained, and the loss on the test images at the end."""
     train_set, test_set = (data.load("digits", split=split, image_size=28) for split in ("train", "test"))
     net = network()
-    if load:
-        net.load_state_dict(dict(np.load(f"{load}-net.npz")))  # before ranks hold its parameters together
     trainer = hpcdp.Trainer(net.parameters(), optim.Adam(lr=2e-3), world=world, reproducible=True)  # here
     num = trainer.virtual_shards
     sampler = data.VirtualShardSampler(len(train_set), batch_size, num, world.size, world.rank)  # here
     loader = data.DataLoader(train_set, sampler)
     if load:
         trainer.load_states(f"{load}-states.npz")
-        net.load_state_dict(dict(np.load(f"{load}-net.npz")))
+        with trainer.changing_parameters():  # since ranks hold them together
+            net.load_state_dict(dict(np.load(f"{load}-net.npz")))
     first = trainer.step_count // (len(loader) // len(trainer.own_virtual_shards))
     curve = []
     for epoch in range(first, epochs):

@@ -90,8 +90,8 @@ def changing(
         found = [param.data for param, _ in places]
         for param, place in places:
             param.data = place
+        stale = _marks(places) != marks  # now: when all have come, some write there
         _on_every_rank(comm, lambda: _check_alike(places, found))
-        stale = _marks(places) != marks
         agreed = [np.array(to_host(each)) if comm is None else of_rank_0(each, comm) for each in found]
         if writes:
             for (_, place), values in zip(places, agreed, strict=True):
