@@ -7,13 +7,14 @@ store.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import autograd
 from ..arrays import is_cupy
 from ..comm import Communicator, World
+from ..comm.watchdog import Watchdog
 from ..compression import Compression, Settings
 from ..errors import ConfigError, UnsupportedError
 from ..gradients.bucket import Parameter
@@ -237,7 +238,9 @@ class Trainer:
             yield
             return
         autograd.waitall()
-        error = moved_anywhere(self._comm, moved(self._places), "changing_parameters")
+        watched = nullcontext() if self.world is None else Watchdog.of(self.world).watching("changing_parameters")
+        with watched:  # here ranks notice that others do something else
+            error = moved_anywhere(self._comm, moved(self._places), "changing_parameters")
         if error is not None:
             raise error
         try:
