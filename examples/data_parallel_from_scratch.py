@@ -133,7 +133,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=at_least(1), metavar="N", default=1, help="virtual devices a rank")
     parser.add_argument("--epochs", type=at_least(1), default=10, help="passes over the images")
     parser.add_argument("--batch-size", type=at_least(1), default=64, help="samples of a batch, all devices together")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--lr", type=at_least(0.0), default=0.1, help="learning rate")
     with parser.settings() as args:
         train_set, test_set = (data.load(args.data, split=split, image_size=28) for split in ("train", "test"))
         devices = [hpcdp.cpu(index) for index in range(args.devices)]

@@ -160,7 +160,7 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=at_least(1), default=128, help="of a place's vector")
     parser.add_argument("--heads", type=at_least(1), default=4, help="of attention, which divide the width")
     parser.add_argument("--layers", type=at_least(1), default=3, help="one on the other")
-    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate")
+    parser.add_argument("--lr", type=at_least(0.0), default=3e-3, help="largest learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order")
     parser.add_argument("--owner", choices=("shard", "rank"), default="shard", help="who updates a parameter")
     parser.add_argument("--compression", help="of gradients between nodes: fp16, bf16, 2bit, 1bit or topk")

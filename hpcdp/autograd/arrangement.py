@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..arrays import Array, array_namespace, is_half
 from ..errors import UnsupportedError
@@ -125,7 +125,16 @@ def _reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def transpose(x: Tensor, *axes: Any) -> Tensor:
     """The axes in another order, given as numbers or one tuple; reversed if none are given."""
     order = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-    return _transposed(x, normalize_axis_tuple(order, x.ndim) if order else tuple(range(x.ndim))[::-1])
+    return _transposed(x, _normalized("transpose", order, x.ndim) if order else tuple(range(x.ndim))[::-1])
+
+
+def _normalized(operation: str, axes: Any, ndim: int) -> tuple[int, ...]:
+    """Axes from 0 on; `UnsupportedError` for one that is not there, or twice."""
+    try:
+        return normalize_axis_tuple(axes, ndim)
+    except ValueError as error:
+        expected = f"axes from {-ndim} to {ndim - 1}, each once"
+        raise UnsupportedError(operation, where="axes", expected=expected, got=axes) from error
 
 
 @operator("transpose")
@@ -211,5 +220,5 @@ def _not_joined(arrays: Sequence[Array], axis: int) -> UnsupportedError:
 def stack(xs: Sequence[Any], axis: int = 0) -> Tensor:
     """The tensors, all of one shape, along a new ``axis``."""
     tensors = [as_tensor(x) for x in xs]
-    place = normalize_axis_index(axis, tensors[0].ndim + 1) if tensors else 0
+    (place,) = _normalized("stack", (axis,), tensors[0].ndim + 1) if tensors else (0,)
     return concatenate([x[(slice(None),) * place + (None,)] for x in tensors], axis=place)

@@ -6,11 +6,13 @@ how the value is computed again. Here are those that keep shapes or broadcast, a
 
 from __future__ import annotations
 
+import math
 import operator as op
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..arrays import Array, array_namespace, dtype_of, is_bfloat16, is_half
 from ..kernels.buffers import empty
@@ -31,12 +33,30 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False) -> Array:
     """The sum over ``axis``, over all axes if it is None; of 16-bit floats in float32, rounded once."""
+    rows = _rows_of(x, axis)
     if is_half(x):
-        return x.sum(axis=axis, dtype="float32", keepdims=keepdims).astype(x.dtype)
-    if axis in (0, (0,)) and x.ndim > 1:
-        total = add_up_rows(x)
-        return total[None] if keepdims else total
-    return x.sum(axis=axis, keepdims=keepdims)
+        if rows is None:
+            return x.sum(axis=axis, dtype="float32", keepdims=keepdims).astype(x.dtype)
+        total = add_up_rows(rows.astype(np.float32)).astype(x.dtype)
+    elif rows is None:
+        return x.sum(axis=axis, keepdims=keepdims)
+    else:
+        total = add_up_rows(rows)
+    return np.expand_dims(total, axis) if keepdims and axis is not None else total
+
+
+def _rows_of(x: Array, axis: int | tuple[int, ...] | None) -> np.ndarray | None:
+    """``x`` with the elements that are added up along its first axis, where NumPy adds many of them one by one: along
+    axes that are not the last one."""
+    if axis is None or type(x) is not np.ndarray or x.size <= _ROWS_AT_ONCE:
+        return None
+    axes = sorted(normalize_axis_tuple(axis, x.ndim))
+    if not axes or axes[-1] == x.ndim - 1 or axes != list(range(axes[0], axes[-1] + 1)):
+        return None
+    count = math.prod(x.shape[axes[0] : axes[-1] + 1])
+    if count <= _ROWS_AT_ONCE:
+        return None
+    return np.moveaxis(x.reshape(*x.shape[: axes[0]], count, *x.shape[axes[-1] + 1 :]), axes[0], 0)
 
 
 def add_up_rows(x: Array, out: Array | None = None) -> Array:

@@ -308,6 +308,10 @@ def _compare(operation: str, x: Array, op: str | Monoid, algorithm: str, world: 
 
 
 def _validated(operation: str, x: Array, op: str | Monoid, algorithm: str, world: World) -> tuple[Algorithm, Reduction]:
+    if not hasattr(x.dtype, "kind"):
+        got = f"a {type(x).__name__} of {x.dtype}"
+        remedy = "of a tensor of PyTorch in host memory give x.numpy()"
+        raise UnsupportedError(operation, where="x", expected="an array of NumPy or CuPy", got=got, remedy=remedy)
     known = "iufbc" if op is _MOVED else "iuf"  # what is only moved may be complex or bool, too
     dtype = np.dtype(x.dtype.str) if x.dtype.kind in known else x.dtype
     if not (dtype.kind in known or is_float(dtype)) or not dtype.isnative:

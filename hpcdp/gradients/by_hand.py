@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from .. import holders
-from ..arrays import Array, from_host, to_host
+from ..arrays import Array, from_host, is_host, to_host
 from ..comm import Communicator
 from ..comm.agreement import on_every_rank
 from ..errors import ConfigError
 from .bucket import Parameter
 
+being_changed: set[int] = set()
+"""The ids of parameters that are copies now, within `changing`."""
 Places = Sequence[tuple[Parameter, Array]]
 """Parameters, and where their values, or their gradients, lie."""
 
@@ -75,23 +78,30 @@ def changing(
         meet: waits for those that share the places.
 
     Raises:
-        ConfigError: a parameter has another shape or dtype now, and then all places are as before; or somebody has
-            changed a place by an array that is older than the copies. On every rank.
+        ConfigError: a parameter has another shape or dtype now, or an array from before, and then all places are as
+            before; or somebody has changed a place by an array that is older than the copies. On every rank.
     """
     meet()
     marks = _marks(places)
     for param, place in places:
         param.data = place.copy()
     meet()
+    being_changed.update(id(param) for param, _ in places)
+    found: list[Array] = []
+    older: list[str] = []
     try:
         with holders.refusing([place for _, place in places], _OF_ONE_BEFORE):
-            yield
+            try:
+                yield
+            finally:
+                found += [param.data for param, _ in places]
+                older += [param.name for param, place in places if _is_older(param.data, place)]
     finally:
-        found = [param.data for param, _ in places]
+        being_changed.difference_update(id(param) for param, _ in places)
         for param, place in places:
             param.data = place
         stale = _marks(places) != marks  # now: when all have come, some write there
-        _on_every_rank(comm, lambda: _check_alike(places, found))
+        _on_every_rank(comm, lambda: _check_alike(places, found, older))
         agreed = [np.array(to_host(each)) if comm is None else of_rank_0(each, comm) for each in found]
         if writes:
             for (_, place), values in zip(places, agreed, strict=True):
@@ -108,16 +118,26 @@ def _on_every_rank(comm: Communicator | None, check: Callable[[], None]) -> None
 
 
 def _marks(places: Places) -> list[int]:
-    """Sums of the bits of each."""
+    """By which a change of each is seen; on a GPU the sum of its bits."""
     found = []
     for _, place in places:
         words = place.reshape(-1).view(np.dtype(f"u{place.dtype.itemsize}"))
-        found.append(int(words.sum(dtype=np.uint64)))
+        found.append(zlib.crc32(words.data) if is_host(place) else int(words.sum(dtype=np.uint64)))
     return found
 
 
-def _check_alike(places: Places, found: Sequence[Array]) -> None:
+def _is_older(values: Array, place: Array) -> bool:
+    return values is place or holders.change_of(values) is not None
+
+
+def _check_alike(places: Places, found: Sequence[Array], older: Sequence[str]) -> None:
     for (param, place), values in zip(places, found, strict=True):
+        if param.name in older:
+            raise ConfigError(
+                "changing_parameters", where=param.name, expected="an array of its own",
+                got="one from before the block, in whose place values are written at its end",
+                remedy="put a copy aside: param.data.copy()",
+            )  # fmt: skip
         if not hasattr(values, "dtype"):
             got = type(values).__name__
         elif values.shape != place.shape or values.dtype != place.dtype:

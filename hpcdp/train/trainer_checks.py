@@ -14,6 +14,7 @@ from ..comm import Communicator, World
 from ..comm.agreement import require_same
 from ..errors import ConfigError, StaleGradientError, type_named
 from ..gradients.bucket import Parameter
+from ..gradients.by_hand import being_changed
 from ..optim import Optimizer
 
 
@@ -31,6 +32,10 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
     for param in params:
         if not hasattr(param, "grad_req"):
             raise no_parameters(param)
+    if any(id(param) in being_changed for param in params):
+        raise ConfigError(
+            "Trainer", expected="the end of another one's changing_parameters()", got="a Trainer made within it"
+        )
     found = [param for param in params if param.grad_req != "null"]
     for param in params:
         if param.grad_req == "null" and holders.change_of(param.data) is not None:

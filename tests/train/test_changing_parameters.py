@@ -280,9 +280,15 @@ def test_what_is_older_than_the_block_is_not_changed_within_it(how, n):
         ):
             row *= 0.5
         message = "changing_parameters: expected changes of what param.data is within it"
-        with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
-            array *= 0.5
-        np.testing.assert_array_equal(net[0].weight.data, before)
+        for change in (lambda: array.__imul__(0.5), lambda: array.sort(axis=0)):
+            with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+                change()
+            np.testing.assert_array_equal(net[0].weight.data, before)
+        for older in (array, array[::-1]):
+            message = r"changing_parameters \[0.weight\]: expected an array of its own, got one from before the block"
+            with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+                net[0].weight.data = older
+            np.testing.assert_array_equal(net[0].weight.data, before)
         steps(net, trainer, world.rank, n, 0, 1)
 
     threads.run(n, rank)
@@ -348,6 +354,20 @@ def test_what_is_no_array_is_refused_on_all_ranks(values):
             if world.rank == 1:
                 net[1].bias.data = values
         steps(net, trainer, world.rank, 2, 0, 1)
+
+    threads.run(2, rank)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_no_trainer_is_made_within(how):
+    def rank(world):
+        net = network()
+        trainer = Trainer(net.parameters(), optim.SGD(lr=0.1), world, owner="shard")
+        message = "Trainer: expected the end of another one's changing_parameters"
+        with pytest.raises(ConfigError, match=message), trainer.changing_parameters():
+            Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
+        steps(net, trainer, world.rank, 2, 0, 1)
+        Trainer(net.parameters(), optim.SGD(lr=0.1), world, **how)
 
     threads.run(2, rank)
 
