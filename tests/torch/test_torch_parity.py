@@ -41,6 +41,7 @@ def world():
     yield found
     found.barrier()
     torch.distributed.destroy_process_group()
+    found.barrier()  # a rank that finds its file gone looks for it for ever
     if folder is not None:
         folder.cleanup()
 
