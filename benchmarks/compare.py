@@ -25,7 +25,7 @@ from ..launch.arguments import at_least
 from . import program
 from .collective import ours
 from .files import as_json, check_writable, write, write_json
-from .floor import STAGED, Floor, limits_of
+from .floor import STAGED, Floor, limits_of, print_line_of
 from .gradients import GradientAllreduce
 from .machine import describe, pin_to_own_core
 from .measure import Candidate, FreshData, Schedule, alternate, gather, median_ratio, sweep_parser, turn_medians, wrong
@@ -89,6 +89,7 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
         line = f"{first:<8}{name:<28}{us:>12.2f}{share:>9}{ratio:>8}  {faulty or what}"
         print(line.rstrip(), flush=True)
         first = ""
+    print_line_of(row)
 
 
 def alternate_jobs(args: argparse.Namespace) -> int:
@@ -143,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     floor = Floor(world, max(sizes))
     rows = []
     for nbytes in sizes:
-        rows.append(compare(world, floor, gloo, nbytes, iterations=args.iterations, warmup=args.warmup))
+        measure = partial(compare, world, floor, gloo, nbytes, iterations=args.iterations, warmup=args.warmup)
+        rows.append(floor.beside(measure))
         if world.rank == 0:
             print_row(rows[-1], heading=len(rows) == 1)
     limits = limits_of(floor)

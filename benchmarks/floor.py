@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from .sizes import format_size, size_range
 STAGED = 4
 """The pattern for arrays that are not in shared memory; the floor is the best of those before it."""
 
-_COPY_BYTES = 256 << 20
+_COPY_BYTES, _SHORT_ROUNDS = 256 << 20, 2000
 
 
 class Floor:
@@ -98,6 +99,22 @@ class Floor:
         elapsed = float(self._clock[2]) / rounds
         self.barrier()
         return elapsed
+
+    def beside(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The row that ``measure`` gives, with the ``line_round_trip_ns`` right before it and behind it, a list of two.
+
+        A host may give a virtual machine other cores meanwhile, which share a cache or not.
+        """
+        before = self.line_round_trip_ns(_SHORT_ROUNDS)
+        row = measure()
+        return row | {"line_round_trip_ns": [before, self.line_round_trip_ns(_SHORT_ROUNDS)]}
+
+
+def print_line_of(row: dict[str, Any]) -> None:
+    """How far the cores were from each other, where `Floor.beside` has measured it."""
+    if "line_round_trip_ns" in row:
+        before, after = row["line_round_trip_ns"]
+        print(f"# a cache line there and back: {before:.0f} ns before, {after:.0f} ns behind", flush=True)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from .. import comm, optim
 from ..train.bucket_trainer import BucketTrainer
 from . import program
 from .files import check_writable, write_json
-from .floor import Floor
+from .floor import Floor, print_line_of
 from .machine import describe, pin_to_own_core
 from .measure import (
     Candidate,
@@ -229,7 +230,8 @@ def main(argv: list[str] | None = None) -> int:
     floor = Floor(world, 4)
     rows = []
     for nbytes in sizes:
-        rows.append(compare_updates(world, floor, gloo, nbytes, args.iterations, args.warmup))
+        measure = partial(compare_updates, world, floor, gloo, nbytes, args.iterations, args.warmup)
+        rows.append(floor.beside(measure))
         if world.rank == 0:
             names = rows[0]["median_us"]
             if len(rows) == 1:
@@ -244,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
                 + (f"  WRONG: {faulty}" if faulty else ""),
                 flush=True,
             )
+            print_line_of(rows[-1])
     if gloo is not None:
         gloo.close()
     report = {"benchmark": "gradients", "machine": describe(world), "library": world.library, "skipped": reason}

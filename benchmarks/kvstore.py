@@ -31,7 +31,7 @@ from ..comm.communicator import bounds
 from . import program
 from .collective import ours
 from .files import check_writable, write_json
-from .floor import Floor, limits_of
+from .floor import Floor, limits_of, print_line_of
 from .machine import describe, pin_to_own_core
 from .measure import (
     Exchange,
@@ -189,6 +189,7 @@ def print_asynchronous(row: dict[str, Any], *, heading: bool) -> None:
         first = ""
     if row["wrong"]:
         print(f"# {row['wrong']} WRONG", flush=True)
+    print_line_of(row)
 
 
 def print_row(row: dict[str, Any], *, heading: bool) -> None:
@@ -204,6 +205,7 @@ def print_row(row: dict[str, Any], *, heading: bool) -> None:
         faulty = f"{row['wrong'][name]} WRONG" if row["wrong"][name] else ""
         print(f"{first:<8}{name:<28}{us:>11.2f}{shown:>13}{kept:>8}{mpi:>8}  {faulty}".rstrip(), flush=True)
         first = ""
+    print_line_of(row)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,17 +221,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"# dist_sync, sum of float32, ranks: {world.size}, nodes: {world.num_nodes}, {world.library}")
         print("# median us of the slowest rank; x: what that takes over pushpull's")
     rows = []
+    floor = Floor(world, max(sizes)) if world.num_nodes == 1 else None
     for nbytes in sizes:
-        rows.append(compare(world, store, nbytes, iterations=args.iterations, warmup=args.warmup))
+        measure = partial(compare, world, store, nbytes, iterations=args.iterations, warmup=args.warmup)
+        rows.append(measure() if floor is None else floor.beside(measure))
         if world.rank == 0:
             print_row(rows[-1], heading=len(rows) == 1)
     asynchronous = []
-    for nbytes in sizes if world.num_nodes == 1 else ():
-        found = compare_asynchronous(world, nbytes, iterations=args.iterations, warmup=args.warmup)
+    for nbytes in sizes if floor is not None else ():
+        measure = partial(compare_asynchronous, world, nbytes, iterations=args.iterations, warmup=args.warmup)
+        assert floor is not None
+        found = floor.beside(measure)
         asynchronous.append(found)
         if world.rank == 0:
             print_asynchronous(found, heading=len(asynchronous) == 1)
-    limits = limits_of(Floor(world, max(sizes))) if world.num_nodes == 1 else {}
+    limits = {} if floor is None else limits_of(floor)
     if world.rank == 0 and limits:
         facts = ", ".join(f"{name} {value:.2f}" for name, value in limits.items())
         print(textwrap.fill(facts, 80, initial_indent="# ", subsequent_indent="# "))

@@ -157,11 +157,22 @@ def _table(heading: list[str], rows: Iterable[list[str]]) -> str:
 def _medians(rounds: list[dict[str, Any]]) -> str:
     columns = {name: median_by_size(rounds, median(name)) for name in peer_names(rounds, ())}
     sizes = sorted({nbytes for column in columns.values() for nbytes in column})
+    lines = _lines(rounds)
     rows = [
         [format_size(size), *(f"{column[size]:.1f}" if size in column else "-" for column in columns.values())]
+        + ([lines.get(size, "-")] if lines else [])
         for size in sizes
     ]
-    return _table(["size", *columns], rows)
+    return _table(["size", *columns, *(["a line there and back, ns"] if lines else [])], rows)
+
+
+def _lines(rounds: list[dict[str, Any]]) -> dict[int, str]:
+    """For every size what a cache line took from core to core and back when it was measured, least to most."""
+    found: dict[int, list[float]] = {}
+    for report in rounds:
+        for row in report["rows"]:
+            found.setdefault(row["nbytes"], []).extend(row.get("line_round_trip_ns", ()))
+    return {nbytes: f"{min(each):.0f} to {max(each):.0f}" for nbytes, each in found.items() if each}
 
 
 def _cores(results: dict[str, Any]) -> int:
