@@ -18,6 +18,9 @@ from .errors import HpcdpError
 _held: dict[int, tuple[int, str]] = {}
 """By the address of the first byte of each: that behind the last one, and what a change would be."""
 
+_themselves: set[int] = set()
+"""The ids of those that `refusing` was given."""
+
 
 def hold_together(array: np.ndarray, ranks: int) -> None:
     """From now on, as long as somebody has it, ``array`` and what lies in its memory is what so many ranks hold."""
@@ -32,12 +35,14 @@ def hold_together(array: np.ndarray, ranks: int) -> None:
 @contextlib.contextmanager
 def refusing(arrays: Iterable[Any], change: str) -> Iterator[None]:
     """Within it a change of those in host memory is refused as ``change`` says."""
-    bounds = [byte_bounds(each) for each in arrays if isinstance(each, np.ndarray) and each.size]
-    added = {first: (last, change) for first, last in bounds if first not in _held}
+    on_host = [each for each in arrays if isinstance(each, np.ndarray) and each.size]
+    added = {first: (last, change) for first, last in map(byte_bounds, on_host) if first not in _held}
     _held.update(added)
+    _themselves.update(map(id, on_host))
     try:
         yield
     finally:
+        _themselves.difference_update(map(id, on_host))
         for first in added:
             _held.pop(first, None)
 
@@ -45,6 +50,8 @@ def refusing(arrays: Iterable[Any], change: str) -> Iterator[None]:
 def change_of(array: Any) -> str | None:
     """What a change of ``array`` in place would be, where it is not to be changed."""
     if not _held or not isinstance(array, np.ndarray) or not array.size:
+        return None
+    if array.base is None and id(array) not in _themselves:  # memory of its own; to ask where it lies takes 2 us
         return None
     first, last = byte_bounds(array)
     held = list(_held.items())  # ranks may be threads
