@@ -31,7 +31,7 @@ class Parameter(Tensor):
     ``name`` is its path in the network, e.g. "0.weight", set by the network's `Module.parameters`.
 
     Args:
-        data: the initial values, kept as they are.
+        data: the initial values, an array kept as it is; numbers become one.
         name: what to call it until then.
         grad_req: "write", "add" or "null".
     """
@@ -40,7 +40,7 @@ class Parameter(Tensor):
 
     def __init__(self, data: Any, name: str = "", grad_req: str = "write") -> None:
         self._data_hook: Callable[[Parameter], None] | None = None
-        super().__init__(data)
+        super().__init__(np.array(data) if isinstance(data, np.generic) else data)  # a number of NumPy's cannot change
         self.name = name
         self.cut: Cut | None = None
         """Which part of a whole parameter this is, where ranks compute a layer together: see `hpcdp.parallel`."""

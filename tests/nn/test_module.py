@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import standin
 
-from hpcdp import autograd, nn
+from hpcdp import autograd, nn, optim
 from hpcdp.arrays import array_namespace
 from hpcdp.autograd import Tensor
 from hpcdp.errors import ConfigError, UnsupportedError
+from hpcdp.train.trainer import Trainer
 
 
 class Block(nn.Module):
@@ -174,6 +175,21 @@ def test_a_module_without_forward_says_so():
 
     with pytest.raises(ConfigError, match=r"Nothing: expected a method forward\(self, x\)"):
         Nothing()(np.ones(1))
+
+
+@pytest.mark.parametrize("value", [2.0, np.float32(2.0), np.float64(2.0), np.full((), 2.0, "f4")])
+def test_a_parameter_of_one_number(value):
+    """As a learnt temperature."""
+    net = nn.Module()
+    net.scale = nn.Parameter(value)
+    trainer = Trainer(net.parameters(), optim.SGD(lr=0.5))
+    with trainer.changing_parameters():
+        net.scale *= 3
+    with autograd.record():
+        loss = net.scale * np.ones(4, net.scale.dtype)
+    loss.backward()
+    trainer.step(4)
+    assert net.scale.shape == () and float(net.scale) == 5.5 and isinstance(net.scale.data, np.ndarray)
 
 
 def test_a_parameter_stays_one():
