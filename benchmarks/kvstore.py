@@ -228,14 +228,14 @@ def main(argv: list[str] | None = None) -> int:
         if world.rank == 0:
             print_row(rows[-1], heading=len(rows) == 1)
     asynchronous = []
-    for nbytes in sizes if floor is not None else ():
-        measure = partial(compare_asynchronous, world, nbytes, iterations=args.iterations, warmup=args.warmup)
-        assert floor is not None
-        found = floor.beside(measure)
-        asynchronous.append(found)
-        if world.rank == 0:
-            print_asynchronous(found, heading=len(asynchronous) == 1)
-    limits = {} if floor is None else limits_of(floor)
+    limits = {}
+    if floor is not None:
+        for nbytes in sizes:
+            measure = partial(compare_asynchronous, world, nbytes, iterations=args.iterations, warmup=args.warmup)
+            asynchronous.append(floor.beside(measure))
+            if world.rank == 0:
+                print_asynchronous(asynchronous[-1], heading=len(asynchronous) == 1)
+        limits = limits_of(floor)
     if world.rank == 0 and limits:
         facts = ", ".join(f"{name} {value:.2f}" for name, value in limits.items())
         print(textwrap.fill(facts, 80, initial_indent="# ", subsequent_indent="# "))

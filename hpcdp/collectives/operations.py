@@ -360,6 +360,7 @@ def _check_writeable(operation: str, where: str, x: Array) -> None:
     if not _is_writeable(x):
         got = "a number" if isinstance(x, np.generic) else "a read-only one"
         raise UnsupportedError(operation, where=where, expected="a writeable array", got=got)
+    refuse_change(x, where, operation)
 
 
 def _receiver(operation: str, x: Array, out: Array) -> Array:
@@ -380,8 +381,8 @@ def _source(x: Array) -> np.ndarray:
 
 def _staged(operation: str, target: Array, where: str = "x") -> np.ndarray:
     """``target`` itself where it is a contiguous, aligned and writeable host array, else a copy in one."""
-    refuse_change(target, where, operation)
     if type(target) is np.ndarray and target.flags.carray:
+        refuse_change(target, where, operation)
         return target
     _check_array(operation, where, target)
     _check_writeable(operation, where, target)

@@ -52,8 +52,9 @@ def moved_anywhere(comm: Communicator | None, names: Sequence[str], operation: s
     rank = next((rank for rank, found in enumerate(by_rank) if found), None)
     if rank is None:
         return None
-    where = f"{by_rank[rank][0]}, rank {rank}" if comm is not None else by_rank[rank][0]
-    if by_rank[rank][0].endswith(".grad"):
+    name = by_rank[rank][0]
+    where = name if comm is None else f"{name}, rank {rank}"
+    if name.endswith(".grad"):
         return ConfigError(
             operation, where=where, expected="the array in which the Trainer sums it", got="another one, or none",
             remedy="leave it where it is: backward overwrites it, grad[...] = 0 makes it zero",

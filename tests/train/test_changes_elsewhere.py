@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from changed_networks import network, steps
 
-from hpcdp import allreduce, broadcast, optim
+from hpcdp import allreduce, broadcast, optim, reduce_scatter
 from hpcdp.autograd import Tensor
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError
@@ -178,6 +178,10 @@ def test_by_whatever_name_it_is_what_ranks_hold_together(view):
                 HpcdpError, match=rf"{call.__name__} \[x\]: expected an array of its own, .* 2 ranks hold"
             ):
                 call(part, world=world)
+        whole = net[0].weight.data.reshape(-1)
+        for call, values, out in ((allreduce, part + 1, part), (reduce_scatter, np.ones(2 * whole.size, "f4"), whole)):
+            with pytest.raises(HpcdpError, match=rf"{call.__name__} \[out\]: expected an array of its own"):
+                call(values, world=world, out=out)
         with pytest.raises(HpcdpError, match=r"load_state_dict \[0.weight\]: expected an array of its own"):
             net.load_state_dict({name: each * 2 for name, each in net.state_dict().items()})
         np.testing.assert_array_equal(net[0].weight.data, before)
