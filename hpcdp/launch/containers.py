@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import LaunchError, listed, to_stderr
-from .batch import ERRORS, OUTPUT, STATUS, replace
+from .batch import ERRORS, OUTPUT, STATUS, replace, unblock
 from .mpi_library import find_library
 from .orphans import adopt, end_orphans
 
@@ -35,6 +35,7 @@ _POLL_S = 0.1
 _GATHER_S = 600.0
 _BEAT_S, _LOST_S = 2.0, 120.0
 _OVER, _HOST = "over", "host"
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,8 +53,7 @@ def agent_script(folder: Path) -> str:
 def main(argv: Sequence[str]) -> int:
     """Every container calls, and ends with what it has started. Returns its status: 0 once the job is over."""
     folder, count, *command = argv
-    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(sign, lambda number, _: sys.exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # taken by `_pause`: none comes while orphans are ended
     adopt()
     try:
         number = _take_number(Path(folder), int(count))
@@ -100,7 +100,7 @@ def _lead(folder: Path, count: int, command: Sequence[str]) -> None:
         while job.poll() is None:
             beat.give()
             commands.attend()
-            time.sleep(_POLL_S)
+            _pause()
     finally:
         (folder / _OVER).touch()
 
@@ -112,7 +112,7 @@ def _follow(folder: Path, number: int) -> None:
         if beat.is_lost():
             raise LaunchError("run ranks", where=container_name(number), got=f"no sign of {container_name(1)}")
         commands.attend()
-        time.sleep(_POLL_S)
+        _pause()
 
 
 def _wait_for_all(folder: Path, count: int, beat: _Beat) -> str | None:
@@ -121,7 +121,7 @@ def _wait_for_all(folder: Path, count: int, beat: _Beat) -> str | None:
     places = {folder / container_name(number) / _HOST for number in range(1, count + 1)}
     while (missing := {place for place in places if not place.exists()}) and time.monotonic() < deadline:
         beat.give()
-        time.sleep(_POLL_S)
+        _pause()
     if not missing:
         return None
     return f"{len(missing)} of {count} containers have not started in {_GATHER_S:g} s: ask for less"
@@ -182,14 +182,26 @@ class _Commands:
                 replace(ended, str(process.returncode if process.returncode >= 0 else 128 - process.returncode))
 
 
+def _pause() -> None:
+    """Until the next look; a signal to end ends this container."""
+    received = signal.sigtimedwait(_ENDING, _POLL_S)
+    if received is not None:
+        sys.exit(128 + received.si_signo)
+
+
 def _start(argv: Sequence[str], output: BinaryIO, errors: BinaryIO) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        unblock()
+
     return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,
-        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+        preexec_fn=before_exec,
     )
 
 

@@ -1,6 +1,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def test_what_a_container_has_started_ends_with_it(folder: Path) -> None:
         each.send_signal(signal.SIGTERM)
     assert [each.wait(20) for each in running] == [143, 143]
     wait_for(lambda: not processes(mark.replace(" ", "\0")))
+
+
+def test_a_second_signal_does_not_keep_a_container_from_ending_what_it_has_started(folder: Path) -> None:
+    running = start(folder, 1)
+    wait_for(lambda: (folder / "job" / "container-1").exists())
+    mark = f"sleep 61.{running.pid}"
+    stubborn = f"setsid /bin/sh -c 'trap \"\" TERM; {mark}; :' </dev/null >/dev/null 2>&1 &"
+    assert agent(folder, "container-1", stubborn).returncode == 0
+    wait_for(lambda: processes(mark.replace(" ", "\0")))
+    running.send_signal(signal.SIGTERM)
+    time.sleep(0.25)  # orphans are killed half a second after they have been asked
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(20) == 143
+    assert not processes(mark.replace(" ", "\0"))
 
 
 def test_the_others_end_with_the_first_one(folder: Path) -> None:
