@@ -4,10 +4,9 @@ The ranks meet. A rank that has pushed in another way, a whole row at once, take
 then, before anything is written. Then a rank stages what others own, piece by piece of everybody's part. While others
 sum a piece it stages the next one, so a value of ``p`` pieces takes ``p + 2`` waits. Sums run in order of the ranks.
 
-What is exchanged is the value itself: an owner's neighbour stages where the sum will be, there the owner writes it,
-others fetch it, and it stays. Whoever has come to the meeting reads the value of before no more. So of two ranks
-neither writes more than an allreduce does. What the others of more ranks stage is in two halves of a buffer that stays
-in the cache, in turn.
+An owner writes a sum to its part of the value, and back where it has read, from where the others fetch it. So what goes
+from core to core stays in a staging buffer, and in the caches, as in an allreduce; of the value a rank writes what it
+owns, which no other core has. Whoever has come to the meeting reads the value of before no more.
 """
 
 from __future__ import annotations
@@ -31,6 +30,10 @@ one is that of the next round less one. Zero between calls: the phase; and the p
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are called for."""
+
+SLOTS = 3
+"""Pieces for which the staging buffer has room. While a rank stages one, others may not yet have summed the one before,
+nor it have fetched the sums of the one before that."""
 
 _ROUND_OF = 2
 _BLOCK = 2048
@@ -57,22 +60,18 @@ def _span(ends, rank, piece, width):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _staged(total, staging, rank, owner, piece, first, last):  # type: ignore[no-untyped-def]
-    # Where a rank stages what an owner is to sum: the owner's next neighbour just where the sum will be.
-    n = staging.shape[1]
-    if rank == (owner + 1) % n:
-        return total[first:last]
-    at = owner * (staging.shape[2] // n)
-    return staging[piece & 1, rank, at : at + last - first]
+def _staged(staging, rank, owner, piece, first, last):  # type: ignore[no-untyped-def]
+    at = owner * (staging.shape[2] // staging.shape[1])
+    return staging[piece % SLOTS, rank, at : at + last - first]
 
 
 @njit(inline="always")
-def _stage(x, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+def _stage(x, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     n = staging.shape[1]
     for owner in range(n):
         if owner != me:
             first, last = _span(ends, owner, piece, staging.shape[2] // n)
-            _copy(_staged(total, staging, me, owner, piece, first, last), x[first:last])
+            _copy(_staged(staging, me, owner, piece, first, last), x[first:last])
 
 
 @njit(inline="always")
@@ -82,21 +81,23 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
     n = staging.shape[1]
     begin, end = _span(ends, me, piece, staging.shape[2] // n)
     if n == 2:
-        mine, both = x[begin:end], total[begin:end]
+        mine, kept, theirs = x[begin:end], total[begin:end], _staged(staging, 1 - me, me, piece, begin, end)
         if in_place:
-            for i in range(both.size):
-                of_both = mine[i] + both[i]
+            for i in range(kept.size):
+                of_both = mine[i] + theirs[i]
                 mine[i] = of_both
-                both[i] = of_both
+                theirs[i] = of_both
+                kept[i] = of_both
         elif out.size:
             result = out[begin:end]
-            for i in range(both.size):
-                of_both = mine[i] + both[i]
+            for i in range(kept.size):
+                of_both = mine[i] + theirs[i]
                 result[i] = of_both
-                both[i] = of_both
+                theirs[i] = of_both
+                kept[i] = of_both
         else:
-            for i in range(both.size):
-                both[i] = mine[i] + both[i]
+            for i in range(kept.size):
+                kept[i] = mine[i] + theirs[i]
         return
     partial = np.empty(_BLOCK, x.dtype)
     for first in range(begin, end, _BLOCK):
@@ -106,7 +107,7 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
             if rank == me:
                 row = x[first:last]
             else:
-                row = _staged(total, staging, rank, me, piece, begin, end)[first - begin : last - begin]
+                row = _staged(staging, rank, me, piece, begin, end)[first - begin : last - begin]
             if rank == 0:
                 _copy(block, row)
             else:
@@ -115,15 +116,18 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
         _copy(total[first:last], block)
         if out.size:
             _copy(out[first:last], block)
+            for rank in range(n):
+                if rank != me:
+                    _copy(_staged(staging, rank, me, piece, begin, end)[first - begin : last - begin], block)
 
 
 @njit(inline="always")
-def _fetch(out, total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+def _fetch(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
     n = staging.shape[1]
     for owner in range(n):
         if owner != me:
             first, last = _span(ends, owner, piece, staging.shape[2] // n)
-            _copy(out[first:last], total[first:last])
+            _copy(out[first:last], _staged(staging, me, owner, piece, first, last))
 
 
 @njit(inline="always")
@@ -142,7 +146,7 @@ def _staged_number(state, piece):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
+def _met(x, staging, ends, counters, state):  # type: ignore[no-untyped-def]
     n, me = staging.shape[1], state[ME]
     if state[PHASE] == _ARRIVING:
         counters[me * STRIDE + _ROUND_OF] = np.int32(state[ROUND])
@@ -154,7 +158,7 @@ def _met(x, total, staging, ends, counters, state):  # type: ignore[no-untyped-d
         if counters[rank * STRIDE + _ROUND_OF] != np.int32(state[ROUND]):
             state[PHASE] = _ARRIVING
             return MIXED
-    _stage(x, total, staging, ends, me, 0)
+    _stage(x, staging, ends, me, 0)
     post(counters, me, np.int32(_staged_number(state, 0)))
     state[PIECE] = 0
     state[PHASE] = _WAITING
@@ -168,7 +172,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
     Args:
         x, out: shape ``(count,)``, contiguous, apart, or, ``in_place``, the same array.
         total: shape ``(count,)`` or longer, shared; what it has been nobody reads who has come to the meeting.
-        staging: shape ``(2, n, chunk)``, shared.
+        staging: shape ``(SLOTS, n, chunk)``, shared.
         ends: shape ``(n + 1,)``, int64: where the ranks' parts begin and end.
         counters: how far the ranks are with this value, shared (see `sync`).
         state: shape ``(STATE_LENGTH,)``, this rank's.
@@ -179,7 +183,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
     n, me, pieces = staging.shape[1], state[ME], state[PIECES]
     last = _first(state) + state[PHASES] - 1
     if state[PHASE] != _WAITING:
-        met = _met(x, total, staging, ends, counters, state)
+        met = _met(x, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
@@ -190,13 +194,13 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
         if piece < pieces:
             _sum(x, out, in_place, total, staging, ends, me, piece)
             if piece + 1 < pieces:
-                _stage(x, total, staging, ends, me, piece + 1)
+                _stage(x, staging, ends, me, piece + 1)
                 post(counters, me, np.int32(_staged_number(state, piece + 1)))
             else:
                 post(counters, me, np.int32(last))
             state[PIECE] = piece + 1
         if piece > 0:  # after the post: nobody waits for it
-            _fetch(out, total, staging, ends, me, piece - 1)
+            _fetch(out, staging, ends, me, piece - 1)
         if piece == pieces:
             state[PHASE] = _ARRIVING
             return DONE
@@ -212,7 +216,7 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
     """
     n, me, pieces = staging.shape[1], state[ME], state[PIECES]
     if state[PHASE] != _WAITING:
-        met = _met(x, total, staging, ends, counters, state)
+        met = _met(x, staging, ends, counters, state)
         if met != DONE:
             return met
     while True:
@@ -223,6 +227,6 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
         if piece + 1 == pieces:
             state[PHASE] = _ARRIVING
             return SUMMED
-        _stage(x, total, staging, ends, me, piece + 1)
+        _stage(x, staging, ends, me, piece + 1)
         post(counters, me, np.int32(_staged_number(state, piece + 1)))
         state[PIECE] = piece + 1

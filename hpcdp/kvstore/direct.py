@@ -1,14 +1,15 @@
 """A push and its pull in one, in the thread that calls: no lane, no whole row, and as few copies as can be.
 
-What must move is what an allreduce of as many bytes moves. A rank copies what others own of its array to the node's
-memory (n - 1 of n parts), reads what others have pushed of its own part (n - 1 parts), writes the sum there and to its
-output, and reads the sums of the others' parts (n - 1 of n). It waits once for each piece of a part, and twice more:
-until all have come, who then read the last value no more, and until all sums are there. They stay where they are, and
-are the value.
+What must move from core to core is what an allreduce of as many bytes moves, and it moves in the same way, by a staging
+buffer. A rank copies what others own of its array there (n - 1 of n parts), reads what others have pushed of its own
+part (n - 1 parts), writes the sum back there, to its output and to its part of the value, and fetches the sums of the
+others' parts (n - 1 of n). It waits once for each piece of a part, and twice more: until all have come, who then read
+the last value no more, and until all sums are there.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from ..comm.shared import NodeMemory
 from .arguments import merged
 from .rows import Rows
 
-CHUNK_NBYTES = 64 * 1024
-"""So much of a rank's array is exchanged at once: it stays in a core's second-level cache."""
+CHUNK_NBYTES = 256 * 1024
+"""So much of a rank's array is exchanged at once: as in an allreduce (see `hpcdp.collectives.shared`)."""
 
 
 def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -38,12 +39,13 @@ def in_one_piece(arrays: list[Array], target: Any) -> tuple[np.ndarray, np.ndarr
 class Direct:
     """The exchanges of one store. Every rank of the node must make it together.
 
-    All keys share one buffer: an exchange in which all ranks take part is under way in one thread of each.
+    All keys share one buffer. So one of a rank's threads exchanges at a time; another one meanwhile pushes in the other
+    way, which the other ranks see as they meet.
     """
 
     def __init__(self, memory: NodeMemory) -> None:
-        self._memory, self._merge = memory, kernels.load("merge")
-        buffer = memory.alloc((2, memory.size, CHUNK_NBYTES), np.uint8)
+        self._memory, self._merge, self._busy = memory, kernels.load("merge"), threading.Lock()
+        buffer = memory.alloc((self._merge.SLOTS, memory.size, CHUNK_NBYTES), np.uint8)
         self._staging = {dtype: buffer.view(dtype) for dtype in self._merge.DTYPES}
 
     def width(self, dtype: np.dtype) -> int:
@@ -53,15 +55,16 @@ class Direct:
     def exchange_of(self, rows: Rows) -> Exchange | None:
         """That of one key; None where ranks share nothing, or there are no kernels for its dtype."""
         staging = self._staging.get(rows.flat.dtype)
-        return None if staging is None or self._memory.size == 1 else Exchange(rows, staging, self._memory)
+        return None if staging is None or self._memory.size == 1 else Exchange(rows, staging, self._memory, self._busy)
 
 
 class Exchange:
     """How ranks push and pull one key in one, piece by piece."""
 
-    def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory) -> None:
+    def __init__(self, rows: Rows, staging: np.ndarray, memory: NodeMemory, busy: threading.Lock) -> None:
         merge = kernels.load("merge")
         self._rows, self._memory = rows, memory
+        self._acquire, self._release = busy.acquire, busy.release
         self._shape, self._dtype = rows.stored.shape, rows.stored.dtype
         self._replace, self._gather = merge.replace, merge.gather
         self._not_yet, self._mixed, self._round = merge.NOT_YET, merge.MIXED, merge.ROUND
@@ -79,13 +82,18 @@ class Exchange:
         return out.flags.carray and not np.may_share_memory(out, x)
 
     def replace(self, x: np.ndarray, out: np.ndarray) -> bool:
-        """The sum of all ranks' ``x`` becomes the value and ``out``; false if some rank has pushed in another way."""
-        rows, in_place = self._rows, out is x
-        self._state[self._round] = rows.rounds
-        if x.ndim != 1:
-            x, out = x.reshape(-1), out.reshape(-1)
-        while (met := self._replace(x, out, in_place, rows.flat, *self._fixed)) == self._not_yet:
-            self._memory.check()
+        """The sum of all ranks' ``x`` becomes the value and ``out``; false if some rank pushes in another way."""
+        if not self._acquire(False):
+            return False
+        try:
+            rows, in_place = self._rows, out is x
+            self._state[self._round] = rows.rounds
+            if x.ndim != 1:
+                x, out = x.reshape(-1), out.reshape(-1)
+            while (met := self._replace(x, out, in_place, rows.flat, *self._fixed)) == self._not_yet:
+                self._memory.check()
+        finally:
+            self._release()
         return bool(met != self._mixed)
 
     def gather(self, x: np.ndarray) -> np.ndarray | None:
@@ -93,10 +101,15 @@ class Exchange:
 
         It is shared, and this rank may write its part until it posts that the value is new.
         """
-        rows = self._rows
-        total = rows.bucket.rows[0]  # not the value, which is to be updated; in this round no rank fills a row
-        self._state[self._round] = rows.rounds
-        x = x.reshape(-1)
-        while (met := self._gather(x, total, *self._fixed)) == self._not_yet:
-            self._memory.check()
+        if not self._acquire(False):
+            return None
+        try:
+            rows = self._rows
+            total = rows.bucket.rows[0]  # not the value, which is to be updated; in this round no rank fills a row
+            self._state[self._round] = rows.rounds
+            x = x.reshape(-1)
+            while (met := self._gather(x, total, *self._fixed)) == self._not_yet:
+                self._memory.check()
+        finally:
+            self._release()
         return None if met == self._mixed else total

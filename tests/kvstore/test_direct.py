@@ -286,3 +286,32 @@ def test_on_real_ranks_in_place_and_to_another_array():
                 store.pushpull(size, value, out)
             np.testing.assert_allclose(out, summed(world.size, turn, size, "f8"), rtol=1e-10, atol=1e-9)
     store.barrier()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_two_threads_of_a_rank_may_push_different_keys_at_once(ranks):
+    size, turns = 2003, 40
+
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init(["a", "b"], [np.zeros(size, "f4")] * 2)
+        wrong = []
+
+        def push(key):
+            for turn in range(turns):
+                value = pushed(world.rank, turn, size, "f4") * (1 if key == "a" else -2)
+                wanted = summed(ranks, turn, size, "f4") * (1 if key == "a" else -2)
+                store.pushpull(key, value)
+                if value.tobytes() != wanted.astype("f4").tobytes():
+                    wrong.append((key, turn))
+
+        order = ["a", "b"] if world.rank % 2 else ["b", "a"]
+        both = [threading.Thread(target=push, args=(key,)) for key in order]
+        for each in both:
+            each.start()
+        for each in both:
+            each.join(60)
+            assert not each.is_alive()
+        return wrong
+
+    assert threads.run(ranks, one) == [[]] * ranks
