@@ -9,7 +9,7 @@ How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that
   nccl-tests (`options`, `style`, `plot`).
 - `compare` alternates allreduce with the floor and other libraries.
 - `cluster` makes hosts with slow links out of namespaces; `fabric` measures allreduce across them.
-- `gradients` does so for gradients through a Trainer: reduce and update by owners.
+- `gradients` does so for gradients through a Trainer: reduce and update.
 - `compression` times training steps over slow links with every codec, `convergence` is what codecs do to accuracy.
 - `reproducible` is what the same bits on any number of ranks cost.
 - `hybrid` times calls of networks with and without a plan, bare, and in PyTorch.

@@ -12,7 +12,7 @@ from .sizes import format_size
 
 _KB, _MB = 1 << 10, 1 << 20
 _OURS = ("hpcdp buckets", "hpcdp any array")
-_OWNERS = "owners of shards"
+_TRAINER = "Trainer"
 
 
 @dataclass
@@ -158,9 +158,9 @@ def _microseconds_behind_mpi(row: dict[str, Any]) -> float | None:
 
 def _updates(results: dict[str, Any]) -> list[Verdict]:
     rounds = update_rounds(results)
-    ratios = best_peer_ratio(rounds, _OWNERS, peer_names(rounds, (_OWNERS, "every rank")))
+    ratios = best_peer_ratio(rounds, _TRAINER, peer_names(rounds, (_TRAINER, "owners of shards", "every rank")))
     by_size = {nbytes: each[0] for nbytes, each in _between(ratios, _MB).items()}
-    return [_worst("S1", "reduce and update by owners: best peer's allreduce and update, from 1 MB", 3, by_size)]
+    return [_worst("S1", "reduce and update: best peer's allreduce and update, from 1 MB", 3, by_size)]
 
 
 def update_rounds(results: dict[str, Any]) -> list[dict[str, Any]]:

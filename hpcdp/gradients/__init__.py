@@ -15,7 +15,8 @@ From a model's gradients to its update:
 - `closing` exchanges the few numbers that end a step.
 - `lane` is where reductions progress while Python computes; `critical_path` is the least time that a step can take.
 - `norms` finds the norms of summed gradients: of a whole model, and of its layers.
-- `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part.
+- `owners` says who updates which parameters: every rank all of them, or the owner of a shard its part; `auto_owner`
+  chooses where nobody says.
 """
 
 from .buckets import Layout, Slot

@@ -17,6 +17,7 @@ from ..compression import Compression, Settings
 from ..devices import Device
 from ..errors import HpcdpError, NonFiniteGradientError, StaleGradientError
 from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
+from ..gradients.auto_owner import lies_once_per_node
 from ..gradients.bucket import Parameter
 from ..gradients.buckets import plan
 from ..gradients.by_hand import moved, moved_anywhere, of_rank_0, places_of
@@ -93,7 +94,7 @@ class BucketTrainer(Trainer):
         )
         if self.reducer.beside is not None:
             self.reducer.beside.waited = self.stats.waited
-        by_shards = owner == "shard" or (owner == "auto" and self._somebody_shares())
+        by_shards = owner == "shard" or (owner == "auto" and lies_once_per_node(self.reducer))
         self.owner: Owner = (ShardOwner if by_shards else EveryRank)(self.reducer, optimizer)
         self._places, self._grads = places_of(ours), [(param, param.grad) for param in ours]
         self._on_host = True
@@ -115,10 +116,6 @@ class BucketTrainer(Trainer):
         self.reducer.waiting = lambda: times.part(EXPOSED)
         self._on_host = False
         return times
-
-    def _somebody_shares(self) -> bool:
-        """Whether the ranks of some node hold the buckets together; every rank must call: nodes may differ."""
-        return any(self.world.comm.allgather_json(self.reducer.memory.size > 1))
 
     @property
     def is_scaling(self) -> bool:

@@ -57,8 +57,9 @@ class Trainer:
         policy: what to do about unused parameters and gradients that are not finite.
         owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
             optimizer's state for n ranks on the smallest node (`nbytes` tells). ``"auto"``: ``"shard"`` where the
-            node's ranks share memory, else, and on GPUs, ``"rank"``. The numbers are the same to the bit. This and all
-            that follows is not for stores.
+            node's ranks share memory, but ``"rank"`` on one node if all copies fit in its caches: up to 8 MiB of them,
+            up to 32 where its cores are far from each other, which is measured. On GPUs ``"rank"``. The numbers are the
+            same to the bit. This and all that follows is not for stores.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
             1 to 25.
         clip_norm: scale the global batch's mean gradient down to this norm where it is longer.

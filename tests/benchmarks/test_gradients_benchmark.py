@@ -15,7 +15,7 @@ def test_all_candidates_update_right(ranks: int) -> None:
         return gradients.compare_updates(world, Floor(world, 4), None, 300_000, 4, 1)
 
     row = threads.run(ranks, each)[0]
-    assert row["wrong"] == dict.fromkeys([gradients.OWNERS, "every rank", "MPI, fused SGD"], 0)
+    assert row["wrong"] == dict.fromkeys([gradients.OURS, "owners of shards", "every rank", "MPI, fused SGD"], 0)
     assert row["ratio"] > 0
 
 
