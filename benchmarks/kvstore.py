@@ -4,9 +4,10 @@
 (the sum is stored, and pulled) beside ``hpcdp.allreduce`` of the same array, the MPI library's own, and a copy of it by
 all ranks at once. In place both overwrite the array; to another array both leave it. A store keeps the sum besides:
 ``allreduce, sum kept`` is an allreduce in place after which every rank copies its part of the sum, which is what must
-be done at the least. ``push, then pull`` is what a program does that computes in between. Data are written just before
-each call, and sums are checked. Times are medians in microseconds of the slowest rank; a ratio is allreduce's time over
-pushpull's, the median of those within turns.
+be done at the least. ``push, then pull`` is what a program does that computes in between; ``pushpull, SGD`` is that of
+a store that updates its values by what is pushed. Data are written just before each call, and sums are checked. Times
+are medians in microseconds of the slowest rank; a ratio is allreduce's time over pushpull's, the median of those within
+turns.
 
 In a node ``dist_async`` follows: rounds over eight keys (fewer long ones), which all ranks push and pull in the same
 order, beside copies of as many bytes by all ranks at once. What the keys are in the end is the sum of all pushes.
@@ -49,8 +50,20 @@ from .sizes import format_size, size_range
 
 IN_PLACE, APART = "in place", "to another array"
 RING, KEPT = "allreduce, ring", "allreduce, sum kept"
-PUSH_THEN_PULL = "push, then pull"
+PUSH_THEN_PULL, UPDATED = "push, then pull", "pushpull, SGD"
 _KEYS, _MOST_NBYTES = 8, 16 << 20
+
+
+class Updating(Exchange):
+    """A push and pull of a store that subtracts what is pushed from a value of zeros."""
+
+    def __init__(self, data: FreshData, x: np.ndarray, call: Callable[[], object]) -> None:
+        self._total = np.zeros_like(data.reduced(0))
+        super().__init__(UPDATED, data, x, x, call, lambda value, _: count_wrong(value, -self._total, 0.0))
+
+    def refresh(self, iteration: int) -> None:
+        super().refresh(iteration)
+        self._total += self.data.reduced(iteration)
 
 
 def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iterations: int, warmup: int) -> dict[str, Any]:
@@ -64,6 +77,9 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
     data = FreshData(world.rank, world.size)
     x, out = np.empty(count, np.float32), np.empty(count, np.float32)
     store.init(count, np.zeros(count, np.float32))
+    updating = kvstore.create("dist_sync", world)
+    updating.init(count, np.zeros(count, np.float32))
+    updating.set_optimizer(optim.SGD(lr=1.0))
 
     first, last = bounds(count, world.size)[world.rank : world.rank + 2]
     kept = np.empty(last - first, np.float32)
@@ -86,6 +102,7 @@ def compare(world: comm.World, store: kvstore.KVStore, nbytes: int, *, iteration
         call(f"allreduce {APART}", out, lambda: collectives.allreduce(x, world=world, out=out)),
         call(KEPT, x, keep_sum),
         call(PUSH_THEN_PULL, out, push_then_pull),
+        Updating(data, x, lambda: updating.pushpull(count, x)),
         call("MPI in place", x, lambda: world.comm.native_allreduce(x, "sum")),
         Exchange("copy", data, x, out, partial(np.copyto, out, x), lambda result, _: int((result != x).sum())),
     ]

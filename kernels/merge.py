@@ -24,9 +24,9 @@ in another way, or this rank's part is summed and nobody told yet."""
 ME, SPINS, SLEEP_NS, PIECES, PHASES, ROUND, PIECE, PHASE = range(8)
 STATE_LENGTH = 8
 """What an exchange knows, int64. What never changes: this rank's number in the node, how often to look before sleeping,
-nanoseconds of sleep before giving up, pieces of a part, numbers that a round may post (two more than pieces). To be set
-before: the number of the round; its first post, at the meeting, is that times the numbers of a round, and one, the last
-one is that of the next round less one. Zero between calls: the phase; and the piece that comes next."""
+nanoseconds of sleep before giving up, pieces of a part, numbers that a round may post (one more than twice as many). To
+be set before: the number of the round; its first post, at the meeting, is that times the numbers of a round, and one,
+the last one is that of the next round less one. Zero between calls: the phase; and the piece that comes next."""
 
 DTYPES = (np.dtype("float32"), np.dtype("float64"), np.dtype("int64"))
 """What these are called for."""
@@ -97,7 +97,9 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
                 kept[i] = of_both
         else:
             for i in range(kept.size):
-                kept[i] = mine[i] + theirs[i]
+                of_both = mine[i] + theirs[i]
+                theirs[i] = of_both
+                kept[i] = of_both
         return
     partial = np.empty(_BLOCK, x.dtype)
     for first in range(begin, end, _BLOCK):
@@ -116,9 +118,9 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
         _copy(total[first:last], block)
         if out.size:
             _copy(out[first:last], block)
-            for rank in range(n):
-                if rank != me:
-                    _copy(_staged(staging, rank, me, piece, begin, end)[first - begin : last - begin], block)
+        for rank in range(n):
+            if rank != me:
+                _copy(_staged(staging, rank, me, piece, begin, end)[first - begin : last - begin], block)
 
 
 @njit(inline="always")
@@ -128,6 +130,19 @@ def _fetch(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
         if owner != me:
             first, last = _span(ends, owner, piece, staging.shape[2] // n)
             _copy(out[first:last], _staged(staging, me, owner, piece, first, last))
+
+
+@njit(inline="always")
+def _take(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+    # As `_fetch`. Lines that were only read here would take the owner long to write again, those that are written not.
+    n = staging.shape[1]
+    for owner in range(n):
+        if owner != me:
+            first, last = _span(ends, owner, piece, staging.shape[2] // n)
+            staged, fetched = _staged(staging, me, owner, piece, first, last), out[first:last]
+            for i in range(fetched.size):
+                fetched[i] = staged[i]
+                staged[i] = 0
 
 
 @njit(inline="always")
@@ -143,6 +158,21 @@ def _first(state):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def _staged_number(state, piece):  # type: ignore[no-untyped-def]
     return _first(state) + 1 + piece
+
+
+@njit(inline="always")
+def _spread_number(state, piece):  # type: ignore[no-untyped-def]
+    pieces = state[PIECES]
+    return _first(state) + (state[PHASES] - 1 if piece + 1 == pieces else 1 + pieces + piece)
+
+
+@njit(inline="always")
+def _put(total, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+    n = staging.shape[1]
+    first, last = _span(ends, me, piece, staging.shape[2] // n)
+    for rank in range(n):
+        if rank != me:
+            _copy(_staged(staging, rank, me, piece, first, last), total[first:last])
 
 
 @njit(inline="always")
@@ -211,8 +241,7 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
     """This rank's part of the sum of all ranks' ``x``, into its part of ``total``; arguments as `replace`.
 
     Returns:
-        `NOT_YET`, `SUMMED` or `MIXED`. When it is summed the number of the last post is still to be posted, which says
-        that the value is new.
+        `NOT_YET`, `SUMMED` or `MIXED`. When it is summed `spread` must follow, which says that the value is new.
     """
     n, me, pieces = staging.shape[1], state[ME], state[PIECES]
     if state[PHASE] != _WAITING:
@@ -230,3 +259,31 @@ def gather(x, total, staging, ends, counters, state):  # type: ignore[no-untyped
         _stage(x, staging, ends, me, piece + 1)
         post(counters, me, np.int32(_staged_number(state, piece + 1)))
         state[PIECE] = piece + 1
+
+
+@kernel()
+def spread(out, total, staging, ends, counters, state):  # type: ignore[no-untyped-def]
+    """After `gather`: what every rank has made of its part of ``total`` meanwhile, into all ranks' ``out``.
+
+    Returns:
+        `NOT_YET` or `DONE`.
+    """
+    n, me, pieces = staging.shape[1], state[ME], state[PIECES]
+    if state[PHASE] == _ARRIVING:
+        state[PIECE] = 0
+        _put(total, staging, ends, me, 0)
+        post(counters, me, np.int32(_spread_number(state, 0)))
+        state[PHASE] = _WAITING
+        _copy(out[ends[me] : ends[me + 1]], total[ends[me] : ends[me + 1]])
+    while True:
+        piece = state[PIECE]
+        if not _arrived(counters, n, _spread_number(state, piece), state):
+            return NOT_YET
+        if piece + 1 < pieces:
+            _put(total, staging, ends, me, piece + 1)
+            post(counters, me, np.int32(_spread_number(state, piece + 1)))
+        _take(out, staging, ends, me, piece)
+        state[PIECE] = piece + 1
+        if piece + 1 == pieces:
+            state[PHASE] = _ARRIVING
+            return DONE

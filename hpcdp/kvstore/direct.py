@@ -4,12 +4,14 @@ What must move from core to core is what an allreduce of as many bytes moves, an
 buffer. A rank copies what others own of its array there (n - 1 of n parts), reads what others have pushed of its own
 part (n - 1 parts), writes the sum back there, to its output and to its part of the value, and fetches the sums of the
 others' parts (n - 1 of n). It waits once for each piece of a part, and twice more: until all have come, who then read
-the last value no more, and until all sums are there.
+the last value no more, and until all sums are there. Where the sum updates the value, owners update their parts first,
+and stage the new values.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,7 +68,7 @@ class Exchange:
         self._rows, self._memory = rows, memory
         self._acquire, self._release = busy.acquire, busy.release
         self._shape, self._dtype = rows.stored.shape, rows.stored.dtype
-        self._replace, self._gather = merge.replace, merge.gather
+        self._replace, self._gather, self._spread = merge.replace, merge.gather, merge.spread
         self._not_yet, self._mixed, self._round = merge.NOT_YET, merge.MIXED, merge.ROUND
         self._state = merge.state_of(memory.rank, memory.patience, rows.pieces, rows.phases)
         self._fixed = staging, rows.ends, rows.counters, self._state
@@ -96,20 +98,27 @@ class Exchange:
             self._release()
         return bool(met != self._mixed)
 
-    def gather(self, x: np.ndarray) -> np.ndarray | None:
-        """The sum of all ranks' ``x``, as long as a row, right in this rank's part; None as `replace` returns false.
+    def update(self, x: np.ndarray, out: np.ndarray, update: Callable[[np.ndarray], None]) -> bool:
+        """``update`` makes this rank's part of the value new, and ``out`` becomes the value; false as `replace`.
 
-        It is shared, and this rank may write its part until it posts that the value is new.
+        Args:
+            update: is called with the sum of all ranks' ``x``, as long as a row, right in this rank's part, and shared;
+                it must not raise.
         """
         if not self._acquire(False):
-            return None
+            return False
         try:
             rows = self._rows
             total = rows.bucket.rows[0]  # not the value, which is to be updated; in this round no rank fills a row
             self._state[self._round] = rows.rounds
-            x = x.reshape(-1)
+            x, out = x.reshape(-1), out.reshape(-1)
             while (met := self._gather(x, total, *self._fixed)) == self._not_yet:
+                self._memory.check()
+            if met == self._mixed:
+                return False
+            update(total)
+            while self._spread(out, rows.flat, *self._fixed) == self._not_yet:
                 self._memory.check()
         finally:
             self._release()
-        return None if met == self._mixed else total
+        return True

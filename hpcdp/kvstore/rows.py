@@ -57,7 +57,7 @@ class Rows:
         if memory.rank == 0:
             self.stored[...] = value
         self.pieces = max(1, -(-int(np.diff(self.ends).max()) // width))
-        self.phases = max(_LEAST_PHASES, self.pieces + 2)
+        self.phases = max(_LEAST_PHASES, 2 * self.pieces + 1)
         """How many numbers of the milestones belong to a round; the last says that the value is new."""
         self.milestones = Milestones(memory)
         self.counters = self.milestones.counters()

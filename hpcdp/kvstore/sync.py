@@ -12,6 +12,7 @@ Rajbhandari et al., "ZeRO", 2020, for the owners.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +55,8 @@ class _Push:
     """Of the round."""
     coded: Coded | None
     """What encodes it, if it is."""
+    failure: Exception | None = None
+    """Why this rank could not update."""
 
 
 class SyncStore(WorldStore):
@@ -199,11 +202,10 @@ class SyncStore(WorldStore):
 
     def _push_and_pull(self, push: _Push, exchange: Exchange | None, x: np.ndarray, out: np.ndarray) -> None:
         """What is more than an exchange, or not alike on all ranks."""
-        entry, rows, updater = push.entry, push.rows, push.updater
-        rows.say_rate(updater.rate(entry.key))
-        if exchange is not None and updater.by_parts and (summed := exchange.gather(x)) is not None:
-            drive(self._update(push, summed))
-            out[...] = entry.stored
+        entry, updater = push.entry, push.updater
+        push.rows.say_rate(updater.rate(entry.key))
+        if exchange is not None and updater.by_parts and exchange.update(x, out, partial(self._update_part, push)):
+            self._require_updated(push)
             return
         in_place = self._memory.size == 1 and push.coded is None
         if in_place and out is not x:
@@ -238,25 +240,38 @@ class SyncStore(WorldStore):
 
     def _update(self, push: _Push, summed: np.ndarray) -> Steps:
         """Update by a sum of which this rank has its part: ``summed``, as long as a row, right there."""
-        entry, rows, updater, number = push.entry, push.rows, push.updater, push.number
-        first, last = rows.bucket.shard
-        failure: Exception | None = None
+        rows = push.rows
+        if push.updater.by_parts:
+            self._update_part(push, summed)
+        else:
+            yield [rows.post(push.number, SUMMED)]
+            self._try(push, lambda: self._update_alone(push, summed))
+        yield [rows.post(push.number, rows.phases)]
+        self._require_updated(push)
+
+    def _update_part(self, push: _Push, summed: np.ndarray) -> None:
+        own = slice(*push.rows.bucket.shard)
+        self._try(push, lambda: push.updater.update(push.entry.key, summed[own], push.rows.flat[own]))
+
+    def _update_alone(self, push: _Push, summed: np.ndarray) -> None:
+        rows, stored = push.rows, push.entry.stored
+        if self._memory.rank == rows.updates_alone:
+            whole = summed[: rows.size] if self._memory.size == 1 else rows.whole()
+            push.updater.update(push.entry.key, whole.reshape(stored.shape), stored)
+
+    def _try(self, push: _Push, update: Callable[[], None]) -> None:
+        """What goes wrong is told when all ranks have done so."""
         try:
-            rows.check_rates(entry.variable.name, self._neighbours)
-            if updater.by_parts:
-                updater.update(entry.key, summed[first:last], rows.flat[first:last])
-            else:
-                yield [rows.post(number, SUMMED)]
-                if self._memory.rank == rows.updates_alone:
-                    whole = summed[: rows.size] if self._memory.size == 1 else rows.whole()
-                    updater.update(entry.key, whole.reshape(entry.stored.shape), entry.stored)
+            push.rows.check_rates(push.entry.variable.name, self._neighbours)
+            update()
         except Exception as error:
-            failure = error
-            rows.fail(number, error)
-        yield [rows.post(number, rows.phases)]
-        if failure is not None:
-            raise failure
-        rows.check(number, entry.variable.name, self._neighbours)
+            push.failure = error
+            push.rows.fail(push.number, error)
+
+    def _require_updated(self, push: _Push) -> None:
+        if push.failure is not None:
+            raise push.failure
+        push.rows.check(push.number, push.entry.variable.name, self._neighbours)
 
     def _pull_into(self, places: list[tuple[Entry, list[Any]]], priority: int) -> None:
         later = [(entry, [each for each in targets if not self._copied(entry, each)]) for entry, targets in places]

@@ -288,19 +288,23 @@ def test_on_real_ranks_in_place_and_to_another_array():
     store.barrier()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_two_threads_of_a_rank_may_push_different_keys_at_once(ranks):
+@pytest.mark.parametrize(("ranks", "rule"), pairs([2, 3, 5], [None, optim.SGD(lr=1.0)]))
+def test_two_threads_of_a_rank_may_push_different_keys_at_once(ranks, rule):
     size, turns = 2003, 40
 
     def one(world):
         store = kvstore.create("dist_sync", world)
         store.init(["a", "b"], [np.zeros(size, "f4")] * 2)
+        if rule is not None:
+            store.set_optimizer(rule)
         wrong = []
 
         def push(key):
+            wanted = np.zeros(size, "f4")
             for turn in range(turns):
                 value = pushed(world.rank, turn, size, "f4") * (1 if key == "a" else -2)
-                wanted = summed(ranks, turn, size, "f4") * (1 if key == "a" else -2)
+                total = summed(ranks, turn, size, "f4") * (1 if key == "a" else -2)
+                wanted = total if rule is None else wanted - total
                 store.pushpull(key, value)
                 if value.tobytes() != wanted.astype("f4").tobytes():
                     wrong.append((key, turn))
