@@ -71,6 +71,7 @@ def _copy_s(streams: Streams, pairs: list[tuple[Array, Array]]) -> float:
 
 def _sums(world: World, streams: Streams, row: NodeRows, source: Array) -> tuple[float, Array]:
     """Seconds in which the rows, each of which is its rank's ``source``, are summed into all of them; the result."""
+    streams.follow(row.stream)  # `source` may be on its way to the GPU
 
     def turn() -> float:
         streams.copy_async(row.mine, source, row.stream)
@@ -111,6 +112,7 @@ def staging(world: World, count: int) -> Found:
     data.write(x, 0)
     (row,) = lone_rows(streams, [RowSize(count, _FLOAT)])
     source = streams.array(x)  # which must live until it is copied
+    streams.follow(row.stream)
     streams.copy_async(row.mine, source, row.stream)
     streams.synchronize(row.stream)
     staged = Staging(streams, [x.nbytes])
