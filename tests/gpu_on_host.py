@@ -4,8 +4,8 @@ NCCL's place is taken by `nccl_on_host`.
 
 Work that is given to a stream is done as late as it may be, and streams take turns at random: at least one piece of all
 that may be done, of any rank, is done whenever somebody asks for an event. So who does not wait for what he needs finds
-it missing, and who reuses memory too early spoils it. The default stream is the host itself: what it is given is done
-at once, and for an event it waits.
+it missing, and who reuses memory too early spoils it. So it is on the default stream, of which each rank has one a GPU:
+an array has its shape at once, and its elements when its stream comes to them; until then it is full of 0xA5.
 
 What real ones answer with an error, or with nonsense, is an error here: handles opened by their own process, memory
 freed while others have it mapped. An array is on the GPU that was current when it was made; a thread's current GPU is
@@ -21,6 +21,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -31,12 +32,14 @@ import nccl_on_host
 import numpy as np
 
 from hpcdp.comm import threads, ways
+from hpcdp.streams import Streams
 
 LIMIT_S = 20.0
 PASSED, NOT_READY = 0, 600
 _NO_MEMORY = 2
 DEFAULT = 0
-"""The default stream."""
+"""The default stream, which is another one for each rank and GPU."""
+_UNWRITTEN = 0xA5
 
 
 class CUDARuntimeError(RuntimeError):
@@ -49,8 +52,15 @@ class _Event:
     def __init__(self, interprocess: bool, timed: bool) -> None:
         self.interprocess, self.timed = interprocess, timed
         self.at_ms = 0.0
-        self.recorded = self.passed = 0
+        self.recorded = 0
+        self.passed: set[int] = set()
+        """Of its records, which streams may come to in another order."""
         self.destroyed = False
+
+    def has_passed(self, number: int | None = None) -> bool:
+        """Whether that record has, or the last one; what nobody has recorded has."""
+        number = self.recorded if number is None else number
+        return number == 0 or number in self.passed
 
 
 class Gpus:
@@ -61,6 +71,10 @@ class Gpus:
         self.random = random.Random(seed)
         self.numbers = itertools.count(1)
         self.queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], None]]]] = {}
+        self.defaults: dict[tuple[str, int], int] = {}
+        """By process and GPU the key in ``queues`` of the default stream."""
+        self.default_is_host = False
+        """Whether default streams do at once what they are given, as where others compute there without them."""
         self.events: dict[int, _Event] = {}
         self.allocated: dict[int, np.ndarray] = {}
         self.mapped: list[int] = []
@@ -75,6 +89,8 @@ class Gpus:
         """Bytes for which `malloc` has room until the pool gives back what it keeps."""
         self.limits: dict[str, tuple[int, float | None]] = {}
         """By process the GPU whose pool was limited, and to which part of its memory."""
+        self.now_ms: dict[str, float] = {}
+        """The clock of each process."""
         self.log: list[str] = []
         """What was given to streams, in the order in which it was done."""
 
@@ -85,13 +101,42 @@ class Gpus:
             run()
             self.log.append(name)
 
-        if stream == DEFAULT:
-            self.wait_until(ready)
-            logged()
-        else:
-            with self.lock:
+        with self.lock:
+            self.check()
+            self.queue_of(stream).append((ready, logged))
+        if stream == DEFAULT and self.default_is_host:
+            self.reach(stream)
+
+    def queue_of(self, stream: int) -> deque[tuple[Callable[[], bool], Callable[[], None]]]:
+        """What a stream has still to do; of the default one, that of this process and its current GPU."""
+        with self.lock:
+            if stream == DEFAULT:
+                key = self.process(), getattr(self.of_thread, "device", 0)
+                if key not in self.defaults:
+                    self.defaults[key] = next(self.numbers)
+                stream = self.defaults[key]
+            return self.queues.setdefault(stream, deque())
+
+    def unwritten(self, like: np.ndarray, stream: int) -> np.ndarray:
+        """New memory of the shape, dtype and order of ``like``. When nobody has it any more it is spoilt, but not
+        before ``stream`` has done what it was given until then: as in CuPy's pool, which gives it to others there."""
+        block, queue = np.full(max(1, like.nbytes), _UNWRITTEN, np.uint8), self.queue_of(stream)
+        owned = (ctypes.c_char * block.nbytes).from_buffer(block)
+        weakref.finalize(owned, lambda: queue.append((lambda: True, lambda: block.fill(_UNWRITTEN)))).atexit = False
+        order = "F" if like.flags.f_contiguous and not like.flags.c_contiguous else "C"
+        return np.ndarray(like.shape, like.dtype, owned, order=order)
+
+    def reach(self, stream: int) -> None:
+        """Do all that a stream was given, and of the others what that waits for: they are as late as they may be."""
+        queue = self.queue_of(stream)
+
+        def is_done() -> bool:
+            while queue and queue[0][0]():
                 self.check()
-                self.queues[stream].append((ready, logged))
+                queue.popleft()[1]()
+            return not queue
+
+        self.wait_until(is_done)
 
     def step(self) -> bool:
         """Do one piece of what may be done; whether there was one."""
@@ -129,6 +174,16 @@ class Gpus:
         self.contexts.add(device)
         return device
 
+    @contextlib.contextmanager
+    def looking_at(self, device: int) -> Iterator[None]:
+        """This is the current GPU of this thread, which has a context there already."""
+        before = getattr(self.of_thread, "device", 0)
+        self.of_thread.device = device
+        try:
+            yield
+        finally:
+            self.of_thread.device = before
+
     def streams_of_thread(self) -> list[Stream]:
         """Those that are current, the last one now, on the current GPU of this thread."""
         by_device = vars(self.of_thread).setdefault("streams", {})
@@ -152,14 +207,18 @@ class Gpus:
         return _Device(self, self.made_on[held.ctypes.data])
 
     def take_ms(self, ms: float) -> None:
-        """Let the clock that events of this thread read go on."""
-        self.of_thread.now_ms = self.now_ms() + ms
+        """Give the current stream work that takes so long, by the clock that events of this process read."""
+        process = self.process()
 
-    def now_ms(self) -> float:
-        return getattr(self.of_thread, "now_ms", 0.0)
+        def run() -> None:
+            self.now_ms[process] = self.now_ms.get(process, 0.0) + ms
+
+        self.push(sys.modules["cupy"].cuda.get_current_stream().ptr, run)
 
     def process(self) -> str:
-        return threading.current_thread().name
+        """Whose threads have one default stream: a rank with those that it has started."""
+        thread = threading.current_thread()
+        return thread.name if thread.name.startswith("rank-") else getattr(thread, "started_by", "main")
 
 
 class Stream:
@@ -177,7 +236,8 @@ class Stream:
 
     def synchronize(self) -> None:
         self._gpus.current()
-        self._gpus.wait_until(lambda: not self._gpus.queues.get(self.ptr))
+        queue = self._gpus.queue_of(self.ptr)
+        self._gpus.wait_until(lambda: not queue)
 
     def record(self, event: Event) -> Event:
         sys.modules["cupy.cuda.runtime"].eventRecord(event.ptr, self.ptr)
@@ -194,7 +254,7 @@ class Event:
     def synchronize(self) -> None:
         self._gpus.current()
         made = self._gpus.events[self.ptr]
-        self._gpus.wait_until(lambda: made.passed >= made.recorded)
+        self._gpus.wait_until(made.has_passed)
 
     def __del__(self) -> None:
         self._gpus.events[self.ptr].destroyed = True
@@ -235,10 +295,11 @@ def _runtime(gpus: Gpus) -> ModuleType:
         gpus.current()
         recorded = gpus.event(event)
         recorded.recorded += 1
-        number = recorded.recorded
+        number, process = recorded.recorded, gpus.process()
 
         def passes() -> None:
-            recorded.passed, recorded.at_ms = number, gpus.now_ms()
+            recorded.passed.add(number)
+            recorded.at_ms = gpus.now_ms.get(process, 0.0)
 
         gpus.push(stream, passes, name="event")
 
@@ -246,7 +307,7 @@ def _runtime(gpus: Gpus) -> ModuleType:
         gpus.current()
         first, last = gpus.event(start), gpus.event(end)
         assert first.timed and last.timed, "cudaErrorInvalidResourceHandle"
-        if any(each.passed < each.recorded for each in (first, last)):
+        if not first.has_passed() or not last.has_passed():
             raise CUDARuntimeError(NOT_READY)
         return last.at_ms - first.at_ms
 
@@ -254,19 +315,19 @@ def _runtime(gpus: Gpus) -> ModuleType:
         gpus.current()
         awaited = gpus.event(event)
         number = awaited.recorded
-        gpus.push(stream, lambda: None, lambda: awaited.passed >= number, "wait")
+        gpus.push(stream, lambda: None, lambda: awaited.has_passed(number), "wait")
 
     def eventQuery(event: int) -> int:
         gpus.current()
         gpus.step()
         asked = gpus.event(event)
-        return PASSED if asked.passed >= asked.recorded else NOT_READY
+        return PASSED if asked.has_passed() else NOT_READY
 
     def malloc(size: int) -> int:
         gpus.current()
         if size > gpus.room:
             raise CUDARuntimeError(_NO_MEMORY)
-        block = np.full(size, 0xA5, np.uint8)
+        block = np.full(size, _UNWRITTEN, np.uint8)
         with gpus.lock:
             gpus.allocated[block.ctypes.data] = block
         return block.ctypes.data
@@ -344,6 +405,7 @@ def _change_later(cupy: Any, gpus: Gpus, give: Callable[[Callable[[], None]], No
     for name in ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior"):
         method = getattr(cupy.Array, f"__{name}__")
         setattr(cupy.Array, f"__{name}__", deferred(method, name != "setitem"))
+    cupy.Array.fill = deferred(cupy.Array.fill, answers=False)
 
 
 _VIEWS = ("reshape", "view", "ravel", "squeeze", "swapaxes", "transpose", "empty", "empty_like", "ascontiguousarray")
@@ -351,32 +413,73 @@ _VIEWS = ("reshape", "view", "ravel", "squeeze", "swapaxes", "transpose", "empty
 
 
 def _compute_in_turn(cupy: Any, gpus: Gpus, current: Callable[[], Stream]) -> None:
-    """What makes a new array, or reads one, is done at once, when all is done that its stream was given before."""
+    """New arrays are filled when the current stream comes to them, and who reads one waits until it has.
+
+    What is computed of others is so at once, for its shape, when the stream has done all that it was given before.
+    """
+    array, call, get_item = cupy.Array, cupy._Function.__call__, cupy.Array.__getitem__
 
     def reach() -> None:
-        if current().ptr != DEFAULT:
-            current().synchronize()
+        gpus.reach(current().ptr)
 
-    call, get_item, to_host = cupy._Function.__call__, cupy.Array.__getitem__, cupy.Array.to_host
+    def late(found: np.ndarray, name: str) -> Any:
+        """An array that is ``found`` when the current stream comes to it."""
+        made = array(gpus.unwritten(found, current().ptr))
+        if not name.startswith("empty"):
+            gpus.push(current().ptr, lambda: made._held.__setitem__(..., found), name=name)
+        return made
+
+    def later(found: Any, given: list[np.ndarray], name: str) -> Any:
+        if isinstance(found, (list, tuple)):
+            return type(found)(later(each, given, name) for each in found)
+        is_view = not isinstance(found, array) or any(np.may_share_memory(found._held, each) for each in given)
+        return found if is_view else late(found._held, name)
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         gpus.require_here(cupy, args)
-        strided = any(isinstance(x, cupy.Array) and not x.flags.c_contiguous for x in args)
-        if self._function.__name__ not in _VIEWS or (self._function.__name__ == "ascontiguousarray" and strided):
+        name, out = self._function.__name__, kwargs.get("out")
+        if out is not None or name == "copyto":
+            cupy._held((*args, *kwargs.values()))
+
+            def run() -> None:
+                call(self, *args, **kwargs)
+
+            gpus.push(current().ptr, run, name="result")
+            return out
+        strided = any(isinstance(x, array) and not x.flags.c_contiguous for x in args)
+        if name not in _VIEWS or (name == "ascontiguousarray" and strided):
             reach()
-        return call(self, *args, **kwargs)
+        owner = getattr(self._function, "__self__", None)
+        given = [each for each in (owner, *cupy._held(args)) if isinstance(each, np.ndarray)]
+        return later(call(self, *args, **kwargs), given, name)
 
     def chosen(self: Any, key: Any) -> Any:
-        if isinstance(key, cupy.Array):
-            reach()
-        return get_item(self, key)
-
-    def copied(self: Any) -> np.ndarray:
+        if not any(isinstance(each, (array, list)) for each in (key if isinstance(key, tuple) else (key,))):
+            return get_item(self, key)
         reach()
-        return to_host(self)
+        return late(get_item(self, key)._held, "result")
 
-    cupy._Function.__call__, cupy.Array.__getitem__ = called, chosen
-    cupy.Array.to_host = cupy.Array.get = copied
+    def uploaded(x: Any, dtype: Any = None, order: str = "K") -> Any:
+        if isinstance(x, array):
+            reach()
+        return late(np.array(cupy._held(x) if isinstance(x, array) else x, dtype, order=order), "upload")
+
+    def asarray(x: Any, dtype: Any = None) -> Any:
+        return x if isinstance(x, array) and (dtype is None or x.dtype == dtype) else uploaded(x, dtype)
+
+    def reading(method: Any) -> Any:
+        def read(self: Any) -> Any:
+            with gpus.looking_at(gpus.device_of(self._held).id):
+                reach()
+            return method(self)
+
+        return read
+
+    cupy._Function.__call__, array.__getitem__ = called, chosen
+    cupy.array, cupy.asarray = uploaded, asarray
+    for name in ("__float__", "__int__", "__bool__", "item", "tolist", "to_host"):
+        setattr(array, name, reading(getattr(array, name)))
+    array.get = array.to_host
 
 
 @contextlib.contextmanager
@@ -417,7 +520,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
 
         def pinned(size: int) -> np.ndarray:
             gpus.current()
-            return np.full(size, 0xA5, np.uint8)
+            return np.full(size, _UNWRITTEN, np.uint8)
 
         def free_all_blocks() -> None:
             gpus.room = float("inf")
@@ -440,9 +543,25 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         _compute_in_turn(cupy, gpus, current)
         for name, module in (("", cuda), (".runtime", cuda.runtime), (".nccl", cuda.nccl)):
             monkeypatch.setitem(sys.modules, f"cupy.cuda{name}", module)
+        start = threading.Thread.start
+
+        def started(thread: threading.Thread) -> None:
+            thread.started_by = gpus.process()  # type: ignore[attr-defined]
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", started)
         monkeypatch.setattr(ways, "getpid", threading.get_ident)
         monkeypatch.setattr(cupy_on_host, "give", lambda run: gpus.push(current().ptr, run, name="kernel"))
         yield gpus
+
+
+@contextlib.contextmanager
+def on_new_stream(streams: Streams) -> Iterator[Stream]:
+    """The current stream is another one, which is behind what the one before was given."""
+    stream: Stream = streams.stream()
+    streams.follow(stream)
+    with stream:
+        yield stream
 
 
 def let_messages_reach(monkeypatch: Any, cupy: Any) -> None:

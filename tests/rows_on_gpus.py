@@ -11,9 +11,17 @@ def to_gpu(x):
     return cupy.asarray(x)
 
 
+def write(row, values):
+    """Let a row have ``values`` for what its stream is given from now on."""
+    import cupy
+
+    row.mine[...] = to_gpu(values)
+    row.stream.wait_event(cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True)))
+
+
 def summed_and_brought_to_all(row, parts, rank, values):
     """What is in a rank's own part of its row after its sum, and in the whole row after the parts were brought."""
-    row.mine[...] = to_gpu(values)
+    write(row, values)
     drive(row.reduce_scatter(parts))
     row.stream.synchronize()
     own = row.mine[slice(*parts[rank])].to_host()

@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
+from gpu_on_host import on_new_stream
 
 from hpcdp.arrays import from_host
 from hpcdp.devices import Device, brought, cpu, gpu, lie_together
@@ -19,7 +20,7 @@ def test_a_copy_on_another_gpu_comes_behind_what_made_it_and_before_what_changes
     gpu(1).use()
     x, ones, twos = of([[0, 0], [0, 0]]), of([[1, 1], [1, 1]]), of([[2, 2], [2, 2]])
     x = x if contiguous else x.T
-    with Streams(gpu(1)).stream():
+    with on_new_stream(Streams(gpu(1))):
         x[...] = ones
         gpu(2).use()
         there = Streams(gpu(2)).stream()

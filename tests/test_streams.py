@@ -17,7 +17,11 @@ def streams(gpus_on_host):
 
 
 def of(values):
-    return importlib.import_module("cupy").asarray(np.array(values, "f4"))
+    """An array that is there."""
+    cupy = importlib.import_module("cupy")
+    made = cupy.asarray(np.array(values, "f4"))
+    cupy.cuda.get_current_stream().synchronize()
+    return made
 
 
 def wait_for(streams, event):
@@ -39,10 +43,20 @@ def test_a_copy_is_done_later_and_its_event_tells(streams):
     assert x.tolist() == [1, 1, 2]
 
 
+def test_the_default_stream_is_late_too(streams):
+    cupy = importlib.import_module("cupy")
+    x = cupy.asarray(np.ones(2, "f4"))
+    assert not (x._held == 1).any()
+    y = x + 1
+    assert (x._held == 1).all() and not (y._held == 2).any()
+    assert y.tolist() == [2, 2]
+
+
 def test_one_stream_waits_for_another_by_an_event(streams, gpus_on_host):
     first, second = streams.stream(), streams.stream()
     event, last = streams.event(), streams.event()
     x, y, z = of([1, 2]), of([0, 0]), of([0, 0])
+    gpus_on_host.log.clear()
     streams.copy_async(y, x, first)
     streams.record(event, first)
     streams.wait_event(second, event)

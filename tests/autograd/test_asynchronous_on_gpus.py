@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from gpu_on_host import on_new_stream
 
 from hpcdp import autograd, nn
 from hpcdp.autograd import Tensor
@@ -22,7 +23,7 @@ def test_they_go_to_the_gpu_and_the_stream_of_the_caller(gpus_on_host, monkeypat
     net, there, start = network().to(gpu(1)), gpu(1).put(X), gpu(1).put(np.zeros_like(X))
     wanted = network()
     gpus_on_host.contexts.clear()
-    with Streams(gpu(1)).stream(), autograd.asynchronous(threads=2):
+    with on_new_stream(Streams(gpu(1))), autograd.asynchronous(threads=2):
         for step in range(3):
             start[...] = there  # given to the stream, which is late
             with autograd.record():

@@ -48,6 +48,14 @@ def test_each_job_comes_to_right_results(one_gpu, job):
         assert "NCCL_ERROR_4" in found["errors"][0] and "given up" in found["errors"][1]
 
 
+@pytest.mark.parametrize("job", [Job("shared", 2), Job("nccl", 1)], ids=lambda job: job.name)
+def test_what_is_summed_has_come_to_the_gpu_in_the_first_turn(one_gpu, monkeypatch, job):
+    monkeypatch.setattr(gpu_sums, "_slowest", lambda world, turn: turn())
+    for order in range(10):
+        one_gpu.random.seed(order)
+        assert run(job)["wrong"] == 0
+
+
 def test_other_bits_with_overlap_are_told(one_gpu, monkeypatch):
     make, seeds = gpu_sums.nn.models.mlp, iter(range(9))
     monkeypatch.setattr(gpu_sums.nn.models, "mlp", lambda *args, seed: make(*args, seed=next(seeds)))

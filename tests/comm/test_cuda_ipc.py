@@ -66,6 +66,7 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host):
         for step in range(4):
             written = [to_gpu(step + values(world.rank, row.size.count, "f4")) for row in group.rows]
             for row, x in zip(group.rows, written, strict=True):
+                streams.follow(row.stream)
                 streams.copy_async(row.mine, x, row.stream)
             Together([group.rows[number].allreduce() for number in chance.sample(range(4), 4)]).wait()
             for row in group.rows:  # else the next step's gradients come too early

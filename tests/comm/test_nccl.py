@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 from nccl_on_host import NcclError
-from rows_on_gpus import assert_summed, summed_and_brought_to_all, to_gpu
+from rows_on_gpus import assert_summed, summed_and_brought_to_all, write
 
 from hpcdp.arrays import dtype_of
 from hpcdp.collectives.progress import Together, drive
@@ -53,7 +53,7 @@ def test_all_columns_are_summed_into_all_rows(gpus_on_host, name):
 
     def rank(world):
         (row,) = make(world, RowSize(COUNT, dtype)).rows
-        row.mine[...] = to_gpu(values(world.rank, COUNT, dtype))
+        write(row, values(world.rank, COUNT, dtype))
         drive(row.allreduce())
         row.stream.synchronize()
         return row.mine.to_host()
@@ -86,7 +86,7 @@ def test_ranks_that_are_ready_in_different_orders_launch_in_one(gpus_on_host):
         group = make(world, *sizes)
         for step in range(3):
             for row in group.rows:
-                row.mine[...] = to_gpu(step + values(world.rank, row.size.count, "f4"))
+                write(row, step + values(world.rank, row.size.count, "f4"))
             parts = [parts_of(each.count, 3, 3) for each in sizes]
 
             def machine(number, parts=parts):
@@ -228,7 +228,7 @@ def test_what_is_summed_side_by_side_shares_a_communicator_and_its_order(gpus_on
         rows = [row for _ in range(3) for row in node_groups.make(world, Streams(gpu(world.place)), sizes)[0]]
         for step in range(3):
             for row in rows:
-                row.mine[...] = to_gpu(step + values(world.rank, row.size.count, "f4"))
+                write(row, step + values(world.rank, row.size.count, "f4"))
             Together([row.allreduce() for row in chance.sample(rows, len(rows))]).wait()
             rows[0].stream.synchronize()
             for row in rows:
@@ -385,7 +385,7 @@ def test_sums_of_16_bits_are_rounded_once(gpus_on_host, name):
     def rank(world):
         first, second = make(world, *[RowSize(COUNT, dtype)] * 2).rows
         for row in (first, second):
-            row.mine[...] = to_gpu(np.full(COUNT, large if world.rank == 0 else 1).astype(dtype))
+            write(row, np.full(COUNT, large if world.rank == 0 else 1).astype(dtype))
         parts = parts_of(COUNT, 2, 3)
         drive(first.allreduce())
         drive(second.reduce_scatter(parts))

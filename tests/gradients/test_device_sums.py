@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from gpu_on_host import on_new_stream
 from pairs import in_turn, pairs
 from parameters_on_gpus import (
     SHAPES,
@@ -80,7 +81,7 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layo
         streams = Streams(device_of(world, way))
         reducer, params = make(world, overlap)
         assert reducer.gpus.way is (Way.ALONE if nodes == 1 else way)
-        with streams.stream() as compute:  # which is late as well
+        with on_new_stream(streams) as compute:  # which is late as well
             for step in range(STEPS):
                 written = [cupy.asarray(gradient(world.rank, step, param.data.shape)) for param in params]
                 for param, x in zip(reversed(params), reversed(written), strict=True):
@@ -119,7 +120,7 @@ def test_gradients_of_one_bucket_may_be_written_on_several_streams(gpus_on_host,
         reducer, params = make(world, overlap)
         assert any(len(bucket.slots) > 1 for bucket in reducer.buckets)
         writers, read, kept = [streams.stream() for _ in range(3)], streams.event(), []
-        with streams.stream() as compute:
+        with on_new_stream(streams) as compute:
             for step in range(STEPS):
                 written = [streams.array(np.asarray(gradient(world.rank, step, each.data.shape))) for each in params]
                 streams.synchronize(compute)
@@ -163,7 +164,7 @@ def test_a_bucket_does_not_wait_for_the_gradients_of_those_behind_it(gpus_on_hos
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         first, second = reducer.buckets[:2]
-        with streams.stream() as compute:
+        with on_new_stream(streams) as compute:
             reducer.gpus.filled(first)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
             reducer.gpus.filled(second)
@@ -189,7 +190,7 @@ def test_a_sum_that_comes_first_on_all_ranks_does_not_wait_for_gradients_of_one_
         streams = Streams(gpu(world.place))
         reducer, _ = make(world, overlap=False)
         late, early = reducer.buckets[:2]
-        with streams.stream() as compute:
+        with on_new_stream(streams) as compute:
             reducer.gpus.filled(early)
             gpus_on_host.push(compute.ptr, lambda: None, computed.is_set)
             reducer.gpus.filled(late)
@@ -252,9 +253,12 @@ class CudaCodes:
     def __getattr__(self, name):
         import cupy
 
-        return lambda *given: getattr(cuda_compress, name)(
-            *(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given)
-        )
+        def call(*given):
+            found = getattr(cuda_compress, name)(*(cupy.Array(x) if isinstance(x, np.ndarray) else x for x in given))
+            cupy.cuda.get_current_stream().synchronize()
+            return found
+
+        return call
 
 
 @pytest.mark.filterwarnings("ignore:gradients on GPUs")

@@ -54,7 +54,7 @@ def sums_of(world, way, dtype, overlap):
     layout = buckets.plan([(p.name, p.data.shape, dtype_of(dtype)) for p in params], 0.004, 0.004)
     reducer = Reducer(params, layout, world, overlap)
     streams, found = Streams(device_of(world, way)), []
-    with streams.stream() as compute:
+    with gpu_on_host.on_new_stream(streams) as compute:
         for step in range(STEPS):
             for param in reversed(params):
                 param.write(values(world.rank, step, param.data.shape, dtype))

@@ -20,8 +20,10 @@ COUNT = 1000
 @pytest.fixture
 def row(gpus_on_host, monkeypatch):
     monkeypatch.setattr(staging, "SEGMENT_NBYTES", 400)
-    (made,) = lone_rows(Streams(gpu(0)), [RowSize(COUNT, np.dtype("f4"))])
+    streams = Streams(gpu(0))
+    (made,) = lone_rows(streams, [RowSize(COUNT, np.dtype("f4"))])
     made.mine[...] = importlib.import_module("cupy").arange(COUNT, dtype="f4")
+    streams.follow(made.stream)
     return made
 
 

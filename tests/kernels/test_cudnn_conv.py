@@ -5,6 +5,7 @@ import importlib
 import sys
 import types
 
+import cupy_on_host
 import numpy as np
 import pytest
 from pairs import pairs
@@ -122,17 +123,21 @@ class Graph:
     def execute(self, at, workspace, handle):
         assert self.done[-1] == "built" and handle is HANDLE and type(workspace) is int
         assert self.made.stream is not None
-        first, second = (wide(each.at(at[each])) for each in self.given)
-        into = self.out.at(at[self.out])
-        out = wide(into)
-        if self.name == "conv_fprop":
-            reference.conv2d(first, second, None, out, *self.steps, False)
-        elif self.name == "conv_dgrad":
-            reference.conv2d_gradients(np.zeros_like(out), second, first, None, (out, None, None), *self.steps)
-        else:
-            reference.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
-        into[...] = out
         self.made.executed.append(self.name)
+
+        def run():
+            first, second = (wide(each.at(at[each])) for each in self.given)
+            into = self.out.at(at[self.out])
+            out = wide(into)
+            if self.name == "conv_fprop":
+                reference.conv2d(first, second, None, out, *self.steps, False)
+            elif self.name == "conv_dgrad":
+                reference.conv2d_gradients(np.zeros_like(out), second, first, None, (out, None, None), *self.steps)
+            else:
+                reference.conv2d_gradients(first, np.zeros_like(out), second, None, (None, out, None), *self.steps)
+            into[...] = out
+
+        cupy_on_host.give(run)
 
 
 @pytest.fixture

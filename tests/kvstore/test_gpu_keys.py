@@ -194,7 +194,7 @@ def test_what_another_gpu_has_is_copied(gpus_on_host, monkeypatch):
     values = np.arange(12, dtype="f4").reshape(3, 4)
     x, here, out = on_gpu(values), on_gpu(np.ones((3, 4), "f4")), on_gpu(np.zeros((3, 4), "f4"))
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, array: gpu(1 if array is x else 0)))
-    with Streams(gpu(0)).stream():  # the current one of both, for the stand-in
+    with gpu_on_host.on_new_stream(Streams(gpu(0))):  # the current one of both, for the stand-in
         copy = devices.brought(x, out)
         x[...] = here  # after the copy
         placed.carry(copy, out)

@@ -33,6 +33,7 @@ def on_gpus(gpus_on_host, monkeypatch):
     """Tensors are on the GPU that is this thread's current one."""
     import cupy
 
+    gpus_on_host.default_is_host = True  # torch's current one, on which it computes at once
     monkeypatch.setattr(gpus, "visible", lambda: SEEN)
     monkeypatch.setattr(exchange, "gpu_of", lambda tensor: gpu(getattr(gpus_on_host.of_thread, "device", 0)))
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())

@@ -1,7 +1,5 @@
 """Parts of a step on a GPU, by events on its late streams, whose clock tests let go on."""
 
-import sys
-
 import numpy as np
 import pytest
 from parameters_on_gpus import Parameter, gradient, show_gpus
@@ -16,11 +14,6 @@ from hpcdp.train.step_report import BACKWARD, FORWARD, STEP, StepReport
 from hpcdp.train.trainer import Trainer
 
 
-def takes(gpus, ms):
-    """Give the current stream work that takes so long."""
-    gpus.push(sys.modules["cupy"].cuda.get_current_stream().ptr, lambda: gpus.take_ms(ms))
-
-
 def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):
     streams, told, waits = Streams(gpu(0)), [], []
     wait = Streams.synchronize
@@ -31,8 +24,8 @@ def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):
         for step in range(4):
             with times.part("all"):
                 with times.part("inner"):
-                    takes(gpus_on_host, 10 + step)
-                takes(gpus_on_host, 100)
+                    gpus_on_host.take_ms(10 + step)
+                gpus_on_host.take_ms(100)
             times.end_step()
             done.append(len(told))
         assert not waits and done[0] == 0
@@ -56,7 +49,7 @@ def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):
 def test_the_report_has_the_times_of_the_gpu(gpus_on_host, monkeypatch, n, nodes, owner, overlap):
     show_gpus(monkeypatch, 8)
     summed = DeviceSums.summed
-    monkeypatch.setattr(DeviceSums, "summed", lambda self, bucket: (takes(gpus_on_host, 5), summed(self, bucket)))
+    monkeypatch.setattr(DeviceSums, "summed", lambda self, bucket: (gpus_on_host.take_ms(5), summed(self, bucket)))
     steps = 3
 
     def rank(world):
@@ -68,9 +61,9 @@ def test_the_report_has_the_times_of_the_gpu(gpus_on_host, monkeypatch, n, nodes
             report.start_epoch()
             for step in range(steps):
                 with report.phase[FORWARD]:
-                    takes(gpus_on_host, 1000 * (1 + world.rank))
+                    gpus_on_host.take_ms(1000 * (1 + world.rank))
                 with report.phase[BACKWARD]:
-                    takes(gpus_on_host, 100 * (1 + world.rank))
+                    gpus_on_host.take_ms(100 * (1 + world.rank))
                     for param in reversed(params):
                         param.write(gradient(world.rank, step, param.data.shape))
                 with report.phase[STEP]:

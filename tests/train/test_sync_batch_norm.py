@@ -84,7 +84,9 @@ def test_of_a_batch_on_a_gpu_sums_alone_go_through_the_host(gpus_on_host, monkey
         for each in (layer.gamma, layer.beta, layer.running_mean, layer.running_var):
             each.data = cupy.array(each.data)
             each.grad = None if each.grad is None else cupy.array(each.grad)
-        return [*through(layer, cupy.array(x), cupy.array(gy)), layer.running_mean.data, layer.running_var.data]
+        found = *through(layer, cupy.array(x), cupy.array(gy)), layer.running_mean.data, layer.running_var.data
+        cupy.cuda.get_current_stream().synchronize()
+        return found
 
     host = threads.run(n, lambda world: rank(world, False))
     found = threads.run(n, lambda world: rank(world, True))
