@@ -27,6 +27,8 @@ def add_rows(table: Array, rows: Array, values: Array) -> None:
     of_type = cuda.type_name("add_rows", _DTYPES, count * features, values)
     cuda.check("add_rows", (str(values.dtype),), number * features, table)
     cuda.check("add_rows", ("int64",), count, rows)
+    if number == 0:  # no digit would be sorted by, and `order` would have what nobody has written
+        return
     xp, chunk = array_namespace(table), max(_CHUNK, -(-count // cuda.MAX_BLOCKS))
     blocks = -(-count // chunk)
     counts, starts = xp.empty((blocks, cuda.THREADS), dtype=np.uint32), xp.empty((blocks, cuda.THREADS), dtype=np.int64)

@@ -1,10 +1,10 @@
 """Convolution of CuPy arrays by cuDNN, through its Python frontend. Imports: cuda_conv.
 
-``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, and for what cuDNN has no engine
-for, `cuda_conv` computes. `reference` is the specification: same names, same arguments, sums in another order. Engines
-that round to fewer bits than the arrays have (TF32 on tensor cores), or whose bits differ from run to run, are left
-out. What has 16 bits is multiplied on tensor cores, which add up in float32, and rounded; bias and gradients of ReLU
-are rounded once more.
+``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
+and for arrays that begin where it takes none, `cuda_conv` computes. `reference` is the specification: same names, same
+arguments, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor cores), or whose
+bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up in float32, and
+rounded; bias and gradients of ReLU are rounded once more.
 
 Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
 """
@@ -23,6 +23,8 @@ from . import cuda_conv
 from .reference import Pair
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
+_ALIGNED = 16
+"""Bytes of which each address is a multiple that cuDNN is given: the frontend says so of tensors, unless it is told."""
 _LEFT_OUT = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
 
 _of_thread = threading.local()
@@ -82,7 +84,7 @@ def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padd
     arrays = (*given.values(), out)
     if any(x.dtype != out.dtype or x.size == 0 or not x.flags.c_contiguous for x in arrays):
         return False
-    if str(out.dtype) not in _TYPES:
+    if str(out.dtype) not in _TYPES or any(x.data.ptr % _ALIGNED for x in arrays):
         return False
     cudnn, cupy = importlib.import_module("cudnn"), array_namespace(out)
     handle = _handle(cudnn, int(out.device.id))

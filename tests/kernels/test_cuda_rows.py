@@ -52,6 +52,14 @@ def test_rows_that_are_not_in_the_table_are_left_out(cupy: ModuleType) -> None:
     np.testing.assert_array_equal(on_device.to_host(), table)
 
 
+def test_a_table_without_rows_has_none_to_add_to(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "launch", lambda *_: pytest.fail("a kernel reads an order that nobody has written"))
+    table, rows, values = (
+        cupy.asarray(x) for x in (np.zeros((0, 2), "f4"), np.array([0, 3, -1]), np.ones((3, 2), "f4"))
+    )
+    cuda_rows.add_rows(table, rows, values)
+
+
 def test_what_the_kernels_do_not_take_is_refused(cupy: ModuleType) -> None:
     table, rows, values = (
         cupy.asarray(np.zeros(shape, kind)) for shape, kind in (((3, 2), "f4"), (4, "i8"), ((4, 2), "f4"))

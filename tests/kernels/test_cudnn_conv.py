@@ -248,6 +248,20 @@ def test_a_batch_of_nothing_does_not_ask_cudnn(cudnn):
     assert not cudnn.graphs
 
 
+@pytest.mark.parametrize("moved", range(3))
+def test_memory_that_does_not_begin_at_16_bytes_goes_by_im2col(cudnn, moved):
+    """Where tensors begin is not said to the frontend, which takes 16 bytes then."""
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    there = []
+    for number, each in enumerate((x, weight, gy)):
+        offset = int(number == moved)
+        there.append(to_gpu(np.append(np.zeros(offset, "f4"), each))[offset:].reshape(each.shape))
+    cudnn_conv.conv2d(*there[:2], None, there[2], (1, 1), (0, 0), False)
+    reference.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
+    np.testing.assert_allclose(there[2].to_host(), gy, rtol=1e-4, atol=1e-4)
+    assert not cudnn.graphs
+
+
 def test_networks_take_it_where_it_is_installed(cudnn):
     x, weight, _, _ = arrays("f4", (1, 1), (0, 0))
     assert kernels.kernels_for("conv", to_gpu(x), reference) is cudnn_conv
