@@ -2,10 +2,11 @@
 by `cupy_on_host`, so that they and what launches them run without one."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import cupy_on_host
+import numpy as np
 import pytest
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
@@ -32,3 +33,15 @@ def cupy(request: pytest.FixtureRequest) -> ModuleType:
 def product_error(cupy: ModuleType) -> float:
     """How far cuBLAS's products may be from NumPy's, of the largest element."""
     return 1e-5 if ON_GPU else 0.0
+
+
+@pytest.fixture
+def flushed() -> Callable[[np.ndarray], np.ndarray]:
+    """What kernels compute with, and give, for numbers of float32 or bfloat16: zeros on a GPU for subnormal ones, since
+    CuPy compiles all with ``-ftz=true``."""
+
+    def flush(x: np.ndarray) -> np.ndarray:
+        is_flushed = ON_GPU and str(x.dtype) in ("float32", "bfloat16")
+        return np.where(abs(x) < 2.0**-126, 0, x).astype(x.dtype) if is_flushed else x
+
+    return flush
