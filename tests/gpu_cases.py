@@ -198,7 +198,8 @@ def check_convolutions(device):
 
 def torch_ddp(world):
     """PyTorch's tensors on the GPU: averages, and buffers of rank 0."""
-    if importlib.util.find_spec("torch") is None:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:  # tests/torch: a folder without __init__.py
         raise Skipped("PyTorch is not installed")
     import torch
 

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import gpu_cases
 import gpu_on_host
@@ -17,7 +19,9 @@ from hpcdp.devices import gpu
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 TESTS = Path(__file__).parents[1]
-LIMIT_S = 100
+LIMIT_S = 240
+"""Of a job. The first ones compile what no cache keeps yet, each rank by NVRTC and Numba, which may take two minutes;
+a test has 300 s (``tests/conftest.py``)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,13 @@ def test_what_other_packages_do_on_a_gpu(job: Job) -> None:
     if not ON_GPU:
         pytest.skip("make test-gpu runs it on a GPU")
     run_on_gpu(job)
+
+
+def test_a_folder_of_tests_called_torch_is_not_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    with pytest.raises(gpu_cases.Skipped, match="PyTorch is not installed"):
+        gpu_cases.torch_ddp(None)
 
 
 def test_the_body_of_the_convolutions(gpus_on_host: object) -> None:
