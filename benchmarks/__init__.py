@@ -1,5 +1,5 @@
 """Floor 7: benchmarks. Imports: launch, comm, collectives, compression, gradients, kvstore, checkpoint, parallel,
-train, nn, optim, autograd, kernels, engine, streams, replacing, arrays, launched,
+train, nn, optim, autograd, kernels, engine, streams, devices, replacing, arrays, launched,
 errors.
 
 How fast hpcdp is, always as a ratio to a peer or to a limit of the machine that is measured in the same run.

@@ -17,6 +17,8 @@ import importlib
 import time
 from typing import Any
 
+from ..comm import gpus
+from ..devices import gpu
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
@@ -29,12 +31,20 @@ _FOR_JOBS = 0.6
 
 
 def gpu_or_reason() -> tuple[Any, str]:
-    """CuPy with a GPU, or None and why not."""
+    """CuPy with a GPU, or None and why not.
+
+    Raises:
+        DeviceError: there is a GPU, but CuPy computes on none.
+    """
     try:
         cupy = importlib.import_module("cupy")
     except ImportError:
         return None, "CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')"
-    return (cupy, "") if cupy.cuda.is_available() else (None, "no NVIDIA GPU, or no driver")
+    if cupy.cuda.is_available():
+        return cupy, ""
+    if gpus.visible():
+        gpu(0).check()
+    return None, "no NVIDIA GPU, or no driver"
 
 
 def verdicts(jobs: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[str]:

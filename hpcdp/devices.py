@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +154,28 @@ def _cupy(device: Device) -> Any:
         cupy = importlib.import_module("cupy")
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # CuPy raises its own where there is no driver
+        _refuse_old_driver(device)
         raise DeviceError("device", where=device, expected="CuPy and a GPU", got=f"{type(error).__name__}: {error}",
                           remedy="take cpu(0), cpu(1), ...") from error  # fmt: skip
     if device.index >= count:
         raise DeviceError("device", where=device, expected=f"a number below {count}, the GPUs here", got=device.index)
     return cupy
+
+
+def _refuse_old_driver(device: Device) -> None:
+    """Raise `DeviceError` where the driver is older than the CUDA for which CuPy was built."""
+    runtime: Any = getattr(getattr(sys.modules.get("cupy"), "cuda", None), "runtime", None)
+    if runtime is None:
+        return
+    runs, needs = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    if 0 < runs // 1000 < needs // 1000:
+        raise DeviceError(
+            "device", where=device, expected=f"a driver for CUDA {_release(needs)}, which this CuPy needs",
+            got=f"one for CUDA up to {_release(runs)}",
+            remedy="in an environment without this CuPy: pip install 'hpcdp[cuda12]', or make with CUDA=cuda12; or a "
+            "newer driver",
+        )  # fmt: skip
+
+
+def _release(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

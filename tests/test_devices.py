@@ -1,6 +1,8 @@
 """Devices: what is put on one, and brought to where something else is, is there, and comes behind what made it."""
 
 import importlib
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from gpu_on_host import on_new_stream
 
 from hpcdp.arrays import from_host
 from hpcdp.devices import Device, brought, cpu, gpu, lie_together
+from hpcdp.errors import DeviceError
 from hpcdp.streams import Streams
 
 
@@ -39,6 +42,23 @@ def test_a_share_of_memory(gpus_on_host):
     assert list(gpus_on_host.limits.values()) == [(2, 0.25)]
     with pytest.raises(RuntimeError, match=r"limit_memory \[gpu\(1\)\]: expected a share above 0 and up to 1, got 25"):
         gpu(1).limit_memory(25)
+
+
+def test_a_driver_that_is_too_old_for_cupy_is_told_with_what_to_install(monkeypatch):
+    def refused():
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+
+    runtime = SimpleNamespace(getDeviceCount=refused, driverGetVersion=lambda: 12080, runtimeGetVersion=lambda: 13000)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    with pytest.raises(DeviceError) as told:
+        gpu(0).use()
+    assert str(told.value) == (
+        "device [gpu(0)]: expected a driver for CUDA 13.0, which this CuPy needs, got one for CUDA up to 12.8; in an "
+        "environment without this CuPy: pip install 'hpcdp[cuda12]', or make with CUDA=cuda12; or a newer driver"
+    )
+    runtime.driverGetVersion = lambda: 0  # there is none
+    with pytest.raises(DeviceError, match="expected CuPy and a GPU, got RuntimeError: cudaErrorInsufficientDriver"):
+        gpu(0).use()
 
 
 def test_what_is_brought_is_where_the_other_is(gpus_on_host):

@@ -21,6 +21,8 @@ import warnings
 warnings.simplefilter("ignore")
 import cupy
 from cupy.cuda import nccl
+from hpcdp.devices import gpu
+gpu(0).check()
 if int(cupy.arange(1000).sum()) != 499500:
     raise SystemExit("a wrong sum")
 number = nccl.get_version() if nccl.available else 0

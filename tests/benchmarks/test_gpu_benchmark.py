@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import graphs_on_host
 import numpy as np
@@ -12,7 +12,9 @@ import pytest
 
 from hpcdp.benchmarks import gpu, gpu_alone, gpu_jobs, gpu_kernels
 from hpcdp.benchmarks.gpu_kernels import cases
-from hpcdp.comm import threads
+from hpcdp.comm import gpus, threads
+from hpcdp.comm.gpus import Gpu
+from hpcdp.errors import DeviceError
 from hpcdp.kernels import cuda_update
 
 
@@ -30,6 +32,20 @@ def test_without_a_gpu_it_says_why_and_ends(
     assert capsys.readouterr().out == (
         "skipped: CuPy is not installed (pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]')\n"
     )
+
+
+def test_a_gpu_whose_driver_is_too_old_for_cupy_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    runtime = SimpleNamespace(getDeviceCount=refused, driverGetVersion=lambda: 12080, runtimeGetVersion=lambda: 13000)
+    cuda = SimpleNamespace(runtime=runtime, is_available=lambda: False)  # which takes each error for no GPU
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
+    with pytest.raises(DeviceError, match=r"got one for CUDA up to 12\.8; .* make with CUDA=cuda12"):
+        gpu.main([])
+    monkeypatch.setattr(gpus, "visible", lambda: ())
+    assert gpu.main([]) == 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ import cupy_on_host
 import numpy as np
 import pytest
 
+from hpcdp.comm import gpus
+from hpcdp.devices import gpu
+
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 
 
@@ -24,6 +27,8 @@ def cupy(request: pytest.FixtureRequest) -> ModuleType:
         return request.getfixturevalue("on_host")  # type: ignore[no-any-return]
     module = pytest.importorskip("cupy", reason="needs CuPy: pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'")
     if not module.cuda.is_available():
+        if gpus.visible():
+            gpu(0).check()  # says what CuPy does not
         pytest.skip("needs an NVIDIA GPU and its driver")
     module.ndarray.to_host = module.ndarray.get  # as the stand-in's
     return module

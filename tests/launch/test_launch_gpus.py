@@ -15,10 +15,14 @@ from hpcdp.launch.mpi_library import MpiLibrary
 
 ONE = "0000:3B:00.0 NVIDIA H200"
 CUPY = """
-from types import SimpleNamespace
 from numpy import arange
+from . import cuda
 __version__ = "14.2.0"
-cuda = SimpleNamespace(Device=lambda: SimpleNamespace(synchronize=lambda: None))
+"""
+CUDA = """
+from types import SimpleNamespace
+runtime = SimpleNamespace(getDeviceCount=lambda: 1, driverGetVersion=lambda: 13000, runtimeGetVersion=lambda: 13000)
+Device = lambda: SimpleNamespace(synchronize=lambda: None)
 """
 NCCL = "available, get_version = True, lambda: 22501"
 
@@ -37,7 +41,7 @@ def cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "packages" / "cupy"
     (folder / "cuda").mkdir(parents=True)
     (folder / "__init__.py").write_text(CUPY)
-    (folder / "cuda" / "__init__.py").touch()
+    (folder / "cuda" / "__init__.py").write_text(CUDA)
     (folder / "cuda" / "nccl.py").write_text(NCCL)
     monkeypatch.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(folder.parent)
@@ -91,6 +95,14 @@ def test_a_cupy_without_nccl_and_one_that_breaks(cupy: Path) -> None:
     (cupy / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     works, said = gpus.cupy()
     assert not works and said.startswith("does not work: ImportError: libcudart.so.12")
+
+
+def test_a_driver_that_is_too_old_for_cupy(driver: None, cupy: Path) -> None:
+    old = CUDA.replace("lambda: 1,", "lambda: 1 / 0,").replace(
+        "driverGetVersion=lambda: 13000", "driverGetVersion=lambda: 12080"
+    )
+    (cupy / "cuda" / "__init__.py").write_text(old)
+    assert "got one for CUDA up to 12.8; in an environment without this CuPy: pip install" in gpus.shown()["CuPy"]
 
 
 @pytest.mark.slow
