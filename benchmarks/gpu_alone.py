@@ -1,7 +1,8 @@
 """What one process measures on a GPU alone: LeNet and ResNet-18 in samples per second, and each kernel against the
 rate of the device's own copy. `gpu` starts it as a job, since what hangs on a GPU can only be ended with its process.
 
-The file with the figures is written anew after each of them, so that those of one that is ended are there.
+The file with the figures is written anew after each of them, so that those of one that is ended are there. What
+fails is named there, and ends no other.
 """
 
 from __future__ import annotations
@@ -94,12 +95,18 @@ def measure_model(name: str, batch: int, asarray: Callable[[np.ndarray], Array],
     return found
 
 
-def all_kernels(count: int, asarray: Callable[[np.ndarray], Array], ends: float) -> Iterator[dict[str, Any]]:
-    """The rows of all kernels; none more once ``ends``, in `time.monotonic`, is over."""
+def all_kernels(
+    count: int, asarray: Callable[[np.ndarray], Array], ends: float
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """All kernels by name, and what gives their rows; none more once ``ends``, in `time.monotonic`, is over."""
+
+    def row(small: Case, large: Case) -> dict[str, Any]:
+        return measure_kernel(large, asarray, small.wrong(asarray))
+
     for small, large in zip(cases(min(count, _CHECKED)), cases(count), strict=True):
         if time.monotonic() > ends:
             return
-        yield measure_kernel(large, asarray, small.wrong(asarray))
+        yield large.name, partial(row, small, large)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,19 +121,27 @@ def main(argv: list[str] | None = None) -> int:
     check_writable("gpu_alone", [args.json], world)
     cupy = importlib.import_module("cupy")
     found: dict[str, Any] = {"machine": describe(world), "device": facts(cupy), "models": [], "kernels": []}
+    failed: dict[str, list[str]] = {}
+    """Names by reason: after some errors CUDA refuses everything."""
 
-    def write(more: dict[str, Any]) -> None:
-        write_json(args.json, world, {**found, **more})
+    def write(*more: str) -> None:
+        told = [*(f"{', '.join(names)}: {reason}" for reason, names in failed.items()), *more]
+        write_json(args.json, world, {**found, **({"failed": "; ".join(told)} if told else {})})
 
-    write({"failed": "nothing is measured"})
+    def measure(kind: str, name: str, row: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found[kind].append(row())
+        except Exception as error:
+            failed.setdefault(f"{type(error).__name__}: {error}", []).append(name)
+        write(f"it ended after {name}")
+
+    write("nothing is measured")
     for name in _MODELS:
-        found["models"].append(measure_model(name, args.batch, cupy.asarray, world))
-        write({"failed": f"it ended after {name}"})
-    for row in all_kernels(max(1, parse_size(args.size) // 4), cupy.asarray, ends):
-        found["kernels"].append(row)
-        write({"failed": f"it ended after {row['name']}"})
-    write({})
-    return 0
+        measure("models", name, partial(measure_model, name, args.batch, cupy.asarray, world))
+    for name, row in all_kernels(max(1, parse_size(args.size) // 4), cupy.asarray, ends):
+        measure("kernels", name, row)
+    write()
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

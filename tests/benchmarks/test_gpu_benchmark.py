@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpcdp.benchmarks import gpu, gpu_alone, gpu_jobs, gpu_kernels
-from hpcdp.benchmarks.gpu_kernels import cases
+from hpcdp.benchmarks.gpu_kernels import Case, cases
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.errors import DeviceError
@@ -84,6 +84,34 @@ def test_every_kernel_is_right_and_rated(
         "| staging: share of pinned copies | at least 90% | 0% at worst (not measured) | **missed** |",
         "| training with and without overlap | same bits | not measured | **missed** |",
     ]
+
+
+def test_a_model_or_kernel_that_fails_is_named_and_ends_no_other(
+    tmp_path: Path, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model(name: str, *_: object) -> dict[str, object]:
+        if name == "lenet":
+            raise MemoryError("no room")
+        return {"name": name}
+
+    def kernel(case: Case, asarray: object, wrong: int) -> dict[str, object]:
+        if case.name in ("scale", "all finite"):
+            raise MemoryError("no room")
+        if case.name == "SGD":
+            raise ValueError("a NaN")
+        return {"name": case.name}
+
+    monkeypatch.setattr(gpu_alone, "facts", lambda cupy: {})
+    monkeypatch.setattr(gpu_alone, "measure_model", model)
+    monkeypatch.setattr(gpu_alone, "measure_kernel", kernel)
+    monkeypatch.setattr(Case, "wrong", lambda self, asarray: 0)
+    monkeypatch.setattr(gpu_alone.comm, "init", lambda: threads.run(1, lambda world: world)[0])
+    path = tmp_path / "gpu.json"
+    assert gpu_alone.main(["-m", "4K", "--json", str(path)]) == 1
+    found = json.loads(path.read_text())
+    assert found["failed"] == "lenet, scale, all finite: MemoryError: no room; SGD: ValueError: a NaN"
+    assert [each["name"] for each in found["models"]] == ["resnet18_cifar"]
+    assert len(found["kernels"]) == len(list(cases(1024))) - 3
 
 
 def test_models_and_kernels_that_hang_are_ended_and_those_before_are_told(
