@@ -14,6 +14,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.arrays import to_host
 from hpcdp.autograd import Tensor
 from hpcdp.errors import DataError
+from hpcdp.kernels.capture import Capturer
 from hpcdp.train.trainer import Trainer
 
 F = nn.functional
@@ -362,6 +363,20 @@ def test_what_cannot_be_captured_goes_without_and_says_why(gpu, network, operato
     same(found.data, plain(x).data)
     same(net(x).data, plain(x).data)
     assert not gpu.launches and not gpu.graphs
+
+
+@pytest.mark.parametrize("part", ["forward", "plan"])
+def test_without_memory_for_a_graph_it_goes_without(gpu, monkeypatch, part):
+    def refuses(*_):
+        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    net, plain = made(lambda: nn.Sequential(nn.Dense(6, 5), nn.BatchNorm(5)))
+    compare(net, plain, arrays(3, 6))
+    monkeypatch.setattr(Capturer, "capture" if part == "forward" else "__init__", refuses)
+    with pytest.warns(RuntimeWarning, match="Sequential goes without a CUDA graph; RuntimeError: cudaErrorMemoryAll"):
+        compare(net, plain, arrays(3, 6, seed=1), 1)
+    compare(net, plain, arrays(3, 6, seed=2), 2)
+    assert not gpu.launches
 
 
 def test_a_backward_that_cannot_be_captured(gpu, monkeypatch):

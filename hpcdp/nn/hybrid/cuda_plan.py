@@ -42,6 +42,7 @@ class CudaPlan:
 
     Raises:
         UnsupportedError: an operator does what no CUDA graph can have, or see `_Backward`; nothing was computed.
+        Exception: CUDA's, as where it has no memory for a graph; nothing was computed, either.
     """
 
     def __init__(self, graph: Graph, given: Sequence[Tensor], keeps: bool) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ...arrays import Array, is_cupy
 from ...autograd import Tensor, as_tensor
 from ...autograd.modes import modes
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError
 from ...kernels.capture import warmed_up
 from ..virtual_shard import entered_shard
 from .batches import takes_any_batch
@@ -125,7 +125,7 @@ class Hybrid:
             return None if known.plan is None else known.plan(known.graph, given, modes.recording)
         try:
             return CudaPlan(known.graph, given, modes.recording)
-        except UnsupportedError as error:
+        except Exception as error:  # also CUDA's, as where a graph finds no memory
             warn_without_graph(type(self._module).__name__, error)
             known.plan = None
             return None
