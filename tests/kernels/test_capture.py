@@ -83,6 +83,27 @@ def test_memory_is_used_again_in_a_graph_and_by_nobody_else(counted_graphs):
     assert all((each.to_host() == 5).all() for each in others)
 
 
+@pytest.mark.parametrize("name", ["sum", "max"])
+@pytest.mark.parametrize("axis", [None, 1])
+def test_reductions_are_captured(counted_graphs, name, axis):
+    """On a GPU they are CUB's, which CuPy takes by default; neither stand-in has it."""
+    import cupy
+
+    held = np.random.default_rng(3).standard_normal((300, 1000), np.float32)
+    x, found = cupy.asarray(held), []
+
+    def work():
+        found.append(getattr(x, name)(axis=axis))
+
+    work()
+    graph = Capturer().capture(work)
+    x *= 2
+    graph.launch()
+    wanted = getattr(2 * held, name)(axis=axis)
+    np.testing.assert_allclose(found[-1].to_host(), wanted, rtol=1e-5, atol=1e-2)
+    np.testing.assert_allclose(found[0].to_host(), wanted / 2, rtol=1e-5, atol=1e-2)
+
+
 def test_an_error_ends_the_capture(graphs_on_host):
     x = ones()
     capturer = Capturer()
