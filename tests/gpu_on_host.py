@@ -564,6 +564,11 @@ def on_new_stream(streams: Streams) -> Iterator[Stream]:
         yield stream
 
 
+def pinned_nbytes(size: int) -> int:
+    """What CuPy's pool takes for pinned memory of so many bytes (``cupy/cuda/pinned_memory.pyx``)."""
+    return 1 << (max(size, 512) - 1).bit_length()
+
+
 def let_messages_reach(monkeypatch: Any, cupy: Any) -> None:
     """Let messages take arrays on GPUs: MPI's real ones, which read and write host memory, and those of thread ranks.
 

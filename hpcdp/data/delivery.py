@@ -12,26 +12,26 @@ from ..devices import Device
 from ..streams import Event, Streams
 from .datasets import Batch
 
-_ALIGNED = 256
-
 
 class _Slot:
     """Pinned memory of one batch under way, and the events before and behind its copy."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._memory = streams.pinned(1)
+        self._memory: list[np.ndarray] = []
+        """For each array: CuPy's pool takes the next power of two, which images often are, and with labels are not."""
         self.begun, self.come = streams.event(), streams.event()
 
     def stage(self, batch: Batch) -> list[np.ndarray]:
         """Copies of the arrays of ``batch`` in pinned memory, once it is free; more is taken when more is needed."""
         self._streams.synchronize(self.come)
-        ends = list(itertools.accumulate((-(-x.nbytes // _ALIGNED) * _ALIGNED for x in batch), initial=0))
-        if ends[-1] > self._memory.nbytes:
-            self._memory = self._streams.pinned(ends[-1])
         staged = []
-        for x, at in zip(batch, ends, strict=False):
-            there = self._memory[at : at + x.nbytes].view(x.dtype).reshape(x.shape)
+        for number, x in enumerate(batch):
+            if number == len(self._memory):
+                self._memory.append(self._streams.pinned(max(1, x.nbytes)))
+            elif x.nbytes > self._memory[number].nbytes:
+                self._memory[number] = self._streams.pinned(x.nbytes)
+            there = self._memory[number][: x.nbytes].view(x.dtype).reshape(x.shape)
             there[...] = x
             staged.append(there)
         return staged

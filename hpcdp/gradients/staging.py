@@ -35,6 +35,9 @@ ON_THE_NETWORK = TAGS // LANES
 SLOTS = 2 * ON_THE_NETWORK
 """A bucket has pinned memory for so many segments: while half of them are summed, the others are copied."""
 
+_WIDEST = 8
+"""Bytes of an element at most: segments are as long as whole elements are."""
+
 Sum = Callable[[np.ndarray, int, Request | None], Steps]
 """``sum(x, tag, turn)`` sums ``x`` in place over other nodes, with up to `LANES` tags from ``tag`` on."""
 
@@ -111,8 +114,11 @@ def _host(slot: _Slot, piece: Array) -> np.ndarray:
 
 
 def _slot_nbytes(nbytes: int) -> list[int]:
-    """Of each slot: enough for the longest of nearly equal segments, and no more slots than there are."""
+    """Of each slot: enough for the longest of nearly equal segments, and no more slots than there are.
+
+    Not a byte more: CuPy's pool takes the next power of two, which a whole segment is.
+    """
     if nbytes == 0:
         return []
     number = -(-nbytes // SEGMENT_NBYTES)
-    return [-(-nbytes // number) + 8] * min(SLOTS, number)
+    return [-(-nbytes // (number * _WIDEST)) * _WIDEST] * min(SLOTS, number)

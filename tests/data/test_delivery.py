@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
+from gpu_on_host import pinned_nbytes
 
 from hpcdp import data
 from hpcdp.devices import cpu, gpu
@@ -64,6 +65,15 @@ def test_batches_that_grow_and_ones_that_are_empty(gpus_on_host):
     sampler = [np.arange(count) for count in (1, 0, 20, 3, 37, 37, 2)]
     for x, y in data.DataLoader(dataset(), sampler, 2, device=gpu(0)):
         np.testing.assert_array_equal(x.to_host(), dataset()[np.arange(len(y))][0])
+
+
+def test_a_batch_whose_images_are_a_power_of_two_takes_no_more_pinned_memory_than_they_do(gpus_on_host, monkeypatch):
+    asked = []
+    cuda = importlib.import_module("cupy").cuda
+    monkeypatch.setattr(cuda, "alloc_pinned_memory", lambda size: asked.append(size) or np.zeros(size, np.uint8))
+    images = data.ArrayDataset(np.zeros((64, 64), "f4"), np.zeros(64, "i8"))
+    for x, _ in data.DataLoader(images, [np.arange(64)], 0, device=gpu(0)):
+        assert sum(map(pinned_nbytes, asked)) <= x.nbytes + 4 * 512
 
 
 def test_a_loop_that_is_left_waits_for_the_copies_and_can_be_gone_on_with(gpus_on_host):

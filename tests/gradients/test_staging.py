@@ -4,8 +4,9 @@ import importlib
 
 import numpy as np
 import pytest
+from gpu_on_host import pinned_nbytes
 
-from hpcdp.collectives.progress import LANES, TAGS, drive
+from hpcdp.collectives.progress import LANES, TAGS, drive, segments
 from hpcdp.comm.node_rows import RowSize, lone_rows
 from hpcdp.comm.steps import Until
 from hpcdp.devices import gpu
@@ -87,7 +88,18 @@ def test_pinned_memory_of_a_bucket_is_its_part_or_eight_segments(row, monkeypatc
     cuda = importlib.import_module("cupy").cuda
     monkeypatch.setattr(cuda, "alloc_pinned_memory", lambda nbytes: asked.append(nbytes) or np.zeros(nbytes, np.uint8))
     Staging(Streams(gpu(0)), [4000, 0, 40, 800])
-    assert SLOTS == 8 and asked == [408] * SLOTS + [48] + [408] * 2
+    assert SLOTS == 8 and asked == [400] * SLOTS + [40] + [400] * 2
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize(
+    "nbytes", [40, 4 << 20, (4 << 20) + 8, 12 << 20, (12 << 20) - 8, (20 << 20) + 24, 32 << 20, 256 << 20]
+)
+def test_the_pool_takes_no_more_for_a_bucket_than_eight_segments(nbytes, dtype):
+    sizes = staging._slot_nbytes(nbytes)
+    assert sum(map(pinned_nbytes, sizes)) <= min(max(2 * nbytes, 512), 32 << 20)
+    longest = max(piece.nbytes for piece in segments(np.empty(nbytes, "u1").view(dtype), staging.SEGMENT_NBYTES))
+    assert all(longest <= size for size in sizes)
 
 
 def test_what_fails_on_the_gpu_ends_the_wait(row, monkeypatch):
