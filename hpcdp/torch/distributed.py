@@ -105,6 +105,7 @@ class DistributedDataParallel(torch.nn.Module):
         require_same(self.world.comm, "DistributedDataParallel", states)
         self._broadcast_values(0)
         layout = plan([(param.name, param.shape, param.dtype) for param in trained], bucket_cap_mb)
+        exchange.give_back_cache(self.device)
         with exchange.on_torchs_stream(self.device):
             reducer = Reducer(trained, layout, self.world, overlap, settings, sharded=owner == "shard")
         if self.device is not None and self.world.size > 1:

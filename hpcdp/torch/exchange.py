@@ -54,6 +54,12 @@ def as_tensor(array: Array) -> torch.Tensor:
         return torch.from_dlpack(array)
 
 
+def give_back_cache(device: Device | None) -> None:
+    """Let CUDA have what torch keeps unused for its next tensors; nobody else would ask torch for it."""
+    if device is not None:
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def on_torchs_stream(device: Device | None) -> Iterator[None]:
     """Within it CuPy gives its work on ``device`` to the stream that is torch's there, in this thread.

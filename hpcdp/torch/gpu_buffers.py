@@ -88,6 +88,7 @@ class GpuBuffers:
         if room > self._room:
             self._room = room
             sizes = [RowSize(room // _WORD.itemsize, _WORD)]
+            exchange.give_back_cache(self.device)
             if self._by_row:
                 (self._row,), _ = node_groups.make(self._world, self._streams, sizes)
             else:

@@ -19,6 +19,7 @@ from toy import SEEDING, add_average, loss_of
 import hpcdp.torch
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
+from hpcdp.comm.ways import Way
 from hpcdp.devices import gpu
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError, UnsupportedError
 from hpcdp.streams import Streams
@@ -71,6 +72,26 @@ def with_another_stream_of_cupys(world, on_gpus):
     with Streams(world.device).stream() as stream:
         on_gpus.queues[stream.ptr] = _Nothing()
         yield
+
+
+def test_what_torch_keeps_unused_is_given_back_before_rows_are_made(on_gpus, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(gpus, "visible", lambda: SEEN[:1])
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: SimpleNamespace(free_all_blocks=lambda: None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(on_gpus, "room", float("inf")))
+    on_gpus.room = 0
+
+    def rank(world):
+        model = wrapped(world)
+        of_buffers = model._buffers_of_all.on_gpu
+        world.barrier()
+        on_gpus.room = 0
+        world.barrier()
+        of_buffers.broadcast([torch.ones(3)], 0)
+        return model.backward_pass.reducer.gpus.way
+
+    assert threads.run(2, rank) == [Way.CUDA_IPC] * 2
 
 
 @pytest.mark.parametrize("overlap", [None, False])
