@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..launch.orphans import adopt, end_orphans
+
 _JOB_S, _ENDING_S = 90.0, 10.0
 """How long a job may take, and how long its end when it is told to."""
 _LAST_S = 60.0
@@ -107,13 +109,16 @@ def _read(report: Path) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The launcher ends its ranks; what has not ended then is killed with all that it has started."""
+    """The launcher ends its ranks; what has not ended then is killed with all that is below this process: ranks may be
+    in process groups of their own."""
+    adopt()
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=_ENDING_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    end_orphans()
 
 
 def line(row: Mapping[str, Any]) -> str:

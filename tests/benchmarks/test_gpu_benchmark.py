@@ -128,6 +128,8 @@ with open(sys.argv[-1], "w") as report:
 signal.pause()
 """
     monkeypatch.setattr(gpu_jobs, "_LAUNCH", [sys.executable, "-c", program])
+    for name in ("adopt", "end_orphans"):  # all that this process has started
+        monkeypatch.setattr(gpu_jobs, name, lambda: None)
     path = tmp_path / "gpu.json"
     assert gpu.main(["--limit-s", "2", "--json", str(path)]) == 1
     said = capsys.readouterr().out.splitlines()

@@ -16,6 +16,7 @@ import pytest
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
 from hpcdp.devices import gpu
+from hpcdp.launch.orphans import adopt, end_orphans
 
 ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 TESTS = Path(__file__).parents[1]
@@ -62,7 +63,9 @@ def run_on_gpu(job: Job) -> None:
     try:
         said, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
+        adopt()
         os.killpg(process.pid, signal.SIGKILL)
+        end_orphans()  # ranks may be in process groups of their own
         said, _ = process.communicate()
         pytest.fail(f"no end after {LIMIT_S} s: {said}")
     assert process.returncode == 0, said
