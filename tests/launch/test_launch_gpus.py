@@ -44,6 +44,7 @@ def cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "cuda" / "__init__.py").write_text(CUDA)
     (folder / "cuda" / "nccl.py").write_text(NCCL)
     monkeypatch.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a test may write a file again in the second of its time stamp
     monkeypatch.syspath_prepend(folder.parent)
     return folder
 
