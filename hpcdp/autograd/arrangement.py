@@ -93,7 +93,10 @@ def argmax(x: Tensor, axis: int | None = None) -> Tensor:
 
 def _axes(axis: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
     """``axis`` as NumPy takes it: several in a tuple, which nobody changes before backward."""
-    return tuple(axis) if isinstance(axis, list) else axis  # type: ignore[return-value]
+    axes = axis if isinstance(axis, (list, tuple)) else () if axis is None else (axis,)
+    if not all(hasattr(each, "__index__") for each in axes):
+        raise ValueError(f"axis {axis!r}")
+    return tuple(axes) if isinstance(axis, list) else axis  # type: ignore[return-value]
 
 
 def _spread(shape: tuple[int, ...], axis: Any, keepdims: bool) -> Derivative:

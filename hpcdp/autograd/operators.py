@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator as op
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,30 +33,39 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False) -> Array:
     """The sum over ``axis``, over all axes if it is None; of 16-bit floats in float32, rounded once."""
-    rows = _rows_of(x, axis)
+    axes = _long_axes(x, axis)
     if is_half(x):
-        if rows is None:
+        if not axes:
             return x.sum(axis=axis, dtype="float32", keepdims=keepdims).astype(x.dtype)
-        total = add_up_rows(rows.astype(np.float32)).astype(x.dtype)
-    elif rows is None:
+        total = _by_runs(x.astype(np.float32), axes).astype(x.dtype)
+    elif not axes:
         return x.sum(axis=axis, keepdims=keepdims)
     else:
-        total = add_up_rows(rows)
-    return np.expand_dims(total, axis) if keepdims and axis is not None else total
+        total = _by_runs(x, axes)
+    return np.expand_dims(total, axes) if keepdims else total
 
 
-def _rows_of(x: Array, axis: int | tuple[int, ...] | None) -> np.ndarray | None:
-    """``x`` with the elements that are added up along its first axis, where NumPy adds many of them one by one: along
-    axes that are not the last one."""
+def _long_axes(x: Array, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """``axis``, sorted, where NumPy would add many elements one by one: along axes that are not the last one."""
     if axis is None or type(x) is not np.ndarray or x.size <= _ROWS_AT_ONCE:
-        return None
-    axes = sorted(normalize_axis_tuple(axis, x.ndim))
-    if not axes or axes[-1] == x.ndim - 1 or axes != list(range(axes[0], axes[-1] + 1)):
-        return None
-    count = math.prod(x.shape[axes[0] : axes[-1] + 1])
-    if count <= _ROWS_AT_ONCE:
-        return None
-    return np.moveaxis(x.reshape(*x.shape[: axes[0]], count, *x.shape[axes[-1] + 1 :]), axes[0], 0)
+        return ()
+    axes = tuple(sorted(normalize_axis_tuple(axis, x.ndim)))
+    return axes if math.prod(x.shape[at] for at in axes) > _ROWS_AT_ONCE else ()
+
+
+def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    """The sum over ``axes``: over those that lie beside each other together, the last ones first."""
+    left = [at - x.shape[:at].count(1) for at in axes if x.shape[at] != 1]
+    kept = [n for at, n in enumerate(x.shape) if at not in axes]
+    x = x.reshape([n for n in x.shape if n != 1])
+    while left:
+        first = last = left.pop()
+        while left and left[-1] == first - 1:
+            first = left.pop()
+        together = x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
+        ends = last == x.ndim - 1
+        x = together.sum(axis=-1) if ends else add_up_rows(np.moveaxis(together, first, 0))
+    return x.reshape(kept)
 
 
 def add_up_rows(x: Array, out: Array | None = None) -> Array:

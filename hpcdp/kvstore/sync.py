@@ -28,6 +28,7 @@ from ..comm.communicator import join_parts
 from ..compression import Compression
 from ..engine import Variable
 from ..errors import ConfigError
+from ..gradients.bucket import Bucket
 from ..gradients.lane import UPDATE, Lane, Turn
 from ..gradients.rail import Rail
 from ..state import Part, Sharded
@@ -42,6 +43,9 @@ from .pulled import can_wait
 from .rows import FILLED, SUMMED, Rows
 from .updaters import Replace, Updater
 from .world_store import WorldStore
+
+_LIKE_HALVES = (np.dtype("int16"), np.dtype("uint16"))
+"""Keys whose elements kernels would take for floats of 16 bits (`hpcdp.arrays.words`)."""
 
 
 @dataclass(slots=True)
@@ -231,12 +235,17 @@ class SyncStore(WorldStore):
             else:
                 bucket.mine[: value.size] = value.reshape(-1)
                 yield [rows.post(push.number, FILLED)]
-                first, last = bucket.shard
-                if last > first:
-                    self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
+                self._sum_part(bucket)
             if self._rail is not None:
                 yield from self._rail.sum(bucket, turn)
         yield from self._update(push, bucket.mine)
+
+    def _sum_part(self, bucket: Bucket) -> None:
+        first, last = bucket.shard
+        if bucket.rows.dtype in _LIKE_HALVES:
+            bucket.mine[first:last] = bucket.rows[:, first:last].sum(axis=0, dtype=bucket.rows.dtype)
+        elif last > first:
+            self._reduce.combine_into(bucket.words, first, last, self._memory.rank, self._reduce.SUM)
 
     def _update(self, push: _Push, summed: np.ndarray) -> Steps:
         """Update by a sum of which this rank has its part: ``summed``, as long as a row, right there."""

@@ -84,10 +84,7 @@ class ByFunction:
                 raise ConfigError("updater", expected=expected, got=f"{given.dtype} of shape {given.shape}")
         except BaseException as error:
             stored[...] = before  # a push takes effect whole or not at all
-            failure = error
-            is_told = isinstance(error, Exception) and not isinstance(error, StopIteration)  # which ends generators
-            if not (is_told or _is_ctrl_c(error)):  # it may run far from the program that gave it
-                failure = ConfigError("updater", expected="a function that returns", got=summary(error))
+            failure = _told(error, "a function")
             failure.add_note(f"in the updater, of key {key!r}")
             if failure is error:
                 raise
@@ -122,11 +119,19 @@ class ByOptimizer:
             apply_rule(self.optimizer, flat, received.reshape(-1), self.states[key], step)
         except ConfigError as error:
             raise _of_push(error) from None
+        except BaseException as error:
+            if (failure := _told(error, "an update rule")) is error:
+                raise
+            raise failure from error
         self.steps[key] = step
 
 
-def _is_ctrl_c(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+def _told(error: BaseException, what: str) -> BaseException:
+    """``error``, or, of what ends programs or generators, another one: it may run far from the program that gave it."""
+    is_ctrl_c = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+    if is_ctrl_c or (isinstance(error, Exception) and not isinstance(error, StopIteration)):
+        return error
+    return ConfigError("updater", expected=f"{what} that returns", got=summary(error))
 
 
 def rate_of(rule: Optimizer) -> Rate:

@@ -58,8 +58,9 @@ class Trainer:
         owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
             optimizer's state for n ranks on the smallest node (`nbytes` tells). ``"auto"``: ``"shard"`` where the
             node's ranks share memory, but ``"rank"`` on one node if all copies fit in its caches: up to 8 MiB of them,
-            up to 32 where its cores are far from each other, which is measured. On GPUs ``"rank"``. The numbers are the
-            same to the bit. This and all that follows is not for stores.
+            up to 32 where its cores are far from each other, which is measured; not with ``overlap``, or more ranks
+            than cores. On GPUs ``"rank"``. The numbers are the same to the bit (LARS on float64: but the last). This
+            and all that follows is not for stores.
         bucket_cap_mb: size of a bucket of gradients in MiB; the first has 1. None: an eighth of the model, but from
             1 to 25.
         clip_norm: scale the global batch's mean gradient down to this norm where it is longer.
@@ -80,8 +81,9 @@ class Trainer:
     Raises:
         MismatchError: the ranks' parameters or settings differ, later in `step` and `update` their learning rates or
             loss scales; on every rank, naming ranks and the first difference.
-        ConfigError: no parameters or two of one name, an unknown owner, codec or store, a clip_norm that is not
-            positive; what a store cannot do; what would keep a run from being reproducible.
+        ConfigError: no parameters, two of one name or one that is no float of 16 to 64 bits, an unknown owner, codec or
+            store, a clip_norm that is not positive; what a store cannot do; what would keep a run from being
+            reproducible.
     """
 
     world: World | None

@@ -24,6 +24,10 @@ def no_parameters(given: object) -> ConfigError:
     return ConfigError("Trainer", where="params", expected=expected, got=type_named(given))
 
 
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""Of parameters that are trained."""
+
+
 def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]:
     """Those that want a gradient; `ConfigError` for what is no parameter, two of one name, or for none, unless
     ``world`` has but one stage of a model. The others get arrays of their own where ranks hold them together, since an
@@ -42,6 +46,9 @@ def trained(params: Sequence[Parameter], world: World | None) -> list[Parameter]
             param.data = param.data.copy()
     if not found and (world is None or world.model_comm is None):
         raise ConfigError("Trainer", where="params", expected="at least one trainable parameter", got="none")
+    for param in found:
+        if str(param.data.dtype) not in _DTYPES:
+            raise ConfigError("Trainer", where=param.name, expected=" or ".join(_DTYPES), got=param.data.dtype)
     twice = [name for name, number in Counter(param.name for param in found).items() if number > 1]
     if twice:
         raise ConfigError(

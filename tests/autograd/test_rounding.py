@@ -68,6 +68,39 @@ def test_of_16_bits_they_are_rounded_once(dtype, name):
     np.testing.assert_allclose(y.grad.astype(float), derivative * rounded, rtol=HALVES[dtype] * 1.01, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((200000, 3, 1, 1), (0, 2, 3)),
+        ((2, 200000, 2, 1), (1, 3)),
+        ((200000, 2, 2), (0, 2)),
+        ((1, 200000, 3), 1),
+        ((4, 1, 300, 2, 300, 3), (-2, 2)),
+        ((300, 1, 7), [0]),
+    ],
+)
+def test_sums_over_many_are_exact_whatever_the_axes(dtype, shape, axes):
+    x = np.full(shape, 0.1, dtype_of(dtype))
+    axes = tuple(axes) if isinstance(axes, list) else axes
+    error = HALVES.get(dtype, 1e-5)
+    for keepdims in (False, True):
+        exact = x.astype(np.float64).sum(axis=axes, keepdims=keepdims)
+        found = Tensor(x).sum(axis=axes, keepdims=keepdims).data
+        assert found.dtype == x.dtype
+        np.testing.assert_allclose(found.astype(np.float64), exact, rtol=error)
+    along = axes if isinstance(axes, tuple) else (axes,)
+    narrow = tuple(1 if at in {each % x.ndim for each in along} else n for at, n in enumerate(shape))
+    (of_narrow,) = gradients(lambda y: Tensor(x) * y, np.ones(narrow, x.dtype))
+    np.testing.assert_allclose(of_narrow.astype(np.float64), exact, rtol=2 * error)
+
+
+@pytest.mark.parametrize("axis", ["a", 1.0, (0, None)])
+def test_an_axis_that_is_no_number_is_told(axis):
+    with pytest.raises(UnsupportedError, match=r"sum: expected arguments that fit .*, got axis "):
+        Tensor(np.ones((2, 3))).sum(axis=axis)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_sums_of_16_bits_that_are_larger_than_they_hold(dtype):
     x = np.full((64, 64), 20, dtype_of(dtype))

@@ -46,7 +46,9 @@ def same(got, wanted, ranks, per_node):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "chunks"), pairs(WORLDS, ["f2", "f4", "f8", "i4", "i8"], CHUNKS), indirect=["chunks"]
+    ("layout", "dtype", "chunks"),
+    pairs(WORLDS, ["f2", "f4", "f8", "i2", "u2", "i4", "i8"], CHUNKS),
+    indirect=["chunks"],
 )
 def test_pushpull_is_the_sum_of_all_ranks_and_the_value_is_stored(layout, dtype, chunks):
     ranks, per_node = layout

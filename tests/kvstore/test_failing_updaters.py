@@ -97,6 +97,34 @@ def test_an_updater_that_would_end_the_program_fails_like_others(per_node, updat
     assert all(value == [2.0] * 4 for value in with_store(kind, per_node, one))
 
 
+class Leaves(optim.SGD):
+    def update(self, param, grad, state, **settings):
+        if grad[0] == 1:
+            sys.exit("enough")
+        super().update(param, grad, state, **settings)
+
+
+@pytest.mark.parametrize("in_one", [False, True])
+def test_a_rule_that_would_end_the_program_is_told_to_all_ranks(in_one):
+    """Also to those that wait for new values in the exchange itself."""
+
+    def one(world):
+        store = kvstore.create("dist_sync", world)
+        store.init("w", np.zeros(64))
+        store.set_optimizer(Leaves(lr=1.0))
+        with pytest.raises(HpcdpError, match="SystemExit: enough"):
+            if in_one:
+                store.pushpull("w", np.full(64, 1 / 3))
+            else:
+                store.push("w", np.full(64, 1 / 3))
+                store.pull("w").wait()
+        value = np.full(64, 2.0)
+        store.pushpull("w", value)
+        return value.tolist()
+
+    assert threads.run(3, one) == [[-6.0] * 64] * 3
+
+
 def shouts(key, received, stored):
     sys.exit("\x1b[31mred")
 

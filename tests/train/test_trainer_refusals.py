@@ -5,7 +5,7 @@ import pytest
 from pairs import pairs
 from written_gradients import SHAPES, backward, model
 
-from hpcdp import optim
+from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
 from hpcdp.train.bucket_trainer import BucketTrainer
@@ -22,6 +22,15 @@ def test_a_count_that_is_none_is_refused(count):
 def test_what_is_no_optimizer_is_refused(kvstore):
     with pytest.raises(ConfigError, match=r"Trainer: expected an optimizer, e\.g\. .*SGD\(lr=0\.1\), got 'sgd'"):
         threads.run(1, lambda world: Trainer(model(0), "sgd", world, kvstore=kvstore))
+
+
+@pytest.mark.parametrize("kvstore", [None, "dist_sync"])
+def test_parameters_of_other_dtypes_are_refused(kvstore):
+    layer = nn.Dense(3, 2)
+    layer.weight.data = layer.weight.data.astype(np.longdouble)
+    expected = "expected float16 or bfloat16 or float32 or float64, got float128"
+    with pytest.raises(ConfigError, match=rf"Trainer \[.*weight\]: {expected}"):
+        threads.run(1, lambda world: Trainer(layer.parameters(), optim.SGD(lr=0.1), world, kvstore=kvstore))
 
 
 def test_an_update_without_the_sum_is_refused():
