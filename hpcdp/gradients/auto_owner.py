@@ -21,7 +21,7 @@ import numpy as np
 
 from .reducer import Reducer
 
-NEAR_NBYTES, FAR_NBYTES = 8 << 20, 32 << 20
+NEAR_NBYTES, FAR_NBYTES = 6 << 20, 32 << 20
 """So many bytes may all copies of a node's parameters have, if its cores are near each other, and far."""
 
 _FAR_GB_S = 4.0

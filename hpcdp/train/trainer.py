@@ -57,7 +57,7 @@ class Trainer:
         policy: what to do about unused parameters and gradients that are not finite.
         owner: who updates. ``"rank"``: every rank all parameters. ``"shard"``: every rank its shard, with 1/n of the
             optimizer's state for n ranks on the smallest node (`nbytes` tells). ``"auto"``: ``"shard"`` where the
-            node's ranks share memory, but ``"rank"`` on one node if all copies fit in its caches: up to 8 MiB of them,
+            node's ranks share memory, but ``"rank"`` on one node if all copies fit in its caches: up to 6 MiB of them,
             up to 32 where its cores are far from each other, which is measured; not with ``overlap``, or more ranks
             than cores. On GPUs ``"rank"``. The numbers are the same to the bit (LARS on float64: but the last). This
             and all that follows is not for stores.
