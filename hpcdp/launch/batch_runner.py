@@ -8,7 +8,6 @@ but AGAIN for a command that wants to be started again (75), and 1 for one of th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,11 +16,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .batch import STATUS, replace, unblock
+from .batch import STATUS, replace
+from .orphans import bound
 from .supervise import FORWARDED
 
 _POLL_S = 0.2
-_PR_SET_PDEATHSIG = 1
 _STOP_EARLY = {signal.SIGUSR1, signal.SIGUSR2}
 _OF_GRID_ENGINE = (99, 100)
 """Start the job again; keep it from being started."""
@@ -44,18 +43,12 @@ def run(folder: Path, command: Sequence[str], stop_s: float = float("inf")) -> i
     become SIGUSR1, at which a run stops early; those in ``folder`` come from a person, and stay what they are.
     """
     watched = {*FORWARDED, signal.SIGCHLD}
-    libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        unblock()
-
     for name in (STATUS, *(sign.name for sign in FORWARDED)):  # of the run before, where this is not the first one
         (folder / name).unlink(missing_ok=True)
     try:
         stop_at_s = time.monotonic() + stop_s
-        child = subprocess.Popen(command, preexec_fn=before_exec, start_new_session=True)
+        child = subprocess.Popen(command, preexec_fn=bound(), start_new_session=True)
         while child.poll() is None:
             received = signal.sigtimedwait(watched, _POLL_S)
             if received is not None and received.si_signo != signal.SIGCHLD:

@@ -11,7 +11,6 @@ shows new files late, NFS after seconds: that delays the start, not the ranks, w
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import LaunchError, listed, to_stderr
-from .batch import ERRORS, OUTPUT, STATUS, replace, unblock
+from .batch import ERRORS, OUTPUT, STATUS, replace
 from .mpi_library import find_library
-from .orphans import adopt, end_orphans
+from .orphans import adopt, bound, end_orphans
 
 COMMAND, WRITTEN, ENDED = ".command", ".written", ".ended"
 """What the names of a command's files end in: itself, what it writes, its status."""
@@ -36,7 +35,6 @@ _GATHER_S = 600.0
 _BEAT_S, _LOST_S = 2.0, 120.0
 _OVER, _HOST = "over", "host"
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 
 
 def container_name(number: int) -> str:
@@ -190,19 +188,7 @@ def _pause() -> None:
 
 
 def _start(argv: Sequence[str], output: BinaryIO, errors: BinaryIO) -> subprocess.Popen[bytes]:
-    libc = ctypes.CDLL(None)
-
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        unblock()
-
-    return subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        preexec_fn=before_exec,
-    )
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, preexec_fn=bound())
 
 
 if __name__ == "__main__":

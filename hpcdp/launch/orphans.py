@@ -1,4 +1,5 @@
-"""Ends what others have left behind: processes that became children of this one, which is a subreaper (prctl(2))."""
+"""What becomes of processes when others end (prctl(2)): children that end with this one, and those that others have
+left behind, which became children of this one, a subreaper, and are ended."""
 
 from __future__ import annotations
 
@@ -7,9 +8,22 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def bound(blocked: Iterable[int] = ()) -> Callable[[], None]:
+    """The ``preexec_fn`` of a child that gets SIGTERM when this process ends, and begins with these signals blocked
+    alone, whatever this process has blocked."""
+    libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    return before_exec
 
 
 def adopt() -> None:

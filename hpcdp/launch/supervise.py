@@ -7,7 +7,6 @@ killed, becomes its child and is ended before it exits, so no rank on this machi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -22,7 +21,7 @@ from . import machine, segments
 from .cause import BEREFT, first_failure
 from .guards import Guards
 from .mpi_library import is_open_mpi_4
-from .orphans import adopt, end_orphans
+from .orphans import adopt, bound, end_orphans
 from .started import Started, listed
 from .watch import End, Watch, name_of
 from .words import Named, Words
@@ -36,7 +35,6 @@ _FAILED_GRACE_S = 6.0
 _LOST_GRACE_S = 3.0
 _LAST_WORDS_S = 1.0
 _STOPPED = os.EX_TEMPFAIL
-_PR_SET_PDEATHSIG = 1
 _SI_KERNEL = 0x80
 
 
@@ -75,13 +73,8 @@ def supervise(
         LaunchError: mpirun has refused what was ``asked`` of it.
     """
     watched = {*FORWARDED, signal.SIGCHLD}
-    libc = ctypes.CDLL(None)
     adopt()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
         with contextlib.ExitStack() as left_behind:
@@ -94,7 +87,7 @@ def supervise(
                 places = hosts or ([] if elsewhere else [None] * ranks)
                 command, started = left_behind.enter_context(listed(command, ranks, places))
             words = Words(held=bool(asked), with_banners=family == "srun")
-            mpirun = subprocess.Popen(command, env=environ, preexec_fn=before_exec, stderr=words.end)
+            mpirun = subprocess.Popen(command, env=environ, preexec_fn=bound(before), stderr=words.end)
             with contextlib.closing(Watch(mpirun.pid, ranks - elsewhere, watched, servers, elsewhere)) as watch:
                 if guards is not None:
                     guards.attach(watch)

@@ -6,14 +6,12 @@ meet in the job's folder, in a file system that all hosts share.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,7 @@ from ..errors import ConfigError, LaunchError, to_stderr
 from . import batch, batch_values
 from .containers import agent_script, container_name
 from .job import Command, Job, Plan
+from .orphans import bound
 
 _CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
 _JAR = "hadoop-yarn-applications-distributedshell*.jar"
@@ -32,7 +31,6 @@ _LONGEST_MS = 2**31 - 1
 
 _RANK_MIB = 2048
 _OURS = ("jar", "shell_script", "shell_command", "shell_args", "shell_env", "num_containers")
-_PR_SET_PDEATHSIG = 1
 
 
 def plan(job: Job) -> Plan:
@@ -132,12 +130,6 @@ class _Application:
     """An application of YARN, by the client that has submitted it and waits for its end."""
 
     def __init__(self, argv: Sequence[str], log: Path, verbose: bool) -> None:
-        libc = ctypes.CDLL(None)
-
-        def before_exec() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            batch.unblock()
-
         self._yarn, self._log, self._verbose = argv[0], log, verbose
         with log.open("wb") as file:
             self._client = subprocess.Popen(
@@ -146,7 +138,7 @@ class _Application:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=before_exec,
+                preexec_fn=bound(),
             )
 
     def has_ended(self) -> bool:
