@@ -124,25 +124,20 @@ def _sum(x, out, in_place, total, staging, ends, me, piece):  # type: ignore[no-
 
 
 @njit(inline="always")
-def _fetch(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
+def _fetch(out, staging, ends, me, piece, takes):  # type: ignore[no-untyped-def]
+    # ``takes``: the owner is the next to write there. Lines that were only read here would take it long to write again,
+    # those that are written not.
     n = staging.shape[1]
     for owner in range(n):
         if owner != me:
             first, last = _span(ends, owner, piece, staging.shape[2] // n)
-            _copy(out[first:last], _staged(staging, me, owner, piece, first, last))
-
-
-@njit(inline="always")
-def _take(out, staging, ends, me, piece):  # type: ignore[no-untyped-def]
-    # As `_fetch`. Lines that were only read here would take the owner long to write again, those that are written not.
-    n = staging.shape[1]
-    for owner in range(n):
-        if owner != me:
-            first, last = _span(ends, owner, piece, staging.shape[2] // n)
-            staged, fetched = _staged(staging, me, owner, piece, first, last), out[first:last]
-            for i in range(fetched.size):
-                fetched[i] = staged[i]
-                staged[i] = 0
+            fetched, staged = out[first:last], _staged(staging, me, owner, piece, first, last)
+            if takes:
+                for i in range(fetched.size):
+                    fetched[i] = staged[i]
+                    staged[i] = 0
+            else:
+                _copy(fetched, staged)
 
 
 @njit(inline="always")
@@ -230,7 +225,7 @@ def replace(x, out, in_place, total, staging, ends, counters, state):  # type: i
                 post(counters, me, np.int32(last))
             state[PIECE] = piece + 1
         if piece > 0:  # after the post: nobody waits for it
-            _fetch(out, staging, ends, me, piece - 1)
+            _fetch(out, staging, ends, me, piece - 1, False)
         if piece == pieces:
             state[PHASE] = _ARRIVING
             return DONE
@@ -282,7 +277,7 @@ def spread(out, total, staging, ends, counters, state):  # type: ignore[no-untyp
         if piece + 1 < pieces:
             _put(total, staging, ends, me, piece + 1)
             post(counters, me, np.int32(_spread_number(state, piece + 1)))
-        _take(out, staging, ends, me, piece)
+        _fetch(out, staging, ends, me, piece, True)
         state[PIECE] = piece + 1
         if piece + 1 == pieces:
             state[PHASE] = _ARRIVING
