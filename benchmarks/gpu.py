@@ -107,6 +107,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{model['name']:<22}batch {model['batch']}: {model['samples_s']:.0f} samples/s, "
             f"{model['graphs_samples_s']:.0f} by CUDA graphs, loss {model['loss']:.3f}"
         )
+        if "torch_samples_s" in model:
+            by_graphs = f"{model['torch_graphs_samples_s']:.0f} by CUDA graphs"
+            print(f"{'  PyTorch':<22}batch {model['batch']}: {model['torch_samples_s']:.0f} samples/s, {by_graphs}")
     print(f"{'kernel':<22}{'us':>10}{'GB/s':>9}{'copy':>9}{'share':>8}")
     for row in rows:
         wrong = f"  WRONG: {row['wrong']}" if row["wrong"] else ""

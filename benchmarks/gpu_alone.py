@@ -20,7 +20,7 @@ from ..arrays import Array, to_host
 from ..comm import gpus
 from ..launch.arguments import Parser, at_least
 from ..train.trainer import Trainer
-from . import program
+from . import gpu_torch, program
 from .files import check_writable, write_json
 from .gpu_kernels import Case, cases
 from .machine import describe
@@ -80,18 +80,23 @@ def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: in
 
 def measure_model(name: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World) -> dict[str, Any]:
     """Forward, backward and update on one batch: ``name``, ``batch``, ``samples_s``, ``loss`` of the last step, and
-    ``graphs_samples_s``, where the network is hybridized, so that forward and backward are CUDA graphs."""
+    ``graphs_samples_s``, where the network is hybridized, so that forward and backward are CUDA graphs. Where PyTorch
+    is, ``torch_samples_s`` and ``torch_graphs_samples_s``, of steps each of which is one CUDA graph."""
     rng = np.random.default_rng(0)
     shape = _MODELS[name]
-    x, labels = asarray(rng.standard_normal((batch, *shape), np.float32)), asarray(rng.integers(0, 10, batch))
+    given = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
+    (x, labels), marker = map(asarray, given), asarray(np.zeros(1, np.float32))
     found: dict[str, Any] = {"name": name, "batch": batch}
     for key in ("samples_s", "graphs_samples_s"):
         net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x)
         net.hybridize(key == "graphs_samples_s")
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
         step = step_of(net, trainer, [(x, labels)])
-        found[key] = batch / seconds(partial(step, 0), asarray(np.zeros(1, np.float32)))
+        found[key] = batch / seconds(partial(step, 0), marker)
         found["loss"] = float(step(0))
+    if gpu_torch.is_there():
+        for key, peer in gpu_torch.steps(name, *given).items():
+            found[f"{key}_samples_s"] = batch / seconds(peer, marker)
     return found
 
 

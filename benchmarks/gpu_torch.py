@@ -1,0 +1,57 @@
+"""PyTorch's side of `gpu_alone`: the same networks, forward, backward and update, on the same GPU.
+
+In float32, products without TF32 as here, and the convolutions that cuDNN finds fastest. Once operation by operation,
+once the whole step as one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from .torch_models import MODELS
+
+_NAMES = {"lenet": "lenet", "resnet18_cifar": "resnet18"}
+"""PyTorch's network by the name of ours."""
+_WARM_UP = 11
+"""Steps before a capture: cuDNN's choice, memory, and the state of the rule are there then."""
+
+
+def is_there() -> bool:
+    """Whether PyTorch is installed and sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    torch: Any = importlib.import_module("torch")
+    return bool(torch.cuda.is_available())
+
+
+def steps(name: str, x: Any, labels: Any) -> dict[str, Callable[[], Any]]:
+    """What trains on one batch, ``x`` of shape ``(batch, *image)`` and ``labels`` as NumPy arrays, on PyTorch's current
+    GPU, which is the default stream's; by key: ``torch``, and ``torch_graphs``, which replays a graph of that."""
+    torch: Any = importlib.import_module("torch")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    net = MODELS[_NAMES[name]].net(torch.nn).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    images, classes = torch.from_numpy(x).cuda(), torch.from_numpy(labels).cuda()
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(images), classes)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(_WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return {"torch": step, "torch_graphs": graph.replay}
