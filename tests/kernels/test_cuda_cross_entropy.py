@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from placed import beginning_at
 
 from hpcdp import autograd, nn
-from hpcdp.arrays import array_namespace, dtype_of, is_half
+from hpcdp.arrays import dtype_of, is_half
 from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda_cross_entropy, reference_cross_entropy
 
@@ -24,13 +25,6 @@ def given(rows: int, classes: int, dtype: str) -> tuple[np.ndarray, ...]:
     if rows > 2:
         logits[2] = 3e4  # of which no sum of exponentials is finite
     return logits, rng.integers(0, classes, rows), rng.standard_normal(rows).astype(wide(logits).dtype)
-
-
-def beginning_at(offset: int, x: Any) -> Any:
-    """A copy so many elements behind the beginning of memory."""
-    whole = array_namespace(x).empty(offset + x.size, dtype=x.dtype)
-    whole[offset:] = x.reshape(-1)
-    return whole[offset:].reshape(x.shape)
 
 
 def wide(x: Any) -> Any:
