@@ -169,6 +169,23 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
     same("batch_norm_gradients", gy, x, scale, (mean, variance + 1), into)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> None:
+    """Far from zero, where the first element is far from the others, and where it or another is not finite."""
+    x = np.random.default_rng(4).standard_normal((3, 6, 2500)).astype(dtype)
+    x[:, :2] += {"float32": 1e4, "float64": 1e9}[dtype]
+    x[0, 1:3, 0] += 1e6
+    x[0, 3, 0], x[0, 4, 0], x[2, 5, 7] = np.inf, np.nan, np.inf
+    wanted = [np.empty(6), np.empty(6)]
+    reference.batch_norm(x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5)
+    saved = tuple(cupy.asarray(np.empty(6, dtype)) for _ in wanted)
+    of_channels = (cupy.asarray(np.full(6, value, dtype)) for value in (1, 0))
+    cuda_batch_norm.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
+    for ours, theirs in zip(saved, wanted, strict=True):
+        np.testing.assert_allclose(ours.to_host(), theirs, rtol=max(1e-10, 2 * np.finfo(dtype).eps))
+
+
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
     with pytest.raises(UnsupportedError, match="expected float32, got float16"):
@@ -225,6 +242,6 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
     assert {name.rpartition("_")[2] for name in launched} == {of_type}
     assert {name.rpartition("_")[0] for name in launched} == {
         "unfold", "to_images", "from_images", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
-        "add_bias", "relu_gradient", "channel_sums", "centred_sums", "gradient_sums", "normalise", "gradient_of_input",
-        "softmax_cross_entropy", "softmax_cross_entropy_gradient",
+        "add_bias", "relu_gradient", "channel_sums", "statistics", "gradient_sums", "channel_gradients", "normalise",
+        "gradient_of_input", "softmax_cross_entropy", "softmax_cross_entropy_gradient",
     }  # fmt: skip
