@@ -7,11 +7,12 @@ import numpy as np
 from ..arrays import Array
 from .reference import Pair
 
-_WINDOWS = np.dtype([("at", np.int64, 11)])
+_WINDOWS = np.dtype([("planes", np.int64), ("at", np.int32, 10)])
 
 
 def windows(x: Array, size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
     """The structure ``Windows`` of `windows.cuh`: planes like those of ``x``, and ``size`` positions of a window."""
     made = np.zeros(1, _WINDOWS)
-    made["at"][0] = (x.shape[0] * x.shape[1], *x.shape[2:], *size, *kernel, *stride, *padding)
+    made["planes"][0] = x.shape[0] * x.shape[1]
+    made["at"][0] = (*x.shape[2:], *size, *kernel, *stride, *padding)
     return made
