@@ -6,68 +6,26 @@
 // of its squares. Those cancel harmlessly: from the mean of n elements one of them is at most as far as the root of n
 // times the deviation, so at the very worst the variance loses a factor of n of float64's precision.
 #include "common.cuh"
-
-// Passed by value: the shape of `x`.
-struct Shape {
-    Index batch, channels, size;
-};
+#include "channels.cuh"
 
 struct Two {
     double first, second;
 };
 
-// What a thread adds up of `body(elements of all arrays)` over a channel, of which each of its blocks has a piece, in
-// packs of N. The threads of all pieces take neighbouring packs; the place in a plane is kept, not divided for. Several
-// packs are loaded before the first of them is used, as many as leave room for other threads, which add up meanwhile.
-template <int N, int ARRAYS, class T, class Body>
-__device__ inline Two sum_of_thread(const T* const (&from)[ARRAYS], const Shape& shape, bool aligned, Body body) {
-    constexpr int AT_ONCE = (N == 1 ? 8 : N < 8 ? 4 : 2) / ARRAYS;
-    const Index pieces = gridDim.x / shape.channels, channel = blockIdx.x / pieces, piece = blockIdx.x % pieces;
-    const Index plane = shape.size / N, count = shape.batch * plane, stride = pieces * THREADS;
-    Two total = {0, 0};
-    Index pack = piece * THREADS + threadIdx.x;
-    if (pack >= count) return total;
-    const Index to_next_plane = (shape.channels - 1) * shape.size, on = stride % plane;
-    const Index step = stride / plane * shape.channels * shape.size + on * N;
-    Index in_plane = pack % plane, i = (pack / plane * shape.channels + channel) * shape.size + in_plane * N;
-    while (pack < count) {
-        Pack<T, N> packs[AT_ONCE][ARRAYS];
-        bool is_there[AT_ONCE];
-        for (int k = 0; k < AT_ONCE; ++k) {
-            is_there[k] = pack < count;
-            for (int array = 0; array < ARRAYS; ++array) {
-                if (is_there[k]) packs[k][array] = load_from<N>(from[array] + i, aligned);
-            }
-            pack += stride;
-            i += step;
-            in_plane += on;
-            if (in_plane >= plane) {
-                in_plane -= plane;
-                i += to_next_plane;
-            }
-        }
-        for (int k = 0; k < AT_ONCE; ++k) {
-            for (int at = 0; at < N && is_there[k]; ++at) {
-                T elements[ARRAYS];
-                for (int array = 0; array < ARRAYS; ++array) elements[array] = packs[k][array].at[at];
-                const Two each = body(elements);
-                total.first += each.first;
-                total.second += each.second;
-            }
-        }
-    }
-    return total;
-}
-
-// Sums the two numbers of `body` over each channel, by as many blocks for each: into `partial`, shape (2, channels,
-// pieces). Whether elements go in packs depends on the shape alone.
+// Sums the two numbers of `body(elements of all arrays)` over each channel, by as many blocks for each: into `partial`,
+// shape (2, channels, pieces).
 template <int ARRAYS, class T, class Body>
-__device__ inline void sum_channels(
-    const T* const (&from)[ARRAYS], bool aligned, const Shape& shape, double* partial, Body body
-) {
-    constexpr int N = 16 / sizeof(T);
-    const Two total = shape.size % N == 0 ? sum_of_thread<N>(from, shape, aligned, body)
-                                          : sum_of_thread<1>(from, shape, aligned, body);
+__device__ inline void sum_channels(const T* const (&from)[ARRAYS], const Shape& shape, double* partial, Body body) {
+    Two total = {0, 0};
+    for_packs_of_channel(from, shape, [&](Index, const auto& packs) {
+        for (int at = 0; at < packs[0].size; ++at) {
+            T elements[ARRAYS];
+            for (int array = 0; array < ARRAYS; ++array) elements[array] = packs[array].at[at];
+            const Two each = body(elements);
+            total.first += each.first;
+            total.second += each.second;
+        }
+    });
     const double first = block_sum(total.first), second = block_sum(total.second);
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = first;
@@ -85,8 +43,8 @@ template <class T> __device__ inline double centre_of(const T* x, const Shape& s
 // The sums of the elements, or of what is left of them without their `centre_of`, and of the squares.
 template <class T>
 __device__ void channel_sums(const T* __restrict__ x, const Shape& shape, bool centred, double* partial) {
-    const double centre = centred ? centre_of(x, shape, blockIdx.x / (gridDim.x / shape.channels)) : 0;
-    sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [&](const T (&of)[1]) {
+    const double centre = centred ? centre_of(x, shape, part_of(shape).channel) : 0;
+    sum_channels({x}, shape, partial, [&](const T (&of)[1]) {
         const double each = double(widened(of[0])) - centre;
         return Two{each, each * each};
     });
@@ -111,9 +69,9 @@ __device__ void statistics(
     const Index channel = blockIdx.x;
     const Two sums = sums_of_pieces(partial, pieces);
     if (threadIdx.x > 0) return;
-    const double count = shape.batch * shape.size, off = sums.first / count;
+    const double count = shape.batch * shape.size, off = sums.first / count, rest = sums.second / count - off * off;
     mean[channel] = centre_of(x, shape, channel) + off;
-    variance[channel] = sums.second / count - off * off;
+    variance[channel] = rest < 0 ? 0 : rest;  // by rounding
     factor[channel] = scale[channel] / sqrt(variance[channel] + eps);
 }
 
@@ -123,8 +81,8 @@ __device__ void gradient_sums(
     const T* __restrict__ gy, const T* __restrict__ x, const Wide* __restrict__ mean, const Shape& shape,
     double* partial
 ) {
-    const Wide centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
-    sum_channels({gy, x}, is_aligned<16 / sizeof(T)>(gy, x), shape, partial, [&](const T (&of)[2]) {
+    const Wide centre = mean[part_of(shape).channel];
+    sum_channels({gy, x}, shape, partial, [&](const T (&of)[2]) {
         const double each = widened(of[0]);
         return Two{each, each * double(widened(of[1]) - centre)};
     });

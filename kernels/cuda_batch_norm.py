@@ -1,4 +1,4 @@
-"""Batch normalisation of CuPy arrays. Imports: cuda.
+"""Batch normalisation of CuPy arrays. Imports: cuda, cuda_channels.
 
 `reference` is the specification: same names, same arguments, sums up to rounding in float64, and the same bits for the
 same sums, of 16 bits those of float32, rounded once. What has one number a channel is float32 where ``x`` has 16 bits.
@@ -12,11 +12,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace
 from . import cuda
-
-_BLOCKS, _PER_BLOCK = 2112, 16 * cuda.THREADS
-"""About so many blocks sum all channels where there is enough to sum, each at least so many elements."""
-
-_SHAPE = np.dtype([("at", np.int64, 3)])
+from .cuda_channels import pieces_of, shape
 
 
 def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
@@ -25,8 +21,8 @@ def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Ar
     _check("batch_norm", (x, out), (scale, shift, *saved))
     partial, factor = _partial_sums("channel_sums", x, np.bool_(True)), array_namespace(x).empty_like(mean)
     of_channels = (partial, scale, mean.dtype.type(eps), mean, variance, factor)
-    _launch("statistics", x, x.shape[1], x, *of_channels, _shape(x), np.int64(partial.shape[2]))
-    _launch("normalise", x, _blocks(x), x, mean, factor, shift, out, _shape(x))
+    _launch("statistics", x, x.shape[1], x, *of_channels, shape(x), np.int64(partial.shape[2]))
+    _launch("normalise", x, _blocks(x), x, mean, factor, shift, out, shape(x))
 
 
 def batch_norm_gradients(
@@ -45,7 +41,7 @@ def batch_norm_gradients(
     counts = np.int64(x.shape[0] * x.shape[2]), np.int64(partial.shape[2])
     arrays = (partial, scale, variance, mean.dtype.type(eps), dscale, dshift, of_channels)
     _launch("channel_gradients", x, x.shape[1], *arrays, *counts)
-    _launch("gradient_of_input", x, _blocks(x), gy, x, mean, of_channels, dx, _shape(x))
+    _launch("gradient_of_input", x, _blocks(x), gy, x, mean, of_channels, dx, shape(x))
 
 
 def channel_sums(x: Array, sums: Array) -> None:
@@ -59,7 +55,7 @@ def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], 
     mean, variance = saved
     _check("normalise", (x, out), (scale, shift, *saved))
     factor = scale / array_namespace(x).sqrt(variance + eps)
-    _launch("normalise", x, _blocks(x), x, mean, factor, shift, out, _shape(x))
+    _launch("normalise", x, _blocks(x), x, mean, factor, shift, out, shape(x))
 
 
 def gradient_sums(gy: Array, x: Array, saved: tuple[Array, Array], sums: Array, eps: float) -> None:
@@ -79,20 +75,20 @@ def gradient_of_input(
     xp = array_namespace(x)
     inverse = 1.0 / xp.sqrt(variance + eps)
     of_channels = xp.stack([inverse, *means.astype(mean.dtype), scale * inverse])
-    _launch("gradient_of_input", x, _blocks(x), gy, x, mean, of_channels, dx, _shape(x))
+    _launch("gradient_of_input", x, _blocks(x), gy, x, mean, of_channels, dx, shape(x))
 
 
 def _partial_sums(name: str, x: Array, *more: Array | np.generic) -> Array:
     """What the kernel ``name`` sums over pieces of each channel, shape ``(2, channels, pieces)``, float64."""
-    channels, pieces = x.shape[1], _pieces(*x.shape)
+    channels, pieces = x.shape[1], pieces_of(x.shape[1], x.shape[0] * x.shape[2])
     partial = array_namespace(x).empty((2, channels, pieces), dtype=np.float64)
-    _launch(name, x, channels * pieces, x, *more, _shape(x), partial)
+    _launch(name, x, channels * pieces, x, *more, shape(x), partial)
     return partial
 
 
 def _add_partials(partial: Array, sums: Array) -> None:
     cuda.check("add_partials", ("float64",), 2 * partial.shape[1], sums)
-    cuda.launch("norms", "add_partials", sums.size, partial, np.int64(partial.shape[2]), sums)
+    cuda.launch("norms", "add_partials_f64", sums.size, partial, np.int64(partial.shape[2]), sums)
 
 
 def _launch(name: str, x: Array, grid: int, *args: Array | np.generic | np.ndarray) -> None:
@@ -109,14 +105,3 @@ def _check(operation: str, like_x: tuple[Array, ...], of_channels: tuple[Array, 
 
 def _blocks(x: Array) -> int:
     return cuda.blocks(-(-x.nbytes // 16))
-
-
-def _pieces(batch: int, channels: int, size: int) -> int:
-    """How many blocks sum one channel; of the shape alone, for the order of additions depends on it."""
-    return max(1, min(-(-_BLOCKS // max(channels, 1)), batch * size // _PER_BLOCK))
-
-
-def _shape(x: Array) -> np.ndarray:
-    made = np.zeros(1, _SHAPE)
-    made["at"][0] = x.shape
-    return made

@@ -1,9 +1,10 @@
 """Convolution of CuPy arrays: patches (im2col), and one product over all images.
 
-Imports: cuda, cublas, cuda_windows.
+Imports: cuda, cublas, cuda_epilogue, cuda_windows.
 
 `reference` is the specification: same names, same arguments, the same product; all else has the same bits where
-gradients are finite. Of 16 bits a product is added up in float32 and rounded, and so is what is made of it.
+gradients are finite, but the gradient of the bias, which is added up in float64. Of 16 bits a product is added up in
+float32 and rounded, and so is what is made of it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import math
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_half
-from . import cuda
+from ..arrays import Array, array_namespace
+from . import cuda, cuda_epilogue
 from .cublas import matmul
 from .cuda_windows import windows
 from .reference import Pair
@@ -49,7 +50,7 @@ def conv2d_gradients(
     scalars = (*_sizes(gy), np.bool_(out is not None))
     cuda.launch("conv", f"from_images_{of_type}", cuda.blocks(-(-gy.nbytes // 16)), gy, through, flat, *scalars)
     if dbias is not None:
-        dbias[...] = flat.sum(axis=1, dtype=np.float32 if is_half(flat) else None)
+        cuda_epilogue.bias_gradient(flat[None], None, None, dbias)
     if dweight is not None:
         columns = _unfolded(x, weight, gy, stride, padding)
         dweight[...] = matmul(flat, columns.T).reshape(weight.shape)

@@ -12,7 +12,6 @@ import numpy as np
 from ..arrays import Array
 from . import cuda
 
-
 _KEPT = 8
 """Packs of 16 bytes of a row that a thread keeps; `cross_entropy.cu` says so, too."""
 

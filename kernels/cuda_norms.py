@@ -43,7 +43,7 @@ def _sum_of_squares(x: Array) -> Array:
     xp, blocks = array_namespace(x), min(cuda.blocks(-(-x.nbytes // 16)), cuda.MAX_PARTS)
     partial, out = xp.empty(blocks, dtype=np.float64), xp.empty(1, dtype=np.float64)
     cuda.launch("norms", f"sum_of_squares_{of_type}", blocks, x, np.int64(x.size), partial)
-    cuda.launch("norms", "add_partials", 1, partial, np.int64(blocks), out)
+    cuda.launch("norms", "add_partials_f64", 1, partial, np.int64(blocks), out)
     return out
 
 
@@ -55,4 +55,4 @@ def segment_squares(params: Array, grads: Array, bounds: Array, out: Array) -> N
     cuda.check("segment_squares", ("float64",), 2 * layers, out)
     partial = array_namespace(params).empty((layers, 2, _PIECES), dtype=np.float64)
     cuda.launch("norms", f"segment_squares_{of_type}", layers * _PIECES, params, grads, bounds, partial)
-    cuda.launch("norms", "add_partials", 2 * layers, partial, np.int64(_PIECES), out)
+    cuda.launch("norms", "add_partials_f64", 2 * layers, partial, np.int64(_PIECES), out)

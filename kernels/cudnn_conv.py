@@ -1,10 +1,10 @@
-"""Convolution of CuPy arrays by cuDNN, through its Python frontend. Imports: cuda_conv.
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend. Imports: cuda_conv, cuda_epilogue.
 
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
 and for arrays that begin where it takes none, `cuda_conv` computes. `reference` is the specification: same names, same
 arguments, sums in another order. Engines that round to fewer bits than the arrays have (TF32 on tensor cores), or whose
 bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up in float32, and
-rounded; bias and gradients of ReLU are rounded once more.
+rounded; what a bias is added to is rounded once more.
 
 Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
 """
@@ -19,7 +19,7 @@ import warnings
 from typing import Any
 
 from ..arrays import Array, array_namespace, is_half
-from . import cuda_conv
+from . import cuda_conv, cuda_epilogue
 from .reference import Pair
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
@@ -48,10 +48,9 @@ def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair
     """See `reference.conv2d`."""
     if not _run("conv_fprop", {"image": x, "weight": weight}, out, stride, padding):
         cuda_conv.conv2d(x, weight, bias, out, stride, padding, relu)
-        return
-    if bias is not None:
-        out += bias[:, None, None]
-    if relu:
+    elif bias is not None:
+        cuda_epilogue.add_bias(out, bias, relu)
+    elif relu:
         array_namespace(out).maximum(out, 0, out=out)
 
 
@@ -66,17 +65,17 @@ def conv2d_gradients(
 ) -> None:
     """See `reference.conv2d_gradients`."""
     dx, dweight, dbias = into
-    loss = gy if out is None else gy * (out > 0)
-    left: list[Array | None] = [None, None, dbias]
-    if dx is not None and not _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
-        left[0] = dx
-    if dweight is not None and not _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
-        left[1] = dweight
-    if left[0] is None and left[1] is None:
-        if dbias is not None:
-            dbias[...] = loss.sum(axis=(0, 2, 3), dtype="float32" if is_half(loss) else None)
-        return
-    cuda_conv.conv2d_gradients(x, weight, gy, out, (left[0], left[1], dbias), stride, padding)
+    loss = gy if out is None else array_namespace(gy).empty(gy.shape, dtype=gy.dtype)
+    if dbias is not None:
+        cuda_epilogue.bias_gradient(gy, out, loss, dbias)
+    elif out is not None:
+        cuda_epilogue.relu_gradient(gy, out, loss)
+    if dx is not None and _run("conv_dgrad", {"loss": loss, "filter": weight}, dx, stride, padding):
+        dx = None
+    if dweight is not None and _run("conv_wgrad", {"image": x, "loss": loss}, dweight, stride, padding):
+        dweight = None
+    if dx is not None or dweight is not None:
+        cuda_conv.conv2d_gradients(x, weight, loss, None, (dx, dweight, None), stride, padding)
 
 
 def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair) -> bool:

@@ -1,4 +1,4 @@
-"""Floor 0: bias and activation after a product, in one pass over memory. Imports: numba.
+"""Floor 0: bias and activation after a product, in one pass over memory. Imports: sums, numba.
 
 `reference` is the specification.
 """
@@ -9,6 +9,7 @@ import numba
 import numpy as np
 
 from .machine_code import kernel
+from .sums import add_up_rows
 
 _FLOATS = (numba.float32, numba.float64)
 
@@ -37,3 +38,11 @@ def _relu_gradient(gy, y, dx):  # type: ignore[no-untyped-def]
 def relu_gradient(gy: np.ndarray, y: np.ndarray, dx: np.ndarray) -> None:
     """See `reference.relu_gradient`; the arrays must be C-contiguous."""
     _relu_gradient(gy.reshape(-1), y.reshape(-1), dx.reshape(-1))
+
+
+def bias_gradient(gy: np.ndarray, y: np.ndarray | None, dx: np.ndarray | None, dbias: np.ndarray) -> None:
+    """See `reference.bias_gradient`; of rows alone."""
+    if y is not None and dx is not None:
+        relu_gradient(gy, y, dx)
+        gy = dx
+    add_up_rows(gy, dbias)

@@ -37,11 +37,11 @@ __device__ void segment_squares(const T* params, const T* grads, const Index* bo
 }
 
 // One block for each row of `partial`, shape (rows, width).
-extern "C" __global__ void add_partials(const double* partial, Index width, double* out) {
+template <class T> __device__ void add_partials(const double* partial, Index width, T* out) {
     double total = 0;
     for (Index i = threadIdx.x; i < width; i += blockDim.x) total += partial[blockIdx.x * width + i];
     total = block_sum(total);
-    if (threadIdx.x == 0) out[blockIdx.x] = total;
+    if (threadIdx.x == 0) out[blockIdx.x] = narrowed<T>(typename WideOf<T>::Type(total));
 }
 
 // `found` is 0 before. All threads that write it write the same.
@@ -67,6 +67,9 @@ template <class T> __device__ void find_not_finite(const T* x, Index count, int*
     }                                                                                                                  \
     extern "C" __global__ void find_not_finite_##NAME(const T* x, Index count, int* found) {                           \
         find_not_finite(x, count, found);                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void add_partials_##NAME(const double* partial, Index width, T* out) {                       \
+        add_partials(partial, width, out);                                                                             \
     }
 
 KERNELS(Half, f16)

@@ -7,7 +7,7 @@ into the arrays given for them, all of one float dtype; those must not overlap w
 
 from __future__ import annotations
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, is_half
 from .cublas import matmul_of
 
 Pair = tuple[int, int]
@@ -148,9 +148,9 @@ def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride:
 
 
 def add_bias(y: Array, bias: Array, relu: bool) -> None:
-    """``y += bias`` in every row, then ``max(y, 0)`` if ``relu``; changes ``y``, shape ``(rows, features)``."""
+    """``y += bias``, then ``max(y, 0)`` if ``relu``; changes ``y``, of shape ``(rows, features)`` or images."""
     xp = array_namespace(y, bias)
-    y += bias
+    y += bias.reshape(-1, *[1] * (y.ndim - 2))
     if relu:
         xp.maximum(y, 0, out=y)
 
@@ -158,6 +158,18 @@ def add_bias(y: Array, bias: Array, relu: bool) -> None:
 def relu_gradient(gy: Array, y: Array, dx: Array) -> None:
     """``dx = gy`` where the result ``y`` of ReLU is positive, else 0; changes ``dx``; any shape."""
     dx[...] = gy * (y > 0)
+
+
+def bias_gradient(gy: Array, y: Array | None, dx: Array | None, dbias: Array) -> None:
+    """``dbias`` becomes the sum of ``gy``, like what `add_bias` takes, over all axes but the second.
+
+    Args:
+        y: None, or the result of ReLU: then `relu_gradient` is written to ``dx``, and summed.
+    """
+    if y is not None:
+        relu_gradient(gy, y, dx)
+        gy = dx
+    dbias[...] = gy.sum(axis=(0, *range(2, gy.ndim)), dtype="float32" if is_half(gy) else None)
 
 
 def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:

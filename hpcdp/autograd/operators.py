@@ -17,6 +17,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from ..arrays import Array, array_namespace, dtype_of, is_bfloat16, is_half
 from ..kernels.buffers import empty
 from ..kernels.cublas import matmul_of
+from ..kernels.sums import ROWS_AT_ONCE, add_up_rows
 from . import tensor
 from .modes import modes
 from .registry import Again, Call, operator
@@ -25,7 +26,6 @@ from .tensor import Tensor, value_of
 
 Derivative = Callable[[Array], Array]
 _NUMBERS = (float, int)
-_ROWS_AT_ONCE = 256
 _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "equal": op.eq, "not_equal": op.ne, "less": op.lt, "less_equal": op.le, "greater": op.gt, "greater_equal": op.ge
 }  # fmt: skip
@@ -47,10 +47,10 @@ def add_up(x: Array, axis: int | tuple[int, ...] | None, keepdims: bool = False)
 
 def _long_axes(x: Array, axis: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """``axis``, sorted, where NumPy would add many elements one by one: along axes that are not the last one."""
-    if axis is None or type(x) is not np.ndarray or x.size <= _ROWS_AT_ONCE:
+    if axis is None or type(x) is not np.ndarray or x.size <= ROWS_AT_ONCE:
         return ()
     axes = tuple(sorted(normalize_axis_tuple(axis, x.ndim)))
-    return axes if math.prod(x.shape[at] for at in axes) > _ROWS_AT_ONCE else ()
+    return axes if math.prod(x.shape[at] for at in axes) > ROWS_AT_ONCE else ()
 
 
 def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
@@ -66,23 +66,6 @@ def _by_runs(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
         ends = last == x.ndim - 1
         x = together.sum(axis=-1) if ends else add_up_rows(np.moveaxis(together, first, 0))
     return x.reshape(kept)
-
-
-def add_up_rows(x: Array, out: Array | None = None) -> Array:
-    """The sum over the first axis, into ``out`` where that is given.
-
-    NumPy adds one row after the other, and its error grows with their number: of 10,000 rows of 0.1 it is 1e-4, of a
-    million 1%. So rows are added in blocks, and then their sums.
-    """
-    if type(x) is not np.ndarray or x.dtype.kind != "f":
-        return x.sum(axis=0, out=out)
-    while len(x) > _ROWS_AT_ONCE:
-        starts = range(0, len(x), _ROWS_AT_ONCE)
-        sums = np.empty((len(starts), *x.shape[1:]), x.dtype)
-        for total, start in zip(sums, starts, strict=True):
-            np.add.reduce(x[start : start + _ROWS_AT_ONCE], axis=0, out=total)
-        x = sums
-    return np.add.reduce(x, axis=0, out=out)
 
 
 def sum_to(gy: Array, shape: tuple[int, ...]) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, array_namespace
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError
@@ -118,12 +118,14 @@ def dense(x: Any, weight: Any, bias: Any = None, activation: str | None = None) 
 
     def pullback(gy: Array, dx: Gradient | None, dweight: Gradient | None, dbias: Gradient | None) -> None:
         g = contiguous(gy).reshape(out.shape)
-        if relu:
-            masked = empty(out.shape, out.dtype, xp)
-            kernels_for("epilogue", g).relu_gradient(g, out, masked)
-            g = masked
+        masked = empty(out.shape, out.dtype, xp) if relu else g
         if dbias is not None:
-            dbias.add(operators.add_up(g, 0) if is_half(g) else operators.add_up_rows(g, dbias.empty()))
+            place = dbias.empty()
+            kernels_for("epilogue", g).bias_gradient(g, out if relu else None, masked, place)
+            dbias.add(place)
+        elif relu:
+            kernels_for("epilogue", g).relu_gradient(g, out, masked)
+        g = masked
         if dweight is not None:
             place = dweight.empty()
             if rows.shape[0] == 1:  # NumPy gives this not to BLAS but to a loop that takes five times as long

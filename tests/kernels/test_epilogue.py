@@ -30,3 +30,17 @@ def test_relu_gradient(shape, dtype):
         dx = np.full_like(gy, np.nan)
         module.relu_gradient(gy, y, dx)
         np.testing.assert_array_equal(dx, expected)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (600, 5), (0, 3)])
+def test_bias_gradient(shape, relu):
+    rng = np.random.default_rng(3)
+    gy, y = rng.standard_normal((2, *shape), np.float32)
+    expected = np.where(y > 0, gy, 0) if relu else gy
+    for module in (reference, kernels.load("epilogue")):
+        dx, dbias = np.full_like(gy, np.nan), np.full(shape[1], np.nan, np.float32)
+        module.bias_gradient(gy, y if relu else None, dx if relu else None, dbias)
+        np.testing.assert_allclose(dbias, expected.sum(axis=0, dtype="f8"), rtol=1e-5, atol=1e-5)
+        if relu:
+            np.testing.assert_array_equal(dx, expected)
