@@ -1,4 +1,6 @@
-"""Convolution of CuPy arrays by cuDNN, through its Python frontend. Imports: cuda_conv, cuda_epilogue.
+"""Convolution of CuPy arrays by cuDNN, through its Python frontend.
+
+Imports: cuda_conv, cuda_epilogue, cuda_times.
 
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
 and for arrays that begin where it takes none, `cuda_conv` computes. `reference` is the specification: same names, same
@@ -6,26 +8,35 @@ arguments, sums in another order. Engines that round to fewer bits than the arra
 bits differ from run to run, are left out. What has 16 bits is multiplied on tensor cores, which add up in float32, and
 rounded; what a bias is added to is rounded once more.
 
+The first engine that cuDNN's heuristics name computes, or, with ``HPCDP_CUDNN_BENCHMARK=1``, the one that is fastest
+when a convolution of new shapes is first computed.
+
 Source: NVIDIA, "cuDNN Frontend", github.com/NVIDIA/cudnn-frontend, `pygraph`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from ..arrays import Array, array_namespace, is_half
-from . import cuda_conv, cuda_epilogue
+from . import cuda_conv, cuda_epilogue, cuda_times
 from .reference import Pair
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
 _ALIGNED = 16
 """Bytes of which each address is a multiple that cuDNN is given: the frontend says so of tensors, unless it is told."""
 _LEFT_OUT = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC")
+
+_MOST_TRIED = 16
+"""Plans whose time is taken, of some dozens in the order of cuDNN's heuristics."""
 
 _of_thread = threading.local()
 """cuDNN's handles, one a GPU, and plans: neither may be used by two threads at once."""
@@ -89,16 +100,22 @@ def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padd
     handle = _handle(cudnn, int(out.device.id))
     key = (operation, int(out.device.id), str(out.dtype), tuple(x.shape for x in arrays), stride, padding)
     plans = vars(_of_thread).setdefault("plans", {})
+    cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
     if key not in plans:
         plans[key] = _plan(cudnn, handle, operation, given, out, stride, padding)
     if plans[key] is None:
         return False
     graph, tensors = plans[key]
-    cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
+    _execute(handle, graph, tensors, arrays)
+    return True
+
+
+def _execute(handle: Any, graph: Any, tensors: list[Any], arrays: tuple[Array, ...]) -> None:
+    """By the plan of ``graph`` that was built last."""
+    cupy = array_namespace(*arrays)
     workspace = cupy.empty(max(1, graph.get_workspace_size()), dtype=cupy.uint8)
     at = {tensor: int(x.data.ptr) for tensor, x in zip(tensors, arrays, strict=True)}
     graph.execute(at, int(workspace.data.ptr), handle=handle)
-    return True
 
 
 def _handle(cudnn: Any, device: int) -> Any:
@@ -129,10 +146,30 @@ def _plan(
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in left_out])
         graph.check_support()
-        graph.build_plans()
+        all_tensors = [*tensors.values(), result]
+        if os.environ.get("HPCDP_CUDNN_BENCHMARK", "0") in ("", "0"):
+            graph.build_plans()
+        else:
+            _build_fastest(cudnn, graph, lambda: _execute(handle, graph, all_tensors, (*given.values(), out)))
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError):
         return None
-    return graph, [*tensors.values(), result]
+    return graph, all_tensors
+
+
+def _build_fastest(cudnn: Any, graph: Any, execute: Callable[[], None]) -> None:
+    """Build the plan by which ``execute`` takes the least time, of the first ones that it can go by."""
+    times: dict[int, float] = {}
+    for index in range(graph.get_execution_plan_count()):
+        # one that is left out, that this GPU cannot run, or whose workspace finds no room
+        with contextlib.suppress(cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, MemoryError):
+            graph.build_plan_at_index(index)
+            times[index] = cuda_times.milliseconds(execute)
+        if len(times) == _MOST_TRIED:
+            break
+    if times:
+        graph.build_plan_at_index(min(times, key=times.__getitem__))
+    else:
+        graph.build_plans()
 
 
 def _strides(x: Array) -> list[int]:

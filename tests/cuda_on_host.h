@@ -61,6 +61,11 @@ inline unsigned long long bits_of_double(double x) {
     return bits;
 }
 
+inline long long clock64() {
+    static long long now;
+    return now += 1000;
+}
+
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 

@@ -251,6 +251,9 @@ class Event:
     def __init__(self, gpus: Gpus, ptr: int) -> None:
         self._gpus, self.ptr = gpus, ptr
 
+    def record(self) -> None:
+        sys.modules["cupy"].cuda.get_current_stream().record(self)
+
     def synchronize(self) -> None:
         self._gpus.current()
         made = self._gpus.events[self.ptr]
@@ -527,6 +530,7 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
         vars(cuda).update(
             runtime=_runtime(gpus), nccl=nccl_on_host.module(gpus), Device=lambda index=0: _Device(gpus, index),
             Stream=make_stream, Event=make_event, get_current_stream=current, alloc_pinned_memory=pinned,
+            get_elapsed_time=lambda start, end: cuda.runtime.eventElapsedTime(start.ptr, end.ptr),
             UnownedMemory=lambda ptr, size, owner: SimpleNamespace(ptr=ptr, owner=owner),
             MemoryPointer=lambda mem, offset: SimpleNamespace(ptr=mem.ptr + offset, mem=mem),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from pairs import pairs
 
 from hpcdp import kernels
 from hpcdp.arrays import dtype_of, is_half
-from hpcdp.kernels import cuda_conv, cudnn_conv, reference
+from hpcdp.kernels import cuda_conv, cuda_times, cudnn_conv, reference
 from hpcdp.nn import functional
 
 CASES = [((1, 1), (0, 0)), ((2, 1), (1, 2)), ((1, 2), (2, 0))]
@@ -73,7 +73,7 @@ class Graph:
     def __init__(self, made, *, io_data_type, intermediate_data_type, compute_data_type, handle):
         assert intermediate_data_type == compute_data_type and handle is HANDLE
         assert compute_data_type == {"HALF": "FLOAT", "BFLOAT16": "FLOAT"}.get(io_data_type, io_data_type)
-        self.made, self.done, self.left_out = made, [], set()
+        self.made, self.done, self.left_out, self.plan = made, [], set(), None
         made.graphs.append(self)
 
     def tensor(self, *, name, dim, stride, data_type):
@@ -117,6 +117,17 @@ class Graph:
         assert self.done == ["validate", "build", "plans", "check"]
         self.done.append("built")
 
+    def get_execution_plan_count(self):
+        assert self.done[-1] != "plans", "what is left out would count, too"
+        return len(self.made.plans)
+
+    def build_plan_at_index(self, index):
+        plan = self.made.plans[index]
+        if isinstance(plan, Exception):
+            raise plan
+        self.plan = plan
+        self.done.append("built")
+
     def get_workspace_size(self):
         return 0
 
@@ -124,6 +135,9 @@ class Graph:
         assert self.done[-1] == "built" and handle is HANDLE and type(workspace) is int
         assert self.made.stream is not None
         self.made.executed.append(self.name)
+        if self.plan is not None:
+            self.made.took.append(self.plan)
+            self.made.gpus.take_ms(self.plan)
 
         def run():
             first, second = (wide(each.at(at[each])) for each in self.given)
@@ -144,7 +158,8 @@ class Graph:
 def cudnn(gpus_on_host):
     made = types.ModuleType("cudnn")
     made.__spec__ = importlib.machinery.ModuleSpec("cudnn", None)
-    made.graphs, made.executed, made.refused, made.stream = [], [], set(), None
+    made.graphs, made.executed, made.refused, made.stream, made.gpus = [], [], set(), None, gpus_on_host
+    made.plans, made.took = [], []  # how long each takes, in ms, or why it cannot be built; those that were executed
     made.data_type = types.SimpleNamespace(**{name: name for name in DTYPES})
     made.heur_mode = types.SimpleNamespace(A="A", FALLBACK="FALLBACK")
     notes = "TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "NONDETERMINISTIC", "WINOGRAD"
@@ -220,6 +235,46 @@ def test_a_plan_is_built_once_for_arrays_of_one_kind_and_leaves_out_what_rounds_
     assert cudnn.graphs[0].left_out == wanted
     cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
     assert len(cudnn.graphs) == 2
+
+
+def test_the_fastest_plan_is_taken_where_that_is_asked_for(cudnn, monkeypatch):
+    """Of those that can be built; measured once, and only then."""
+    monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "1")
+    cudnn.plans = [ValueError("left out"), 3.0, NotSupported(), 0.5, 2.0]
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    there = to_gpu(gy)
+    for ran in (3 * (1 + cuda_times._TIMES) + 1, 1):
+        cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, there, (1, 1), (0, 0), False)
+        assert len(cudnn.took) == ran and cudnn.took[-1] == 0.5
+        cudnn.took.clear()
+    reference.conv2d(x, weight, None, gy, (1, 1), (0, 0), False)
+    np.testing.assert_allclose(there.to_host(), gy, rtol=1e-4, atol=1e-4)
+    monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "0")
+    cudnn_conv.conv2d(to_gpu(x[:1]), to_gpu(weight), None, to_gpu(gy[:1]), (1, 1), (0, 0), False)
+    assert not cudnn.took
+
+
+def test_no_more_plans_are_tried_than_the_first(cudnn, monkeypatch):
+    monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "1")
+    cudnn.plans = [NotSupported(), *[1.0] * cudnn_conv._MOST_TRIED, 0.5]
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
+    assert set(cudnn.took) == {1.0}
+
+
+def test_plans_of_which_none_can_be_measured_are_chosen_by_heuristics(cudnn, monkeypatch):
+    monkeypatch.setenv("HPCDP_CUDNN_BENCHMARK", "1")
+    cudnn.plans = [NotSupported(), MemoryError()]
+    x, weight, _, gy = arrays("f4", (1, 1), (0, 0))
+    cudnn_conv.conv2d(to_gpu(x), to_gpu(weight), None, to_gpu(gy), (1, 1), (0, 0), False)
+    assert cudnn.executed == ["conv_fprop"] and not cudnn.took
+
+
+def test_what_the_host_takes_to_launch_is_not_measured(gpus_on_host):
+    """The first run is not either, for which kernels are loaded."""
+    took = iter([9.0, 2.0, 1.0, 7.0])
+    assert cuda_times.milliseconds(lambda: gpus_on_host.take_ms(next(took))) == 2.0
+    assert gpus_on_host.log.count("kernel") == 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
