@@ -208,7 +208,7 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
     same("normalise", x, scale, shift, (mean, variance), np.empty_like(x), exact=True)
     means = rng.standard_normal((2, shape[1]))
     same("gradient_of_input", gy, x, scale, (mean, variance), means, np.empty_like(x), exact=True)
-    same("gradient_sums", gy, x, (mean, variance), np.empty((2, shape[1])))
+    same("gradient_sums", gy, x, (mean, variance), np.empty((2, shape[1])), eps=(0.5,))
     same("channel_sums", x, np.empty((2, shape[1])), eps=())
     same("batch_norm", x, scale, shift, np.empty_like(x), (mean, variance))
     into = (np.empty_like(x), np.empty_like(scale), np.empty_like(scale))
