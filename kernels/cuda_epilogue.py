@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, dtype_name
 from . import cuda
 
 
 def add_bias(y: Array, bias: Array, relu: bool) -> None:
     """See `reference.add_bias`."""
     of_type = cuda.type_name("add_bias", cuda.FLOATS, y.size, y)
-    cuda.check("add_bias", (str(y.dtype),), y.shape[1], bias)
+    cuda.check("add_bias", (dtype_name(y.dtype),), y.shape[1], bias)
     blocks = cuda.blocks(-(-y.nbytes // 16))
     scalars = (np.int64(y.size), np.int64(y.shape[1]), np.bool_(relu))
     cuda.launch("epilogue", f"add_bias_{of_type}", blocks, y, bias, *scalars)
