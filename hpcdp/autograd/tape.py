@@ -236,7 +236,10 @@ def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
         xp = array_namespace(head.data)
         if seed is None or not hasattr(seed, "shape"):
             with on_device_of(head.data):
-                seed = xp.full(head.shape, 1 if seed is None else seed, dtype=head.dtype)
+                if seed is None:  # CuPy's full would take twice as long
+                    seed = xp.ones(head.shape, dtype=head.dtype)
+                else:
+                    seed = xp.full(head.shape, seed, dtype=head.dtype)
         seed = getattr(seed, "data", seed) if hasattr(seed, "grad_req") else seed
         if tuple(seed.shape) != head.shape:
             raise HpcdpError("backward", where="head_grads", expected=f"shape {head.shape}", got=tuple(seed.shape))
@@ -333,13 +336,12 @@ class _Pass:
 
     def _used(self, leaf: Any) -> None:
         """One use of ``leaf`` is done; after the last one its gradient is complete."""
-        self.uses[leaf] -= 1
-        if self.uses[leaf]:
+        self.uses[leaf] = uses = self.uses[leaf] - 1
+        if uses:
             return
-        gradient = self._gradient(leaf)
+        gradient = self.gradients.pop(leaf, None) or self._gradient(leaf)
         if gradient is None:
             return
-        del self.gradients[leaf]
         if self._wanted is not None:
             self._kept[leaf] = gradient.take()
             return
