@@ -58,8 +58,9 @@ class Gradient:
     __slots__ = ("_given", "_home", "_private", "_xp", "dtype", "shape", "value")
 
     def __init__(self, of: Node | Tensor, xp: Any, home: Array | None = None, adds: bool = False) -> None:
-        self.shape = of.shape
-        self.dtype = of.dtype
+        like = of if home is None else home  # which are alike; a parameter waits for its update before it says so
+        self.shape: tuple[int, ...] = like.shape
+        self.dtype = like.dtype
         self._xp = xp
         self.value: Array = home if adds else None
         self._home: Array = home

@@ -189,8 +189,8 @@ class _Backward:
         self._received.clear()
         wanted = {leaf: each for leaf, each in zip(self._leaves, gradients, strict=True) if each is not None}
         homes = [self._home(leaf, each) for leaf, each in wanted.items()]
-        states = zip(wanted.items(), homes, strict=True)
-        key = tuple(received), tuple((id(leaf), id(home), each.value is None) for (leaf, each), home in states)
+        begun = tuple([each.value is not None for each in wanted.values()])
+        key = tuple(received), tuple(map(id, wanted)), tuple(map(id, homes)), begun
         if key not in self._graphs:  # the first time compiles kernels
             self._graphs[key] = None, homes
             if len(self._graphs) > _BACKWARDS_KEPT:
