@@ -66,6 +66,16 @@ def verdicts(jobs: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[
     return lines
 
 
+def _line_of_model(model: dict[str, Any]) -> str:
+    """Its samples per second, and PyTorch's where those are known."""
+    name = f"{model['name']}, {model['dtype']}, batch {model['batch']}"
+    ours, theirs = (
+        [f"{model[key]:>9.0f}" for key in keys if key in model]
+        for keys in (("samples_s", "graphs_samples_s"), ("torch_samples_s", "torch_graphs_samples_s"))
+    )
+    return f"{name:<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs)
+
+
 def _met(holds: bool) -> str:
     return "met" if holds else "**missed**"
 
@@ -102,14 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         print(gpu_jobs.line(job))
     if "failed" in alone:
         print(f"{'models and kernels':<30}FAILED: {alone['failed']}")
+    print(f"{'samples/s':<36}{'steps':>9}{'graphs':>9}   PyTorch:{'steps':>9}{'graphs':>9}")
     for model in models:
-        print(
-            f"{model['name']:<22}batch {model['batch']}: {model['samples_s']:.0f} samples/s, "
-            f"{model['graphs_samples_s']:.0f} by CUDA graphs, loss {model['loss']:.3f}"
-        )
-        if "torch_samples_s" in model:
-            by_graphs = f"{model['torch_graphs_samples_s']:.0f} by CUDA graphs"
-            print(f"{'  PyTorch':<22}batch {model['batch']}: {model['torch_samples_s']:.0f} samples/s, {by_graphs}")
+        print(_line_of_model(model))
     print(f"{'kernel':<22}{'us':>10}{'GB/s':>9}{'copy':>9}{'share':>8}")
     for row in rows:
         wrong = f"  WRONG: {row['wrong']}" if row["wrong"] else ""

@@ -8,6 +8,7 @@ fails is named there, and ends no other.
 from __future__ import annotations
 
 import importlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +34,8 @@ _CHECKED = 1 << 16
 _TURNS, _TURN_S = 5, 0.02
 _MODELS = {"lenet": (1, 28, 28), "resnet18_cifar": (3, 32, 32)}
 """By name, and the images they take."""
+_DTYPES = ("float32", "bfloat16")
+"""Of weights, activations and gradients."""
 
 
 def facts(cupy: Any) -> dict[str, Any]:
@@ -106,24 +109,26 @@ def _graphs_step_of(net: nn.Module, trainer: Trainer, x: Array, labels: Array) -
     return step
 
 
-def measure_model(name: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World) -> dict[str, Any]:
-    """Forward, backward and update on one batch: ``name``, ``batch``, ``samples_s``, ``loss`` of the last step, and
-    ``graphs_samples_s``, where forward and backward, with the loss, are CUDA graphs. Where PyTorch is,
+def measure_model(
+    name: str, dtype: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World
+) -> dict[str, Any]:
+    """Forward, backward and update on one batch: ``name``, ``dtype``, ``batch``, ``samples_s``, ``loss`` of the last
+    step, and ``graphs_samples_s``, where forward and backward, with the loss, are CUDA graphs. Where PyTorch is,
     ``torch_samples_s`` and ``torch_graphs_samples_s``, of steps each of which is one CUDA graph."""
     rng = np.random.default_rng(0)
     shape = _MODELS[name]
     given = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
-    x, labels, marker = (asarray(each) for each in (*given, np.zeros(1, np.float32)))
-    found: dict[str, Any] = {"name": name, "batch": batch}
+    x, labels, marker = asarray(given[0]), asarray(given[1]), asarray(np.zeros(1, np.float32))
+    found: dict[str, Any] = {"name": name, "dtype": dtype, "batch": batch}
     for key in ("samples_s", "graphs_samples_s"):
-        net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x)
+        net = nn.models.create(name, input_shape=shape, num_classes=10, seed=0).to(like=x).to(dtype)
         trainer = Trainer(net.parameters(), optim.SGD(lr=0.01, momentum=0.9), world=world)
         by_graphs = key == "graphs_samples_s"
         step = _graphs_step_of(net, trainer, x, labels) if by_graphs else step_of(net, trainer, [(x, labels)])
         found[key] = batch / seconds(partial(step, 0), marker)
         found["loss"] = float(step(0))
     if gpu_torch.is_there():
-        for key, peer in gpu_torch.steps(name, *given).items():
+        for key, peer in gpu_torch.steps(name, dtype, *given).items():
             found[f"{key}_samples_s"] = batch / seconds(peer, marker)
     return found
 
@@ -169,8 +174,8 @@ def main(argv: list[str] | None = None) -> int:
         write(f"it ended after {name}")
 
     write("nothing is measured")
-    for name in _MODELS:
-        measure("models", name, partial(measure_model, name, args.batch, cupy.asarray, world))
+    for name, dtype in itertools.product(_MODELS, _DTYPES):
+        measure("models", f"{name} of {dtype}", partial(measure_model, name, dtype, args.batch, cupy.asarray, world))
     for name, row in all_kernels(max(1, parse_size(args.size) // 4), cupy.asarray, ends):
         measure("kernels", name, row)
     write()

@@ -148,7 +148,7 @@ def _layers(batch: int) -> Iterator[Case]:
     for name, dtype, error in (("batch norm", np.float32, _ROUNDED), ("batch norm, float16", np.float16, 2.0**-10)):
         own = planes.astype(dtype)
         into = (own, scale, shift, np.zeros_like(own), *saved)
-        yield Case(name, "batch_norm", reference, _batch_norm, into, 4 * own.nbytes, error)
+        yield Case(name, "batch_norm", reference, _batch_norm, into, 3 * own.nbytes, error)
     rows = x.reshape(-1, _CHANNELS * _SIDE)
     yield Case("bias, ReLU", "epilogue", reference, _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
     logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)

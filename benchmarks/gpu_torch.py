@@ -1,6 +1,6 @@
 """PyTorch's side of `gpu_alone`: the same networks, forward, backward and update, on the same GPU.
 
-In float32, products without TF32 as here, and the convolutions that cuDNN finds fastest. Once operation by operation,
+Products of float32 go without TF32, as here, and convolutions by what cuDNN finds fastest. Once operation by operation,
 once the whole step as one CUDA graph.
 """
 
@@ -27,16 +27,16 @@ def is_there() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def steps(name: str, x: Any, labels: Any) -> dict[str, Callable[[], Any]]:
+def steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callable[[], Any]]:
     """What trains on one batch, ``x`` of shape ``(batch, *image)`` and ``labels`` as NumPy arrays, on PyTorch's current
-    GPU, which is the default stream's; by key: ``torch``, and ``torch_graphs``, which replays a graph of that."""
+    GPU, its default stream; by key: ``torch``, and ``torch_graphs``, which replays a graph of that."""
     torch: Any = importlib.import_module("torch")
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    net = MODELS[_NAMES[name]].net(torch.nn).cuda()
+    net = MODELS[_NAMES[name]].net(torch.nn).to("cuda", getattr(torch, dtype))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
-    images, classes = torch.from_numpy(x).cuda(), torch.from_numpy(labels).cuda()
+    images, classes = torch.from_numpy(x).to("cuda", getattr(torch, dtype)), torch.from_numpy(labels).cuda()
 
     def step() -> Any:
         optimizer.zero_grad()

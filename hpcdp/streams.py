@@ -25,17 +25,10 @@ Stream = Any
 """One of CuPy's."""
 
 Event = Any
-"""One of CuPy's, or `OpenedEvent`."""
+"""One of CuPy's."""
 
-_PASSED, _NOT_READY = 0, 600
+_DONE, _NOT_READY = 0, 600
 _BEFORE_OTHERS = -1
-
-
-class OpenedEvent:
-    """An event of another process, opened by its handle (CUDA IPC)."""
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
 
 
 class Streams:
@@ -83,10 +76,10 @@ class Streams:
         with self.on_device():
             return self._cuda.get_current_stream()
 
-    def event(self, *, interprocess: bool = False, timed: bool = False) -> Event:
+    def event(self, *, timed: bool = False) -> Event:
         """A new event; until it is recorded, nobody waits for it. If ``timed``, it is for `seconds_between`."""
         with self.on_device():
-            return self._cuda.Event(disable_timing=not timed, interprocess=interprocess)
+            return self._cuda.Event(disable_timing=not timed)
 
     def seconds_between(self, first: Event, last: Event) -> float:
         """From when ``first`` has passed until ``last`` has: two timed events that both have, on this GPU."""
@@ -150,9 +143,20 @@ class Streams:
             DeviceError: something that was done on the GPU before has failed.
         """
         with self.on_device():
-            status = self._runtime.eventQuery(event.ptr)
-        if status in (_PASSED, _NOT_READY):
-            return bool(status == _PASSED)
+            return self._is_done(self._runtime.eventQuery(event.ptr))
+
+    def is_idle(self, stream: Stream) -> bool:
+        """Whether all that ``stream`` was given until now is done; never blocks.
+
+        Raises:
+            DeviceError: something that was done on the GPU before has failed.
+        """
+        with self.on_device():
+            return self._is_done(self._runtime.streamQuery(stream.ptr))
+
+    def _is_done(self, status: int) -> bool:
+        if status in (_DONE, _NOT_READY):
+            return status == _DONE
         raise DeviceError("wait for a GPU", where=self.device, got=str(self._runtime.CUDARuntimeError(status)))
 
     def synchronize(self, awaited: Stream | Event) -> None:

@@ -1,6 +1,10 @@
 // Batch normalisation. reference.py is the specification: sums are in float64, in an order that depends on the shape
 // alone; what is done element by element has its bits, of 16 bits those of its float32 rounded once. What has one
 // element a channel is wide.
+//
+// Mean and variance come of one reading: of the sums of what is left of elements without the first of their channel, and
+// of its squares. Those cancel harmlessly: from the mean of n elements one of them is at most as far as the root of n
+// times the deviation, so at the very worst the variance loses a factor of n of float64's precision.
 #include "common.cuh"
 
 // Passed by value: the shape of `x`.
@@ -14,10 +18,10 @@ struct Two {
 
 // What a thread adds up of `body(elements of all arrays)` over a channel, of which each of its blocks has a piece, in
 // packs of N. The threads of all pieces take neighbouring packs; the place in a plane is kept, not divided for. Several
-// packs are loaded before the first of them is used, since a thread does little else than read.
+// packs are loaded before the first of them is used, as many as leave room for other threads, which add up meanwhile.
 template <int N, int ARRAYS, class T, class Body>
 __device__ inline Two sum_of_thread(const T* const (&from)[ARRAYS], const Shape& shape, bool aligned, Body body) {
-    constexpr int AT_ONCE = (N == 1 ? 8 : 4) / ARRAYS;
+    constexpr int AT_ONCE = (N == 1 ? 8 : N < 8 ? 4 : 2) / ARRAYS;
     const Index pieces = gridDim.x / shape.channels, channel = blockIdx.x / pieces, piece = blockIdx.x % pieces;
     const Index plane = shape.size / N, count = shape.batch * plane, stride = pieces * THREADS;
     Two total = {0, 0};
@@ -56,7 +60,7 @@ __device__ inline Two sum_of_thread(const T* const (&from)[ARRAYS], const Shape&
 }
 
 // Sums the two numbers of `body` over each channel, by as many blocks for each: into `partial`, shape (2, channels,
-// pieces), which add_partials of norms.cu adds. Whether elements go in packs depends on the shape alone.
+// pieces). Whether elements go in packs depends on the shape alone.
 template <int ARRAYS, class T, class Body>
 __device__ inline void sum_channels(
     const T* const (&from)[ARRAYS], bool aligned, const Shape& shape, double* partial, Body body
@@ -71,24 +75,46 @@ __device__ inline void sum_channels(
     }
 }
 
-// The sums of the elements and of their squares.
-template <class T> __device__ void channel_sums(const T* __restrict__ x, const Shape& shape, double* partial) {
-    sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [](const T (&of)[1]) {
-        const double each = widened(of[0]);
+// What is subtracted of the elements of a channel before they are added up: its first, if that is a number.
+template <class T> __device__ inline double centre_of(const T* x, const Shape& shape, Index channel) {
+    if (shape.batch * shape.size == 0) return 0;
+    const auto first = widened(x[channel * shape.size]);
+    return is_finite(first) ? first : 0;
+}
+
+// The sums of the elements, or of what is left of them without their `centre_of`, and of the squares.
+template <class T>
+__device__ void channel_sums(const T* __restrict__ x, const Shape& shape, bool centred, double* partial) {
+    const double centre = centred ? centre_of(x, shape, blockIdx.x / (gridDim.x / shape.channels)) : 0;
+    sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [&](const T (&of)[1]) {
+        const double each = double(widened(of[0])) - centre;
         return Two{each, each * each};
     });
 }
 
-// The sums of what is left of the elements without `mean`, and of its squares, which cancel less.
+// One block for each channel: its sums over all pieces.
+__device__ inline Two sums_of_pieces(const double* partial, Index pieces) {
+    Two total = {0, 0};
+    for (Index i = threadIdx.x; i < pieces; i += blockDim.x) {
+        total.first += partial[blockIdx.x * pieces + i];
+        total.second += partial[(gridDim.x + blockIdx.x) * pieces + i];
+    }
+    return {block_sum(total.first), block_sum(total.second)};
+}
+
+// Mean and variance of centred sums, and the factor that `normalise` is given.
 template <class T, class Wide>
-__device__ void centred_sums(
-    const T* __restrict__ x, const Wide* __restrict__ mean, const Shape& shape, double* partial
+__device__ void statistics(
+    const T* x, const double* partial, const Wide* scale, Wide eps, Wide* mean, Wide* variance, Wide* factor,
+    const Shape& shape, Index pieces
 ) {
-    const Wide centre = mean[blockIdx.x / (gridDim.x / shape.channels)];
-    sum_channels({x}, is_aligned<16 / sizeof(T)>(x), shape, partial, [&](const T (&of)[1]) {
-        const double each = widened(of[0]) - centre;
-        return Two{each, each * each};
-    });
+    const Index channel = blockIdx.x;
+    const Two sums = sums_of_pieces(partial, pieces);
+    if (threadIdx.x > 0) return;
+    const double count = shape.batch * shape.size, off = sums.first / count;
+    mean[channel] = centre_of(x, shape, channel) + off;
+    variance[channel] = sums.second / count - off * off;
+    factor[channel] = scale[channel] / sqrt(variance[channel] + eps);
 }
 
 // The sums of `gy`, and of its products with elements without `mean`.
@@ -102,6 +128,25 @@ __device__ void gradient_sums(
         const double each = widened(of[0]);
         return Two{each, each * double(widened(of[1]) - centre)};
     });
+}
+
+// The gradients of scale and shift, and what `gradient_of_input` is given of channels.
+template <class Wide>
+__device__ void channel_gradients(
+    const double* partial, const Wide* scale, const Wide* variance, Wide eps, Wide* dscale, Wide* dshift,
+    Wide* of_channels, Index count, Index pieces
+) {
+    const Index channel = blockIdx.x, channels = gridDim.x;
+    const Two sums = sums_of_pieces(partial, pieces);
+    if (threadIdx.x > 0) return;
+    const Wide root = sqrt(variance[channel] + eps), inverse = 1 / root;
+    const double of_normal = sums.second / root;
+    dshift[channel] = sums.first;
+    dscale[channel] = of_normal;
+    of_channels[channel] = inverse;
+    of_channels[channels + channel] = sums.first / count;
+    of_channels[2 * channels + channel] = of_normal / count;
+    of_channels[3 * channels + channel] = scale[channel] * inverse;
 }
 
 template <class T, class Wide>
@@ -121,12 +166,14 @@ __device__ void normalise(
     });
 }
 
+// `of_channels`, shape (4, channels), has what follows in this order.
 template <class T, class Wide>
 __device__ void gradient_of_input(
-    const T* __restrict__ gy, const T* __restrict__ x, const Wide* __restrict__ mean, const Wide* __restrict__ inverse,
-    const Wide* __restrict__ constant, const Wide* __restrict__ slope, const Wide* __restrict__ factor,
-    T* __restrict__ dx, const Shape& shape
+    const T* __restrict__ gy, const T* __restrict__ x, const Wide* __restrict__ mean,
+    const Wide* __restrict__ of_channels, T* __restrict__ dx, const Shape& shape
 ) {
+    const Wide *inverse = of_channels, *constant = inverse + shape.channels, *slope = constant + shape.channels;
+    const Wide* factor = slope + shape.channels;
     constexpr int N = 16 / sizeof(T);
     const bool aligned = is_aligned<N>(gy, x, dx) && shape.size % N == 0;
     for_packs<N>(shape.batch * shape.channels * shape.size, aligned, [&](Index i, auto width) {
@@ -144,16 +191,25 @@ __device__ void gradient_of_input(
 }
 
 #define KERNELS(T, WIDE, NAME)                                                                                         \
-    extern "C" __global__ void channel_sums_##NAME(const T* x, Shape shape, double* partial) {                         \
-        channel_sums(x, shape, partial);                                                                               \
+    extern "C" __global__ void channel_sums_##NAME(const T* x, bool centred, Shape shape, double* partial) {           \
+        channel_sums(x, shape, centred, partial);                                                                      \
     }                                                                                                                  \
-    extern "C" __global__ void centred_sums_##NAME(const T* x, const WIDE* mean, Shape shape, double* partial) {       \
-        centred_sums(x, mean, shape, partial);                                                                         \
+    extern "C" __global__ void statistics_##NAME(                                                                      \
+        const T* x, const double* partial, const WIDE* scale, WIDE eps, WIDE* mean, WIDE* variance, WIDE* factor,      \
+        Shape shape, Index pieces                                                                                      \
+    ) {                                                                                                                \
+        statistics(x, partial, scale, eps, mean, variance, factor, shape, pieces);                                     \
     }                                                                                                                  \
     extern "C" __global__ void gradient_sums_##NAME(                                                                   \
         const T* gy, const T* x, const WIDE* mean, Shape shape, double* partial                                        \
     ) {                                                                                                                \
         gradient_sums(gy, x, mean, shape, partial);                                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void channel_gradients_##NAME(                                                               \
+        const double* partial, const WIDE* scale, const WIDE* variance, WIDE eps, WIDE* dscale, WIDE* dshift,          \
+        WIDE* of_channels, Index count, Index pieces                                                                   \
+    ) {                                                                                                                \
+        channel_gradients(partial, scale, variance, eps, dscale, dshift, of_channels, count, pieces);                  \
     }                                                                                                                  \
     extern "C" __global__ void normalise_##NAME(                                                                       \
         const T* x, const WIDE* mean, const WIDE* factor, const WIDE* shift, T* out, Shape shape                       \
@@ -161,10 +217,9 @@ __device__ void gradient_of_input(
         normalise(x, mean, factor, shift, out, shape);                                                                 \
     }                                                                                                                  \
     extern "C" __global__ void gradient_of_input_##NAME(                                                               \
-        const T* gy, const T* x, const WIDE* mean, const WIDE* inverse, const WIDE* constant, const WIDE* slope,       \
-        const WIDE* factor, T* dx, Shape shape                                                                         \
+        const T* gy, const T* x, const WIDE* mean, const WIDE* of_channels, T* dx, Shape shape                         \
     ) {                                                                                                                \
-        gradient_of_input(gy, x, mean, inverse, constant, slope, factor, dx, shape);                                   \
+        gradient_of_input(gy, x, mean, of_channels, dx, shape);                                                        \
     }
 
 KERNELS(Half, float, f16)

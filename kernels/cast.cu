@@ -4,7 +4,7 @@
 
 template <class From, class To, class Cast>
 __device__ void cast(const From* __restrict__ x, To* __restrict__ out, Index count, Cast cast_one) {
-    constexpr int N = 8;  // of 16 bits in 16 bytes; those of float32 are loaded in two halves
+    constexpr int N = 16 / sizeof(To);  // of two stores a pack, each would leave gaps for the other
     for_packs<N>(count, is_aligned<N>(x, out), [&](Index i, auto width) {
         constexpr int n = decltype(width)::value;
         const auto from = load<n>(x + i);

@@ -9,16 +9,17 @@
 // writes all places of it; neighbouring threads write along a row.
 template <class T>
 __device__ void unfold(const T* __restrict__ x, T* __restrict__ columns, const Windows& w, Index channels) {
-    const Index positions = w.out_height * w.out_width, width = w.planes / channels * positions;
-    for_elements(w.planes, w.out_height, w.out_width, [&](Index, Index plane, Index at_y, Index at_x) {
-        const Index top = at_y * w.stride_y - w.padding_y, left = at_x * w.stride_x - w.padding_x;
+    const Index positions = Index(w.out_height) * w.out_width, width = w.planes / channels * positions;
+    for_elements(w.planes, w.out_height, w.out_width, [&](Index, Index plane, int at_y, int at_x) {
+        const int top = at_y * w.stride_y - w.padding_y, left = at_x * w.stride_x - w.padding_x;
         const Index channel = plane % channels, image = plane / channels;
         const T* from = x + plane * w.height * w.width;
-        T* to = columns + channel * w.kernel_y * w.kernel_x * width + image * positions + at_y * w.out_width + at_x;
-        for (Index y = top; y < top + w.kernel_y; ++y) {
-            for (Index z = left; z < left + w.kernel_x; ++z, to += width) {
+        const Index position = Index(at_y) * w.out_width + at_x;
+        T* to = columns + channel * w.kernel_y * w.kernel_x * width + image * positions + position;
+        for (int y = top; y < top + w.kernel_y; ++y) {
+            for (int z = left; z < left + w.kernel_x; ++z, to += width) {
                 const bool is_inside = y >= 0 && y < w.height && z >= 0 && z < w.width;
-                *to = is_inside ? from[y * w.width + z] : T{};
+                *to = is_inside ? from[Index(y) * w.width + z] : T{};
             }
         }
     });
@@ -27,8 +28,8 @@ __device__ void unfold(const T* __restrict__ x, T* __restrict__ columns, const W
 // The sum over all patches that an element lies in, in the order of its places in them.
 template <class T>
 __device__ void fold(const T* __restrict__ columns, T* __restrict__ x, const Windows& w, Index channels) {
-    const Index positions = w.out_height * w.out_width, width = w.planes / channels * positions;
-    for_elements(w.planes, w.height, w.width, [&](Index i, Index plane, Index y, Index z) {
+    const Index positions = Index(w.out_height) * w.out_width, width = w.planes / channels * positions;
+    for_elements(w.planes, w.height, w.width, [&](Index i, Index plane, int y, int z) {
         const Index channel = plane % channels, image = plane / channels;
         const T* from = columns + channel * w.kernel_y * w.kernel_x * width + image * positions;
         typename WideOf<T>::Type total = 0;

@@ -14,7 +14,7 @@ from . import cuda
 from .reference_compress import num_blocks
 
 _DTYPES = ("uint16", "int16", "float32", "float64")
-_DIGIT_BITS = 8
+_DIGIT_BITS = 11
 _LIMIT = np.dtype([("digits", np.uint64), ("ties", np.int64)])
 """`top_k.cuh` says so, too."""
 
@@ -59,17 +59,18 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     cuda.check("encode_top_k", ("uint32",), indices.size, indices)
     count, k = np.int64(grad.size), np.int64(indices.size)
     blocks = min(cuda.blocks(-(-grad.nbytes // 16)), cuda.MAX_PARTS)
-    counts = xp.zeros((grad.itemsize * 8 // _DIGIT_BITS, 1 << _DIGIT_BITS), dtype=xp.uint32)
+    digits = -(-8 * grad.itemsize // _DIGIT_BITS)
+    counts = xp.zeros((digits, 1 << _DIGIT_BITS), dtype=xp.uint32)
     limit = xp.empty(_LIMIT.itemsize, dtype=xp.uint8)
     for number, of_digit in enumerate(counts):
-        shift, is_first = np.int32(8 * grad.itemsize - (number + 1) * _DIGIT_BITS), np.bool_(number == 0)
+        shift, is_first = np.int32((digits - 1 - number) * _DIGIT_BITS), np.bool_(number == 0)
         counting = (grad, residual, count, shift, is_first, limit, of_digit)
         cuda.launch("compress", f"count_digits_{of_type}", blocks, *counting)
         cuda.launch("compress", "choose_digit", min(blocks, 1), of_digit, k, is_first, limit)
-    at_once = cuda.THREADS * 16 // grad.itemsize
-    chunk = max(1, -(-grad.size // (cuda.MAX_PARTS * at_once))) * at_once
-    blocks = -(-grad.size // chunk)
-    numbers = xp.empty((2, blocks), dtype=xp.uint32)
+    warps_of_block, at_once = cuda.THREADS // cuda.WARP, cuda.WARP * 16 // grad.itemsize
+    chunk = max(1, -(-grad.size // (cuda.MAX_PARTS * warps_of_block * at_once))) * at_once
+    blocks = -(-grad.size // (chunk * warps_of_block))
+    numbers = xp.empty((2, blocks * warps_of_block), dtype=xp.uint32)
     chosen = (residual, count, np.int64(chunk), limit, numbers)
     cuda.launch("compress", f"count_chosen_{of_type}", blocks, *chosen)
     cuda.launch("compress", f"write_chosen_{of_type}", blocks, *chosen, indices, values)

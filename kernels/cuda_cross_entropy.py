@@ -12,12 +12,15 @@ import numpy as np
 from ..arrays import Array
 from . import cuda
 
+_KEPT = 8
+"""Packs of 16 bytes of a row that a thread keeps; `cross_entropy.cu` says so, too."""
+
 
 def softmax_cross_entropy(logits: Array, labels: Array, chances: Array, losses: Array) -> None:
     """See `reference_cross_entropy.softmax_cross_entropy`."""
     of_type, (rows, classes) = _checked("softmax_cross_entropy", logits, labels, chances, losses), logits.shape
-    packs = -(-classes * logits.itemsize // 16)
-    lanes = min(cuda.THREADS, 1 << max(0, packs - 1).bit_length())
+    packs = -(-classes * chances.itemsize // 16)
+    lanes = min(cuda.THREADS, _power_of_two(max(min(packs, 8), -(-packs // _KEPT))))
     blocks = cuda.blocks(rows * lanes)
     scalars = (np.int64(rows), np.int64(classes), np.int32(lanes))
     cuda.launch("cross_entropy", f"softmax_cross_entropy_{of_type}", blocks, logits, labels, chances, losses, *scalars)
@@ -28,6 +31,10 @@ def softmax_cross_entropy_gradient(gy: Array, labels: Array, chances: Array, dx:
     of_type = _checked("softmax_cross_entropy_gradient", dx, labels, chances, gy)
     blocks, scalars = cuda.blocks(-(-dx.nbytes // 16)), (np.int64(dx.size), np.int64(dx.shape[1]))
     cuda.launch("cross_entropy", f"softmax_cross_entropy_gradient_{of_type}", blocks, gy, labels, chances, dx, *scalars)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
 
 
 def _checked(operation: str, x: Array, labels: Array, chances: Array, of_rows: Array) -> str:

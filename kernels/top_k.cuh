@@ -1,10 +1,10 @@
 // Of all elements the k of largest magnitude, of equal ones the first, in the order in which they lie. The magnitude of
-// the last of them is found digit by digit (radix select); then every block writes its own behind those of the blocks
-// before it, which it counts. Counting is in integers, so that its order does not matter, with atomic additions.
+// the last of them is found digit by digit (radix select); then every warp writes its own behind those of the warps
+// before it, which are counted, so that none waits for another. Counting is in integers, so that its order does not matter, with atomic additions.
 
 typedef unsigned long long Bits;
 
-enum { DIGITS = 256 };  // one for each thread
+enum { DIGITS = 2048 };  // as many as leave room for other blocks in shared memory: each digit is a reading of all
 
 // What is known of the magnitude of the last element that is sent, and how many of just that magnitude are sent.
 struct Limit {
@@ -32,7 +32,7 @@ __device__ void count_digits(
     const Limit* __restrict__ limit, Word* __restrict__ counts
 ) {
     __shared__ Word of_block[DIGITS];
-    of_block[threadIdx.x] = 0;
+    for (int digit = threadIdx.x; digit < DIGITS; digit += THREADS) of_block[digit] = 0;
     __syncthreads();
     const Bits known = adds ? 0 : limit->digits;
     constexpr int N = 16 / sizeof(T);
@@ -50,46 +50,66 @@ __device__ void count_digits(
         }
     });
     __syncthreads();
-    if (of_block[threadIdx.x] > 0) atomicAdd(&counts[threadIdx.x], of_block[threadIdx.x]);
+    for (int digit = threadIdx.x; digit < DIGITS; digit += THREADS) {
+        if (of_block[digit] > 0) atomicAdd(&counts[digit], of_block[digit]);
+    }
 }
 
 // One block: from the counts one digit more of `limit`, which the first call sets for `k` elements.
 __device__ inline void choose_next_digit(const Word* counts, Index k, bool is_first, Limit* limit) {
-    __shared__ Index from_here[DIGITS];  // how many have this digit or a higher one
+    enum { EACH = DIGITS / THREADS };
+    __shared__ Index from_here[THREADS];  // how many have the digits of this thread or higher ones
     const Limit before = is_first ? Limit{0, k} : *limit;
-    const int digit = threadIdx.x;
-    from_here[digit] = counts[digit];
-    for (int step = 1; step < DIGITS; step *= 2) {
+    const int thread = threadIdx.x;
+    Index own = 0;
+    for (int each = 0; each < EACH; ++each) own += counts[thread * EACH + each];
+    from_here[thread] = own;
+    for (int step = 1; step < THREADS; step *= 2) {
         __syncthreads();
-        const Index more = digit + step < DIGITS ? from_here[digit + step] : 0;
+        const Index more = thread + step < THREADS ? from_here[thread + step] : 0;
         __syncthreads();
-        from_here[digit] += more;
+        from_here[thread] += more;
     }
-    const Index above = from_here[digit] - counts[digit];
-    const bool is_here = above < before.ties && before.ties <= from_here[digit];
-    if (before.ties > 0 ? is_here : digit == DIGITS - 1) *limit = {before.digits * DIGITS + digit, before.ties - above};
+    Index above = from_here[thread] - own;
+    for (int digit = thread * EACH + EACH - 1; digit >= thread * EACH; --digit) {
+        const bool is_here = above < before.ties && before.ties <= above + counts[digit];
+        if (before.ties > 0 ? is_here : digit == DIGITS - 1) {
+            *limit = {before.digits * DIGITS + digit, before.ties - above};
+        }
+        above += counts[digit];
+    }
 }
 
-// How many of its `chunk` elements each block has above the limit, and just at it: `numbers` has shape (2, blocks).
+// The elements of this thread's warp, of which each has as many, a multiple of what it has in packs of a lane each.
+struct Share {
+    Index warp, warps, first, last;
+};
+
+__device__ inline Share share_of_warp(Index count, Index chunk) {
+    const Index warp = this_thread() / WARP, first = warp * chunk, last = first + chunk;
+    return {warp, all_threads() / WARP, first < count ? first : count, last < count ? last : count};
+}
+
+// How many of its `chunk` elements each warp has above the limit, and just at it: `numbers` has shape (2, warps).
 template <class T>
 __device__ void count_chosen(
     const T* __restrict__ x, Index count, Index chunk, const Limit* __restrict__ limit, Word* __restrict__ numbers
 ) {
-    const Index first = blockIdx.x * chunk, last = first + chunk < count ? first + chunk : count;
+    const Share own = share_of_warp(count, chunk);
     const Bits digits = limit->digits;
     Word above = 0, ties = 0;
-    for_same_packs<16 / sizeof(T), 4>(x + first, last - first, threadIdx.x, THREADS, [&](Index, const auto& pack) {
+    const int lane = threadIdx.x % WARP;
+    for_same_packs<16 / sizeof(T), 4>(x + own.first, own.last - own.first, lane, WARP, [&](Index, const auto& pack) {
         for (int k = 0; k < pack.size; ++k) {
             above += magnitude_of(pack.at[k]) > digits;
             ties += magnitude_of(pack.at[k]) == digits;
         }
     });
-    above = block_sum(above);
-    ties = block_sum(ties);
-    if (threadIdx.x == 0) {
-        numbers[blockIdx.x] = above;
-        numbers[gridDim.x + blockIdx.x] = ties;
-    }
+    above = warp_sum(above);
+    ties = warp_sum(ties);
+    if (lane > 0) return;
+    numbers[own.warp] = above;
+    numbers[own.warps + own.warp] = ties;
 }
 
 // Two numbers in one word, each below 2^16: of elements above the limit, and just at it.
@@ -99,87 +119,86 @@ struct Chosen {
     __device__ Index ties() const { return both >> 16; }
 };
 
-// What the threads of the block before this one have, and all; all threads must call it.
+// What the lanes of the warp before this one have, and all.
 struct Place {
     Chosen before, all;
 };
 
-__device__ inline Place place_in_block(Chosen own) {
-    __shared__ Word of_warp[THREADS / WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+__device__ inline Place place_in_warp(Chosen own) {
     Word up_to_here = own.both;
     for (int step = 1; step < WARP; step *= 2) {
         const Word more = __shfl_up_sync(~0u, up_to_here, step);
-        if (lane >= step) up_to_here += more;
+        if (threadIdx.x % WARP >= step) up_to_here += more;
     }
-    if (lane == WARP - 1) of_warp[warp] = up_to_here;
-    __syncthreads();
-    Place found = {{up_to_here - own.both}, {0}};
-    for (int each = 0; each < THREADS / WARP; ++each) {
-        if (each < warp) found.before.both += of_warp[each];
-        found.all.both += of_warp[each];
-    }
-    __syncthreads();  // before the next call overwrites it
-    return found;
+    return {{up_to_here - own.both}, {__shfl_sync(~0u, up_to_here, WARP - 1)}};
 }
 
-// What is sent becomes 0 in `x`, and what is not finite, of which there may be more. `chunk` is a multiple of what a
-// block has in packs of a thread each.
+// What is sent becomes 0 in `x`, and what is not finite, of which there may be more.
 template <class T>
 __device__ void write_chosen(
     T* __restrict__ x, Index count, Index chunk, const Limit* __restrict__ limit, const Word* __restrict__ numbers,
     Word* __restrict__ indices, T* __restrict__ values
 ) {
-    constexpr int N = 16 / sizeof(T);
+    constexpr int N = 16 / sizeof(T), AT_ONCE = 4;
+    const Share own = share_of_warp(count, chunk);
+    const Index of_block = own.warp - threadIdx.x / WARP;
     Index above = 0, ties = 0;
-    for (Index block = threadIdx.x; block < blockIdx.x; block += blockDim.x) {
-        above += numbers[block];
-        ties += numbers[gridDim.x + block];
+    for (Index warp = threadIdx.x; warp < of_block; warp += blockDim.x) {
+        above += numbers[warp];
+        ties += numbers[own.warps + warp];
     }
     above = block_sum(above);
     ties = block_sum(ties);
+    for (Index warp = of_block; warp < own.warp; ++warp) {
+        above += numbers[warp];
+        ties += numbers[own.warps + warp];
+    }
     const Limit at_least = *limit;
     const bool aligned = is_aligned<N>(x);
-    const Index last = (blockIdx.x + 1) * chunk < count ? (blockIdx.x + 1) * chunk : count;
-    const auto load_some = [&](Index i) {
-        if (i + N <= last) return load_from<N>(x + i, aligned);
-        Pack<T, N> pack = {};
-        for (int k = 0; k < N && i + k < last; ++k) pack.at[k] = x[i + k];
-        return pack;
-    };
-    Index i = blockIdx.x * chunk + threadIdx.x * N;
-    Pack<T, N> following = load_some(i);
-    for (Index at = blockIdx.x * chunk; at < last; at += THREADS * N, i += THREADS * N) {
-        const Pack<T, N> pack = following;
-        following = load_some(i + THREADS * N);  // comes while the threads count
-        Chosen own = {0};
-        Word marked = 0;  // those of the pack that are sent, perhaps, or are not finite
-        for (int k = 0; k < N; ++k) {
-            const Bits magnitude = i + k < last ? magnitude_of(pack.at[k]) : 0;
-            const bool is_above = magnitude > at_least.digits, is_tie = i + k < last && magnitude == at_least.digits;
-            own.both += Word(is_above) | Word(is_tie) << 16;
-            marked |= Word(is_above || is_tie || magnitude >= infinity_of(T())) << k;
-        }
-        const Place place = place_in_block(own);
-        Index above_before = above + place.before.above(), ties_before = ties + place.before.ties();
-        for (; marked > 0; marked &= marked - 1) {
-            const Index here = i + __ffs(marked) - 1;
-            const T value = x[here];
-            const Bits magnitude = magnitude_of(value);
-            const bool is_above = magnitude > at_least.digits, is_tie = magnitude == at_least.digits;
-            if (is_above || (is_tie && ties_before < at_least.ties)) {
-                const Index to = above_before + (ties_before < at_least.ties ? ties_before : at_least.ties);
-                indices[to] = Word(here);
-                values[to] = value;
-                x[here] = T{};
-            } else if (magnitude >= infinity_of(T())) {
-                x[here] = T{};
+    for (Index at = own.first; at < own.last; at += AT_ONCE * WARP * N) {
+        const Index first = at + threadIdx.x % WARP * N;
+        Pack<T, N> packs[AT_ONCE];
+        for (int p = 0; p < AT_ONCE; ++p) {
+            const Index i = first + p * WARP * N;
+            if (i + N <= own.last) {
+                packs[p] = load_from<N>(x + i, aligned);
+            } else {
+                for (int k = 0; k < N; ++k) packs[p].at[k] = i + k < own.last ? x[i + k] : T{};
             }
-            above_before += is_above;
-            ties_before += is_tie;
         }
-        above += place.all.above();
-        ties += place.all.ties();
+        for (int p = 0; p < AT_ONCE; ++p) {
+            const Index i = first + p * WARP * N;
+            Chosen chosen = {0};
+            Word marked = 0;  // those of the pack that are sent, perhaps, or are not finite
+            for (int k = 0; k < N; ++k) {
+                const Bits magnitude = i + k < own.last ? magnitude_of(packs[p].at[k]) : 0;
+                const bool is_above = magnitude > at_least.digits;
+                const bool is_tie = i + k < own.last && magnitude == at_least.digits;
+                chosen.both += Word(is_above) | Word(is_tie) << 16;
+                marked |= Word(is_above || is_tie || magnitude >= infinity_of(T())) << k;
+            }
+            if (!__ballot_sync(~0u, marked > 0)) continue;
+            const Place place = place_in_warp(chosen);
+            Index above_before = above + place.before.above(), ties_before = ties + place.before.ties();
+            for (; marked > 0; marked &= marked - 1) {
+                const Index here = i + __ffs(marked) - 1;
+                const T value = x[here];
+                const Bits magnitude = magnitude_of(value);
+                const bool is_above = magnitude > at_least.digits, is_tie = magnitude == at_least.digits;
+                if (is_above || (is_tie && ties_before < at_least.ties)) {
+                    const Index to = above_before + (ties_before < at_least.ties ? ties_before : at_least.ties);
+                    indices[to] = Word(here);
+                    values[to] = value;
+                    x[here] = T{};
+                } else if (magnitude >= infinity_of(T())) {
+                    x[here] = T{};
+                }
+                above_before += is_above;
+                ties_before += is_tie;
+            }
+            above += place.all.above();
+            ties += place.all.ties();
+        }
     }
 }
 

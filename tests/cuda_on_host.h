@@ -218,6 +218,8 @@ template <class T> inline T __shfl_xor_sync(unsigned, T value, unsigned mask) {
     return exchanged(value, threadIdx.x % on_host::WARP_SIZE ^ mask);
 }
 
+template <class T> inline T __shfl_sync(unsigned, T value, unsigned from) { return exchanged(value, from); }
+
 template <class T> inline T __shfl_up_sync(unsigned, T value, unsigned by) {
     const unsigned lane = threadIdx.x % on_host::WARP_SIZE;
     return exchanged(value, lane < by ? lane : lane - by);

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcdp.kernels import cuda
+from hpcdp.kernels import cuda, cudnn_conv
 
 HERE = Path(__file__).parent
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(([^)]*)\)')
@@ -143,14 +143,19 @@ def _run(command: list[Any], text: str) -> str:
 
 @contextlib.contextmanager
 def instead() -> Iterator[ModuleType]:
-    """Takes the place of CuPy in `sys.modules`, where what was there comes back; tests skip where nothing compiles."""
+    """Takes the place of CuPy in `sys.modules`, where what was there comes back; tests skip where nothing compiles.
+
+    There is no cuDNN, which would be given addresses of the host.
+    """
     if not shutil.which("g++"):
         pytest.skip("needs g++, which compiles CUDA kernels for this processor")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
+        patch.setitem(sys.modules, "cudnn", None)
+        cudnn_conv.is_there.cache_clear()
         yield _install()
-    cuda._kernel.cache_clear()
-    cuda._module.cache_clear()
+    for cached in (cuda._kernel, cuda._module, cudnn_conv.is_there):
+        cached.cache_clear()
 
 
 def _install() -> ModuleType:

@@ -49,8 +49,8 @@ class CUDARuntimeError(RuntimeError):
 
 
 class _Event:
-    def __init__(self, interprocess: bool, timed: bool) -> None:
-        self.interprocess, self.timed = interprocess, timed
+    def __init__(self, timed: bool) -> None:
+        self.timed = timed
         self.at_ms = 0.0
         self.recorded = 0
         self.passed: set[int] = set()
@@ -323,6 +323,11 @@ def _runtime(gpus: Gpus) -> ModuleType:
         asked = gpus.event(event)
         return PASSED if asked.has_passed() else NOT_READY
 
+    def streamQuery(stream: int) -> int:
+        gpus.current()
+        gpus.step()
+        return NOT_READY if gpus.queue_of(stream) else PASSED
+
     def malloc(size: int) -> int:
         gpus.current()
         if size > gpus.room:
@@ -358,18 +363,13 @@ def _runtime(gpus: Gpus) -> ModuleType:
         gpus.mapped.append(ptr)
         return ptr
 
-    def ipcGetEventHandle(event: int) -> bytes:
-        assert gpus.event(event).interprocess
-        return handle_of(event)
-
     vars(made).update(
         memcpyDefault=4, getDevice=lambda: getattr(gpus.of_thread, "device", 0),
         CUDARuntimeError=CUDARuntimeError, getDeviceCount=lambda: 8, memcpyAsync=memcpyAsync,
         memsetAsync=memsetAsync, eventRecord=eventRecord, streamWaitEvent=streamWaitEvent, eventQuery=eventQuery,
-        eventElapsedTime=eventElapsedTime,
+        eventElapsedTime=eventElapsedTime, streamQuery=streamQuery,
         malloc=malloc, free=free, ipcGetMemHandle=ipcGetMemHandle, ipcOpenMemHandle=ipcOpenMemHandle,
-        ipcCloseMemHandle=gpus.mapped.remove, ipcGetEventHandle=ipcGetEventHandle, ipcOpenEventHandle=opened,
-        eventDestroy=lambda event: None,
+        ipcCloseMemHandle=gpus.mapped.remove,
     )  # fmt: skip
     return made
 
@@ -500,11 +500,10 @@ def installed(monkeypatch: Any, seed: int = 0) -> Iterator[Gpus]:
 
         make_stream.from_external = lambda obj: Stream(gpus, obj.__cuda_stream__()[1])  # type: ignore[attr-defined]
 
-        def make_event(block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> Event:
-            assert not interprocess or disable_timing
+        def make_event(block: bool = False, disable_timing: bool = False) -> Event:
             with gpus.lock:
                 ptr = next(gpus.numbers)
-                gpus.events[ptr] = _Event(interprocess, not disable_timing)
+                gpus.events[ptr] = _Event(not disable_timing)
             return Event(gpus, ptr)
 
         def current() -> Stream:

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdp.devices import gpu
 from hpcdp.errors import DeviceError, UnsupportedError
-from hpcdp.streams import OpenedEvent, Streams
+from hpcdp.streams import Streams
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_one_stream_waits_for_another_by_an_event(streams, gpus_on_host):
 def test_a_wait_for_an_event_that_is_not_recorded_waits_for_nothing(streams):
     stream, event = streams.stream(), streams.event()
     assert streams.query(event)
-    streams.wait_event(stream, OpenedEvent(event.ptr))
+    streams.wait_event(stream, event)
     stream.synchronize()
 
 

@@ -9,7 +9,7 @@ complete::
     MPI                                | send, receive          | send, receive          | send ...
 
 Segments and the order of each sum are those of `staging`, and so are the bits. But a message is a whole chunk of a
-segment: of n nodes the n-th part of 4 MiB. Short messages (`collectives.progress.MESSAGE_NBYTES`) keep host memory
+segment: of n nodes the n-th part of 8 MiB. Short messages (`collectives.progress.MESSAGE_NBYTES`) keep host memory
 flowing over TCP. From a GPU's memory libraries send nothing without a handshake but a few KB; then the adapter reads it
 there, or they bring it through memory of their own, in pieces of 512 KB to 4 MB (UCX's ``RNDV_FRAG_SIZE``) or of 1 MB
 (MPICH's ``CH4_OFI_GPU_PIPELINE_BUFFER_SZ``). So each message more is a handshake more, and here an event and a kernel.

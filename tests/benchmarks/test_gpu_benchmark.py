@@ -109,8 +109,9 @@ def test_a_model_or_kernel_that_fails_is_named_and_ends_no_other(
     path = tmp_path / "gpu.json"
     assert gpu_alone.main(["-m", "4K", "--json", str(path)]) == 1
     found = json.loads(path.read_text())
-    assert found["failed"] == "lenet, scale, all finite: MemoryError: no room; SGD: ValueError: a NaN"
-    assert [each["name"] for each in found["models"]] == ["resnet18_cifar"]
+    no_room = "lenet of float32, lenet of bfloat16, scale, all finite: MemoryError: no room"
+    assert found["failed"] == f"{no_room}; SGD: ValueError: a NaN"
+    assert [each["name"] for each in found["models"]] == ["resnet18_cifar"] * 2
     assert len(found["kernels"]) == len(list(cases(1024))) - 3
 
 
@@ -122,7 +123,7 @@ def test_models_and_kernels_that_hang_are_ended_and_those_before_are_told(
     monkeypatch.setattr(gpu_jobs, "_LAST_S", 1)
     program = """
 import json, signal, sys
-model = {"name": "lenet", "batch": 2, "samples_s": 5.0, "graphs_samples_s": 6.0, "loss": 2.3}
+model = {"name": "lenet", "dtype": "float32", "batch": 2, "samples_s": 5.0, "graphs_samples_s": 6.0, "loss": 2.3}
 with open(sys.argv[-1], "w") as report:
     json.dump({"models": [model], "failed": "it ended after lenet"}, report)
 signal.pause()
@@ -134,7 +135,7 @@ signal.pause()
     assert gpu.main(["--limit-s", "2", "--json", str(path)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert "models and kernels            FAILED: no end after 3 s" in said
-    assert "lenet                 batch 2: 5 samples/s, 6 by CUDA graphs, loss 2.300" in said
+    assert f"{'lenet, float32, batch 2':<36}        5        6" in said
     assert json.loads(path.read_text())["models"][0]["name"] == "lenet"
 
 
@@ -144,9 +145,17 @@ def test_a_step_that_is_timed_waits_for_nothing(cupy: ModuleType, monkeypatch: p
         read = getattr(cupy.Array, name)
         monkeypatch.setattr(cupy.Array, name, lambda x, read=read: (waited.append(x.shape), read(x))[1])
     monkeypatch.setattr(gpu_alone, "seconds", lambda call, marker: (waited.clear(), call(), len(waited))[2] + 1.0)
-    found = threads.run(1, lambda world: gpu_alone.measure_model("lenet", 2, cupy.asarray, world))[0]
+    found = threads.run(1, lambda world: gpu_alone.measure_model("lenet", "float32", 2, cupy.asarray, world))[0]
     assert found["samples_s"] == found["graphs_samples_s"] == 2, "a second for none"
     assert isinstance(found["loss"], float)
+
+
+def test_a_line_of_a_model_has_pytorch_beside_it_where_that_is_measured() -> None:
+    model = {"name": "lenet", "dtype": "bfloat16", "batch": 256, "samples_s": 5.0, "graphs_samples_s": 6.0}
+    ours = f"{'lenet, bfloat16, batch 256':<36}        5        6"
+    assert gpu._line_of_model(model) == ours
+    theirs = {"torch_samples_s": 7.0, "torch_graphs_samples_s": 8.0}
+    assert gpu._line_of_model({**model, **theirs}) == f"{ours}                   7        8"
 
 
 def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

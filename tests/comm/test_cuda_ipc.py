@@ -1,6 +1,5 @@
 """Rows of ranks that share a GPU, summed by the first of them; here on streams that do things as late as they may."""
 
-import gc
 import random
 import shutil
 import threading
@@ -82,21 +81,44 @@ def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host):
 def test_rows_are_cleared_before_others_read_them(gpus_on_host):
     def rank(world):
         streams = Streams(gpu(0))
-        done = streams.event()
         with streams.stream() as current:
             if world.rank == 2:  # which clears its row later
                 gpus_on_host.push(current.ptr, lambda: None, others_ask.is_set)
             (row,) = CudaIpc(world.node_comm, world.node_memory, streams, [RowSize(COUNT, np.dtype("f4"))]).rows
-            Together([row.allreduce()]).wait()
-        streams.record(done, row.stream)
-        too_early = any(streams.query(done) for _ in range(200))
+        summing = Together([row.allreduce()])
+        too_early = any(summing.test() for _ in range(200))
         world.barrier()
         others_ask.set()
-        row.stream.synchronize()
+        summing.wait()
         return too_early, row.mine.to_host().any()
 
     others_ask = threading.Event()
     assert threads.run(3, rank) == [(False, False)] * 3
+
+
+def test_a_sum_has_ended_when_it_is_there_and_others_give_the_gpu_nothing_for_it(gpus_on_host):
+    def rank(world):
+        (row,) = make(world, RowSize(COUNT, np.dtype("f4"))).rows
+        streams = Streams(gpu(0))
+        given = streams.event()
+        with streams.on_device():
+            mine = to_gpu(values(world.rank, COUNT, "f4"))
+            streams.follow(row.stream)
+            streams.copy_async(row.mine, mine, row.stream)
+            streams.record(given, streams.current())
+        streams.synchronize(row.stream)
+        streams.synchronize(given)
+        world.barrier()
+        begun = len(gpus_on_host.log)
+        world.barrier()
+        Together([row.allreduce([given])]).wait()
+        world.barrier()
+        done = list(gpus_on_host.log[begun:])
+        world.barrier()
+        np.testing.assert_array_equal(row.mine.to_host(), summed(3, COUNT, "f4"))
+        return done
+
+    assert threads.run(3, rank) == [["wait", "kernel"]] * 3, "the first rank's alone"
 
 
 def test_memory_that_cupy_keeps_for_arrays_is_given_back_where_rows_need_it(gpus_on_host):
@@ -139,26 +161,6 @@ def test_memory_is_given_back_when_nobody_has_a_view_of_a_row(gpus_on_host, monk
 
     assert threads.run(3, rank) == [(True, False)] * 3
     assert not gpus_on_host.allocated
-
-
-def test_who_forgets_a_row_first_leaves_its_events_to_the_others(gpus_on_host, monkeypatch):
-    monkeypatch.setattr(gpus, "visible", lambda: (Gpu(0, "NVIDIA A", "0000:00:00.0", "a"),))
-
-    def rank(world):
-        (row,), _ = node_groups.make(world, Streams(gpu(0)), [RowSize(3, np.dtype("f4"))])
-        steps = Together([row.allreduce()])
-        if world.rank == 0:
-            steps.wait()
-            del row, steps
-            gc.collect()
-            forgotten.set()
-        else:
-            steps.test()
-            forgotten.wait()
-            steps.wait()
-
-    forgotten = threading.Event()
-    threads.run(2, rank)
 
 
 def test_what_no_kernel_sums_is_refused_by_name(gpus_on_host):

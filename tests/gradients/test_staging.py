@@ -97,7 +97,7 @@ def test_pinned_memory_of_a_bucket_is_its_part_or_eight_segments(row, monkeypatc
 )
 def test_the_pool_takes_no_more_for_a_bucket_than_eight_segments(nbytes, dtype):
     sizes = staging._slot_nbytes(nbytes)
-    assert sum(map(pinned_nbytes, sizes)) <= min(max(2 * nbytes, 512), 32 << 20)
+    assert sum(map(pinned_nbytes, sizes)) <= min(max(2 * nbytes, 512), 64 << 20)
     longest = max(piece.nbytes for piece in segments(np.empty(nbytes, "u1").view(dtype), staging.SEGMENT_NBYTES))
     assert all(longest <= size for size in sizes)
 

@@ -143,6 +143,7 @@ def test_a_source_is_complete_and_asks_for_no_header() -> None:
 def test_numbers_that_two_files_say_agree() -> None:
     assert f"THREADS = {cuda.THREADS}, WARP = {cuda.WARP} " in cuda.source("update")
     assert f"PIECES = {cuda_norms._PIECES} " in cuda.source("norms")
+    assert f"KEPT = {cuda_cross_entropy._KEPT} " in cuda.source("cross_entropy")
     assert f"MAX_ROWS = {cuda_reduce.MAX_ROWS} " in cuda.source("reduce")
     assert f"BLOCK = {reference_compress.BLOCK} }};" in cuda.source("compress")
     constants = f"SHARE = {reference_compress.SHARE}, LARGEST = {reference_compress._LARGEST:.7e};".replace("e+", "e")

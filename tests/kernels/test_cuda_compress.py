@@ -92,12 +92,13 @@ def test_what_is_not_finite_is_sent_and_not_kept(codec: Any, dtype: type, bad: f
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("blocks", [2, 1056])
+@pytest.mark.parametrize("blocks", [1, 2, 1056])
 def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where few blocks have many elements each, and NaNs, infinities, zeros and subnormals among them."""
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", blocks)
     monkeypatch.setattr("hpcdp.kernels.cuda.MAX_PARTS", blocks)
-    for size, k in ((1, 1), (3, 0), (2, 1), (257, 1), (257, 2), (257, 256), (257, 257), (2003, 70), (2003, 1900)):
+    few = (1, 1), (3, 0), (2, 1), (257, 1), (257, 2), (257, 256), (257, 257)
+    for size, k in (*few, (2003, 70), (2003, 1900), (9001, 90)):
         x, residual = given(size, dtype)
         x[: size // 2] *= dtype(2.0**-14)  # among them subnormals of float16
         x[3::11], x[4::13] = 0, -0.0

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import pairs
+from placed import beginning_at
 
 from hpcdp import nn
 from hpcdp.arrays import dtype_of, is_half
@@ -17,6 +18,9 @@ from hpcdp.kernels import cuda, cuda_batch_norm, cuda_conv, cuda_epilogue, cuda_
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
 """Plain, overlapping with padding, of two sizes, and with elements that no window sees."""
+
+ALMOST_PAIRS = [((2, 2), (2, 1), (0, 0)), ((2, 2), (1, 2), (0, 0)), ((2, 2), (2, 2), (0, 1)), ((2, 2), (2, 2), (1, 0))]
+"""Windows that lie side by side along one axis alone, or not from the first element on."""
 
 SHAPES = (2, 3, 8, 8), (4, 3, 3, 3), (16, 5)
 """Of images, a kernel and a matrix."""
@@ -58,11 +62,16 @@ def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS)
+@pytest.mark.parametrize(("kernel", "stride", "padding"), WINDOWS + ALMOST_PAIRS)
+@pytest.mark.parametrize(("sides", "offset"), [((9, 11), 0), ((8, 16), 0), ((7, 16), 1), ((7, 48), 0)])
+@pytest.mark.parametrize("blocks", [1, 64])
 def test_pooling(
-    dtype: str, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], cupy: ModuleType
-) -> None:
-    x = (np.random.default_rng(8).integers(-9, 9, (2, 3, 9, 11)) / 8).astype(dtype_of(dtype))  # some are equal
+    dtype: str, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], sides: tuple[int, int],
+    offset: int, blocks: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of rows that are whole packs, too, also where they begin within one or the last lies in no window."""
+    monkeypatch.setattr("hpcdp.kernels.cuda.MAX_BLOCKS", blocks)
+    x = (np.random.default_rng(8).integers(-9, 9, (2, 3, *sides)) / 8).astype(dtype_of(dtype))  # some are equal
     x[0, 0, :3, :4], x[0, 2, 4] = -np.inf, np.inf
     nans = x.copy()
     nans[1, :, 3, 4:6], nans[0, 1] = np.nan, np.nan
@@ -72,7 +81,7 @@ def test_pooling(
     steps = (kernel, stride, padding)
 
     def same(name: str, *arrays: np.ndarray) -> None:
-        on_device, given = [cupy.asarray(each) for each in arrays], [wide(each) for each in arrays]
+        on_device, given = [beginning_at(offset, cupy.asarray(each)) for each in arrays], [wide(x) for x in arrays]
         getattr(cuda_pool, name)(*on_device, *steps)
         getattr(reference, name)(*given, *steps)
         for ours, theirs in zip(on_device, given, strict=True):
@@ -160,6 +169,23 @@ def test_batch_norm(dtype: str, shape: tuple[int, int, int], cupy: ModuleType) -
     same("batch_norm_gradients", gy, x, scale, (mean, variance + 1), into)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> None:
+    """Far from zero, where the first element is far from the others, and where it or another is not finite."""
+    x = np.random.default_rng(4).standard_normal((3, 6, 2500)).astype(dtype)
+    x[:, :2] += {"float32": 1e4, "float64": 1e9}[dtype]
+    x[0, 1:3, 0] += 1e6
+    x[0, 3, 0], x[0, 4, 0], x[2, 5, 7] = np.inf, np.nan, np.inf
+    wanted = [np.empty(6), np.empty(6)]
+    reference.batch_norm(x.astype("f8"), np.ones(6), np.zeros(6), np.empty_like(x, "f8"), tuple(wanted), 1e-5)
+    saved = tuple(cupy.asarray(np.empty(6, dtype)) for _ in wanted)
+    of_channels = (cupy.asarray(np.full(6, value, dtype)) for value in (1, 0))
+    cuda_batch_norm.batch_norm(cupy.asarray(x), *of_channels, cupy.asarray(x), saved, 1e-5)
+    for ours, theirs in zip(saved, wanted, strict=True):
+        np.testing.assert_allclose(ours.to_host(), theirs, rtol=max(1e-10, 2 * np.finfo(dtype).eps))
+
+
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
     with pytest.raises(UnsupportedError, match="expected float32, got float16"):
@@ -216,6 +242,6 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
     assert {name.rpartition("_")[2] for name in launched} == {of_type}
     assert {name.rpartition("_")[0] for name in launched} == {
         "unfold", "to_images", "from_images", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
-        "add_bias", "relu_gradient", "channel_sums", "centred_sums", "gradient_sums", "normalise", "gradient_of_input",
-        "softmax_cross_entropy", "softmax_cross_entropy_gradient",
+        "add_bias", "relu_gradient", "channel_sums", "statistics", "gradient_sums", "channel_gradients", "normalise",
+        "gradient_of_input", "softmax_cross_entropy", "softmax_cross_entropy_gradient",
     }  # fmt: skip

@@ -141,7 +141,7 @@ class Graph:
 
 
 @pytest.fixture
-def cudnn(gpus_on_host, monkeypatch):
+def cudnn(gpus_on_host):
     made = types.ModuleType("cudnn")
     made.__spec__ = importlib.machinery.ModuleSpec("cudnn", None)
     made.graphs, made.executed, made.refused, made.stream = [], [], set(), None
@@ -159,10 +159,11 @@ def cudnn(gpus_on_host, monkeypatch):
 
     made.set_stream = set_stream
     made.pygraph = lambda **options: Graph(made, **options)
-    monkeypatch.setitem(sys.modules, "cudnn", made)
     vars(cudnn_conv._of_thread).clear()
     cudnn_conv.is_there.cache_clear()
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cudnn", made)
+        yield made
     vars(cudnn_conv._of_thread).clear()
     cudnn_conv.is_there.cache_clear()
 
@@ -273,6 +274,13 @@ def test_without_it_convolutions_go_by_im2col(cudnn, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cudnn_conv.is_there.cache_clear()
     assert kernels.kernels_for("conv", to_gpu(np.zeros(3)), reference) is cuda_conv
+
+
+def test_a_stand_in_for_cupy_has_none_where_it_is_installed(cudnn):
+    assert cudnn_conv.is_there()
+    with cupy_on_host.instead():
+        assert not cudnn_conv.is_there()
+    assert cudnn_conv.is_there()
 
 
 def test_one_that_does_not_start_is_told_once(cudnn, monkeypatch):
