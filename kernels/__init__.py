@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import IO
@@ -246,7 +246,9 @@ def kernels_for(name: str, x: Array, plain: ModuleType) -> ModuleType:
         return plain if name in _PLAIN_ON_HOST else load(name)
     if name not in _ON_CUDA or not is_cupy(x):
         return plain
-    of_cudnn = importlib.import_module(f"{__name__}.cudnn_conv") if name == "conv" else None
-    if of_cudnn is not None and of_cudnn.is_there():
-        return of_cudnn
-    return importlib.import_module(f"{__name__}.cuda_{name}")
+    return _for_cuda("cudnn_conv" if name == "conv" and _for_cuda("cudnn_conv").is_there() else f"cuda_{name}")
+
+
+@cache
+def _for_cuda(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")

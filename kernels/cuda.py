@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, dtype_name
 from ..errors import UnsupportedError
 
 OPTIONS = ("-std=c++17", "--fmad=false")
@@ -69,11 +69,12 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
         UnsupportedError: they are not contiguous, not all of one of ``dtypes``, or not all of ``count`` elements, or
             one begins where no element of its dtype may, as a view of bytes can.
     """
-    found = str(arrays[0].dtype)
+    dtype = arrays[0].dtype
+    found = dtype_name(dtype)
     if found not in dtypes:
         raise UnsupportedError(operation, where="dtype", expected=" or ".join(dtypes), got=found)
     for x in arrays:
-        if x.dtype != arrays[0].dtype or x.size != count or not x.flags.c_contiguous:
+        if x.dtype != dtype or x.size != count or not x.flags.c_contiguous:
             layout = "contiguous" if x.flags.c_contiguous else f"strides {x.strides}"
             raise UnsupportedError(
                 operation, expected=f"contiguous arrays of {count} {found}", got=f"{x.size} {x.dtype}, {layout}"
@@ -87,12 +88,12 @@ def check(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -
 def type_name(operation: str, dtypes: tuple[str, ...], count: int, *arrays: Array) -> str:
     """The last part of the name of a kernel for ``arrays``, which pass `check`."""
     check(operation, dtypes, count, *arrays)
-    return _TYPES[str(arrays[0].dtype)]
+    return _TYPES[dtype_name(arrays[0].dtype)]
 
 
 def wide_type(x: Array) -> str:
     """The dtype in which ``x`` is computed with: float32 for 16 bits, else its own."""
-    return "float32" if x.itemsize == 2 else str(x.dtype)
+    return "float32" if x.itemsize == 2 else dtype_name(x.dtype)
 
 
 def blocks(threads: int) -> int:

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, dtype_name
 from . import cuda, cuda_epilogue
 from .cublas import matmul
 from .cuda_windows import windows
@@ -26,7 +26,7 @@ def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair
     product = _product(weight.reshape(channels, -1), _unfolded(x, weight, out, stride, padding))
     of_type = cuda.type_name("conv2d", cuda.FLOATS, out.size, product, out)
     if bias is not None:
-        cuda.check("conv2d", (str(out.dtype),), channels, bias)
+        cuda.check("conv2d", (dtype_name(out.dtype),), channels, bias)
     scalars = (*_sizes(out), np.bool_(bias is not None), np.bool_(relu))
     arrays = (product, product if bias is None else bias, out)
     cuda.launch("conv", f"to_images_{of_type}", cuda.blocks(-(-out.nbytes // 16)), *arrays, *scalars)
@@ -56,8 +56,8 @@ def conv2d_gradients(
         dweight[...] = matmul(flat, columns.T).reshape(weight.shape)
     if dx is not None:
         columns = _product(weight.reshape(channels, -1).T, flat)
-        cuda.check("conv2d_gradients", (str(columns.dtype),), columns.size, columns)
-        cuda.check("conv2d_gradients", (str(columns.dtype),), x.size, dx)
+        cuda.check("conv2d_gradients", (dtype_name(columns.dtype),), columns.size, columns)
+        cuda.check("conv2d_gradients", (dtype_name(columns.dtype),), x.size, dx)
         of_windows = windows(dx, gy.shape[2:], weight.shape[2:], stride, padding)
         cuda.launch("conv", f"fold_{of_type}", cuda.blocks(dx.size), columns, dx, of_windows, np.int64(x.shape[1]))
 

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from ..arrays import Array, array_namespace
+from ..arrays import Array, array_namespace, dtype_name
 from . import cuda
 from .cuda_channels import pieces_of, shape
 
@@ -23,7 +23,7 @@ _COLUMNS = 16
 def add_bias(y: Array, bias: Array, relu: bool) -> None:
     """See `reference.add_bias`."""
     of_type = cuda.type_name("add_bias", cuda.FLOATS, y.size, y)
-    cuda.check("add_bias", (str(y.dtype),), y.shape[1], bias)
+    cuda.check("add_bias", (dtype_name(y.dtype),), y.shape[1], bias)
     blocks = cuda.blocks(-(-y.nbytes // 16))
     scalars = (np.int64(y.size), np.int64(y.shape[1]), np.int64(math.prod(y.shape[2:])), np.bool_(relu))
     cuda.launch("epilogue", f"add_bias_{of_type}", blocks, y, bias, *scalars)

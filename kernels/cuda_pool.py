@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, dtype_name
 from . import cuda
 from .cuda_windows import windows
 from .reference import Pair
@@ -38,7 +38,7 @@ def max_pool_gradient(gy: Array, chosen: Array, dx: Array, kernel: Pair, stride:
 
 def _windows(x: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
     cuda.check("pool", cuda.FLOATS, x.size, x)
-    cuda.check("pool", (str(x.dtype),), out.size, out)
+    cuda.check("pool", (dtype_name(x.dtype),), out.size, out)
     return windows(x, out.shape[2:], kernel, stride, padding)
 
 

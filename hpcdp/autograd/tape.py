@@ -58,8 +58,9 @@ class Gradient:
     __slots__ = ("_given", "_home", "_private", "_xp", "dtype", "shape", "value")
 
     def __init__(self, of: Node | Tensor, xp: Any, home: Array | None = None, adds: bool = False) -> None:
-        self.shape = of.shape
-        self.dtype = of.dtype
+        like = of if home is None else home  # which are alike; a parameter waits for its update before it says so
+        self.shape: tuple[int, ...] = like.shape
+        self.dtype = like.dtype
         self._xp = xp
         self.value: Array = home if adds else None
         self._home: Array = home
@@ -236,7 +237,10 @@ def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
         xp = array_namespace(head.data)
         if seed is None or not hasattr(seed, "shape"):
             with on_device_of(head.data):
-                seed = xp.full(head.shape, 1 if seed is None else seed, dtype=head.dtype)
+                if seed is None:  # CuPy's full would take twice as long
+                    seed = xp.ones(head.shape, dtype=head.dtype)
+                else:
+                    seed = xp.full(head.shape, seed, dtype=head.dtype)
         seed = getattr(seed, "data", seed) if hasattr(seed, "grad_req") else seed
         if tuple(seed.shape) != head.shape:
             raise HpcdpError("backward", where="head_grads", expected=f"shape {head.shape}", got=tuple(seed.shape))
@@ -333,13 +337,12 @@ class _Pass:
 
     def _used(self, leaf: Any) -> None:
         """One use of ``leaf`` is done; after the last one its gradient is complete."""
-        self.uses[leaf] -= 1
-        if self.uses[leaf]:
+        self.uses[leaf] = uses = self.uses[leaf] - 1
+        if uses:
             return
-        gradient = self._gradient(leaf)
+        gradient = self.gradients.pop(leaf, None) or self._gradient(leaf)
         if gradient is None:
             return
-        del self.gradients[leaf]
         if self._wanted is not None:
             self._kept[leaf] = gradient.take()
             return

@@ -8,6 +8,8 @@ from ..errors import StaleGradientError
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
 
+_TAKING = (State.FILLING, State.READY)
+
 
 class Arrivals:
     """The gradients that backward writes into buckets.
@@ -41,7 +43,7 @@ class Arrivals:
             StaleGradientError: the bucket is on its way to other ranks, or summed.
         """
         bucket = self._bucket_of[name]
-        if not self.takes(name):
+        if bucket.state not in _TAKING:
             raise StaleGradientError(
                 "backward", where=name, expected="one backward before each step()", got="another one",
                 remedy="call step() in between, or all but the last within no_sync(); after a backward that failed, "
@@ -72,7 +74,7 @@ class Arrivals:
 
     def takes(self, name: str) -> bool:
         """Whether the gradient of parameter ``name`` may still be written in this step."""
-        return self._bucket_of[name].state in (State.FILLING, State.READY)
+        return self._bucket_of[name].state in _TAKING
 
     def fill_with_zeros(self) -> None:
         """Make gradients that backward has not written zero, so that they add nothing."""

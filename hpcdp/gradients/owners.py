@@ -204,16 +204,23 @@ class _Flat:
 
     def _divide_all(self) -> None:
         self._pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
+        self._views: dict[tuple[int, int, int], tuple[Array, Array, dict[str, Array]]] = {}
 
-    def _state_of(self, bucket: Bucket, first: int, last: int) -> dict[str, Array]:
-        offset = self.span(bucket)[0]
-        return {name: array[first - offset : last - offset] for name, array in self._states[bucket.number].items()}
+    def _views_of(self, bucket: Bucket, piece: _Piece) -> tuple[Array, Array, dict[str, Array]]:
+        """Its parameters, gradients and state; kept, since CuPy takes as long for three views as for a launch."""
+        key = bucket.number, piece.first, piece.last
+        found = self._views.get(key)
+        if found is None:
+            columns, offset = slice(piece.first, piece.last), self.span(bucket)[0]
+            own = slice(piece.first - offset, piece.last - offset)
+            state = {name: array[own] for name, array in self._states[bucket.number].items()}
+            found = self._views[key] = self.flats[bucket.number][columns], bucket.mine[columns], state
+        return found
 
     def _update_own(self, bucket: Bucket, pieces: Sequence[_Piece], step: int, scale: float) -> None:
-        for first, last, rule, passed_over, _ in pieces:
-            flat, state = self.flats[bucket.number][first:last], self._state_of(bucket, first, last)
-            gradient = bucket.mine[first:last]
-            master_weights.update(rule, flat, gradient, state, step=step - passed_over, scale=scale)
+        for each in pieces:
+            flat, gradient, state = self._views_of(bucket, each)
+            master_weights.update(each.rule, flat, gradient, state, step=step - each.passed_over, scale=scale)
 
     def _update_all(self, step: int, scale: float) -> None:
         if not self.optimizer.by_layer:
@@ -315,10 +322,10 @@ class ShardOwner(_Flat):
                 for each in pieces
             ]
             if bucket.mine.dtype in fused.DTYPES and all(name in fused.RULES for name, _ in kernels_of):
-                for (first, last, rule, *_), (name, coefficients) in zip(pieces, kernels_of, strict=True):
-                    state, flat = self._state_of(bucket, first, last), self.flats[bucket.number][first:last]
-                    arrays = (state[each] for each in rule.state_names())
-                    fused.RULES[name](bucket.rows, first, last, flat, *arrays, coefficients)
+                for piece, (name, coefficients) in zip(pieces, kernels_of, strict=True):
+                    flat, _, state = self._views_of(bucket, piece)
+                    arrays = (state[each] for each in piece.rule.state_names())
+                    fused.RULES[name](bucket.rows, piece.first, piece.last, flat, *arrays, coefficients)
             else:
                 reducer.sum_shard(bucket)
                 self._update_own(bucket, pieces, step, scale)

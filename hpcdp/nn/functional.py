@@ -51,7 +51,7 @@ Size = int | tuple[int, int]
 def pair(size: Size) -> Pair:
     """(vertical, horizontal) of a size given as one number or two; `UnsupportedError` for what is none."""
     try:
-        first, last = size if isinstance(size, Sequence) else (size, size)
+        first, last = size if isinstance(size, (tuple, Sequence)) else (size, size)  # a tuple is soon known
         return index(first), index(last)
     except (TypeError, ValueError) as error:
         raise UnsupportedError("size of a window", expected="an integer, or two of them", got=repr(size)) from error

@@ -50,7 +50,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
             expected="logits (batch, ..., classes) and integer labels (batch, ...)",
             got=f"{tuple(a.shape)} and {tuple(y.shape)} {y.dtype}",
         )
-    numbers = xp.empty(y.shape, dtype=xp.int64)
+    numbers = contiguous(y) if y.dtype == np.int64 and not is_host(y) else xp.empty(y.shape, dtype=xp.int64)
     wide = np.dtype(np.float32) if is_half(a) else a.dtype
     chances, losses = xp.empty(a.shape, dtype=wide), xp.empty(y.shape, dtype=wide)
     functions = kernels_for("cross_entropy", a, reference_cross_entropy)
@@ -73,7 +73,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Tensor:
     def compute(losses: Array) -> None:
         if is_host(y):
             fill(numbers, checked)
-        else:
+        elif numbers is not y:
             numbers[...] = y
         functions.softmax_cross_entropy(*rows, flat(losses))
 

@@ -45,7 +45,7 @@ def alike(operation: str, x: Array, *others: Array | None, wide: bool = False) -
 
 def contiguous(gy: Array) -> Array:
     """``gy`` itself, or a copy: the kernels take memory in C order that may be written, which a file's may not be."""
-    if type(gy) is np.ndarray and gy.flags.carray:
+    if gy.flags.carray if type(gy) is np.ndarray else is_cupy(gy) and gy.flags.c_contiguous:
         return gy
     xp = array_namespace(gy)
     return np.require(gy, requirements=("C", "A", "W")) if xp is np else xp.ascontiguousarray(gy)

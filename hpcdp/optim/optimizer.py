@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from .. import kernels
-from ..arrays import Array, array_namespace, is_host
+from ..arrays import Array, array_namespace, dtype_name, is_host
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import buffers, reference_update
 from .schedules import Schedule, schedule_from_config
@@ -145,7 +145,7 @@ def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:
     """Raises `UnsupportedError` unless all are flat, contiguous, and of one shape and dtype, float32 or float64."""
     array_namespace(*arrays)
     param = arrays[0]
-    dtype = str(param.dtype)
+    dtype = dtype_name(param.dtype)
     if dtype not in ("float32", "float64"):
         raise UnsupportedError(operation, where="dtype", expected="float32 or float64", got=dtype)
     for x in arrays:

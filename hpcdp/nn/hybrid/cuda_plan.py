@@ -25,7 +25,7 @@ from ...kernels.capture import Capturer, CudaGraph, warmed_up
 from .graph import Graph, Input, Result, Source
 from .graph import Node as GraphNode
 from .held import HeldArrays
-from .plan import Shortcut, SplicedNode, source_of
+from .plan import Shortcut, SplicedNode, copied, source_of
 from .saved import call
 
 _BACKWARDS_KEPT = 8
@@ -86,7 +86,7 @@ class CudaPlan:
 
     def returned(self, given: Sequence[Tensor]) -> Any:
         """The outputs of the last run, which nobody overwrites, on the tape if this thread records."""
-        found = {source: Tensor(result.data.copy("K")) for source, result in self._results.items()}
+        found = {source: Tensor(copied(x.data, array_namespace(x.data))) for source, x in self._results.items()}
         if self._backward is not None:
             self._backward.splice(list(found.values()), given, self._token)
         return self.graph.returned_with(found, given)
@@ -150,6 +150,8 @@ class _Backward:
         self._inputs = {id(place): number for number, place in enumerate(places)}
         self._seeds = {number: each.data.copy() for number, each in self._heads.items()}
         """The gradients of the outputs."""
+        self._nothing = next((each.reshape(-1)[:0] for each in self._seeds.values()), None)
+        """The gradient of the whole, which only says that there is one."""
         self._received: list[int] = []
         """The outputs that have got one."""
         self._sums: dict[Tensor, Array] = {}
@@ -167,19 +169,18 @@ class _Backward:
         sources = tuple(
             source_of(given[self._inputs[id(leaf)]]) if id(leaf) in self._inputs else leaf for leaf in self._leaves
         )
-        nothing = next(iter(self._seeds.values())).reshape(-1)[:0]
-        whole = SplicedNode(nothing, sources, self._pull_back, token)
+        whole = SplicedNode(self._nothing, sources, self._pull_back, token)
         for number in self._heads:
-            found[number].node = SplicedNode(found[number].data, (whole,), self._receiver(number, nothing), token)
+            found[number].node = SplicedNode(found[number].data, (whole,), self._receiver(number), token)
 
-    def _receiver(self, number: int, nothing: Array) -> Pullback:
+    def _receiver(self, number: int) -> Pullback:
         """The pullback of an output: it keeps the gradient for that of the whole, which comes after all of them."""
 
         def pullback(gy: Array, of_whole: Gradient | None) -> None:
             self._seeds[number][...] = gy
             self._received.append(number)
             if of_whole is not None and of_whole.value is None:
-                of_whole.add(nothing)
+                of_whole.add(self._nothing)
 
         return pullback
 
@@ -188,8 +189,8 @@ class _Backward:
         self._received.clear()
         wanted = {leaf: each for leaf, each in zip(self._leaves, gradients, strict=True) if each is not None}
         homes = [self._home(leaf, each) for leaf, each in wanted.items()]
-        states = zip(wanted.items(), homes, strict=True)
-        key = tuple(received), tuple((id(leaf), id(home), each.value is None) for (leaf, each), home in states)
+        begun = tuple([each.value is not None for each in wanted.values()])
+        key = tuple(received), tuple(map(id, wanted)), tuple(map(id, homes)), begun
         if key not in self._graphs:  # the first time compiles kernels
             self._graphs[key] = None, homes
             if len(self._graphs) > _BACKWARDS_KEPT:

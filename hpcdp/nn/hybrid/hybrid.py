@@ -66,6 +66,8 @@ class _Here(threading.local):
         self.modules: object = None
         """The state of all modules at which ``attributes`` were the network's."""
         self.attributes: list[Any] = []
+        self.needs_all_ranks = False
+        """Whether one of its parts does."""
         self.shortcut: Shortcut | None = None
         """To the plan of the last call, until another is taken."""
 
@@ -89,10 +91,13 @@ class Hybrid:
             if result is not None:
                 return result
         given = [as_tensor(x) for x in inputs]
-        if modes.tracer is not None or (modes.training and self._needs_forward()):
+        if modes.tracer is not None:
             return self._module.forward(*given)
         if here.modules is not state.modules:
             self._look_at_attributes(here)
+        # Layers of all ranks talk to the others, and virtual shards change what layers draw and note.
+        if modes.training and (here.needs_all_ranks or entered_shard() is not None):
+            return self._module.forward(*given)
         key = (modes.recording, modes.training, *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
@@ -160,10 +165,6 @@ class Hybrid:
         """``graph``, one of predictions, with ``any_batch`` found out, for which the forward is traced again."""
         return replace(graph, any_batch=takes_any_batch(graph, lambda given: self._traced(given)[0]))
 
-    def _needs_forward(self) -> bool:
-        """Virtual shards change what layers draw and note, and layers of all ranks talk to the others."""
-        return entered_shard() is not None or any(each.needs_all_ranks for each in self._module.modules())
-
     def _is_traceable(self) -> bool:
         """Not while layers are still to find out their shapes, for which some assign attributes."""
         from ..deferred import lacks_shapes
@@ -179,6 +180,7 @@ class Hybrid:
             here.known.clear()
             here.shortcut = None
             here.attributes = attributes
+            here.needs_all_ranks = any(each.needs_all_ranks for each in self._module.modules())
         here.modules = now
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: _Here) -> Any:
