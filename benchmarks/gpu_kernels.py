@@ -149,6 +149,11 @@ def _layers(batch: int) -> Iterator[Case]:
         own = planes.astype(dtype)
         into = (own, scale, shift, np.zeros_like(own), *saved)
         yield Case(name, "batch_norm", reference, _batch_norm, into, 3 * own.nbytes, error)
+    grads, dx, of_channels = gy.reshape(planes.shape), np.zeros_like(planes), np.zeros((2, _CHANNELS), np.float32)
+    into = (grads, planes, scale, planes.mean(axis=(0, 2)), planes.var(axis=(0, 2)), dx, *of_channels)
+    yield Case("batch norm gradient", "batch_norm", reference, _batch_norm_gradients, into, 5 * x.nbytes, _ROUNDED)
+    into, of_bias = (grads, np.maximum(planes, 0), dx, of_channels[0]), _named("bias_gradient")
+    yield Case("bias gradient, ReLU", "epilogue", reference, of_bias, into, 3 * x.nbytes, _ROUNDED)
     rows = x.reshape(-1, _CHANNELS * _SIDE)
     yield Case("bias, ReLU", "epilogue", reference, _named("add_bias", True), (rows, rows[0].copy()), 2 * x.nbytes)
     logits = x.reshape(-1)[: x.size // _CLASSES * _CLASSES].reshape(-1, _CLASSES)
@@ -164,3 +169,8 @@ def _batch_norm(module: ModuleType, *arrays: Array) -> None:
     if module is reference:
         x = x.astype(np.float32)  # in which the kernels compute with 16 bits
     module.batch_norm(x, scale, shift, out, (mean, variance), 1e-5)
+
+
+def _batch_norm_gradients(module: ModuleType, *arrays: Array) -> None:
+    gy, x, scale, mean, variance, dx, dscale, dshift = arrays
+    module.batch_norm_gradients(gy, x, scale, (mean, variance), (dx, dscale, dshift), 1e-5)

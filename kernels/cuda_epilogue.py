@@ -40,7 +40,7 @@ def bias_gradient(gy: Array, y: Array | None, dx: Array | None, dbias: Array) ->
     result, masked = (gy, gy) if y is None else (y, dx)
     of_type = cuda.type_name("bias_gradient", cuda.FLOATS, gy.size, gy, result, masked)
     channels = gy.shape[1]
-    cuda.check("bias_gradient", (str(gy.dtype),), channels, dbias)
+    cuda.check("bias_gradient", (dtype_name(gy.dtype),), channels, dbias)
     of_channel = gy.size // max(channels, 1)
     kind, parts, size = "images", channels, of_channel
     if of_channel == gy.shape[0]:

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ..arrays import Array, array_namespace, is_half
+from ..arrays import Array, array_namespace, dtype_name, is_half
 from . import cuda_conv, cuda_epilogue, cuda_times
 from .reference import Pair
 
@@ -94,11 +94,12 @@ def _run(operation: str, given: dict[str, Array], out: Array, stride: Pair, padd
     arrays = (*given.values(), out)
     if any(x.dtype != out.dtype or x.size == 0 or not x.flags.c_contiguous for x in arrays):
         return False
-    if str(out.dtype) not in _TYPES or any(x.data.ptr % _ALIGNED for x in arrays):
+    kind = dtype_name(out.dtype)
+    if kind not in _TYPES or any(x.data.ptr % _ALIGNED for x in arrays):
         return False
     cudnn, cupy = importlib.import_module("cudnn"), array_namespace(out)
     handle = _handle(cudnn, int(out.device.id))
-    key = (operation, int(out.device.id), str(out.dtype), tuple(x.shape for x in arrays), stride, padding)
+    key = (operation, int(out.device.id), kind, tuple(x.shape for x in arrays), stride, padding)
     plans = vars(_of_thread).setdefault("plans", {})
     cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
     if key not in plans:
@@ -130,7 +131,7 @@ def _plan(
     cudnn: Any, handle: Any, operation: str, given: dict[str, Array], out: Array, stride: Pair, padding: Pair
 ) -> tuple[Any, list[Any]] | None:
     """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
-    kind = getattr(cudnn.data_type, _TYPES[str(out.dtype)])
+    kind = getattr(cudnn.data_type, _TYPES[dtype_name(out.dtype)])
     wide, left_out = (cudnn.data_type.FLOAT, _LEFT_OUT) if is_half(out) else (kind, ("TENSOR_CORE", *_LEFT_OUT))
     try:
         graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, handle=handle)
