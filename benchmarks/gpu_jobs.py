@@ -71,7 +71,8 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
 
 
 def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
-    """The figures of `gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over.
+    """The figures of `gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over. cuDNN's engines are
+    measured there, as PyTorch's are.
 
     Where it fails, or does not end, ``failed`` says why, beside those that it has until then.
     """
@@ -80,7 +81,7 @@ def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
         report = Path(folder, "report.json")
         command = [*_LAUNCH, "-n", "1", "--", sys.executable, "-m", "hpcdp.benchmarks.gpu_alone", "-m", size]
         command += ["--batch", str(batch), "--limit-s", str(int(left)), "--json", str(report)]
-        return _run(command, {}, report, left + _LAST_S)
+        return _run(command, {"HPCDP_CUDNN_BENCHMARK": "1"}, report, left + _LAST_S)
 
 
 def _run(command: Sequence[str], more: Mapping[str, str], report: Path, limit_s: float) -> dict[str, Any]:

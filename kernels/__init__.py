@@ -39,12 +39,12 @@ _all_kept = True
 _queues = True
 _ON_CUDA = frozenset(
     {
-        "batch_norm", "cast", "compress", "conv", "cross_entropy", "epilogue", "lars", "norms", "pool", "quantise",
-        "reduce", "rows", "update",
+        "batch_norm", "cast", "compress", "conv", "cross_entropy", "elementwise", "epilogue", "lars", "norms", "pool",
+        "quantise", "reduce", "rows", "update",
     }
 )  # fmt: skip
 """What CuPy arrays have kernels of their own for."""
-_PLAIN_ON_HOST = frozenset({"cross_entropy", "lars"})
+_PLAIN_ON_HOST = frozenset({"cross_entropy", "elementwise", "lars"})
 """Of these what NumPy arrays have none for."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_NBYTES = 4 << 20

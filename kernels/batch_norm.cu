@@ -1,6 +1,6 @@
-// Batch normalisation. reference.py is the specification: sums are in float64, in an order that depends on the shape
-// alone; what is done element by element has its bits, of 16 bits those of its float32 rounded once. What has one
-// element a channel is wide.
+// Batch normalisation. reference.py is the specification: sums are in float64, of 16 bits those of a pack in float32
+// where a centre was subtracted, in an order that depends on the shape alone; what is done element by element has its
+// bits, of 16 bits those of its float32 rounded once. What has one element a channel is wide.
 //
 // Mean and variance come of one reading: of the sums of what is left of elements without the first of their channel, and
 // of its squares. Those cancel harmlessly: from the mean of n elements one of them is at most as far as the root of n
@@ -8,23 +8,32 @@
 #include "common.cuh"
 #include "channels.cuh"
 
-struct Two {
-    double first, second;
+template <class T> struct Two {
+    T first, second;
 };
 
+// What sums of a pack are.
+template <class T> struct SumOf { typedef double Type; };
+template <> struct SumOf<Half> { typedef float Type; };
+template <> struct SumOf<BFloat16> { typedef float Type; };
+
 // Sums the two numbers of `body(elements of all arrays)` over each channel, by as many blocks for each: into `partial`,
-// shape (2, channels, pieces).
+// shape (2, channels, pieces). Those of a pack are added up as what they are, since a multiprocessor converts to float64
+// a quarter as fast as it computes with that.
 template <int ARRAYS, class T, class Body>
 __device__ inline void sum_channels(const T* const (&from)[ARRAYS], const Shape& shape, double* partial, Body body) {
-    Two total = {0, 0};
+    Two<double> total = {0, 0};
     for_packs_of_channel(from, shape, [&](Index, const auto& packs) {
+        T elements[ARRAYS];
+        decltype(body(elements)) of_pack = {0, 0};
         for (int at = 0; at < packs[0].size; ++at) {
-            T elements[ARRAYS];
             for (int array = 0; array < ARRAYS; ++array) elements[array] = packs[array].at[at];
-            const Two each = body(elements);
-            total.first += each.first;
-            total.second += each.second;
+            const auto each = body(elements);
+            of_pack.first += each.first;
+            of_pack.second += each.second;
         }
+        total.first += of_pack.first;
+        total.second += of_pack.second;
     });
     const double first = block_sum(total.first), second = block_sum(total.second);
     if (threadIdx.x == 0) {
@@ -40,19 +49,27 @@ template <class T> __device__ inline double centre_of(const T* x, const Shape& s
     return is_finite(first) ? first : 0;
 }
 
-// The sums of the elements, or of what is left of them without their `centre_of`, and of the squares.
-template <class T>
-__device__ void channel_sums(const T* __restrict__ x, const Shape& shape, bool centred, double* partial) {
-    const double centre = centred ? centre_of(x, shape, part_of(shape).channel) : 0;
+template <class Sum, class T>
+__device__ void sums_without(Sum centre, const T* __restrict__ x, const Shape& shape, double* partial) {
     sum_channels({x}, shape, partial, [&](const T (&of)[1]) {
-        const double each = double(widened(of[0])) - centre;
-        return Two{each, each * each};
+        const Sum each = Sum(widened(of[0])) - centre;
+        return Two<Sum>{each, each * each};
     });
 }
 
+// The sums of the elements, or of what is left of them without their `centre_of`, and of the squares.
+template <class T>
+__device__ void channel_sums(const T* __restrict__ x, const Shape& shape, bool centred, double* partial) {
+    if (centred) {
+        sums_without<typename SumOf<T>::Type>(centre_of(x, shape, part_of(shape).channel), x, shape, partial);
+    } else {
+        sums_without<double>(0, x, shape, partial);
+    }
+}
+
 // One block for each channel: its sums over all pieces.
-__device__ inline Two sums_of_pieces(const double* partial, Index pieces) {
-    Two total = {0, 0};
+__device__ inline Two<double> sums_of_pieces(const double* partial, Index pieces) {
+    Two<double> total = {0, 0};
     for (Index i = threadIdx.x; i < pieces; i += blockDim.x) {
         total.first += partial[blockIdx.x * pieces + i];
         total.second += partial[(gridDim.x + blockIdx.x) * pieces + i];
@@ -67,7 +84,7 @@ __device__ void statistics(
     const Shape& shape, Index pieces
 ) {
     const Index channel = blockIdx.x;
-    const Two sums = sums_of_pieces(partial, pieces);
+    const Two<double> sums = sums_of_pieces(partial, pieces);
     if (threadIdx.x > 0) return;
     const double count = shape.batch * shape.size, off = sums.first / count, rest = sums.second / count - off * off;
     mean[channel] = centre_of(x, shape, channel) + off;
@@ -83,8 +100,9 @@ __device__ void gradient_sums(
 ) {
     const Wide centre = mean[part_of(shape).channel];
     sum_channels({gy, x}, shape, partial, [&](const T (&of)[2]) {
-        const double each = widened(of[0]);
-        return Two{each, each * double(widened(of[1]) - centre)};
+        typedef typename SumOf<T>::Type Sum;
+        const Sum each = widened(of[0]);
+        return Two<Sum>{each, each * Sum(widened(of[1]) - centre)};
     });
 }
 
@@ -95,7 +113,7 @@ __device__ void channel_gradients(
     Wide* of_channels, Index count, Index pieces
 ) {
     const Index channel = blockIdx.x, channels = gridDim.x;
-    const Two sums = sums_of_pieces(partial, pieces);
+    const Two<double> sums = sums_of_pieces(partial, pieces);
     if (threadIdx.x > 0) return;
     const Wide root = sqrt(variance[channel] + eps), inverse = 1 / root;
     const double of_normal = sums.second / root;

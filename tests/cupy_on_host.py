@@ -152,8 +152,12 @@ def instead() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
         patch.setitem(sys.modules, "cudnn", None)
-        cudnn_conv.is_there.cache_clear()
+        _forget_what_is_there()
         yield _install()
+    _forget_what_is_there()
+
+
+def _forget_what_is_there() -> None:
     for cached in (cuda._kernel, cuda._module, cudnn_conv.is_there):
         cached.cache_clear()
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..arrays import Array, array_namespace, on_device_of
 from ..errors import HpcdpError, type_named
+from ..kernels import kernels_for, reference_elementwise
 from ..kernels.buffers import empty
 from .modes import modes
 from .registry import catch_up
@@ -88,11 +89,11 @@ class Gradient:
                     self._home[...] = contribution
                 self.value = self._home
                 self._private = True
-        elif self._private:
-            self.value += contribution
-        else:  # the first contribution is somebody else's array
-            self.value = self._xp.add(self.value, contribution, out=empty(self.shape, self.dtype, self._xp))
-            self._private = True
+        else:
+            first, kernels = self.value, kernels_for("elementwise", self.value, reference_elementwise)
+            if not self._private:  # it is somebody else's array
+                self.value, self._private = empty(self.shape, self.dtype, self._xp), True
+            kernels.add(first, contribution, self.value)
 
     @property
     def home(self) -> Array | None:

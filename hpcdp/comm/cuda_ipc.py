@@ -34,9 +34,9 @@ from .steps import Steps, Until
 
 _LEADER = 0
 _BLOCK_NBYTES = 2 << 20
-_YIELDS = 200
-"""Before a nap: ranks post their numbers within microseconds of each other, and each nap, which Linux makes 0.1 ms, is
-a third of what a GPU needs for the sum of two rows of 256 MB."""
+_YIELDS = 1000
+"""Before a nap, which Linux makes 0.1 ms: ranks post their numbers within microseconds of each other, and rows of 256 MB
+are summed in 0.3 to 0.5 ms by an H200."""
 _NO_MEMORY = 2
 """``cudaErrorMemoryAllocation``, which CuPy's module has not among its names."""
 

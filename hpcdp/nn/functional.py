@@ -18,7 +18,7 @@ from ..arrays import Array, array_namespace
 from ..autograd import Gradient, Tensor, as_tensor, on_tape, operators
 from ..autograd.registry import Call, operator
 from ..errors import UnsupportedError
-from ..kernels import reference
+from ..kernels import reference, reference_elementwise
 from ..kernels.buffers import empty
 from ..kernels.capture import fill
 from ..kernels.cublas import matmul_of
@@ -291,7 +291,8 @@ def relu(x: Any) -> Tensor:
     a = as_tensor(x).data
     # which refuses it, for the kernel of the gradient; integers, which have none, have a ReLU
     xp = array_namespace(a) if a.dtype.isnative else alike("relu", a)
-    out = xp.maximum(a, 0, out=empty(a.shape, a.dtype, xp))
+    out = empty(a.shape, a.dtype, xp)
+    kernels_for("elementwise", a, reference_elementwise).relu(a, out)
 
     def pullback(gy: Array, dx: Gradient | None) -> None:
         if dx is not None:

@@ -13,7 +13,17 @@ from hpcdp import nn
 from hpcdp.arrays import dtype_of, is_half
 from hpcdp.autograd import Tensor, record
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda, cuda_batch_norm, cuda_conv, cuda_epilogue, cuda_pool, cudnn_conv, reference
+from hpcdp.kernels import (
+    cuda,
+    cuda_batch_norm,
+    cuda_conv,
+    cuda_elementwise,
+    cuda_epilogue,
+    cuda_pool,
+    cudnn_conv,
+    reference,
+    reference_elementwise,
+)
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 WINDOWS = [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 3), (1, 0)), ((2, 2), (3, 3), (0, 0))]
@@ -59,6 +69,36 @@ def test_add_bias_and_relu_gradient(dtype: str, relu: bool, cupy: ModuleType) ->
         cuda_epilogue.relu_gradient(on_device[2], on_device[0], on_device[3])
         reference.relu_gradient(wide(gy), summed, expected)
         same_in(y.dtype, on_device[3], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sums_and_relu_of_whole_arrays(dtype: str, offset: int, cupy: ModuleType) -> None:
+    for count in (0, 1, 7, 16, 1003):
+        a, b = normal((count,), dtype, 1), normal((count,), dtype, 2)
+        a[:1], b[-1:] = np.nan, -np.inf
+        expected, x = np.empty_like(wide(a)), np.empty_like(wide(a))
+        reference_elementwise.add(wide(a), wide(b), expected)
+        reference_elementwise.relu(wide(b), x)
+        ours, more = beginning_at(offset, cupy.asarray(a)), cupy.asarray(b)
+        out = cupy.asarray(np.full_like(a, 7))
+        cuda_elementwise.relu(more, out)
+        same_in(a.dtype, out, x)
+        cuda_elementwise.add(ours, more, out)
+        same_in(a.dtype, out, expected)
+        cuda_elementwise.add(ours, more, ours)
+        same_in(a.dtype, ours, expected)
+
+
+def test_sums_of_what_no_kernel_takes_are_cupys(cupy: ModuleType) -> None:
+    numbers = cupy.asarray(np.arange(6).reshape(2, 3))
+    out = cupy.asarray(np.zeros((2, 3), int))
+    cuda_elementwise.add(numbers, numbers, out)
+    assert out.to_host().tolist() == [[0, 2, 4], [6, 8, 10]]
+    turned = cupy.asarray(np.arange(-3, 3, dtype=np.float32).reshape(3, 2)).T
+    out = cupy.asarray(np.zeros((2, 3), np.float32))
+    cuda_elementwise.relu(turned, out)
+    assert out.to_host().tolist() == [[0, 0, 1], [0, 0, 2]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -288,7 +328,7 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
     of_type = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[dtype]
     assert {name.rpartition("_")[2] for name in launched} == {of_type}
     assert {name.rpartition("_")[0] for name in launched} == {
-        "unfold", "to_images", "from_images", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
+        "unfold", "to_images", "from_images", "relu", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
         "add_bias", "bias_gradient_of_rows", "bias_gradient_of_images", "relu_gradient", "channel_sums", "statistics",
         "gradient_sums", "channel_gradients", "normalise", "gradient_of_input", "softmax_cross_entropy",
         "softmax_cross_entropy_gradient",
