@@ -71,8 +71,9 @@ def run_all(jobs: Sequence[Job], size: str, ends: float) -> Iterator[dict[str, A
 
 
 def run_alone(size: str, batch: int, ends: float) -> dict[str, Any]:
-    """The figures of `gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over. cuDNN's engines are
-    measured there, as PyTorch's are.
+    """The figures of `gpu_alone`, which begins no kernel once ``ends`` (in `time.monotonic`) is over.
+
+    cuDNN's engines are measured there, as PyTorch's are.
 
     Where it fails, or does not end, ``failed`` says why, beside those that it has until then.
     """

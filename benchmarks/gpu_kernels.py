@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from ..kernels import (
 from .kernels import UPDATES
 
 _CHANNELS, _SIDE, _CLASSES = 64, 32, 1000
+_DRAWN = 1 << 22
+"""So many numbers are drawn; more are those again, since a GPU would wait a minute for all of them."""
 _ROUNDED = 1e-5
 """Of the largest element: sums in another order, and exp and log."""
 
@@ -66,6 +69,11 @@ class Case:
         return differ
 
 
+def _random(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Of a normal distribution, float32."""
+    return np.resize(rng.standard_normal(min(_DRAWN, math.prod(shape)), np.float32), shape)
+
+
 def _named(name: str, *numbers: Any) -> Callable[..., Any]:
     """The call of the function ``name`` of a module with arrays, and ``numbers`` behind them."""
     return lambda module, *arrays: getattr(module, name)(*arrays, *numbers)
@@ -82,10 +90,10 @@ def _flat(count: int) -> Iterator[Case]:
     rng = np.random.default_rng(1)
     nbytes = 4 * count
     for name, rule, number, coefficients in UPDATES:
-        arrays = tuple(abs(rng.standard_normal(count, np.float32)) for _ in range(number))
+        arrays = tuple(abs(_random(rng, count)) for _ in range(number))
         call = _named(rule, coefficients)
         yield Case(name, "update", reference_update, call, arrays, (2 * number - 1) * nbytes)
-    x, wide, half = rng.standard_normal(count, np.float32), np.zeros(count, np.float32), np.zeros(count, np.uint16)
+    x, wide, half = _random(rng, count), np.zeros(count, np.float32), np.zeros(count, np.uint16)
     for word in ("float16", "bfloat16"):
         for name, both in ((f"to_{word}", (x, half)), (f"from_{word}", (half, wide))):
             yield Case(name.replace("_", " "), "cast", reference_cast, _named(name), both, nbytes * 3 // 2)
@@ -94,7 +102,7 @@ def _flat(count: int) -> Iterator[Case]:
     for name in ("sum_of_squares", "all_finite"):
         yield Case(name.replace("_", " "), "norms", reference_norms, _named(name), (x,), nbytes)
     for n in (2, 4, 8):
-        rows = rng.standard_normal((n, count), np.float32)
+        rows = _random(rng, n, count)
         call = partial(_sum_rows, count)
         yield Case(f"sum of {n} rows", "reduce", reference_reduce, call, (rows, wide), (n + 1) * nbytes)
 
@@ -104,7 +112,7 @@ def _sum_rows(count: int, module: ModuleType, rows: Array, out: Array) -> None:
 
 
 def _codecs(count: int) -> Iterator[Case]:
-    grad, residual = np.random.default_rng(2).standard_normal((2, count), np.float32)
+    grad, residual = _random(np.random.default_rng(2), 2, count)
     nbytes, scales = 4 * count, np.zeros(reference_compress.num_blocks(count), np.float32)
     for name, width, numbers in (("two_bit", 16, (0.5,)), ("one_bit", 32, (0.1, 0.5))):
         words = np.zeros(-(-count // width), np.uint32)
@@ -134,7 +142,7 @@ def _encode(name: str, numbers: tuple[float, ...], module: ModuleType, *arrays: 
 
 def _layers(batch: int) -> Iterator[Case]:
     rng = np.random.default_rng(3)
-    x, gy = rng.standard_normal((2, batch, _CHANNELS, _SIDE, _SIDE), np.float32)
+    x, gy = _random(rng, 2, batch, _CHANNELS, _SIDE, _SIDE)
     half = (batch, _CHANNELS, _SIDE // 2, _SIDE // 2)
     small, chosen, twice = np.zeros(half, np.float32), np.zeros(half, np.int32), ((2, 2), (2, 2), (0, 0))
     for name, pooled in (

@@ -328,7 +328,8 @@ def test_a_network_computes_with_them(dtype: str, error: float, cupy: ModuleType
     of_type = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[dtype]
     assert {name.rpartition("_")[2] for name in launched} == {of_type}
     assert {name.rpartition("_")[0] for name in launched} == {
-        "unfold", "to_images", "from_images", "relu", "max_pool", "max_pool_gradient", "average_pool", "average_pool_gradient",
+        "unfold", "to_images", "from_images", "relu", "max_pool", "max_pool_gradient", "average_pool",
+        "average_pool_gradient",
         "add_bias", "bias_gradient_of_rows", "bias_gradient_of_images", "relu_gradient", "channel_sums", "statistics",
         "gradient_sums", "channel_gradients", "normalise", "gradient_of_input", "softmax_cross_entropy",
         "softmax_cross_entropy_gradient",
