@@ -136,7 +136,8 @@ def _plan(
     """A graph of one operation, built, and its tensors: those ``given``, and the result. None: cuDNN has none."""
     kind = getattr(cudnn.data_type, _TYPES[dtype_name(out.dtype)])
     measures = os.environ.get("HPCDP_CUDNN_BENCHMARK", "0") not in ("", "0")
-    wide, mode, left_out = cudnn.data_type.FLOAT, cudnn.heur_mode.A, _LEFT_OUT
+    left_out: tuple[str, ...] = _LEFT_OUT
+    wide, mode = cudnn.data_type.FLOAT, cudnn.heur_mode.A
     if not is_half(out):
         wide, left_out = kind, ("TENSOR_CORE", *left_out)
         if not measures:
