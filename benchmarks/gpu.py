@@ -22,8 +22,9 @@ from ..devices import gpu
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
-from . import gpu_jobs, program
+from . import gpu_jobs, gpu_report, program
 from .files import as_json, check_writable, write
+from .markdown import of_targets
 from .sizes import parse_size
 
 _FOR_JOBS = 0.6
@@ -45,39 +46,6 @@ def gpu_or_reason() -> tuple[Any, str]:
     if gpus.visible():
         gpu(0).check()
     return None, "no NVIDIA GPU, or no driver"
-
-
-def verdicts(jobs: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[str]:
-    """The targets of a GPU and what was measured, as lines of a table in Markdown."""
-    shared = [each for each in jobs if each["case"] == "shared" and each["ranks"] > 1]
-    rated = (
-        ("kernels: share of the device's copy", 0.85, kernels),
-        ("sum by ranks that share a GPU: share of a copy", 0.5, shared),
-        ("staging: share of pinned copies", 0.9, [each for each in jobs if each["case"] == "staging"]),
-    )
-    lines = ["| what | target | measured |  |", "|---|---|---|---|"]
-    for what, least, rows in rated:
-        share, name = min(((row.get("share") or 0.0, row["name"]) for row in rows), default=(0.0, "not measured"))
-        lines.append(f"| {what} | at least {least:.0%} | {share:.0%} at worst ({name}) | {_met(share >= least)} |")
-    training = [each for each in jobs if each["case"] in ("training", "codes")]
-    other = [each["name"] for each in training if gpu_jobs.failed(each)]
-    bits = ", ".join(other) if other else "same bits" if training else "not measured"
-    lines.append(f"| training with and without overlap | same bits | {bits} | {_met(bool(training) and not other)} |")
-    return lines
-
-
-def _line_of_model(model: dict[str, Any]) -> str:
-    """Its samples per second, and PyTorch's where those are known."""
-    name = f"{model['name']}, {model['dtype']}, batch {model['batch']}"
-    ours, theirs = (
-        [f"{model[key]:>9.0f}" for key in keys if key in model]
-        for keys in (("samples_s", "graphs_samples_s"), ("torch_samples_s", "torch_graphs_samples_s"))
-    )
-    return f"{name:<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs)
-
-
-def _met(holds: bool) -> str:
-    return "met" if holds else "**missed**"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     print("# models and kernels", flush=True)
     alone = gpu_jobs.run_alone(args.size, args.batch, begins + args.limit_s)
     models, rows = alone.get("models", []), alone.get("kernels", [])
-    write(args.json, as_json({"benchmark": "gpu", "sums": jobs, **alone}))
+    report = {"benchmark": "gpu", "size": args.size, "sums": jobs, **alone}
+    write(args.json, as_json(report))
     if "device" in alone:
         device = alone["device"]
         print(f"\n{device['gpu']}, driver {device['driver']}, CUDA {device['cuda']}, CuPy {device['cupy']}")
@@ -114,14 +83,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{'models and kernels':<30}FAILED: {alone['failed']}")
     print(f"{'samples/s':<36}{'steps':>9}{'graphs':>9}   PyTorch:{'steps':>9}{'graphs':>9}")
     for model in models:
-        print(_line_of_model(model))
+        print(gpu_report.line_of_model(model))
     print(f"{'kernel':<22}{'us':>10}{'GB/s':>9}{'copy':>9}{'share':>8}")
     for row in rows:
         wrong = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
         print(
             f"{row['name']:<22}{row['us']:>10.1f}{row['gb_s']:>9.1f}{row['copy_gb_s']:>9.1f}{row['share']:>8.2f}{wrong}"
         )
-    print("\n" + "\n".join(verdicts(jobs, rows)))
+    print("\n" + of_targets(gpu_report.verdicts(report)), end="")
     return 1 if "failed" in alone or any(row["wrong"] for row in rows) or any(map(gpu_jobs.failed, jobs)) else 0
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from . import gpu_report
+from .markdown import of_targets, table
 from .sizes import format_size
 from .verdicts import (
     allreduce_rounds,
@@ -41,7 +42,7 @@ def _fabric_table(fabric: dict[str, Any]) -> str:
         ]
         for row in fabric["rows"]
     ]
-    return text + _table(["size", "bound", *names], rows)
+    return text + table(["size", "bound", *names], rows)
 
 
 def _ingress_table(report: dict[str, Any]) -> str:
@@ -51,7 +52,7 @@ def _ingress_table(report: dict[str, Any]) -> str:
     text += f"Two hosts, {link['keys']} keys of 1 MB under way at once; payload in each direction. The link carried "
     text += f"{link['link_mb_s']['one_way']:.1f} MB/s, {link['link_mb_s']['both_ways']:.1f} each way at once.\n\n"
     rows = [[name, f"{mb_s:.1f}", f"{100 * link['share'][name]:.0f}%"] for name, mb_s in link["mb_s"].items()]
-    text += _table(["", "MB/s", "of the link"], rows)
+    text += table(["", "MB/s", "of the link"], rows)
     text += f"\n{report['workers']} workers push {format_size(report['nbytes'])} each a round.\n\n"
     rows = [
         [
@@ -63,7 +64,7 @@ def _ingress_table(report: dict[str, Any]) -> str:
         ]
         for row in report["rows"]
     ]
-    return text + _table(["servers", "MB in at each", "m S / n", "ms a round", "the slowest link needs"], rows)
+    return text + table(["servers", "MB in at each", "m S / n", "ms a round", "the slowest link needs"], rows)
 
 
 def _checkpoint_table(report: dict[str, Any]) -> str:
@@ -77,7 +78,7 @@ def _checkpoint_table(report: dict[str, Any]) -> str:
         for seconds in [report["median_s"][what][name]]
     ]
     rows += [[name, f"{1e3 * seconds:.0f}", "", ""] for name, seconds in report["median_s"]["stop"].items()]
-    return text + _table(["", "ms", "GB/s", "of raw"], rows)
+    return text + table(["", "ms", "GB/s", "of raw"], rows)
 
 
 def _overlap_table(places: list[dict[str, Any]]) -> str:
@@ -93,7 +94,7 @@ def _overlap_table(places: list[dict[str, Any]]) -> str:
             cells.append(f"{max(row['beside_ms'].values()):.1f}")
             rows.append([f"{row['model']}, {where(place)}", *cells])
     names = list(places[0]["rows"][0]["exposed_ms"])
-    return text + _table(["", *names, "computation", "reductions", "critical path", "processor time beside"], rows)
+    return text + table(["", *names, "computation", "reductions", "critical path", "processor time beside"], rows)
 
 
 def _torch_table(places: list[dict[str, Any]]) -> str:
@@ -105,7 +106,7 @@ def _torch_table(places: list[dict[str, Any]]) -> str:
         for place in places
         for row in place["rows"]
     ]
-    return text + _table(["", *names], rows)
+    return text + table(["", *names], rows)
 
 
 def _hybrid_table(rows: list[dict[str, Any]]) -> str:
@@ -119,7 +120,7 @@ def _hybrid_table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return text + _table(["", *names], lines)
+    return text + table(["", *names], lines)
 
 
 def _convolution_table(results: dict[str, Any]) -> str:
@@ -132,7 +133,7 @@ def _convolution_table(results: dict[str, Any]) -> str:
         for layer, rows in layers.items()
         for row in rows
     ]
-    return text + _table(["", "GFLOP/s", *names], lines)
+    return text + table(["", "GFLOP/s", *names], lines)
 
 
 def _kernel_table(results: dict[str, Any]) -> str:
@@ -146,12 +147,7 @@ def _kernel_table(results: dict[str, Any]) -> str:
             cells += [f"{by_size[size]:.{1 if key == 'gb_s' else 2}f}" if size in by_size else "-" for size in sizes]
         rows.append(cells)
     heading = [f"{what}, {format_size(size)}" for what in ("GB/s", "of copy", "peer's time") for size in sizes]
-    return _table(["kernel", *heading], rows)
-
-
-def _table(heading: list[str], rows: Iterable[list[str]]) -> str:
-    lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+    return table(["kernel", *heading], rows)
 
 
 def _medians(rounds: list[dict[str, Any]]) -> str:
@@ -163,7 +159,7 @@ def _medians(rounds: list[dict[str, Any]]) -> str:
         + ([lines.get(size, "-")] if lines else [])
         for size in sizes
     ]
-    return _table(["size", *columns, *(["a line there and back, ns"] if lines else [])], rows)
+    return table(["size", *columns, *(["a line there and back, ns"] if lines else [])], rows)
 
 
 def _lines(rounds: list[dict[str, Any]]) -> dict[int, str]:
@@ -237,11 +233,9 @@ def render(results: dict[str, Any]) -> str:
     for name in ("skipped", "failures"):
         if results.get(name):
             parts.append(f"{name.capitalize()}: " + "; ".join(results[name]) + ".\n")
-    rows = []
-    for each in verdicts(results):
-        verdict = "-" if each.measured is None else "met" if each.met else "**missed**"
-        rows.append([each.target, each.what, each.wanted, each.measured or "not measured", verdict])
-    parts.append("## Targets\n\n" + _table(["", "what", "target", "measured", ""], rows))
+    on_gpus = results.get("gpu", [])
+    targets = [*verdicts(results), *(each for report in on_gpus for each in gpu_report.verdicts(report))]
+    parts.append("## Targets\n\n" + of_targets(targets))
     rounds, _ = allreduce_rounds(results)
     if rounds:
         parts.append("## Allreduce, sum of float32, fresh data\n\n" + _medians(rounds))
@@ -274,4 +268,5 @@ def render(results: dict[str, Any]) -> str:
     places = torch_places(results)
     if places:
         parts.append(_torch_table(places))
+    parts += [gpu_report.section(report) for report in on_gpus]
     return "\n".join(parts)

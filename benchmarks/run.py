@@ -200,6 +200,17 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, "", f"stopped after {_JOB_TIMEOUT_S} s")
 
 
+def _report_of_gpu(file: str) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(Path(file).read_text())
+        if report.get("benchmark") == "gpu" and report.keys() >= {"sums", "device", "models", "kernels"}:
+            return report
+        got = "other figures" if report.get("benchmark") != "gpu" else "one in which models and kernels failed"
+    except (OSError, ValueError, AttributeError) as error:
+        got = str(error)
+    raise ConfigError("run --gpu", where=file, expected="a file of python -m hpcdp.benchmarks.gpu --json", got=got)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m hpcdp.benchmarks.run", description=__doc__)
     parser.add_argument("--ranks", type=at_least(1), default=2)
@@ -211,6 +222,10 @@ def main(argv: list[str] | None = None) -> int:
         "--only", metavar="KIND,...", default="",
         help="measure these again, as results.json calls them, e.g. kernels,models; the other figures there stay",
     )  # fmt: skip
+    parser.add_argument(
+        "--gpu", metavar="FILE", default="",
+        help="measure nothing, but take over what hpcdp.benchmarks.gpu wrote there, on this machine or another",
+    )  # fmt: skip
     parser.add_argument("--into", default=str(_HERE), metavar="FOLDER", help="where the results are written")
     args = parser.parse_args(argv)
     parse_size(args.largest)
@@ -221,13 +236,17 @@ def main(argv: list[str] | None = None) -> int:
     if not only <= set(KINDS):
         unknown = ", ".join(sorted(only - set(KINDS)))
         raise ConfigError("run --only", expected=f"some of {', '.join(KINDS)}", got=unknown)
-    earlier = json.loads(Path(figures).read_text()) if args.only and Path(figures).exists() else {}
-    results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich, only, earlier).run()
+    earlier = json.loads(Path(figures).read_text()) if Path(figures).exists() else {}
+    if args.gpu:
+        results = {**earlier, "gpu": [_report_of_gpu(args.gpu)]}
+    else:
+        kept = earlier if args.only else {kind: earlier[kind] for kind in ("gpu",) if kind in earlier}
+        results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich, only, kept).run()
     write(figures, as_json(results))
     text = render(results)
     write(text_file, text)
     print(text)
-    return 1 if results["failures"] else 0
+    return 1 if results.get("failures") else 0
 
 
 if __name__ == "__main__":

@@ -79,15 +79,15 @@ def allreduce(
     Args:
         feedback: made for ``count`` elements of this dtype; kept from one call to the next.
     """
-    yield from allreduce_by(
-        lambda x, first, lane: _OnHost(x, first, feedback, comm), x, feedback.codec, comm, tag, turn
-    )
+    pieces = pieces_of(x, feedback.codec, comm.size)
+    yield from allreduce_by(lambda x, first, lane: _OnHost(x, first, feedback, comm), pieces, comm, tag, turn)
 
 
-def allreduce_by(make: MakeCoding, x: Array, codec: Codec, comm: Communicator, tag: int, turn: Request | None) -> Steps:
-    """`allreduce` of an array that may be anywhere, with the codings that ``make`` makes of its segments."""
-    pieces = pieces_of(x, codec, comm.size)
-    items = list(zip(pieces, bounds(x.size, len(pieces))[:-1], strict=True))
+def allreduce_by(
+    make: MakeCoding, pieces: Sequence[Array], comm: Communicator, tag: int, turn: Request | None
+) -> Steps:
+    """`allreduce` of an array that may be anywhere, by the codings that ``make`` makes of its segments, ``pieces``."""
+    items = list(zip(pieces, itertools.accumulate((piece.size for piece in pieces), initial=0), strict=False))
     machines = in_lanes(items, lambda item, own: _segment(make(*item, own - tag), comm, own), tag, turn=turn)
     yield from together(machines)
 
@@ -104,10 +104,10 @@ def sent_nbytes(count: int, dtype: np.dtype, codec: Codec, n: int) -> int:
     return 2 * (n - 1) * sum(codec.nbytes(part.size, part.dtype) for piece in pieces for part in split(piece, n))
 
 
-def pieces_of(x: Array, codec: Codec, n: int) -> list[Array]:
-    """Segments whose encoded parts are about as long as a message should be."""
+def pieces_of(x: Array, codec: Codec, n: int, nbytes: int = MESSAGE_NBYTES) -> list[Array]:
+    """Segments whose encoded parts are about as long as a message should be, at most about ``nbytes``."""
     shorter = _SAMPLE * x.dtype.itemsize / codec.nbytes(_SAMPLE, x.dtype)
-    return segments(x, int(MESSAGE_NBYTES * n * shorter))
+    return segments(x, int(nbytes * n * shorter))
 
 
 def places_of(x: Array, first: int, n: int) -> list[slice]:

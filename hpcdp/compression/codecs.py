@@ -27,6 +27,8 @@ class Codec(Protocol):
     """What every codec does."""
 
     name: ClassVar[str]
+    by_element: ClassVar[bool]
+    """Whether what is sent of an element depends on no other, and so not on the segment that it lies in."""
 
     @property
     def feedback(self) -> float:
@@ -85,6 +87,7 @@ class TwoBit:
     """
 
     name: ClassVar[str] = "2bit"
+    by_element: ClassVar[bool] = False
     feedback: ClassVar[float] = 1.0
     threshold: float | None = None
 
@@ -120,6 +123,7 @@ class OneBit:
     """
 
     name: ClassVar[str] = "1bit"
+    by_element: ClassVar[bool] = False
     threshold: float | None = None
     magnitude: float = 1.0
 
@@ -151,6 +155,7 @@ class Float16:
     """IEEE binary16, 2 bytes an element. What is 65520 and larger arrives as an infinity."""
 
     name: ClassVar[str] = "fp16"
+    by_element: ClassVar[bool] = True
     feedback: ClassVar[float] = 1.0
 
     def of_sum(self, n: int) -> Float16:
@@ -174,6 +179,7 @@ class BFloat16:
     """The upper half of a float32, 2 bytes an element: its range, and 8 bits of precision."""
 
     name: ClassVar[str] = "bf16"
+    by_element: ClassVar[bool] = True
     feedback: ClassVar[float] = 1.0
 
     def of_sum(self, n: int) -> BFloat16:
@@ -205,6 +211,7 @@ class TopK:
     """
 
     name: ClassVar[str] = "topk"
+    by_element: ClassVar[bool] = False
     feedback: ClassVar[float] = 1.0
     ratio: float = 0.01
 

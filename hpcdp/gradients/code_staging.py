@@ -27,6 +27,10 @@ from ..compression import Codec, Compression, ErrorFeedback
 from ..streams import Event, Stream, Streams
 
 _ALIGNED = 256
+_LONG_NBYTES = 1 << 20
+"""Of a message of codes, where segments of any length have the same: the host gives a GPU some twenty things to do for
+each segment, which takes half a millisecond. 64 MB of gradients took 166 ms between two virtual nodes with an H200 as
+float16, in 273 segments, and 11 to 28 by the other codecs, in a few dozen."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,12 @@ class CodeStaging:
         self._stream = streams.stream()
         self._ready, self._summed = ([streams.event() for _ in shares] for _ in range(2))
         self._padding = [_numbers(each.padding, streams) for each in shares]
+        self._pieces = [
+            _pieces(each.part, feedback.codec, comm.size) for each, feedback in zip(shares, self.feedback, strict=True)
+        ]
         self._slots = [
-            _slots(streams, self._stream, each, feedback.codec, comm.size)
-            for each, feedback in zip(shares, self.feedback, strict=True)
+            _slots(streams, self._stream, pieces, feedback.codec, comm.size)
+            for pieces, feedback in zip(self._pieces, self.feedback, strict=True)
         ]
         streams.follow(self._stream)
 
@@ -83,7 +90,7 @@ class CodeStaging:
         def make(x: Array, first: int, lane: int) -> _OnDevice:
             return _OnDevice(x, first, feedback, self.comm, slots[lane], row)
 
-        yield from compressed.allreduce_by(make, part, feedback.codec, self.comm, tag, turn)
+        yield from compressed.allreduce_by(make, self._pieces[number], self.comm, tag, turn)
         if self._padding[number].size:  # some codecs send something for nothing
             with streams.on_device(), self._stream:
                 part[self._padding[number]] = 0
@@ -187,13 +194,19 @@ class _OnDevice:
         return [Until(is_there)]
 
 
-def _slots(streams: Streams, stream: Stream, share: Share, codec: Codec, n: int) -> list[_Slot]:
-    if share.part.size == 0 or n == 1:
+def _pieces(part: Array, codec: Codec, n: int) -> list[Array]:
+    """The segments of ``part``; none where nothing is sent."""
+    if part.size == 0 or n == 1:
         return []
-    pieces = compressed.pieces_of(share.part, codec, n)
+    return compressed.pieces_of(part, codec, n, *([_LONG_NBYTES] if codec.by_element else []))
+
+
+def _slots(streams: Streams, stream: Stream, pieces: Sequence[Array], codec: Codec, n: int) -> list[_Slot]:
+    if not pieces:
+        return []
     counts = [part.size for piece in pieces for part in split(piece, n)]
-    nbytes = max(codec.nbytes(count, np.dtype(share.part.dtype)) for count in set(counts))
-    return [_Slot(streams, stream, nbytes, max(counts), n, share.part) for _ in range(min(LANES, len(pieces)))]
+    nbytes = max(codec.nbytes(count, np.dtype(pieces[0].dtype)) for count in set(counts))
+    return [_Slot(streams, stream, nbytes, max(counts), n, pieces[0]) for _ in range(min(LANES, len(pieces)))]
 
 
 def _numbers(places: Sequence[slice], streams: Streams) -> Array:

@@ -1,7 +1,8 @@
 """A module's buffers on a GPU, given to all ranks: by the rows of the node's GPUs, or between nodes through the host.
 
-On one node NCCL brings the row of one rank to all others, and nobody waits for a GPU; with CUDA IPC hosts wait until it is
-there. Between nodes the host waits for what that rank's GPU was given until then, and sends one message of pinned memory.
+On one node NCCL brings the row of one rank to all others, and nobody waits for a GPU; with CUDA IPC hosts wait until it
+is there. Between nodes the host waits for what that rank's GPU was given until then, and sends one message of pinned
+memory.
 """
 
 from __future__ import annotations

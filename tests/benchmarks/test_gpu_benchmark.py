@@ -1,6 +1,7 @@
 """The benchmark of a GPU, on this processor (`graphs_on_host`): what it would print and write, and how it skips."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,11 +11,11 @@ import graphs_on_host
 import numpy as np
 import pytest
 
-from hpcdp.benchmarks import gpu, gpu_alone, gpu_jobs, gpu_kernels
+from hpcdp.benchmarks import gpu, gpu_alone, gpu_jobs, gpu_kernels, gpu_report, run
 from hpcdp.benchmarks.gpu_kernels import Case, cases
 from hpcdp.comm import gpus, threads
 from hpcdp.comm.gpus import Gpu
-from hpcdp.errors import DeviceError
+from hpcdp.errors import ConfigError, DeviceError
 from hpcdp.kernels import cuda_update
 
 
@@ -79,10 +80,12 @@ def test_every_kernel_is_right_and_rated(
     said = capsys.readouterr().out.splitlines()
     assert "shared, 2 ranks                 0.60  60 GB/s" in said
     assert any(line.startswith("softmax, loss") for line in said)
-    assert said[-3:] == [
-        "| sum by ranks that share a GPU: share of a copy | at least 50% | 60% at worst (shared, 2 ranks) | met |",
-        "| staging: share of pinned copies | at least 90% | 0% at worst (not measured) | **missed** |",
-        "| training with and without overlap | same bits | not measured | **missed** |",
+    held = "60% at worst (shared, 2 ranks); holds at 1 of 1"
+    assert said[-4:] == [
+        f"| S13 | sum by ranks that share a GPU: share of a copy | at least 50% | {held} | met |",
+        "| S13 | staging: share of pinned copies | at least 90% | not measured | - |",
+        "| S13 | training with and without overlap | same bits | not measured | - |",
+        "| S13 | training with overlap: a step against one without | at most 1.05x | not measured | - |",
     ]
 
 
@@ -153,9 +156,47 @@ def test_a_step_that_is_timed_waits_for_nothing(cupy: ModuleType, monkeypatch: p
 def test_a_line_of_a_model_has_pytorch_beside_it_where_that_is_measured() -> None:
     model = {"name": "lenet", "dtype": "bfloat16", "batch": 256, "samples_s": 5.0, "graphs_samples_s": 6.0}
     ours = f"{'lenet, bfloat16, batch 256':<36}        5        6"
-    assert gpu._line_of_model(model) == ours
+    assert gpu_report.line_of_model(model) == ours
     theirs = {"torch_samples_s": 7.0, "torch_graphs_samples_s": 8.0}
-    assert gpu._line_of_model({**model, **theirs}) == f"{ours}                   7        8"
+    assert gpu_report.line_of_model({**model, **theirs}) == f"{ours}                   7        8"
+
+
+def a_report() -> dict[str, object]:
+    seconds = {"behind": 0.010, "beside": 0.012}
+    training = {"name": "training, 2 ranks", "case": "training", "ranks": 2, "share": None, "told": "10 ms", "wrong": 0}
+    processor = {"model": "A processor", "cores": 16, "caches": {}, "system": "Linux"}
+    model = {"name": "lenet", "dtype": "float32", "batch": 256, "samples_s": 5000.0, "graphs_samples_s": 6000.0}
+    kernel = {"name": "SGD", "us": 10.0, "gb_s": 4000.0, "copy_gb_s": 4200.0, "wrong": 0}
+    return {
+        "benchmark": "gpu", "size": "256M", "device": {"gpu": "NVIDIA A", "driver": "1", "cuda": 2, "cupy": "3"},
+        "sums": [{**training, "seconds": seconds}, {**training, "case": "staging", "name": "staging", "failed": "-"}],
+        "models": [model], "kernels": [{**kernel, "share": 0.95}, {**kernel, "name": "top 1%", "share": 0.3}],
+        "machine": {"processor": processor, "commit": "abc", "date": "today", "python": "3", "versions": {}},
+    }  # fmt: skip
+
+
+def test_figures_of_another_machine_are_taken_into_the_results(tmp_path: Path) -> None:
+    file, folder = tmp_path / "gpu.json", tmp_path / "results"
+    folder.mkdir()
+    shutil.copy(Path(run.__file__).parent / "results.json", folder)
+    before = json.loads((folder / "results.json").read_text())
+    file.write_text(json.dumps(a_report()))
+    assert run.main(["--gpu", str(file), "--into", str(folder)]) == 0
+    after = json.loads((folder / "results.json").read_text())
+    assert after == {**before, "gpu": [a_report()]}
+    text = (folder / "RESULTS.md").read_text()
+    assert "| at least 85% | 30% at worst (top 1%); holds at 1 of 2 | **missed** |" in text
+    assert "| 1.20x at worst (training, 2 ranks) | **missed** |" in text and "0% at worst (staging); holds at 0" in text
+    assert "| staging |  | 10 ms |" in text and "| lenet, float32, batch 256 | 5,000 | 6,000 | - | - |" in text
+
+
+@pytest.mark.parametrize("wrong", ["", "[]", "{}", '{"benchmark": "gpu"}', '{"benchmark": "kernels"}'])
+def test_a_file_that_has_no_figures_of_a_gpu_is_refused(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(wrong)
+    with pytest.raises(ConfigError, match=r"run --gpu \[.*gpu.json\]: expected a file of python -m hpcdp.benchmarks.g"):
+        run.main(["--gpu", str(file), "--into", str(tmp_path)])
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_wrong_results_are_told(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
