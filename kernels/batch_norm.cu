@@ -2,9 +2,9 @@
 // where a centre was subtracted, in an order that depends on the shape alone; what is done element by element has its
 // bits, of 16 bits those of its float32 rounded once. What has one element a channel is wide.
 //
-// Mean and variance come of one reading: of the sums of what is left of elements without the first of their channel, and
-// of its squares. Those cancel harmlessly: from the mean of n elements one of them is at most as far as the root of n
-// times the deviation, so at the very worst the variance loses a factor of n of float64's precision.
+// Mean and variance come of one reading: of the sums of what is left of elements without a typical one of their channel
+// (`centre_of`), and of its squares. Those cancel harmlessly: where that one is k deviations from the mean, the variance
+// loses a factor of k^2 of the precision of a pack's sums, float64, of 16 bits float32; k is at most the root of n.
 #include "common.cuh"
 #include "channels.cuh"
 
@@ -42,11 +42,16 @@ __device__ inline void sum_channels(const T* const (&from)[ARRAYS], const Shape&
     }
 }
 
-// What is subtracted of the elements of a channel before they are added up: its first, if that is a number.
+// What is subtracted of the elements of a channel before they are added up: the median of its first, middle and last
+// element, if that is a number. One that is far from all others, as a first one alone may be, is not it.
 template <class T> __device__ inline double centre_of(const T* x, const Shape& shape, Index channel) {
     if (shape.batch * shape.size == 0) return 0;
-    const auto first = widened(x[channel * shape.size]);
-    return is_finite(first) ? first : 0;
+    const Index middle = shape.batch / 2 * shape.channels * shape.size + shape.size / 2;
+    const Index last = (shape.batch - 1) * shape.channels * shape.size + shape.size - 1;
+    const T* const from = x + channel * shape.size;
+    const auto a = widened(from[0]), b = widened(from[middle]), c = widened(from[last]);
+    const auto low = a < b ? a : b, high = a < b ? b : a, median = c < low ? low : c > high ? high : c;
+    return is_finite(median) ? median : 0;
 }
 
 template <class Sum, class T>

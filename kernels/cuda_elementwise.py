@@ -28,5 +28,7 @@ def _launched(name: str, *arrays: Array) -> bool:
         return False
     if any(x.dtype != dtype or x.size != size or not x.flags.c_contiguous for x in arrays):
         return False
+    if any(x.device.id != arrays[-1].device.id for x in arrays):  # which CuPy lets GPUs see each other for
+        return False
     cuda.launch_elementwise("elementwise", f"{name}_{cuda.type_name(name, cuda.FLOATS, size, *arrays)}", arrays)
     return True

@@ -283,7 +283,8 @@ class _Pass:
             source: Node | Tensor = head.node or head
             gradient = self._gradient(source)
             if gradient is not None:
-                gradient.add(seed)
+                with on_device_of(seed):  # on which a head that is given twice, or a leaf, adds it up
+                    gradient.add(seed)
             if source is head:
                 self._used(head)
         while self.nodes:

@@ -44,6 +44,20 @@ def test_what_a_gpu_refuses_is_an_error(on_fake_gpu: Run, wrong: str) -> None:
     assert "Error: " in done.stderr.splitlines()[-1] and "CUDA" in done.stderr.upper()
 
 
+def test_sums_over_gpus_are_cupys_own_which_let_those_see_each_other(on_fake_gpu: Run) -> None:
+    program = """
+        import cupy, warnings
+        from hpcdp.autograd import Tensor
+        with cupy.cuda.Device(1): x = cupy.ones((4, 4), "f4")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            y = Tensor(cupy.ones((4, 4), "f4")) + Tensor(x)
+        print(*{each.category.__name__ for each in found})
+    """
+    done = on_fake_gpu("-c", textwrap.dedent(program))
+    assert done.stdout == "PerformanceWarning\n", done.stderr
+
+
 def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> None:
     done = on_fake_gpu("-c", "import fake_gpu; fake_gpu.WRITTEN_FOR = '9.0.'; import cupy")
     assert done.stderr.splitlines()[-1].startswith(

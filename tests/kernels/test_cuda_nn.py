@@ -272,6 +272,19 @@ def test_one_reading_is_enough_for_a_variance(dtype: str, cupy: ModuleType) -> N
         np.testing.assert_allclose(ours.to_host(), theirs, rtol=max(1e-10, 2 * np.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_variances_of_16_bits_do_not_go_by_one_element_that_is_far_from_all_others(
+    dtype: str, cupy: ModuleType
+) -> None:
+    for far in (0, -1):
+        x = np.full((1, 1, 1 << 16), 0.3).astype(dtype_of(dtype))
+        x[0, 0, far] = 1000
+        ones, zeros = (cupy.asarray(np.full(1, each, "f4")) for each in (1, 0))
+        saved = cupy.empty(1, dtype="f4"), cupy.empty(1, dtype="f4")
+        cuda_batch_norm.batch_norm(cupy.asarray(x), ones, zeros, cupy.asarray(x), saved, 1e-5)
+        np.testing.assert_allclose(saved[1].to_host(), x.astype("f8").var(), rtol=1e-6)
+
+
 def test_batch_norm_refuses_channels_of_16_bits(cupy: ModuleType) -> None:
     x, ones = (cupy.asarray(np.ones(shape, np.float16)) for shape in ((2, 3, 4), 3))
     with pytest.raises(UnsupportedError, match="expected float32, got float16"):

@@ -81,6 +81,16 @@ def test_what_tensors_do_is_done_where_they_are(gpus_on_host):
     assert x.data.to_host()[1, 1] == X[1, 1] - np.float32(0.5) and x.data.to_host()[0, 0] == 1
 
 
+def test_what_heads_are_given_is_added_up_where_they_are(gpus_on_host):
+    gpu(1).use()
+    x = autograd.Tensor(gpu(2).put(X))
+    x.attach_grad("add")
+    with autograd.record():
+        y = x * 2
+    autograd.backward([y, y, x])
+    np.testing.assert_array_equal(x.grad.to_host(), np.full_like(X, 5))
+
+
 def autograd_grads(x):
     with autograd.record():
         y, z = x * 3, x * 1
