@@ -35,8 +35,8 @@ from .steps import Steps, Until
 _LEADER = 0
 _BLOCK_NBYTES = 2 << 20
 _YIELDS = 1000
-"""Before a nap, which Linux makes 0.1 ms: ranks post their numbers within microseconds of each other, and an H200 sums
-two to four rows of 256 MB in 0.3 to 0.5 ms."""
+"""Before a nap, where one row is waited for alone. Ranks post their numbers within microseconds of each other, an H200
+sums two to four rows of 256 MB in 0.3 to 0.5 ms, and Linux makes each nap 0.1."""
 _NO_MEMORY = 2
 """``cudaErrorMemoryAllocation``, which CuPy's module has not among its names."""
 

@@ -2,7 +2,7 @@
 
 It is what the CPU's ranks do in shared memory (`hpcdp.gradients.reducer`): each rank has a row, which it fills; parts
 of the columns have owners, in whose rows they are summed, in the order of the ranks where one GPU does it; owners
-exchange their sums with other nodes; each part goes from its owner's row to all others. Nothing of it blocks the host.
+exchange their sums with other nodes; each part goes from its owner's row to all others. No call of it blocks the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RowSize:
 class NodeRows(Protocol):
     """One row for each rank of a node.
 
-    A machine has ended when its work is given to `stream`, not when that is done: what `stream` is given next finds the
+    A machine has ended when its work is given to `stream`, and need not be done: what `stream` is given next finds the
     sums. The ranks of a node may run the machines of different rows in different orders. Where rows share `stream`
     (NCCL's do) each machine has its turn there. So what it waits for on the GPU it is told as events ``after``, which
     were recorded before it begins: were `stream` to wait for them at once, so would machines whose turn comes first.

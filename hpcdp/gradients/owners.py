@@ -220,7 +220,8 @@ class _Flat:
     def _update_own(self, bucket: Bucket, pieces: Sequence[_Piece], step: int, scale: float) -> None:
         for each in pieces:
             flat, gradient, state = self._views_of(bucket, each)
-            master_weights.update(each.rule, flat, gradient, state, step=step - each.passed_over, scale=scale)
+            own = dict(state)  # which a rule of the user's may change
+            master_weights.update(each.rule, flat, gradient, own, step=step - each.passed_over, scale=scale)
 
     def _update_all(self, step: int, scale: float) -> None:
         if not self.optimizer.by_layer:

@@ -23,6 +23,7 @@ def softmax_cross_entropy(logits: Any, labels: Any) -> Tensor:
     Args:
         logits: shape ``(batch, ..., classes)``.
         labels: integers in ``0 .. classes - 1``, shape ``(batch, ...)``, in the namespace of ``logits`` or NumPy's.
+            On a GPU they are read there by backward, too, and must not change before it.
 
     Returns:
         Shape ``(batch,)``.
