@@ -104,10 +104,10 @@ def sent_nbytes(count: int, dtype: np.dtype, codec: Codec, n: int) -> int:
     return 2 * (n - 1) * sum(codec.nbytes(part.size, part.dtype) for piece in pieces for part in split(piece, n))
 
 
-def pieces_of(x: Array, codec: Codec, n: int, nbytes: int = MESSAGE_NBYTES) -> list[Array]:
-    """Segments whose encoded parts are about as long as a message should be, at most about ``nbytes``."""
+def pieces_of(x: Array, codec: Codec, n: int, nbytes: int | None = None) -> list[Array]:
+    """Segments whose encoded parts are about as long as a message should be: ``nbytes``, or `MESSAGE_NBYTES`."""
     shorter = _SAMPLE * x.dtype.itemsize / codec.nbytes(_SAMPLE, x.dtype)
-    return segments(x, int(nbytes * n * shorter))
+    return segments(x, int((nbytes or MESSAGE_NBYTES) * n * shorter))
 
 
 def places_of(x: Array, first: int, n: int) -> list[slice]:

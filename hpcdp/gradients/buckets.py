@@ -56,6 +56,11 @@ class Layout:
         text = repr((self.slots, self.counts, [dtype.str for dtype in self.dtypes]))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def longest_nbytes(self) -> int:
+        """Of all buckets."""
+        return max((count * dtype.itemsize for count, dtype in zip(self.counts, self.dtypes, strict=True)), default=0)
+
     def shard(self, bucket: int, parts: int, part: int) -> tuple[int, int]:
         """The first element of shard ``part`` of ``parts`` of a bucket and the one after its last, on whole lines."""
         per_line = LINE_NBYTES // self.dtypes[bucket].itemsize

@@ -198,7 +198,7 @@ def _pieces(part: Array, codec: Codec, n: int) -> list[Array]:
     """The segments of ``part``; none where nothing is sent."""
     if part.size == 0 or n == 1:
         return []
-    return compressed.pieces_of(part, codec, n, *([_LONG_NBYTES] if codec.by_element else []))
+    return compressed.pieces_of(part, codec, n, _LONG_NBYTES if codec.by_element else None)
 
 
 def _slots(streams: Streams, stream: Stream, pieces: Sequence[Array], codec: Codec, n: int) -> list[_Slot]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..arrays import Array
-from ..collectives.progress import MESSAGE_NBYTES, Steps, together
+from ..collectives.progress import Steps, together
 from ..comm import Communicator, Request, World, cuda_aware, node_groups
 from ..comm.agreement import on_every_rank
 from ..comm.communicator import make_tag
@@ -28,6 +28,7 @@ from ..compression import Compression
 from ..devices import gpu
 from ..errors import DeviceError, UnsupportedError
 from ..streams import Event, Stream, Streams
+from . import message_length
 from .bucket import Bucket, Parameter
 from .buckets import LINE_NBYTES, Layout
 from .code_staging import CodeStaging, Share
@@ -102,6 +103,7 @@ class DeviceSums:
                 self._direct = Direct(streams, len(sizes), self._across)
             elif self._across is not None:
                 self._staging = Staging(streams, [self._part(number).nbytes for number in range(len(sizes))])
+                self._message_nbytes = message_length.fitting(world, self._across, layout.longest_nbytes)
         self._signature = signature
         self._writers: list[dict[int, Stream]] = [{} for _ in sizes]
         """Of each bucket the streams, by address, to which what it holds was given since it was `filled`."""
@@ -181,7 +183,7 @@ class DeviceSums:
 
         def total(x: np.ndarray, tag: int, turn: Request | None) -> Steps:
             kind = resolve("reduction", "sum", x.dtype)
-            return together(lanes_of_segment(x, kind, across, tag, MESSAGE_NBYTES, turn))
+            return together(lanes_of_segment(x, kind, across, tag, self._message_nbytes, turn))
 
         return (yield from self._staging.sum(number, self._part(number), row, total, tag, turn))
 

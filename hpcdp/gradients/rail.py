@@ -10,7 +10,7 @@ import numpy as np
 from .. import kernels
 from ..arrays import Array, from_host, to_host
 from ..collectives import compressed, halving_doubling, ring
-from ..collectives.progress import Steps, together
+from ..collectives.progress import MESSAGE_NBYTES, Steps, together
 from ..comm import Communicator, Reduction, Request, World
 from ..comm.communicator import Messages, make_tag
 from ..comm.reductions import resolve
@@ -53,12 +53,18 @@ class Rail:
         signature: see `make_tag`.
         buckets: those that it will sum.
         compression: how; None: as they are.
+        message_nbytes: about the longest message, on all ranks alike; sums do not depend on it.
     """
 
     def __init__(
-        self, comm: Communicator, signature: int, buckets: Sequence[Bucket], compression: Compression | None
+        self,
+        comm: Communicator,
+        signature: int,
+        buckets: Sequence[Bucket],
+        compression: Compression | None,
+        message_nbytes: int = MESSAGE_NBYTES,
     ) -> None:
-        self.comm = comm
+        self.comm, self._message_nbytes = comm, message_nbytes
         self._signature = signature % comm.signatures
         self.feedback = (
             [compression.for_array(each.shard[1] - each.shard[0], np.dtype(each.mine.dtype)) for each in buckets]
@@ -90,7 +96,8 @@ class Rail:
             for part in self._padding[bucket.number]:  # some codecs send something for nothing
                 host[part] = feedback.residual[part] = 0
         else:
-            yield from summed(host, self.comm, tag, turn)
+            total = resolve("reduction", "sum", host.dtype)
+            yield from together(lanes_of_segment(host, total, self.comm, tag, self._message_nbytes, turn))
         if host is not shard:
             shard[...] = from_host(host, shard)
 
@@ -101,15 +108,6 @@ class Rail:
     def sent_nbytes(self) -> tuple[int, int]:
         """See `Coder`."""
         return compressed.sent_and_plain_nbytes(self.feedback, self.comm.size)
-
-
-def summed(x: np.ndarray, comm: Communicator, tag: int, turn: Request | None) -> Steps:
-    """Sum ``x``, shape ``(count,)``, in place over all ranks of ``comm``, uncompressed; long ones wait for ``turn``."""
-    total = resolve("reduction", "sum", x.dtype)
-    if _is_short(x, comm):
-        yield from together(halving_doubling.lanes(x, total, comm, tag))
-    else:
-        yield from together(ring.lanes(x, total, ring.Ring.through(comm), tag, turn=turn))
 
 
 def lanes_of_segment(

@@ -30,6 +30,7 @@ from ..comm.shared import NodeMemory, PrivateMemory
 from ..comm.watchdog import WatchedGate
 from ..compression import Compression
 from ..errors import ConfigError
+from . import message_length
 from .arrivals import Arrivals
 from .beside import Beside
 from .bucket import Bucket, Parameter, State
@@ -121,9 +122,13 @@ class Reducer:
         self.buckets = [self._make_bucket(number) for number in range(len(layout.counts))]
         for kind in {words(each.mine).dtype for each in self.buckets if is_half(each.mine) and is_host(each.mine)}:
             self._compile_for_halves(kind)
-        by_rail = None if self.gpus is not None else compression
-        self.rail = None if rail is None else Rail(rail, self._signature, self.buckets, by_rail)
+        self.rail: Rail | None = None
         """With whom messages are exchanged; None on one node, and where this rank owns no shard."""
+        if rail is not None:
+            by_rail = None if self.gpus is not None else compression
+            longest = 0 if by_rail is not None or self.gpus is not None else layout.longest_nbytes
+            nbytes = message_length.fitting(world, rail, longest)
+            self.rail = Rail(rail, self._signature, self.buckets, by_rail, nbytes)
         self.virtual_shards: VirtualShards | None = None
         if virtual_shards is not None:
             self.virtual_shards = VirtualShards(virtual_shards, world, self.memory, self.buckets, self.rail)

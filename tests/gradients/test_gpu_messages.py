@@ -14,7 +14,7 @@ from hpcdp.collectives import progress
 from hpcdp.comm import cuda_aware, threads
 from hpcdp.comm.ways import Way
 from hpcdp.errors import ConfigError, DeviceError
-from hpcdp.gradients import Reducer, buckets, device_sums, rail, staging
+from hpcdp.gradients import Reducer, buckets, message_length, rail, staging
 from hpcdp.streams import Streams
 
 COUNTS = {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}
@@ -75,7 +75,7 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
     way, n, nodes, dtype, overlap = run
     show_gpus(monkeypatch, COUNTS[way])
     monkeypatch.setattr(rail, "SHORT_NBYTES", short_nbytes)  # by a ring, and by halving
-    monkeypatch.setattr(device_sums, "MESSAGE_NBYTES", 300)
+    monkeypatch.setattr(message_length, "fitting", lambda *of: 300)
     through_host = []
     copy = Streams.copy_async
 
@@ -101,6 +101,7 @@ def test_sums_have_the_bits_of_those_through_the_host(reached, monkeypatch, run,
 def test_a_message_is_a_whole_chunk_of_a_segment(reached, monkeypatch, n):
     show_gpus(monkeypatch, 0)
     monkeypatch.setattr(rail, "SHORT_NBYTES", 0)
+    monkeypatch.setattr(message_length, "fitting", lambda *of: progress.MESSAGE_NBYTES)
     segment_nbytes = 300_000
     monkeypatch.setattr(staging, "SEGMENT_NBYTES", segment_nbytes)
     sent = []

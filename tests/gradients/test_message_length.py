@@ -1,0 +1,85 @@
+"""How long messages between nodes are: what ranks try, whom it binds, and that no sum depends on it."""
+
+import time
+
+import numpy as np
+import pytest
+
+from hpcdp.collectives.progress import MESSAGE_NBYTES
+from hpcdp.comm import threads
+from hpcdp.gradients import Reducer, buckets, message_length
+from hpcdp.gradients.message_length import LONG_NBYTES
+
+
+class Parameter:
+    def __init__(self, name, count):
+        self.name, self.data, self.grad = name, np.zeros(count, np.float32), None
+
+
+@pytest.mark.parametrize(
+    ("short_s", "long_s", "chosen"),
+    [(0.03, 0.001, LONG_NBYTES), (0.01, 0.01, MESSAGE_NBYTES), (0.001, 0.03, MESSAGE_NBYTES)],
+)
+def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypatch, short_s, long_s, chosen):
+    lanes = message_length.in_lanes
+
+    def slower(pairs, steps, tag):
+        if pairs[0][0].base is slow[0]:
+            time.sleep(short_s if len(pairs) > 10 else long_s)
+        return lanes(pairs, steps, tag)
+
+    slow = [None]
+    zeros = np.zeros
+
+    def noted(shape, dtype):
+        made = zeros(shape, dtype)
+        if slow[0] is None:  # one rank's alone
+            slow[0] = made
+        return made
+
+    monkeypatch.setattr(message_length.np, "zeros", noted)
+    monkeypatch.setattr(message_length, "in_lanes", slower)
+    assert threads.run(3, lambda world: message_length.measured(world.comm)) == [chosen] * 3
+
+
+def test_it_is_tried_once_in_a_world_and_for_long_buckets_alone(monkeypatch):
+    tried = []
+    monkeypatch.setattr(message_length, "measured", lambda comm: (tried.append(comm.rank), LONG_NBYTES)[1])
+
+    def rank(world):
+        found = [message_length.fitting(world, world.comm, nbytes) for nbytes in (1 << 19, 1 << 20, 1 << 21)]
+        return [*found, message_length.fitting(world, None, 1 << 30)]
+
+    assert threads.run(1, rank) == [[MESSAGE_NBYTES] * 4]
+    assert threads.run(3, rank) == [[MESSAGE_NBYTES, LONG_NBYTES, LONG_NBYTES, MESSAGE_NBYTES]] * 3
+    assert sorted(tried) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("n", "per_node"), [(2, 1), (3, 1), (4, 2), (5, 1)])
+def test_sums_have_the_same_bits_however_long_messages_are(monkeypatch, n, per_node):
+    def rank(world):
+        params = [Parameter("a", 300_001), Parameter("b", 70)]
+        layout = buckets.plan([(p.name, p.data.shape, p.data.dtype) for p in params])
+        reducer = Reducer(params, layout, world)
+        asked.append(layout.longest_nbytes)
+        found = []
+        for step in range(2):
+            for p in params:
+                p.grad[...] = np.random.default_rng([world.rank, step]).standard_normal(p.data.shape, np.float32)
+                p.grad_hook(p)
+            reducer.reduce_everywhere()
+            found += [np.array(p.grad) for p in params]
+            reducer.reset()
+        return found
+
+    asked, results = [], []
+    for nbytes in (5_000, MESSAGE_NBYTES, LONG_NBYTES):
+        monkeypatch.setattr(message_length, "fitting", lambda world, comm, longest, nbytes=nbytes: nbytes)
+        results.append(threads.run(n, rank, per_node))
+    assert all(each >= 1_200_000 for each in asked)
+    for other in results[1:]:
+        for mine, theirs in zip(results[0], other, strict=True):
+            for x, y in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(x, y)
+    wanted = sum(np.random.default_rng([r, 0]).standard_normal(300_001, np.float32).astype("f8") for r in range(n))
+    np.testing.assert_allclose(results[0][0][0], wanted, rtol=1e-5, atol=1e-5)
