@@ -1,6 +1,7 @@
 // Of all elements the k of largest magnitude, of equal ones the first, in the order in which they lie. The magnitude of
 // the last of them is found digit by digit (radix select); then every warp writes its own behind those of the warps
-// before it, which are counted, so that none waits for another. Counting is in integers, so that its order does not matter, with atomic additions.
+// before it, which are counted, so that none waits for another. Counting is in integers, so that its order does not
+// matter, with atomic additions.
 
 typedef unsigned long long Bits;
 
