@@ -60,13 +60,7 @@ extern "C" __global__ void follow_bf16(float* wide, const BFloat16* x, Index cou
 
 // `x` and `out` may be one array, so neither is __restrict__.
 template <class T> __device__ void scale(const T* x, T* out, Index count, typename WideOf<T>::Type factor) {
-    constexpr int N = 16 / sizeof(T);
-    for_packs<N>(count, is_aligned<N>(x, out), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        auto pack = load<n>(x + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>(widened(pack.at[k]) * factor);
-        store(out + i, pack);
-    });
+    map_packs(out, count, [=](T each) { return narrowed<T>(widened(each) * factor); }, x);
 }
 
 extern "C" __global__ void scale_f16(const Half* x, Half* out, Index count, float factor) {

@@ -108,6 +108,20 @@ template <int N, class Body> __device__ inline void for_packs(Index count, bool 
     for (Index i = packs * N + this_thread(); i < count; i += all_threads()) body(i, Width<1>());
 }
 
+// `out = compute(element of x, elements of others...)`, element by element; `out` may be any of them.
+template <class T, class Compute, class... Others>
+__device__ inline void map_packs(T* out, Index count, Compute compute, const T* x, const Others*... others) {
+    constexpr int N = 16 / sizeof(T);
+    for_packs<N>(count, is_aligned<N>(out, x, others...), [&](Index i, auto width) {
+        constexpr int n = decltype(width)::value;
+        const auto computed = [&](auto pack, const auto&... more) {
+            for (int k = 0; k < n; ++k) pack.at[k] = compute(pack.at[k], more.at[k]...);
+            return pack;
+        };
+        store(out + i, computed(load<n>(x + i), load<n>(others + i)...));
+    });
+}
+
 // A pack from where `first` is, which is `aligned` or begins within one.
 template <int N, class T> __device__ inline Pack<T, N> load_from(const T* first, bool aligned) {
     if (aligned) return load<N>(first);

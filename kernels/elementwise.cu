@@ -4,24 +4,11 @@
 
 // `out` may be either.
 template <class T> __device__ void add(const T* a, const T* b, T* out, Index count) {
-    constexpr int N = 16 / sizeof(T);
-    for_packs<N>(count, is_aligned<N>(a, b, out), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        auto pack = load<n>(a + i);
-        const auto more = load<n>(b + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>(widened(pack.at[k]) + widened(more.at[k]));
-        store(out + i, pack);
-    });
+    map_packs(out, count, [](T x, T y) { return narrowed<T>(widened(x) + widened(y)); }, a, b);
 }
 
 template <class T> __device__ void relu(const T* x, T* out, Index count) {
-    constexpr int N = 16 / sizeof(T);
-    for_packs<N>(count, is_aligned<N>(x, out), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        auto pack = load<n>(x + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = narrowed<T>(activated(widened(pack.at[k]), true));
-        store(out + i, pack);
-    });
+    map_packs(out, count, [](T each) { return narrowed<T>(activated(widened(each), true)); }, x);
 }
 
 #define KERNELS(T, NAME)                                                                                               \

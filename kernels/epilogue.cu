@@ -24,16 +24,12 @@ __device__ void add_bias(
     });
 }
 
+// The gradient of ReLU for one element, of which `y` is the result.
+template <class T> __device__ inline T behind_relu(T gy, T y) { return widened(y) > 0 ? gy : T{}; }
+
 // `gy` and `dx` may be one array.
 template <class T> __device__ void relu_gradient(const T* gy, const T* y, T* dx, Index count) {
-    constexpr int N = 16 / sizeof(T);
-    for_packs<N>(count, is_aligned<N>(gy, y, dx), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        auto pack = load<n>(gy + i);
-        const auto result = load<n>(y + i);
-        for (int k = 0; k < n; ++k) pack.at[k] = widened(result.at[k]) > 0 ? pack.at[k] : T{};
-        store(dx + i, pack);
-    });
+    map_packs(dx, count, behind_relu<T>, gy, y);
 }
 
 // The sum of a channel, where one block has summed all of it; else of its piece, for add_partials of norms.cu.
@@ -58,7 +54,7 @@ __device__ void bias_gradient_of_images(
             auto& pack = packs[0];
             constexpr int n = sizeof pack.at / sizeof(T);
             for (int k = 0; k < n; ++k) {
-                pack.at[k] = widened(packs[1].at[k]) > 0 ? pack.at[k] : T{};
+                pack.at[k] = behind_relu(pack.at[k], packs[1].at[k]);
                 total += widened(pack.at[k]);
             }
             store_to(dx + i, pack, is_aligned<n>(dx));
@@ -91,7 +87,7 @@ __device__ void bias_gradient_of_rows(
         const Index count = shape.batch * shape.channels;
         for_same_packs<1, 8>(gy, count, first, pieces * ROWS * shape.channels, [&](Index i, auto pack) {
             if (relu) {
-                pack.at[0] = widened(y[i]) > 0 ? pack.at[0] : T{};
+                pack.at[0] = behind_relu(pack.at[0], y[i]);
                 dx[i] = pack.at[0];
             }
             total += widened(pack.at[0]);
