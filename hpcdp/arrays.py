@@ -108,7 +108,7 @@ def array_namespace(*xs: Array) -> Any:
 def _namespace_of(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return np
-    if hasattr(x, "__array_namespace__"):
+    if has_namespace(x):
         return x.__array_namespace__()
     raise ArrayMixError("array_namespace", expected="an array", got=type(x).__name__)
 

@@ -14,15 +14,17 @@ from ..arrays import Array, array_namespace
 from . import cuda
 from .cuda_channels import pieces_of, shape
 
+_FILE = "batch_norm"
+
 
 def batch_norm(x: Array, scale: Array, shift: Array, out: Array, saved: tuple[Array, Array], eps: float) -> None:
     """See `reference.batch_norm`."""
     mean, variance = saved
-    _check("batch_norm", (x, out), (scale, shift, *saved))
-    partial, factor = _partial_sums("channel_sums", x, np.bool_(True)), array_namespace(x).empty_like(mean)
+    of_type = _checked("batch_norm", (x, out), (scale, shift, *saved))
+    partial, factor = _partial_sums(f"channel_sums_{of_type}", x, np.bool_(True)), array_namespace(x).empty_like(mean)
     of_channels = (partial, scale, mean.dtype.type(eps), mean, variance, factor)
-    _launch("statistics", x, x.shape[1], x, *of_channels, shape(x), np.int64(partial.shape[2]))
-    _launch("normalise", x, _blocks(x), x, mean, factor, shift, out, shape(x))
+    cuda.launch(_FILE, f"statistics_{of_type}", x.shape[1], x, *of_channels, shape(x), np.int64(partial.shape[2]))
+    cuda.launch(_FILE, f"normalise_{of_type}", _blocks(x), x, mean, factor, shift, out, shape(x))
 
 
 def batch_norm_gradients(
@@ -35,34 +37,34 @@ def batch_norm_gradients(
 ) -> None:
     """See `reference.batch_norm_gradients`."""
     (mean, variance), (dx, dscale, dshift) = saved, into
-    _check("batch_norm_gradients", (gy, x, dx), (scale, *saved, dscale, dshift))
-    partial = _partial_sums("gradient_sums", gy, x, mean)
+    of_type = _checked("batch_norm_gradients", (gy, x, dx), (scale, *saved, dscale, dshift))
+    partial = _partial_sums(f"gradient_sums_{of_type}", gy, x, mean)
     of_channels = array_namespace(x).empty((4, x.shape[1]), dtype=mean.dtype)
     counts = np.int64(x.shape[0] * x.shape[2]), np.int64(partial.shape[2])
     arrays = (partial, scale, variance, mean.dtype.type(eps), dscale, dshift, of_channels)
-    _launch("channel_gradients", x, x.shape[1], *arrays, *counts)
-    _launch("gradient_of_input", x, _blocks(x), gy, x, mean, of_channels, dx, shape(x))
+    cuda.launch(_FILE, f"channel_gradients_{of_type}", x.shape[1], *arrays, *counts)
+    cuda.launch(_FILE, f"gradient_of_input_{of_type}", _blocks(x), gy, x, mean, of_channels, dx, shape(x))
 
 
 def channel_sums(x: Array, sums: Array) -> None:
     """See `reference.channel_sums`."""
-    _check("channel_sums", (x,))
-    _add_partials(_partial_sums("channel_sums", x, np.bool_(False)), sums)
+    of_type = _checked("channel_sums", (x,))
+    _add_partials(_partial_sums(f"channel_sums_{of_type}", x, np.bool_(False)), sums)
 
 
 def normalise(x: Array, scale: Array, shift: Array, saved: tuple[Array, Array], out: Array, eps: float) -> None:
     """See `reference.normalise`."""
     mean, variance = saved
-    _check("normalise", (x, out), (scale, shift, *saved))
+    of_type = _checked("normalise", (x, out), (scale, shift, *saved))
     factor = scale / array_namespace(x).sqrt(variance + eps)
-    _launch("normalise", x, _blocks(x), x, mean, factor, shift, out, shape(x))
+    cuda.launch(_FILE, f"normalise_{of_type}", _blocks(x), x, mean, factor, shift, out, shape(x))
 
 
 def gradient_sums(gy: Array, x: Array, saved: tuple[Array, Array], sums: Array, eps: float) -> None:
     """See `reference.gradient_sums`."""
     mean, variance = saved
-    _check("gradient_sums", (gy, x), saved)
-    _add_partials(_partial_sums("gradient_sums", gy, x, mean), sums)
+    of_type = _checked("gradient_sums", (gy, x), saved)
+    _add_partials(_partial_sums(f"gradient_sums_{of_type}", gy, x, mean), sums)
     sums[1] = sums[1] / array_namespace(x).sqrt(variance + eps)
 
 
@@ -71,18 +73,18 @@ def gradient_of_input(
 ) -> None:
     """See `reference.gradient_of_input`."""
     mean, variance = saved
-    _check("gradient_of_input", (gy, x, dx), (scale, *saved))
+    of_type = _checked("gradient_of_input", (gy, x, dx), (scale, *saved))
     xp = array_namespace(x)
     inverse = 1.0 / xp.sqrt(variance + eps)
     of_channels = xp.stack([inverse, *means.astype(mean.dtype), scale * inverse])
-    _launch("gradient_of_input", x, _blocks(x), gy, x, mean, of_channels, dx, shape(x))
+    cuda.launch(_FILE, f"gradient_of_input_{of_type}", _blocks(x), gy, x, mean, of_channels, dx, shape(x))
 
 
 def _partial_sums(name: str, x: Array, *more: Array | np.generic) -> Array:
     """What the kernel ``name`` sums over pieces of each channel, shape ``(2, channels, pieces)``, float64."""
     channels, pieces = x.shape[1], pieces_of(x.shape[1], x.shape[0] * x.shape[2])
     partial = array_namespace(x).empty((2, channels, pieces), dtype=np.float64)
-    _launch(name, x, channels * pieces, x, *more, shape(x), partial)
+    cuda.launch(_FILE, name, channels * pieces, x, *more, shape(x), partial)
     return partial
 
 
@@ -91,16 +93,13 @@ def _add_partials(partial: Array, sums: Array) -> None:
     cuda.launch("norms", "add_partials_f64", sums.size, partial, np.int64(partial.shape[2]), sums)
 
 
-def _launch(name: str, x: Array, grid: int, *args: Array | np.generic | np.ndarray) -> None:
-    """A kernel for the type of ``x``."""
-    cuda.launch("batch_norm", f"{name}_{cuda.type_name(name, cuda.FLOATS, x.size, x)}", grid, *args)
-
-
-def _check(operation: str, like_x: tuple[Array, ...], of_channels: tuple[Array, ...] = ()) -> None:
+def _checked(operation: str, like_x: tuple[Array, ...], of_channels: tuple[Array, ...] = ()) -> str:
+    """The last part of the names of its kernels."""
     x = like_x[0]
-    cuda.check(operation, cuda.FLOATS, x.size, *like_x)
+    of_type = cuda.type_name(operation, cuda.FLOATS, x.size, *like_x)
     if of_channels:
         cuda.check(operation, (cuda.wide_type(x),), x.shape[1], *of_channels)
+    return of_type
 
 
 def _blocks(x: Array) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
@@ -23,13 +22,4 @@ def pieces_of(parts: int, size: int) -> int:
 
 def shape(x: Array) -> np.ndarray:
     """The structure ``Shape`` of `channels.cuh`: batch, channels and positions."""
-    return _made(*x.shape[:2], math.prod(x.shape[2:]))
-
-
-@functools.lru_cache(maxsize=1024)
-def _made(*at: int) -> np.ndarray:
-    """Made once, and without fields, as in `cuda_windows`."""
-    made = np.zeros(1, _SHAPE)
-    made["at"][0] = at
-    made.flags.writeable = False
-    return made.view(f"V{made.nbytes}")
+    return cuda.structure(_SHAPE, (*x.shape[:2], math.prod(x.shape[2:])))

@@ -1,6 +1,6 @@
 """Convolution of CuPy arrays by cuDNN, through its Python frontend.
 
-Imports: cuda_conv, cuda_epilogue, cuda_times.
+Imports: cuda_conv, cuda_elementwise, cuda_epilogue, cuda_times.
 
 ``pip install nvidia-cudnn-frontend nvidia-cudnn-cu12`` (or ``cu13``); without them, for what cuDNN has no engine for,
 and for arrays that begin where it takes none, `cuda_conv` computes. `reference` is the specification: same names, same
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..arrays import Array, array_namespace, dtype_name, is_half
-from . import cuda_conv, cuda_epilogue, cuda_times
+from . import cuda_conv, cuda_elementwise, cuda_epilogue, cuda_times
 from .reference import Pair
 
 _TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
@@ -65,7 +65,7 @@ def conv2d(x: Array, weight: Array, bias: Array | None, out: Array, stride: Pair
     elif bias is not None:
         cuda_epilogue.add_bias(out, bias, relu)
     elif relu:
-        array_namespace(out).maximum(out, 0, out=out)
+        cuda_elementwise.relu(out, out)
 
 
 def conv2d_gradients(

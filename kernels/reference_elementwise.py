@@ -11,5 +11,5 @@ def add(a: Array, b: Array, out: Array) -> None:
 
 
 def relu(x: Array, out: Array) -> None:
-    """``out = max(x, 0)``, in which a NaN stays."""
+    """``out = max(x, 0)``, in which a NaN stays; ``out`` may be ``x``."""
     array_namespace(x).maximum(x, 0, out=out)
