@@ -13,6 +13,11 @@ Report = dict[str, Any]
 """What `gpu` writes: ``sums``, by job, the ``size`` of arrays, and of the job that measures alone, as far as it came,
 ``models``, ``kernels``, ``device`` and ``machine``."""
 
+PARTS = frozenset({"sums", "size", "models", "kernels", "device", "machine"})
+"""Of a report from which `section` can be made."""
+
+_RATES = ("samples_s", "graphs_samples_s", "torch_samples_s", "torch_graphs_samples_s")
+
 
 def verdicts(report: Report) -> list[Verdict]:
     """S13."""
@@ -64,11 +69,7 @@ def section(report: Report) -> str:
     )
     jobs = [[each["name"], _share(each), each.get("told") or each["failed"]] for each in report["sums"]]
     models = [
-        [
-            f"{each['name']}, {each['dtype']}, batch {each['batch']}",
-            *(f"{each[key]:,.0f}" if key in each else "-" for key in _RATES),
-        ]
-        for each in report["models"]
+        [_title(each), *(f"{each[key]:,.0f}" if key in each else "-" for key in _RATES)] for each in report["models"]
     ]
     kernels = [[each["name"], f"{each['us']:.0f}", f"{each['gb_s']:.0f}", _share(each)] for each in report["kernels"]]
     tables = (
@@ -81,7 +82,8 @@ def section(report: Report) -> str:
     return "\n".join(["## A GPU\n", about, *tables])
 
 
-_RATES = ("samples_s", "graphs_samples_s", "torch_samples_s", "torch_graphs_samples_s")
+def _title(model: dict[str, Any]) -> str:
+    return f"{model['name']}, {model['dtype']}, batch {model['batch']}"
 
 
 def _share(row: dict[str, Any]) -> str:
@@ -90,6 +92,5 @@ def _share(row: dict[str, Any]) -> str:
 
 def line_of_model(model: dict[str, Any]) -> str:
     """A network's samples per second, and PyTorch's where those are known, as printed."""
-    name = f"{model['name']}, {model['dtype']}, batch {model['batch']}"
     ours, theirs = ([f"{model[key]:>9.0f}" for key in keys if key in model] for keys in (_RATES[:2], _RATES[2:]))
-    return f"{name:<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs)
+    return f"{_title(model):<36}{''.join(ours)}" + f"{'':>11}{''.join(theirs)}" * bool(theirs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from .torch_models import MODELS
+from .torch_models import MODELS, training_step
 
 _NAMES = {"lenet": "lenet", "resnet18_cifar": "resnet18"}
 """PyTorch's network by the name of ours."""
@@ -37,14 +38,7 @@ def steps(name: str, dtype: str, x: Any, labels: Any) -> dict[str, Callable[[], 
     net = MODELS[_NAMES[name]].net(torch.nn).to("cuda", getattr(torch, dtype))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
     images, classes = torch.from_numpy(x).to("cuda", getattr(torch, dtype)), torch.from_numpy(labels).cuda()
-
-    def step() -> Any:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(net(images), classes)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = partial(training_step(net, optimizer, [(images, classes)]), 0)
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):

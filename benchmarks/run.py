@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
-from . import program
+from . import gpu_report, program
 from .cluster import obstacle
 from .files import as_json, check_writable, write
 from .machine import describe
@@ -203,7 +203,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _report_of_gpu(file: str) -> dict[str, Any]:
     try:
         report: dict[str, Any] = json.loads(Path(file).read_text())
-        if report.get("benchmark") == "gpu" and report.keys() >= {"sums", "device", "models", "kernels"}:
+        if report.get("benchmark") == "gpu" and report.keys() >= gpu_report.PARTS:
             return report
         got = "other figures" if report.get("benchmark") != "gpu" else "one in which models and kernels failed"
     except (OSError, ValueError, AttributeError) as error:
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.gpu:
         results = {**earlier, "gpu": [_report_of_gpu(args.gpu)]}
     else:
-        kept = earlier if args.only else {kind: earlier[kind] for kind in ("gpu",) if kind in earlier}
+        kept = {kind: reports for kind, reports in earlier.items() if args.only or kind == "gpu"}
         results = Suite(args.ranks, args.largest, args.rounds, args.brief, args.mpich, only, kept).run()
     write(figures, as_json(results))
     text = render(results)

@@ -60,7 +60,7 @@ def batches_of(model: Model, batch: int, rank: int) -> list[tuple[Any, Any]]:
     return found
 
 
-def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm.World) -> Callable[[int], float]:
+def step_of(name: str, model: Model, batches: list[tuple[Any, Any]], world: comm.World) -> Callable[[int], Any]:
     """What trains candidate ``name`` on batch ``i`` and returns this rank's loss; every rank must make it."""
     torch: Any = importlib.import_module("torch")
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def measure(world: comm.World, key: str, batch: int, turns: int, seconds: float)
     batches = batches_of(model, batch, world.rank)
     names = [DDP, RANK, SHARD, ALONE] if world.size > 1 else [RANK, SHARD, ALONE]
     steps = {name: step_of(name, model, batches, world) for name in names}
-    losses = {name: np.array([steps[name](i) for i in range(_CHECKED_STEPS)]) for name in names}
+    losses = {name: np.array([float(steps[name](i)) for i in range(_CHECKED_STEPS)]) for name in names}
     first = losses[names[0]]
     difference = max(float(np.max(np.abs(losses[name] / first - 1))) for name in names if name != ALONE)
     apart = float(np.max(np.abs(losses[ALONE] / first - 1)))

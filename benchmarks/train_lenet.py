@@ -63,7 +63,7 @@ def step_of(net: nn.Module, trainer: Trainer, batches: list[Any]) -> Callable[[i
     return step
 
 
-def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool) -> Callable[[int], float]:
+def torch_step(batches: list[Any], initial: list[np.ndarray], distributed: bool) -> Callable[[int], Any]:
     """The same in PyTorch, from the parameters ``initial``; wrapped in DistributedDataParallel where asked for."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
@@ -109,7 +109,7 @@ def against_torch(world: comm.World, batch: int, turns: int, seconds: float) -> 
     difference = None
     if importlib.util.find_spec("torch") is not None:
         steps["torch"] = torch_step(batches, initial, distributed=False)
-        losses = np.array([[step(i) for i in range(5)] for step in steps.values()])
+        losses = np.array([[float(step(i)) for i in range(5)] for step in steps.values()])
         difference = float(np.max(np.abs(losses[0] / losses[1] - 1)))
     rates = turns_of(steps, batch, turns, seconds)
     return {

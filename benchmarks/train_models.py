@@ -86,7 +86,7 @@ PAIRS = {
 }
 
 
-def torch_step(pair: Pair, initial: list[np.ndarray], batches: list[Any]) -> Callable[[int], float]:
+def torch_step(pair: Pair, initial: list[np.ndarray], batches: list[Any]) -> Callable[[int], Any]:
     """The same in PyTorch, from the parameters ``initial``."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
@@ -116,7 +116,7 @@ def against_torch(world: comm.World, model: str, batch: int, turns: int, seconds
     difference = None
     if importlib.util.find_spec("torch") is not None:
         steps["torch"] = torch_step(pair, initial, batches)
-        losses = np.array([[step(i) for i in range(3)] for step in steps.values()])
+        losses = np.array([[float(step(i)) for i in range(3)] for step in steps.values()])
         difference = float(np.max(np.abs(losses[0] - losses[1])) / losses[1, 0])
     rates = turns_of(steps, batch, turns, seconds)
     return {
