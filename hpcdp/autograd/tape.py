@@ -6,7 +6,7 @@ operation comes after all that used its result; no recursion is needed, however 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +67,11 @@ class Gradient:
         self._home: Array = home
         self._private = adds
         self._given: Array = None
+
+    def begin(self, home: Array | None = None, adds: bool = False) -> None:
+        """Forget what was added; from now on it lies in ``home``, with what that holds if it ``adds``."""
+        self._home, self.value = home, home if adds else None
+        self._private, self._given = adds, None
 
     def empty(self) -> Array:
         """Where to write a whole contribution before `add`: a contiguous array of its shape and dtype.
@@ -185,15 +190,7 @@ def grad(
 def leaves_below(heads: Sequence[Tensor]) -> list[Tensor]:
     """The leaves from which ``heads``, results of recorded operations, were computed, in the order in which `backward`
     completes their gradients."""
-    walk = _Pass([(head, head.data) for head in heads], None)
-    found = []
-    for node in reversed(walk.nodes):
-        for each in node.inputs:
-            if each is not None and not isinstance(each, Node):
-                walk.uses[each] -= 1
-                if not walk.uses[each]:
-                    found.append(each)
-    return found
+    return [leaf for _, completed in Way([(head, head.data) for head in heads]).turns() for leaf in completed]
 
 
 def add_gradients(heads: Sequence[Tensor], head_grads: Sequence[Array], into: dict[Tensor, Gradient]) -> None:
@@ -249,16 +246,14 @@ def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
     return pairs
 
 
-class _Pass:
-    """One run through the tape; ``wanted`` are the nodes and leaves that `grad` asks for, None means backward."""
+class Way:
+    """What lies below the heads of ``pairs``, each a head and its gradient."""
 
-    def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:
-        self._wanted = None if wanted is None else set(wanted)
-        self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
-        self.gradients: dict[Any, Gradient] = {}
-        self._kept: dict[Any, Array] = {}
+    def __init__(self, pairs: list[tuple[Tensor, Array]]) -> None:
         self.uses: dict[Any, int] = {}
+        """How often each leaf is used."""
         self.nodes: list[Node] = []
+        """In the order in which they were recorded."""
         stack: list[Any] = [head.node or head for head, _ in pairs]
         seen = set()
         while stack:
@@ -277,6 +272,29 @@ class _Pass:
                 self.nodes.append(each)
                 stack.extend(source for source in each.inputs if source is not None)
         self.nodes.sort(key=lambda node: node.number)
+
+    def turns(self) -> Iterator[tuple[Node, list[Tensor]]]:
+        """The nodes in the order in which backward comes to them, and the leaves whose last use each of them is."""
+        left = dict(self.uses)
+        for node in reversed(self.nodes):
+            completed = []
+            for each in node.inputs:
+                if each is not None and not isinstance(each, Node):
+                    left[each] -= 1
+                    if not left[each]:
+                        completed.append(each)
+            yield node, completed
+
+
+class _Pass(Way):
+    """One run through the tape; ``wanted`` are the nodes and leaves that `grad` asks for, None means backward."""
+
+    def __init__(self, pairs: list[tuple[Tensor, Array]], wanted: list[Any] | None) -> None:
+        super().__init__(pairs)
+        self._wanted = None if wanted is None else set(wanted)
+        self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
+        self.gradients: dict[Any, Gradient] = {}
+        self._kept: dict[Any, Array] = {}
 
     def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
         for head, seed in pairs:
