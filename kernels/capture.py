@@ -41,17 +41,37 @@ def fill(place: Array, make: Callable[[], np.ndarray]) -> None:
         place[...] = _here.graph.brought(place, make)
 
 
+def numbers(make: Callable[[], tuple[float, ...]]) -> Array:
+    """What ``make()`` gives, in float64 on the current GPU, while a graph is captured: each launch makes it anew, and
+    brings it where it is other than before."""
+    assert _here.graph is not None
+    import cupy
+
+    brought: list[tuple[float, ...]] = []
+
+    def changed() -> np.ndarray | None:
+        made = make()
+        if brought == [made]:
+            return None
+        brought[:] = [made]
+        return np.array(made)
+
+    return _here.graph.brought(cupy.empty(len(make())), changed)
+
+
 class CudaGraph:
     """What a function has launched, to be launched again; see `Capturer.capture`."""
 
     def __init__(self, inputs: Any) -> None:
         self._inputs = inputs
-        self._brought: list[tuple[Array, Callable[[], np.ndarray]]] = []
+        self._brought: list[tuple[Array, Callable[[], np.ndarray | None]]] = []
         self.captured: Any = None
         """CuPy's."""
 
-    def brought(self, like: Array, make: Callable[[], np.ndarray]) -> Array:
-        """An array like ``like`` that each launch fills with ``make()``, in memory that nothing in the graph shares."""
+    def brought(self, like: Array, make: Callable[[], np.ndarray | None]) -> Array:
+        """An array like ``like`` that each launch fills with ``make()``, in memory that nothing in the graph shares.
+
+        None for what it holds already."""
         import cupy
 
         with cupy.cuda.using_allocator(self._inputs.malloc):
@@ -62,7 +82,9 @@ class CudaGraph:
     def launch(self) -> None:
         """Give it to the current stream; waits for nothing."""
         for place, make in self._brought:
-            place[...] = from_host(make(), place)
+            made = make()
+            if made is not None:
+                place[...] = from_host(made, place)
         self.captured.launch()
 
 

@@ -33,6 +33,9 @@ MAX_PARTS = 1056
 """Of what blocks sum or count each for itself, to be put together: so few that this is soon done, and on any GPU alike,
 since the order of additions must not depend on it."""
 
+NOWHERE = np.uintp(0)
+"""The address that a kernel is given for an array that there is not."""
+
 _FOLDER = Path(__file__).parent
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """What kernels of networks take."""
@@ -116,7 +119,8 @@ def launch(file: str, name: str, grid: int, *args: Array | np.generic | np.ndarr
     """Launch a kernel of ``kernels/<file>.cu`` on the current stream, with ``grid`` blocks; with 0, none.
 
     Args:
-        args: CuPy arrays, NumPy scalars of the size that the kernel expects, and structures as arrays of one element.
+        args: CuPy arrays or `NOWHERE`, NumPy scalars of the size that the kernel expects, and structures as arrays of
+            one element.
     """
     if grid:
         _kernel(file, name)((grid,), (THREADS,), args)

@@ -1,6 +1,7 @@
 """Fused optimizer updates for CuPy arrays, one pass over memory. Imports: cuda.
 
-`reference_update` is the specification: same names, same arguments, same bits.
+`reference_update` is the specification: same names, same arguments, same bits. Coefficients may also be an array of
+float64 on the GPU: for CUDA graphs, which freeze numbers that a kernel is given.
 """
 
 from __future__ import annotations
@@ -8,28 +9,35 @@ from __future__ import annotations
 from ..arrays import Array
 from . import cuda
 
+Coefficients = tuple[float, ...] | Array
 
-def sgd(param: Array, grad: Array, coefficients: tuple[float, float, float]) -> None:
+
+def sgd(param: Array, grad: Array, coefficients: Coefficients) -> None:
     """See `reference_update.sgd`."""
-    _launch("sgd", (param, grad), coefficients)
+    _launch("sgd", (param, grad), coefficients, 3)
 
 
-def sgd_momentum(param: Array, grad: Array, velocity: Array, coefficients: tuple[float, float, float, float]) -> None:
+def sgd_momentum(param: Array, grad: Array, velocity: Array, coefficients: Coefficients) -> None:
     """See `reference_update.sgd_momentum`."""
-    _launch("sgd_momentum", (param, grad, velocity), coefficients)
+    _launch("sgd_momentum", (param, grad, velocity), coefficients, 4)
 
 
-def sgd_nesterov(param: Array, grad: Array, velocity: Array, coefficients: tuple[float, float, float, float]) -> None:
+def sgd_nesterov(param: Array, grad: Array, velocity: Array, coefficients: Coefficients) -> None:
     """See `reference_update.sgd_nesterov`."""
-    _launch("sgd_nesterov", (param, grad, velocity), coefficients)
+    _launch("sgd_nesterov", (param, grad, velocity), coefficients, 4)
 
 
-def adam(param: Array, grad: Array, m: Array, v: Array, coefficients: tuple[float, ...]) -> None:
+def adam(param: Array, grad: Array, m: Array, v: Array, coefficients: Coefficients) -> None:
     """See `reference_update.adam`."""
-    _launch("adam", (param, grad, m, v), coefficients)
+    _launch("adam", (param, grad, m, v), coefficients, 9)
 
 
-def _launch(name: str, arrays: tuple[Array, ...], coefficients: tuple[float, ...]) -> None:
+def _launch(name: str, arrays: tuple[Array, ...], coefficients: Coefficients, count: int) -> None:
     param = arrays[0]
     of_type = cuda.type_name(name, ("float32", "float64"), param.size, *arrays)
-    cuda.launch_elementwise("update", f"{name}_{of_type}", arrays, *(param.dtype.type(each) for each in coefficients))
+    numbers, place = coefficients, cuda.NOWHERE
+    if not isinstance(coefficients, tuple):
+        cuda.check(name, ("float64",), count, coefficients)
+        numbers, place = (0.0,) * count, coefficients
+    scalars = (param.dtype.type(each) for each in numbers)
+    cuda.launch_elementwise("update", f"{name}_{of_type}", arrays, *scalars, place)

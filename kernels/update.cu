@@ -1,6 +1,12 @@
 // Fused optimizer updates, one pass over memory. reference_update.py is the specification: same bits.
+//
+// Coefficients are numbers, or, in a CUDA graph, which would freeze them, in memory: `from` if it is not null.
 #include "common.cuh"
 #include "sgd.cuh"
+
+template <class... T> __device__ inline void take(const double* from, T&... coefficients) {
+    if (from) ((coefficients = T(*from++)), ...);
+}
 
 template <class T>
 __device__ void adam(
@@ -28,23 +34,33 @@ __device__ void adam(
 }
 
 #define KERNELS(T, NAME)                                                                                               \
-    extern "C" __global__ void sgd_##NAME(T* param, const T* grad, Index count, T lr, T weight_decay, T scale) {       \
+    extern "C" __global__ void sgd_##NAME(                                                                             \
+        T* param, const T* grad, Index count, T lr, T weight_decay, T scale, const double* from                        \
+    ) {                                                                                                                \
+        take(from, lr, weight_decay, scale);                                                                           \
         sgd(param, grad, count, lr, weight_decay, scale);                                                              \
     }                                                                                                                  \
     extern "C" __global__ void sgd_momentum_##NAME(                                                                    \
-        T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum                   \
+        T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum,                  \
+        const double* from                                                                                             \
     ) {                                                                                                                \
+        take(from, lr, weight_decay, scale, momentum);                                                                 \
         momentum_sgd<false>(param, grad, velocity, count, lr, weight_decay, scale, momentum);                          \
     }                                                                                                                  \
     extern "C" __global__ void sgd_nesterov_##NAME(                                                                    \
-        T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum                   \
+        T* param, const T* grad, T* velocity, Index count, T lr, T weight_decay, T scale, T momentum,                  \
+        const double* from                                                                                             \
     ) {                                                                                                                \
+        take(from, lr, weight_decay, scale, momentum);                                                                 \
         momentum_sgd<true>(param, grad, velocity, count, lr, weight_decay, scale, momentum);                           \
     }                                                                                                                  \
     extern "C" __global__ void adam_##NAME(                                                                            \
         T* param, const T* grad, T* m, T* v, Index count, T step_size, T weight_decay, T scale, T shrink,              \
-        T one_minus_beta1, T beta2, T one_minus_beta2, T root_scale, T eps                                             \
+        T one_minus_beta1, T beta2, T one_minus_beta2, T root_scale, T eps, const double* from                         \
     ) {                                                                                                                \
+        take(                                                                                                          \
+            from, step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, root_scale, eps     \
+        );                                                                                                             \
         adam(                                                                                                          \
             param, grad, m, v, count, step_size, weight_decay, scale, shrink, one_minus_beta1, beta2, one_minus_beta2, \
             root_scale, eps                                                                                            \

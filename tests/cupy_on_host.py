@@ -83,6 +83,8 @@ def _as_passed(arg: Any, parameter: str) -> np.ndarray:
     """The bytes that a launch takes of an argument. CUDA does not look whether they are those that a kernel expects;
     here a pointer for a number, or a number of another size, is an error."""
     if "*" in parameter:
+        if isinstance(arg, np.uintp) and not arg:
+            return np.array([arg])
         assert type(arg).__module__ == "cupy", f"{parameter} is given {arg!r}"
         return np.array([arg._held.ctypes.data], np.uint64)
     if isinstance(arg, np.ndarray):

@@ -7,6 +7,7 @@ it has one, and checkpoints have them all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .. import kernels
@@ -17,6 +18,8 @@ from ..optim import Optimizer
 
 MASTER = "master"
 """Their name in the state."""
+Rule = Callable[[Array, Array, dict[str, Array]], None]
+"""An optimizer's update of a flat parameter by its gradient and state, with all that it depends on besides."""
 
 
 def init_state(optimizer: Optimizer, param: Array) -> dict[str, Array]:
@@ -27,13 +30,13 @@ def init_state(optimizer: Optimizer, param: Array) -> dict[str, Array]:
     return {MASTER: master, **optimizer.init_state(master)}
 
 
-def update(rule: Optimizer, param: Array, grad: Array, state: dict[str, Array], *, step: int, scale: float) -> None:
-    """`Optimizer.update` with the state of `init_state`; changes ``param`` and the arrays of ``state`` in place."""
+def update(rule: Rule, param: Array, grad: Array, state: dict[str, Array]) -> None:
+    """``rule`` with the state of `init_state`; changes ``param`` and the arrays of ``state`` in place."""
     if MASTER not in state:
-        rule.update(param, grad, state, step=step, scale=scale)
+        rule(param, grad, state)
         return
     follow(param, state[MASTER])
-    rule.update(state[MASTER], widened(grad), state, step=step, scale=scale)
+    rule(state[MASTER], widened(grad), state)
     round_to(param, state[MASTER])
 
 

@@ -18,6 +18,24 @@ from . import by_hand, master_weights, norms
 from .reducer import Bucket, Parameter, Reducer
 
 
+class Piece(NamedTuple):
+    """Columns of a bucket that are updated by one rule, in the same step of theirs."""
+
+    first: int
+    last: int
+    """One after the last."""
+    rule: Optimizer
+    passed_over: int
+    """In how many steps they were left out."""
+    layer: str = ""
+    """The parameter whose norms the rule needs; none where it goes by elements."""
+
+    def joins(self, following: Piece) -> bool:
+        alike = self.rule is following.rule and self.passed_over == following.passed_over
+        alike = alike and self.layer == following.layer
+        return alike and self.last == following.first
+
+
 class Owner(Protocol):
     """Who updates the parameters, and where those and the optimizer's state live."""
 
@@ -62,30 +80,21 @@ class Owner(Protocol):
         """Update from gradients that are summed already, over this rank's `span` at least; every rank must call."""
         ...
 
+    @property
+    def pieces(self) -> list[list[Piece]]:
+        """For every bucket the columns that this rank updates alike."""
+        ...
+
+    def update_piece(self, bucket: Bucket, piece: Piece, rule: master_weights.Rule) -> None:
+        """Update these columns by ``rule``, from gradients that are summed."""
+        ...
+
     def reduce_and_update(self, step: int, scale: float) -> None:
         """Both, with fewer passes over memory or beside the next forward where that is possible; every rank must call.
 
         Where updates run beside the next forward, whoever reads ``data`` of a parameter waits for its own.
         """
         ...
-
-
-class _Piece(NamedTuple):
-    """Columns of a bucket that are updated by one rule, in the same step of theirs."""
-
-    first: int
-    last: int
-    """One after the last."""
-    rule: Optimizer
-    passed_over: int
-    """In how many steps they were left out."""
-    layer: str = ""
-    """The parameter whose norms the rule needs; none where it goes by elements."""
-
-    def joins(self, following: _Piece) -> bool:
-        alike = self.rule is following.rule and self.passed_over == following.passed_over
-        alike = alike and self.layer == following.layer
-        return alike and self.last == following.first
 
 
 class _Flat:
@@ -168,11 +177,11 @@ class _Flat:
     def nbytes_parameters(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
-    def _divide(self, bucket: Bucket) -> list[_Piece]:
+    def _divide(self, bucket: Bucket) -> list[Piece]:
         """The columns of this rank's span that are updated alike."""
         first, last = self.span(bucket)
         ends = [*(slot.offset for slot in bucket.slots), bucket.mine.shape[0]]
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for slot in sorted((slot for slot in bucket.slots if slot.count), key=lambda slot: slot.offset):
             rule = None if slot.name in self._left_out else self._rules.get(slot.name, self.optimizer)
             begin = max(first, slot.offset)
@@ -180,7 +189,7 @@ class _Flat:
             if rule is None or end <= begin:
                 continue
             layer = slot.name if rule.by_layer and len(slot.shape) > 1 else ""
-            piece = _Piece(begin, end, rule, self.passed_over.get(slot.name, 0), layer)
+            piece = Piece(begin, end, rule, self.passed_over.get(slot.name, 0), layer)
             if pieces and pieces[-1].joins(piece):
                 piece = piece._replace(first=pieces.pop().first)
             pieces.append(piece)
@@ -203,10 +212,10 @@ class _Flat:
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
 
     def _divide_all(self) -> None:
-        self._pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
+        self.pieces = [self._divide(bucket) for bucket in self.reducer.buckets]
         self._views: dict[tuple[int, int, int], tuple[Array, Array, dict[str, Array]]] = {}
 
-    def _views_of(self, bucket: Bucket, piece: _Piece) -> tuple[Array, Array, dict[str, Array]]:
+    def _views_of(self, bucket: Bucket, piece: Piece) -> tuple[Array, Array, dict[str, Array]]:
         """Its parameters, gradients and state; kept, since CuPy takes as long for three views as for a launch."""
         key = bucket.number, piece.first, piece.last
         found = self._views.get(key)
@@ -217,20 +226,22 @@ class _Flat:
             found = self._views[key] = self.flats[bucket.number][columns], bucket.mine[columns], state
         return found
 
-    def _update_own(self, bucket: Bucket, pieces: Sequence[_Piece], step: int, scale: float) -> None:
+    def _update_own(self, bucket: Bucket, pieces: Sequence[Piece], step: int, scale: float) -> None:
         for each in pieces:
-            flat, gradient, state = self._views_of(bucket, each)
-            own = dict(state)  # which a rule of the user's may change
-            master_weights.update(each.rule, flat, gradient, own, step=step - each.passed_over, scale=scale)
+            self.update_piece(bucket, each, partial(each.rule.update, step=step - each.passed_over, scale=scale))
+
+    def update_piece(self, bucket: Bucket, piece: Piece, rule: master_weights.Rule) -> None:
+        flat, gradient, state = self._views_of(bucket, piece)
+        master_weights.update(rule, flat, gradient, dict(state))  # a copy, which a rule of the user's may change
 
     def _update_all(self, step: int, scale: float) -> None:
         if not self.optimizer.by_layer:
             for bucket in self.reducer.buckets:
-                self._update_own(bucket, self._pieces[bucket.number], step, scale)
+                self._update_own(bucket, self.pieces[bucket.number], step, scale)
             return
         found = self._layers.squares(self.span)
         for bucket in self.reducer.buckets:
-            for piece in self._pieces[bucket.number]:
+            for piece in self.pieces[bucket.number]:
                 rule, scale_of = piece.rule.of_layer(step - piece.passed_over, scale, found.get(piece.layer))
                 self._update_own(bucket, [piece._replace(rule=rule)], step, scale_of)
 
@@ -239,7 +250,7 @@ class _Flat:
         beside = self.reducer.beside
         assert beside is not None
         for bucket in reversed(self.reducer.buckets):
-            pieces = [each._replace(rule=copy.copy(each.rule)) for each in self._pieces[bucket.number]]
+            pieces = [each._replace(rule=copy.copy(each.rule)) for each in self.pieces[bucket.number]]
             beside.update_later(bucket, partial(self._update_own, bucket, pieces, step, scale))
 
 
@@ -317,7 +328,7 @@ class ShardOwner(_Flat):
     def _sum_and_update(self, step: int, scale: float) -> None:
         reducer, fused = self.reducer, kernels.load("reduce_update")
         for bucket in reducer.buckets:
-            pieces = self._pieces[bucket.number]
+            pieces = self.pieces[bucket.number]
             kernels_of = [
                 each.rule.kernel(step - each.passed_over, scale) if each.rule.update_is_its_kernel else ("", ())
                 for each in pieces

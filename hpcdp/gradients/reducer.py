@@ -133,9 +133,10 @@ class Reducer:
         if virtual_shards is not None:
             self.virtual_shards = VirtualShards(virtual_shards, world, self.memory, self.buckets, self.rail)
         self.params = {param.name: param for param in params}
+        self._hooks: dict[int, Callable[[Parameter], None]] = {}
         for param, slot in zip(params, layout.slots, strict=True):
             param.grad = self.buckets[slot.bucket].view(slot)
-            param.grad_hook = partial(self._written, slot.name)
+            param.grad_hook = self._hooks[id(param)] = partial(self._written, slot.name)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Makes a context for what waits for other ranks; on a GPU its stream does."""
         self.holds_sums = False
@@ -195,6 +196,10 @@ class Reducer:
         if bucket.state is State.READY and self.overlap and not self._another_follows:
             bucket.ready_ns = time.perf_counter_ns()
             self._launch(bucket)
+
+    def takes(self, param: Parameter) -> bool:
+        """Whether it alone is told when the gradient of ``param`` is written."""
+        return param.grad_hook is not None and param.grad_hook is self._hooks.get(id(param))
 
     @property
     def _another_follows(self) -> bool:

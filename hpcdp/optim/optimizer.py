@@ -129,8 +129,7 @@ class Optimizer(Configurable, abc.ABC):
             raise ConfigError(operation, where="step", expected="an integer >= 1", got=step)
         name, coefficients = self.kernel(step, scale)
         if not is_host(param):
-            require_alike(operation, arrays)
-            getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients)
+            self.launch(param, grad, state, name, coefficients)
             return
         if any(x.shape != param.shape for x in arrays):
             require_alike(operation, arrays)
@@ -139,6 +138,18 @@ class Optimizer(Configurable, abc.ABC):
         except TypeError:  # Numba has no version for these types; checking them first would cost 10 us a call
             require_alike(operation, arrays)
             raise
+
+    def launch(
+        self, param: Array, grad: Array, state: dict[str, Array], name: str, coefficients: tuple[float, ...] | Array
+    ) -> None:
+        """`update` on a device, by what `kernel` has said; the coefficients may lie there, too, in float64.
+
+        Raises:
+            UnsupportedError, ArrayMixError: as `update`.
+        """
+        arrays = (param, grad, *(state[each] for each in self.state_names()))
+        require_alike(f"{self.name}.update", arrays)
+        getattr(kernels.kernels_for("update", param, reference_update), name)(*arrays, coefficients)
 
 
 def require_alike(operation: str, arrays: tuple[Array, ...]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdp.kernels import cuda_update, reference_update
-from hpcdp.kernels.capture import Capturer, fill
+from hpcdp.kernels.capture import Capturer, fill, numbers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 
@@ -59,6 +59,25 @@ def test_what_is_brought_is_made_by_each_launch(counted_graphs):
         np.testing.assert_array_equal(out.to_host(), wanted)
     fill(out, lambda: np.full(3, 7, np.float32))
     np.testing.assert_array_equal(out.to_host(), 7)
+
+
+def test_numbers_are_brought_where_they_have_changed(counted_graphs, monkeypatch):
+    x, rate, brought = ones(), [0.5], []
+    monkeypatch.setattr("hpcdp.kernels.capture.from_host", lambda made, place: brought.append(made) or ones_like(made))
+
+    def ones_like(made):
+        import cupy
+
+        return cupy.asarray(made)
+
+    gradient = ones()
+    cuda_update.sgd(x, gradient, (0.0, 0.0, 0.0))
+    graph = Capturer().capture(lambda: cuda_update.sgd(x, gradient, numbers(lambda: (rate[0], 0.0, 1.0))))
+    for wanted, new in ((0.5, 0.5), (0.0, 0.25), (-0.25, 0.25), (-0.5, 0.5)):
+        graph.launch()
+        np.testing.assert_array_equal(x.to_host(), wanted)
+        rate[0] = new
+    assert [each.tolist() for each in brought] == [[0.5, 0.0, 1.0], [0.25, 0.0, 1.0]]
 
 
 def test_memory_is_used_again_in_a_graph_and_by_nobody_else(counted_graphs):

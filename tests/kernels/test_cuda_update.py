@@ -5,6 +5,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from hpcdp.errors import UnsupportedError
 from hpcdp.kernels import cuda_update, reference_update
 
 RULES = {
@@ -45,6 +46,21 @@ def test_same_bits_as_the_reference(rule: str, dtype: type, shifted: int | None,
             surrounded = np.full(size + 8, 7, dtype)
             surrounded[starts[k] : starts[k] + size] = expected
             np.testing.assert_array_equal(whole.to_host(), surrounded, err_msg=f"array {k} of {size}")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rule", RULES)
+def test_coefficients_may_lie_on_the_gpu(rule: str, dtype: type, cupy: ModuleType) -> None:
+    plain = given(rule, dtype, 67)[: 2 + RULES[rule][0]]
+    arrays = [cupy.asarray(np.nan_to_num(x)) for x in plain]
+    others = [cupy.asarray(np.nan_to_num(x)) for x in plain]
+    getattr(cuda_update, rule)(*arrays, RULES[rule][1])
+    getattr(cuda_update, rule)(*others, cupy.asarray(np.array(RULES[rule][1])))
+    for one, other in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(one.to_host(), other.to_host())
+    for wrong in (np.ones(2), np.array(RULES[rule][1], np.float32)):
+        with pytest.raises(UnsupportedError, match="float64"):
+            getattr(cuda_update, rule)(*arrays, cupy.asarray(wrong))
 
 
 def test_more_elements_than_threads(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
