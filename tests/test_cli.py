@@ -263,7 +263,7 @@ def test_a_closed_output_is_written_nowhere(arguments: list[str], closed: str) -
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]])
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"], ["--help"], ["train", "-h"], ["--version"]])
 def test_a_full_output_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

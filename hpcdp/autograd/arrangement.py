@@ -135,7 +135,7 @@ def _normalized(operation: str, axes: Any, ndim: int) -> tuple[int, ...]:
     """Axes from 0 on; `UnsupportedError` for one that is not there, or twice."""
     try:
         return normalize_axis_tuple(axes, ndim)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         expected = f"axes from {-ndim} to {ndim - 1}, each once"
         raise UnsupportedError(operation, where="axes", expected=expected, got=axes) from error
 

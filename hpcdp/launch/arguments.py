@@ -35,6 +35,9 @@ class Parser(argparse.ArgumentParser):
             remedy = f"one that begins with - is given as {lacks[1]}=-...; {remedy}"
         raise ConfigError(f"{about}: {message}" if about else message, remedy=remedy)
 
+    def _print_message(self, message: str, file: Any = None) -> None:  # argparse would pass over a full disk
+        print(message, end="", file=file or sys.stderr, flush=True)
+
 
 class _Defaults(argparse.HelpFormatter):
     """Shows the default of each option that has one, unless its help does."""

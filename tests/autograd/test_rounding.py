@@ -189,7 +189,7 @@ def test_axes_that_are_not_there():
     a = Tensor(np.zeros((2, 3)))
     for call in (
         lambda: stack([a, a], axis=3), lambda: stack([a, a], axis=-4), lambda: a.transpose(5, 2),
-        lambda: a.transpose(0, 0), lambda: a.transpose(0, 1, 3),
+        lambda: a.transpose(0, 0), lambda: a.transpose(0, 1, 3), lambda: a.transpose("a"), lambda: a.transpose(0.5, 1),
     ):  # fmt: skip
         with pytest.raises(UnsupportedError, match=r"(stack|transpose) \[axes\]: expected axes from -\d to "):
             call()
