@@ -59,7 +59,7 @@ test-cluster: $(VENV)/installed-dev  ## run the tests on several hosts made here
 	@HPCDP_TEST_CLUSTER=1 $(BIN)/python -m pytest -q -p no:cacheprovider -rs tests/cluster $(ARGS)
 
 ON_GPUS := $(wildcard tests/kernels/test_cuda*.py) tests/kernels/test_capture.py tests/kernels/test_cublas.py \
-	tests/kernels/test_cupy_names.py tests/nn/test_cuda_plan.py tests/gpu
+	tests/kernels/test_cupy_names.py tests/nn/test_cuda_plan.py tests/train/test_train_step_gpu.py tests/gpu
 
 test-gpu:  ## run the tests of CUDA kernels, graphs, and sums over ranks on an NVIDIA GPU
 	@if ! nvidia-smi -L 2>/dev/null; then echo "skipped: no NVIDIA GPU, or no driver (nvidia-smi -L)"; \

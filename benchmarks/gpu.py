@@ -1,7 +1,7 @@
 """A GPU: sums of gradients by ranks that share it, CUDA kernels against the rate of its own copy, and LeNet and
 ResNet-18 in samples per second.
 
-Those two are trained without CUDA graphs and with them (`Module.hybridize`).
+Those two are trained without CUDA graphs and by one a step (`TrainStep.hybridize`).
 
 ``python -m hpcdp.benchmarks.gpu`` needs CuPy and an NVIDIA GPU, says so and ends where they are not, and is over within
 ten minutes. A kernel's rate is that of the bytes which it must move at least, those of every array read and of every

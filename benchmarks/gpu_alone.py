@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import autograd, comm, nn, optim
+from .. import comm, nn, optim
 from ..arrays import Array, to_host
-from ..autograd import Tensor
 from ..comm import gpus
 from ..launch.arguments import Parser, at_least
+from ..train import TrainStep
 from ..train.trainer import Trainer
 from . import gpu_torch, program
 from .files import check_writable, write_json
@@ -82,39 +82,19 @@ def measure_kernel(case: Case, asarray: Callable[[np.ndarray], Array], wrong: in
     }  # fmt: skip
 
 
-class _WithLoss(nn.Module):
-    """What takes images and labels and returns each one's loss, and the mean: hybridized, two CUDA graphs are all of a
-    step but the update."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.net = net
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        losses = nn.functional.softmax_cross_entropy(self.net(x), labels)
-        return losses, losses.mean()
-
-
 def _graphs_step_of(net: nn.Module, trainer: Trainer, x: Array, labels: Array) -> Callable[[int], Array]:
-    """`step_of` by CUDA graphs."""
-    whole = _WithLoss(net)
+    """A step by one CUDA graph, which returns each image's loss."""
+    whole = TrainStep(net, trainer)
     whole.hybridize()
-
-    def step(_: int) -> Array:
-        with autograd.record():
-            losses, mean = whole(x, labels)
-        losses.backward()
-        trainer.step(len(labels))
-        return mean.data
-
-    return step
+    return lambda _: whole(x, labels)[0].data
 
 
 def measure_model(
     name: str, dtype: str, batch: int, asarray: Callable[[np.ndarray], Array], world: comm.World
 ) -> dict[str, Any]:
     """Forward, backward and update on one batch: ``name``, ``dtype``, ``batch``, ``samples_s``, ``loss`` of the last
-    step, and ``graphs_samples_s``, where forward and backward, with the loss, are CUDA graphs. Where PyTorch is,
-    ``torch_samples_s`` and ``torch_graphs_samples_s``, of steps each of which is one CUDA graph."""
+    step, and ``graphs_samples_s``, where each step is one CUDA graph. Where PyTorch is, ``torch_samples_s`` and
+    ``torch_graphs_samples_s``, the same of its steps."""
     rng = np.random.default_rng(0)
     shape = _MODELS[name]
     given = rng.standard_normal((batch, *shape), np.float32), rng.integers(0, 10, batch)
@@ -126,7 +106,7 @@ def measure_model(
         by_graphs = key == "graphs_samples_s"
         step = _graphs_step_of(net, trainer, x, labels) if by_graphs else step_of(net, trainer, [(x, labels)])
         found[key] = batch / seconds(partial(step, 0), marker)
-        found["loss"] = float(step(0))
+        found["loss"] = float(step(0).mean())
     if gpu_torch.is_there():
         for key, peer in gpu_torch.steps(name, dtype, *given).items():
             found[f"{key}_samples_s"] = batch / seconds(peer, marker)

@@ -4,14 +4,13 @@
 are its experiment. The limit is what its three products take with all arrays at hand: by ``numpy.matmul`` with ``out``,
 as anybody would call BLAS, and by the bound method ``dot``, which has the least overhead. Beside them is thin NumPy,
 with biases and activations. Then recorded calls with their backward, other networks, and chains of three to six
-elementwise operators on 1 KB to 10 MB. What comes out must be the same bits as without a plan.
+elementwise operators on 1 KB to 10 MB; and whole steps of training (`whole_steps`). What comes out must be the same
+bits as without a plan.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,12 @@ import numpy as np
 from .. import autograd, comm, nn
 from ..launch.arguments import Parser, at_least
 from ..nn.tokens import gelu
-from . import program
+from . import program, whole_steps
+from .calls import turn_by_turn
 from .files import check_writable, write_json
 from .kernels import torch_or_reason
 from .machine import describe, pin_to_own_core
-from .measure import Schedule, alternate, median_ratio, turn_medians
+from .measure import median_ratio
 
 _WIDTHS = (512, 256, 128, 2)
 _DOCUMENTS_S = (0.5037, 0.1873)
@@ -54,28 +54,6 @@ _CHAIN_SIZES = (256, 25_600, 2_560_000)
 
 Case = tuple[str, Callable[[], nn.Module], tuple[int, ...], bool]
 """Name, network, shape of the input, and whether the call is recorded and its backward follows."""
-
-
-@dataclass
-class Calls:
-    """Something that is called ``number`` times a timing, which is told for one call."""
-
-    name: str
-    call: Callable[[], Any]
-    number: int
-
-    def refresh(self, iteration: int) -> None:
-        self.call()
-
-    def timed(self) -> int:
-        call = self.call
-        begin = time.perf_counter_ns()
-        for _ in range(self.number):
-            call()
-        return (time.perf_counter_ns() - begin) // self.number
-
-    def wrong(self, iteration: int) -> int:
-        return 0
 
 
 def recorded(net: nn.Module, x: np.ndarray) -> Any:
@@ -183,18 +161,19 @@ def measure(case: Case, turns: int, torch: Any) -> dict[str, Any]:
         calls[key] = partial(recorded, net, x) if records else partial(net, x)
     if torch and is_document:
         calls[TORCH] = _torch_mlp(torch, plain, x, records)
-    begin = time.perf_counter()
-    calls[EAGER]()
-    number = max(1, min(50, int(2e-3 / (time.perf_counter() - begin))))
-    candidates = [Calls(key, call, number) for key, call in calls.items()]
-    series = alternate(candidates, lambda: None, Schedule(turns, 5, 3), validate=False)
-    taken = {key: turn_medians([each]) for key, each in series.items()}
+    taken = turn_by_turn(calls, turns, EAGER)
     return {
         "network": name, "batch": shape[0], "backward": records, "wrong": differ,
         "median_us": {key: float(np.median(us)) for key, us in taken.items()},
         "ratio": {key: median_ratio(us, taken[REPLAY]) for key, us in taken.items()},
         "eager_over_torch": median_ratio(taken[EAGER], taken[TORCH]) if TORCH in taken else None,
     }  # fmt: skip
+
+
+def _show(row: dict[str, Any], what: str) -> None:
+    print(f"{row['network']}, batch {row['batch']}{what}" + (f"  WRONG: {row['wrong']}" if row["wrong"] else ""))
+    for key, us in row["median_us"].items():
+        print(f"  {key:<18}{us:>10.1f}{row['ratio'][key]:>8.2f}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -208,19 +187,19 @@ def main(argv: list[str] | None = None) -> int:
     core = pin_to_own_core(world)
     torch, reason = torch_or_reason()
     print(f"# hybridize() on core {core}: microseconds a call, and the time of each over a replay's")
-    rows = []
+    rows, steps = [], []
     for case in cases(args.brief):
-        row = measure(case, args.turns, torch)
-        rows.append(row)
-        print(f"{row['network']}, batch {row['batch']}{', with backward' * row['backward']}"
-              + (f"  WRONG: {row['wrong']}" if row["wrong"] else ""))  # fmt: skip
-        for key, us in row["median_us"].items():
-            print(f"  {key:<18}{us:>10.1f}{row['ratio'][key]:>8.2f}", flush=True)
+        rows.append(measure(case, args.turns, torch))
+        _show(rows[-1], ", with backward" * rows[-1]["backward"])
+    for step in whole_steps.CASES[: 1 if args.brief else None]:
+        steps.append(whole_steps.measure(step, args.turns, torch is not None, world))
+        _show(steps[-1], ", a step of training")
     eager, replay = (rows[0]["median_us"][key] / 1e3 for key in (EAGER, REPLAY))
     print(f"# 1000 calls of the document's network: {eager:.4f} s without a plan, {replay:.4f} s by it, "
           f"{eager / replay:.1f}x; the document: {_DOCUMENTS_S[0]} s, {_DOCUMENTS_S[1]} s, 2.7x")  # fmt: skip
-    write_json(args.json, world, {"benchmark": "hybrid", "machine": describe(world), "skipped": reason, "rows": rows})
-    return 1 if any(row["wrong"] for row in rows) else 0
+    write_json(args.json, world, {"benchmark": "hybrid", "machine": describe(world), "skipped": reason,
+                                 "rows": rows, "steps": steps})  # fmt: skip
+    return 1 if any(row["wrong"] for row in rows + steps) else 0
 
 
 if __name__ == "__main__":

@@ -111,16 +111,28 @@ def _torch_table(places: list[dict[str, Any]]) -> str:
 
 def _hybrid_table(rows: list[dict[str, Any]]) -> str:
     """Every network: the time of a call by each candidate."""
-    names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
     text = "## Calls with and without a plan, on one core\n\nMicroseconds a call.\n\n"
+    return text + _microseconds(rows, [", with backward" * row["backward"] for row in rows])
+
+
+def _steps_table(rows: list[dict[str, Any]]) -> str:
+    """Every network: the time of a step by each candidate."""
+    text = (
+        "## Steps of training with and without a plan, on one core\n\nMicroseconds a step: forward, backward, update."
+    )
+    return f"{text}\n\n{_microseconds(rows, [''] * len(rows))}"
+
+
+def _microseconds(rows: list[dict[str, Any]], what: list[str]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row["median_us"]))
     lines = [
         [
-            f"{row['network']}, batch {row['batch']}" + ", with backward" * row["backward"],
+            f"{row['network']}, batch {row['batch']}{more}",
             *(f"{row['median_us'][name]:.1f}" if name in row["median_us"] else "-" for name in names),
         ]
-        for row in rows
+        for row, more in zip(rows, what, strict=True)
     ]
-    return text + table(["", *names], lines)
+    return table(["", *names], lines)
 
 
 def _convolution_table(results: dict[str, Any]) -> str:
@@ -254,6 +266,9 @@ def render(results: dict[str, Any]) -> str:
         parts.append(_convolution_table(results))
     if results.get("hybrid"):
         parts.append(_hybrid_table(hybrid_rows(results)))
+        steps = [row for report in results["hybrid"] for row in report.get("steps", [])]
+        if steps:
+            parts.append(_steps_table(steps))
     if results.get("kvstore"):
         about = "In place both overwrite the array that is summed; `dist_sync` keeps the sum, too.\n\n"
         parts.append("## Key-value store\n\n" + about + _medians(results["kvstore"]))

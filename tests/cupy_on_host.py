@@ -173,5 +173,6 @@ def _install() -> ModuleType:
     del module.Array.__array_namespace__  # type: ignore[attr-defined]  # CuPy's arrays do not name theirs
     module.RawModule = RawModule  # type: ignore[attr-defined]
     module.Array.device = OnlyDevice()  # type: ignore[attr-defined]
+    module.Array.set = lambda x, host: x.__setitem__(..., module.asarray(host))  # type: ignore[attr-defined]
     module.Array.data = property(lambda x: SimpleNamespace(ptr=x._held.ctypes.data))  # type: ignore[attr-defined]
     return module

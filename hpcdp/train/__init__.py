@@ -4,7 +4,8 @@ Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, da
 archive, state, kernels, streams, devices, holders, replacing, arrays, launched,
 errors.
 
-`trainer` makes one update of the gradients of all ranks, `fit` is the loop around it, `run` what ``hpcdp train`` does;
+`trainer` makes one update of the gradients of all ranks, `TrainStep` a step with forward and backward, `fit` is the
+loop around it, `run` what ``hpcdp train`` does;
 `traced` writes down who did what when, `SyncBatchNorm` normalises by the batches of all ranks.
 """
 
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .sync_batch_norm import SyncBatchNorm
     from .tracing import traced
+    from .train_step import TrainStep
 
-__all__ = ["SyncBatchNorm", "traced"]
+__all__ = ["SyncBatchNorm", "TrainStep", "traced"]
 
-_HOMES = {"SyncBatchNorm": "sync_batch_norm", "traced": "tracing"}
+_HOMES = {"SyncBatchNorm": "sync_batch_norm", "TrainStep": "train_step", "traced": "tracing"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from . import trainer_states
 from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
 from .communication_stats import CommunicationStats
 from .gpu_times import EXPOSED, GpuTimes
+from .graph_update import GraphUpdate, graph_update
 from .loss_scale import DYNAMIC, DynamicLossScale, first_scale, skipping
 from .parts import require_whole, share_over_parts
 from .policy import Policy, Unwritten, checked_policy, stale_anywhere
@@ -170,6 +171,10 @@ class BucketTrainer(Trainer):
 
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
+        return self.step_by(self.owner.reduce_and_update, count)
+
+    def step_by(self, update: Callable[[int, float], None], count: int) -> int:
+        """`step` with another ``update``, for this one's step and by this scale, where nobody looks at sums."""
         count = checked_count("step", count)
         self._settle("step")
         if not self._syncing:
@@ -186,7 +191,7 @@ class BucketTrainer(Trainer):
         try:
             if total and not self._looks_at_sums:
                 self.step_count += 1
-                self.owner.reduce_and_update(self.step_count, 1.0 / (total * self.loss_scale))
+                update(self.step_count, 1.0 / (total * self.loss_scale))
             else:
                 self._reduce()
                 self._update(total)
@@ -196,6 +201,19 @@ class BucketTrainer(Trainer):
             self._begin_step()
         self._account(began_ns)
         return total
+
+    @property
+    def accumulation(self) -> tuple[bool, bool]:  # type: ignore[override]
+        return self.reducer.arrivals.accumulating, not self._syncing
+
+    def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
+        """See `Trainer.graph_update`."""
+        return graph_update(self, leaves)
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether `step` updates without a look at the sums, and not only counts."""
+        return self._syncing and not self._looks_at_sums and self._reproducible is None
 
     def _next_virtual_shard(self, count: int) -> int:
         assert self._reproducible is not None

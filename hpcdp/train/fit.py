@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor, record
+from ..autograd import Tensor
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..data import DataLoader, SharedSampler
 from ..errors import ConfigError
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
-from ..nn.losses import require_per_sample
+from ..nn.hybrid.training import Phases
 from ..trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
@@ -26,6 +26,7 @@ from .meter import Meter
 from .metrics import Record
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
 from .store_trainer import StoreTrainer
+from .train_step import TrainStep
 from .trainer import Trainer
 
 _EXCHANGE_EVERY = 10
@@ -43,6 +44,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     checkpoints: Checkpoints | None = None,
     world: World | None = None,
+    hybridize: bool = False,
 ) -> list[Record]:
     """Train a network; every rank must call, with a loader of its own part of the data.
 
@@ -64,6 +66,7 @@ def fit(
         callbacks: may differ between ranks, see `Callback`.
         checkpoints: when to save, whether to go on from a checkpoint, and who may ask for an early end; its `stopped`
             says then whether there was one. None: nothing is saved.
+        hybridize: replay each step as one plan, see `TrainStep.hybridize`.
 
     Returns:
         One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md and
@@ -90,7 +93,7 @@ def fit(
     require_same(world.comm, "fit", same, "call fit alike on all ranks")
     check_parts(loader, world)
     check_callbacks(callbacks, evaluate is not None)
-    loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints)
+    loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints, hybridize)
     position = loop.begin()
     steps = loop.steps()
     if epochs and steps == 0:
@@ -125,9 +128,13 @@ class _Loop:
     callbacks: Sequence[Callback]
     world: World
     checkpoints: Checkpoints | None
+    hybridize: bool
 
     def __post_init__(self) -> None:
         self.meter, self.report = Meter(self.trainer, self.world), StepReport(self.trainer, self.world)
+        phases = Phases(*(self.report.phase[name] for name in (FORWARD, BACKWARD, STEP)))
+        self._step = TrainStep(self.net, self.trainer, self.loss, phases)
+        self._step.hybridize(self.hybridize)
         self._all_compute = any(part.needs_all_ranks for part in self.net.modules())
         self._trace: Trace | None = self.world.kept.get(Trace)
         self._exchanging = Phase("metrics", self._trace)
@@ -261,12 +268,5 @@ class _Loop:
                 self.trainer.step(0)
             return
         x, y = batch
-        with phase[FORWARD], record():
-            output = self.net(x)
-            losses = self.loss(output, y)
-        require_per_sample("fit", losses, len(y))
-        with phase[BACKWARD]:
-            losses.backward(self.trainer.loss_scale)
-        with phase[STEP]:
-            self.trainer.step(len(y))
+        losses, output = self._step(x, y)
         self.meter.add(shard, losses.data, output.data, y)

@@ -29,6 +29,7 @@ from .trainer_checks import no_parameters
 if TYPE_CHECKING:
     from ..kvstore import KVStore
     from .gpu_times import GpuTimes
+    from .graph_update import GraphUpdate
 
 
 class Trainer:
@@ -94,6 +95,8 @@ class Trainer:
     compression: Compression | None
     step_count: int = 0
     """Updates made so far."""
+    accumulation: tuple[bool, bool] = (False, False)
+    """Whether backward adds to gradients, and whether `step` only counts, as within `no_sync`."""
     num_nonfinite: int = 0
     """Steps whose summed gradients held a NaN or an infinity, as far as the policy looks."""
     loss_scale: float = 1.0
@@ -211,6 +214,14 @@ class Trainer:
             The global count; 0 when no rank had samples, and then nothing is updated.
         """
         raise NotImplementedError
+
+    def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
+        """What `TrainStep` has a CUDA graph do after backward; None where the update must be `step`'s.
+
+        Args:
+            leaves: the parameters to which backward goes.
+        """
+        return None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it `step` only counts: backward adds to the gradients, and the next step outside takes them all.

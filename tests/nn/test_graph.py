@@ -182,7 +182,7 @@ def test_memory_is_used_again_when_its_last_reader_is_done():
     plan, kept = Plan(graph, [x], False), Plan(graph, [x], True)
     assert plan.nbytes == 2 * x.data.nbytes  # the input's copy, and a result that is written over and over
     assert kept.nbytes == 21 * x.data.nbytes
-    np.testing.assert_array_equal(plan.returned([x]).data, kept.returned([x]).data)
+    np.testing.assert_array_equal(plan.first([x]).data, kept.first([x]).data)
     pools = nn.Sequential(*[nn.AvgPool2D(3, 1, 1) for _ in range(20)])
     x = autograd.Tensor(zeros(2, 3, 20, 20))
     assert Plan(graph_of(pools, x), [x], False).nbytes == 3 * x.data.nbytes  # what is read is not written over

@@ -281,7 +281,8 @@ PER_SAMPLE = nn.functional.softmax_cross_entropy
 )
 def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count, loss, got):
     got = got.replace("{count}", str(count)).replace("{flat}", str(3 * count))
-    with pytest.raises(ConfigError, match=rf"^fit \[loss\]: expected one a sample, shape \({count},\), got {got}"):
+    expected = rf"^train step \[loss\]: expected one a sample, shape \({count},\), got {got}"
+    with pytest.raises(ConfigError, match=expected):
         threads.run(ranks, lambda world: fitted(world, loss, [list(range(count))]))
 
 
@@ -294,7 +295,7 @@ def test_a_loss_that_is_not_per_sample_is_refused_before_it_trains(ranks, count,
     ],
 )
 def test_a_loss_that_is_no_tensor_is_refused(loss, got):
-    with pytest.raises(ConfigError, match=rf"^fit \[loss\]: expected a Tensor, got {got}; return what "):
+    with pytest.raises(ConfigError, match=rf"^train step \[loss\]: expected a Tensor, got {got}; return what "):
         threads.run(2, lambda world: fitted(world, loss, [[0, 1]]))
 
 

@@ -33,7 +33,7 @@ _BACKWARDS_KEPT = 8
 
 
 class CudaPlan:
-    """Computes ``graph`` for inputs of its shapes on the current GPU; making it computes it once, for ``given``.
+    """Computes ``graph`` for inputs of the shapes of ``given`` on the current GPU.
 
     Inputs on the host stay there, and what operators bring from them to the GPU is brought by each launch.
 
@@ -50,16 +50,19 @@ class CudaPlan:
         self._keeps = keeps
         self._token = object()
         self._held = HeldArrays(graph)
-        self._frozen = self._without_gradients()
+        self._frozen = self._held.without_gradients()
         self._capturer = Capturer()
         self._places = [Tensor(array_namespace(each.data).empty(each.shape, dtype=each.dtype)) for each in given]
         for place, each in zip(self._places, given, strict=True):
             place.grad_req = "null" if not keeps or source_of(each) is None else "write"
         self._results: dict[Source, Tensor] = {}
         self._held.wait_for_updates()
-        self._forward = self._capturer.capture(self._run)
-        self._backward = _Backward(self._capturer, list(self._results.values()), self._places) if keeps else None
-        self._compute(given)
+        self._graph = self._capturer.capture(self._run)
+        self._backward = self._way_back() if keeps else None
+
+    def _way_back(self) -> _Backward | None:
+        """What backward does with the tape of the capture."""
+        return _Backward(self._capturer, list(self._results.values()), self._places)
 
     @property
     def nbytes(self) -> int:
@@ -72,32 +75,33 @@ class CudaPlan:
 
     def fits(self) -> bool:
         """Whether the network's tensors still have the arrays that the plan reads, and gradients where they had."""
-        return self._held.still_hold() and (not self._keeps or self._without_gradients() == self._frozen)
+        return self._held.still_hold() and (not self._keeps or self._held.without_gradients() == self._frozen)
 
     def shortcut(self) -> Shortcut | None:
         """There is none: choosing a plan takes little beside launching it."""
         return None
 
+    def first(self, given: Sequence[Tensor]) -> Any:
+        """What the network returns for ``given``, for which the plan was made."""
+        return self.replay(given)
+
     def replay(self, given: Sequence[Tensor]) -> Any:
         """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
         self._held.wait_for_updates()
-        self._compute(given)
-        return self.returned(given)
+        for place, each in zip(self._places, given, strict=True):
+            place.data[...] = each.data
+        self._launch()
+        return self._returned(given)
 
-    def returned(self, given: Sequence[Tensor]) -> Any:
+    def _launch(self) -> None:
+        self._graph.launch()
+
+    def _returned(self, given: Sequence[Tensor]) -> Any:
         """The outputs of the last run, which nobody overwrites, on the tape if this thread records."""
         found = {source: Tensor(copied(x.data, array_namespace(x.data))) for source, x in self._results.items()}
         if self._backward is not None:
             self._backward.splice(list(found.values()), given, self._token)
         return self.graph.returned_with(found, given)
-
-    def _compute(self, given: Sequence[Tensor]) -> None:
-        for place, each in zip(self._places, given, strict=True):
-            place.data[...] = each.data
-        self._forward.launch()
-
-    def _without_gradients(self) -> list[bool]:
-        return [getattr(each, "grad_req", "null") == "null" for each in self.graph.held]
 
     def _run(self) -> None:
         """Call every operator."""

@@ -19,6 +19,7 @@ class HeldArrays:
     """The arrays of the tensors and arrays of a network that ``graph`` holds, and the lists that it was traced with."""
 
     def __init__(self, graph: Graph) -> None:
+        self._all = graph.held
         pairs = [(each, array_of(each)) for each in graph.held]
         self.parameters = [pair for pair in pairs if hasattr(pair[0], "held")]
         self._buffers = [pair for pair in pairs if isinstance(pair[0], Tensor) and not hasattr(pair[0], "held")]
@@ -38,6 +39,10 @@ class HeldArrays:
         if self._has_its_lists is not None and not self._has_its_lists():
             return False
         return all(buffer.data is array for buffer, array in self._buffers)
+
+    def without_gradients(self) -> list[bool]:
+        """Which of the network's tensors and arrays get no gradient."""
+        return [getattr(each, "grad_req", "null") == "null" for each in self._all]
 
     @property
     def are_settled(self) -> bool:

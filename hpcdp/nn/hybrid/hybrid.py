@@ -44,11 +44,10 @@ class _Known:
         self.traced = traced
         self._types = _types_of(traced)
         kinds = {*self._types, *(_kind_of(each.data) for each in given)}
-        self.plan: type[Plan] | type[CudaPlan] | None = Plan
-        """How it is planned; None where it is not."""
-        if kinds > {np.ndarray} or np.ndarray not in kinds:
-            self.plan = CudaPlan if all(map(_is_planned_kind, kinds)) else None
-        self.graph = rewritten(traced, recording) if self.plan is Plan else traced
+        self.is_on_host = kinds <= {np.ndarray}
+        self.is_planned = all(map(_is_planned_kind, kinds))
+        """Whether there can be plans; not after one has failed."""
+        self.graph = rewritten(traced, recording) if self.is_on_host else traced
         self.plans: list[Plan | CudaPlan] = []
 
     def still_fits(self) -> bool:
@@ -73,11 +72,24 @@ class _Here(threading.local):
 
 
 class Hybrid:
-    """The plans of ``module``."""
+    """The plans of ``module``. What calls do with them besides is for `training.HybridStep` to say."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._here = _Here()
+        self._name = type(module).__name__
+
+    def _forward(self, given: Sequence[Tensor]) -> Any:
+        """What a call without a plan does."""
+        return self._module.forward(*given)
+
+    def _plan(self, graph: Graph, given: Sequence[Tensor], is_on_host: bool) -> Plan | CudaPlan:
+        """A new plan, for inputs like ``given``."""
+        return (Plan if is_on_host else CudaPlan)(graph, given, modes.recording)
+
+    def _mode(self, given: Sequence[Tensor]) -> Key:
+        """What a plan depends on besides shapes and dtypes of what it is ``given``."""
+        return modes.recording, modes.training
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Hybrid, (self._module,)  # a copy traces for itself
@@ -92,17 +104,17 @@ class Hybrid:
                 return result
         given = [as_tensor(x) for x in inputs]
         if modes.tracer is not None:
-            return self._module.forward(*given)
+            return self._forward(given)
         if here.modules is not state.modules:
             self._look_at_attributes(here)
         # Layers of all ranks talk to the others, and virtual shards change what layers draw and note.
         if modes.training and (here.needs_all_ranks or entered_shard() is not None):
-            return self._module.forward(*given)
-        key = (modes.recording, modes.training, *[_described(x) for x in given])
+            return self._forward(given)
+        key = (*self._mode(given), *[_described(x) for x in given])
         known = here.known.get(key)
         if known is None:
             if not all(_is_planned(x.data) for x in given) or not self._is_traceable():
-                return self._module.forward(*given)
+                return self._forward(given)
             return self._trace(key, given, here)
         for plan in known.plans:
             if not plan.is_busy():
@@ -113,26 +125,28 @@ class Hybrid:
                 break
         else:
             if len(known.plans) >= _MOST_AT_ONCE:
-                return self._module.forward(*given)
+                return self._forward(given)
         if not known.still_fits():
             del here.known[key]
             return self._trace(key, given, here)
         here.known.move_to_end(key)
         new = self._planned(known, given)
         if new is None:
-            return self._module.forward(*given)
+            return self._forward(given)
         known.plans.append(new)
-        return new.returned(given)
+        return new.first(given)
 
     def _planned(self, known: _Known, given: Sequence[Tensor]) -> Plan | CudaPlan | None:
-        """A new plan, which has computed ``given``; None where there can be none."""
-        if known.plan is not CudaPlan:
-            return None if known.plan is None else known.plan(known.graph, given, modes.recording)
+        """A new plan, for inputs like ``given``; None where there can be none."""
+        if not known.is_planned:
+            return None
+        if known.is_on_host:
+            return self._plan(known.graph, given, True)
         try:
-            return CudaPlan(known.graph, given, modes.recording)
+            return self._plan(known.graph, given, False)
         except Exception as error:  # also CUDA's, as where a graph finds no memory
-            warn_without_graph(type(self._module).__name__, error)
-            known.plan = None
+            warn_without_graph(self._name, error)
+            known.is_planned = False
             return None
 
     def graph(self) -> Graph:
@@ -191,12 +205,15 @@ class Hybrid:
         return result
 
     def _traced(self, given: Sequence[Tensor]) -> tuple[Graph, Any]:
-        attributes = _attributes_of(self._module)
-        run = TracingRun(attributes, given)
-        is_on_gpu = any(is_cupy(each) for each in (*(x.data for x in given), *(array_of(x) for _, x in attributes)))
-        with warmed_up() if is_on_gpu else contextlib.nullcontext():
+        run = TracingRun(_attributes_of(self._module), given)
+        with self._warmed_up(given):
             result = run.run(self._module.forward, given)
         return run.graph, result
+
+    def _warmed_up(self, given: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """What runs inside may be captured later, if it is on a GPU."""
+        arrays = (*(x.data for x in given), *(array_of(x) for _, x in _attributes_of(self._module)))
+        return warmed_up() if any(map(is_cupy, arrays)) else contextlib.nullcontext()
 
 
 def _parts(module: Module) -> Iterator[Module]:

@@ -245,8 +245,16 @@ class Plan:
         """Whether the network's tensors still have the arrays that the plan reads, and lists the numbers."""
         return self._held.still_hold()
 
+    def first(self, given: Sequence[Tensor]) -> Any:
+        """What the network returns for ``given``, for which the plan was made."""
+        return self._returned(given)
+
     def replay(self, given: Sequence[Tensor]) -> Any:
         """What the network returns for ``given``, of the shapes and dtypes of the plan's, which must fit."""
+        self._compute(given)
+        return self._returned(given)
+
+    def _compute(self, given: Sequence[Tensor]) -> None:
         for place, each in zip(self._places, given, strict=True):
             if isinstance(place, Moving):
                 place.array = _as_kernels_take_it(each.data)
@@ -263,7 +271,6 @@ class Plan:
             for place in self._places:
                 if isinstance(place, Moving):
                     place.array = None  # it may be large, and nobody needs it any more
-        return self.returned(given)
 
     def shortcut(self) -> Shortcut | None:
         """The shorter way to the same replay, where there is one now."""
@@ -286,9 +293,12 @@ class Plan:
             for function, args in step.calls:
                 function(*args)
 
-    def returned(self, given: Sequence[Tensor]) -> Any:
+    def _returned(self, given: Sequence[Tensor]) -> Any:
         """The outputs of the last run, which nobody overwrites, on the tape if this thread records."""
-        nodes = self._spliced(given) if self._keeps else None
+        return self._copies(given, self._spliced(given) if self._keeps else None)
+
+    def _copies(self, given: Sequence[Tensor], nodes: list[Node | None] | None) -> Any:
+        """The outputs of the last run, on the tape if there are ``nodes`` of it."""
         found: dict[Source, Any] = {}
         for each, value in self._outputs.items():
             moving = self._moving_outputs.get(each)

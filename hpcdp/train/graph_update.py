@@ -1,0 +1,84 @@
+"""The update of a step as the end of a CUDA graph, which has forward and backward, too.
+
+A graph freezes the numbers that a kernel is given, so learning rates, bias corrections and scales lie in the GPU's
+memory, and each launch brings those that have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import Array, is_cupy
+from ..gradients.owners import Piece
+from ..kernels.capture import numbers
+
+if TYPE_CHECKING:
+    from .bucket_trainer import BucketTrainer
+
+
+def graph_update(trainer: BucketTrainer, leaves: Sequence[Any]) -> GraphUpdate | None:
+    """The update of ``trainer``, if a graph can have it: one rank has all sums, of which nobody needs to know anything
+    before, they are those of ``leaves``, whose hooks are the trainer's, and each rule is one kernel."""
+    reducer = trainer.reducer
+    own = all(is_cupy(each.data) for each in reducer.params.values()) and all(map(reducer.takes, leaves))
+    if not own or trainer.world.size > 1 or reducer.overlap or not trainer.updates_at_once:
+        return None
+    update = GraphUpdate(trainer)
+    return update if update.is_possible else None
+
+
+class GraphUpdate:
+    """See `graph_update`."""
+
+    def __init__(self, trainer: BucketTrainer) -> None:
+        self._trainer = trainer
+        self._captured = self._kernels()
+        self._now = (1, 1.0)
+        """Step and scale of the next launch."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether each rule is its kernel and no more."""
+        return all(piece.rule.update_is_its_kernel for piece, _ in self._captured)
+
+    def capture(self) -> None:
+        """Launch it, within a capture."""
+        of_rules: dict[tuple[int, int], Array] = {}
+        captured = iter(self._captured)
+        owner = self._trainer.owner
+        for bucket, pieces in zip(self._trainer.reducer.buckets, owner.pieces, strict=True):
+            for piece in pieces:
+                key = id(piece.rule), piece.passed_over
+                if key not in of_rules:
+                    of_rules[key] = numbers(partial(self._coefficients, piece))
+                rule = partial(piece.rule.launch, name=next(captured)[1], coefficients=of_rules[key])
+                owner.update_piece(bucket, piece, rule)
+
+    def still_fits(self) -> bool:
+        """Whether a launch of what was captured is still the update that is to be made."""
+        return self._trainer.updates_at_once and self._kernels() == self._captured
+
+    def step(self, count: int, launch: Callable[[], None]) -> None:
+        """What the trainer's ``step(count)`` does, where ``launch`` launches the graph."""
+
+        def update(step: int, scale: float) -> None:
+            self._now = step, scale
+            launch()
+
+        self._trainer.step_by(update, count)
+
+    def _coefficients(self, piece: Piece) -> tuple[float, ...]:
+        step, scale = self._now
+        return piece.rule.kernel(step - piece.passed_over, scale)[1]
+
+    def _kernels(self) -> list[tuple[Piece, str]]:
+        names: dict[int, str] = {}
+        found = []
+        for pieces in self._trainer.owner.pieces:
+            for piece in pieces:
+                if id(piece.rule) not in names:
+                    names[id(piece.rule)] = piece.rule.kernel(1, 1.0)[0]
+                found.append((piece, names[id(piece.rule)]))
+        return found

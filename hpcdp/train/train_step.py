@@ -1,0 +1,108 @@
+"""One step of training: forward, backward and update, as Python or as one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..autograd import Tensor, as_tensor, record
+from ..errors import ConfigError
+from ..nn import Module
+from ..nn.functional import softmax_cross_entropy
+from ..nn.hybrid.training import UNOBSERVED, HybridStep, Phases, finish
+from ..nn.losses import require_per_sample
+from .trainer import Trainer
+
+
+class _LossAndOutput(Module):
+    """A network with its loss: what `TrainStep` has computed."""
+
+    def __init__(self, net: Module, loss: Callable[[Tensor, Any], Tensor]) -> None:
+        self.net, self.loss = net, loss
+
+    def forward(self, x: Any, y: Any) -> tuple[Any, ...]:
+        """The losses, and what the network gives, one tensor or several."""
+        output = self.net(x)
+        losses = self.loss(output, y)
+        require_per_sample("train step", losses, len(y))
+        return (losses, *output) if isinstance(output, (tuple, list)) else (losses, output)
+
+
+class TrainStep:
+    """``step(x, y)`` trains a network by one batch; every rank of the trainer must call.
+
+    The same as ::
+
+        with autograd.record():
+            output = net(x)
+            losses = loss(output, y)
+        losses.backward(trainer.loss_scale)
+        trainer.step(len(y))
+
+    and by `hybridize` one plan, which has no Python of layers, tape and trainer between the kernels.
+
+    Args:
+        net: called with one input.
+        trainer: has the parameters.
+        loss: per sample, shape ``(batch,)``.
+        phases: contexts that forward, backward and `Trainer.step` are computed in, as what measures them.
+
+    Raises:
+        ConfigError: an argument is none of that; in a call, the loss is not of shape ``(batch,)``.
+    """
+
+    def __init__(
+        self,
+        net: Module,
+        trainer: Trainer,
+        loss: Callable[[Tensor, Any], Tensor] = softmax_cross_entropy,
+        phases: Phases = UNOBSERVED,
+    ) -> None:
+        for where, valid, expected, got in (
+            ("net", isinstance(net, Module), "a network", net),
+            ("trainer", isinstance(trainer, Trainer), "a Trainer", trainer),
+            ("loss", callable(loss), "a function of output and labels", loss),
+        ):
+            if not valid:
+                raise ConfigError("TrainStep", where=where, expected=expected, got=type(got).__name__)
+        self._trainer, self._phases = trainer, phases
+        self._module = _LossAndOutput(net, loss)
+        self._hybrid: HybridStep | None = None
+
+    def hybridize(self, active: bool = True) -> None:
+        """From now on replay each step as one plan, to the same bits: see docs/hybrid.md.
+
+        The first call with inputs of new shapes runs ``forward`` and the loss as Python and notes their operators, the
+        second lays them out in memory, or captures a CUDA graph, and later calls replay it. Hybridized or not, what is
+        asked of ``forward`` is what `Module.hybridize` asks, also of the loss; the network itself need not be
+        hybridized, and is called as before elsewhere.
+
+        Args:
+            active: False: as Python again, and forget all plans.
+        """
+        name = f"a step of {type(self._module.net).__name__}"
+        self._hybrid = HybridStep(self._module, self._trainer, self._phases, name) if active else None
+
+    def __call__(self, x: Any, y: Any) -> tuple[Tensor, Any]:
+        """Train by a batch. Changes parameters in place.
+
+        Args:
+            x: shape ``(batch, ...)``, what ``net`` takes.
+            y: labels, an array of length ``batch``; a rank without samples passes empty arrays.
+
+        Returns:
+            The losses before the update, shape ``(batch,)``, and what ``net`` gave: a tensor, or a tuple of several;
+            new arrays, on no tape.
+
+        Raises:
+            HpcdpError: what forward, backward and `Trainer.step` raise.
+        """
+        if self._hybrid is not None and len(y):
+            with record():
+                found = self._hybrid([Tensor(as_tensor(each).data) for each in (x, y)])
+        else:
+            with self._phases.forward, record():
+                found = self._module.forward(x, y)
+            found = finish(self._trainer, self._phases, found)
+        losses, *outputs = found
+        return losses, outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -1,0 +1,287 @@
+"""`TrainStep` on a GPU, or on `graphs_on_host`: one CUDA graph a step, the update in it where nothing lies between.
+
+To the bit on the host; on a GPU products with another workspace may round in another way.
+"""
+
+import os
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import autograd, nn, optim
+from hpcdp.arrays import to_host
+from hpcdp.comm import threads
+from hpcdp.errors import HpcdpError, NonFiniteGradientError
+from hpcdp.kernels import cuda
+from hpcdp.train import TrainStep
+
+F = nn.functional
+ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
+STEPS = 5
+"""Traced, captured, replayed."""
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
+
+
+@pytest.fixture
+def gpu(counted_graphs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield counted_graphs
+
+
+def arrays(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def on_gpu(x):
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def mlp():
+    return nn.Sequential(nn.Dense(6, 8, activation="relu"), nn.Dropout(0.2, 3), nn.Dense(8, 3))
+
+
+NETWORKS = {
+    "mlp": (mlp, (4, 6)),
+    "batch norm": (lambda: nn.Sequential(nn.Dense(6, 1), nn.BatchNorm(1), nn.Dense(1, 3)), (5, 6)),
+    "lenet": (lambda: nn.models.lenet((1, 12, 12)), (2, 1, 12, 12)),
+    "lstm": (lambda: nn.Sequential(nn.LSTM(3, 4), nn.LayerNorm(4), nn.Dense(4, 3)), (2, 5, 3)),
+}
+RULES = {
+    "sgd": lambda: optim.SGD(lr=0.1, weight_decay=0.01),
+    "momentum": lambda: optim.SGD(lr=optim.StepSchedule(0.1, 2, 0.5), momentum=0.9),
+    "nesterov": lambda: optim.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optim.Adam(lr=0.01),
+    "adamw": lambda: optim.AdamW(lr=optim.StepSchedule(0.1, 2, 0.5)),
+}
+
+
+def made(world, build=mlp, rule=RULES["momentum"], dtype=None, **options):
+    """Network and trainer on the GPU, parameters by their numbers."""
+    net = build()
+    for number, param in enumerate(net.parameters()):
+        param.data[...] = arrays(*param.shape, seed=number) / 4
+    net.to(like=on_gpu(np.zeros(1, np.float32)))
+    if dtype:
+        net.to(dtype=dtype)
+    return net, hpcdp.Trainer(net.parameters(), rule(), world, **options)
+
+
+def by_hand(net, trainer):
+    def step(x, y):
+        with autograd.record():
+            output = net(x)
+            losses = F.softmax_cross_entropy(output, y)
+        losses.backward(trainer.loss_scale)
+        trainer.step(len(y))
+        return losses, output
+
+    return step
+
+
+def planned(net, trainer):
+    step = TrainStep(net, trainer)
+    step.hybridize()
+    return step
+
+
+def same(a, b):
+    a, b = to_host(a), to_host(b)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    if ON_GPU:
+        np.testing.assert_allclose(a.astype("f4"), b.astype("f4"), rtol=1e-4, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+
+
+def batches(shape, count=STEPS, host=False):
+    rng = np.random.default_rng(1)
+    for _ in range(count):
+        x = rng.standard_normal(shape).astype(np.float32)
+        y = rng.integers(0, 3, shape[:2] if len(shape) == 3 else shape[0])
+        yield on_gpu(x), y if host else on_gpu(y)
+
+
+def alone():
+    return threads.run(1, lambda world: world)[0]
+
+
+def compare(world, shape=(4, 6), count=STEPS, host=False, between=lambda number, net, trainer: None, **options):
+    """Train by hand and by a plan: the same losses, outputs, parameters, statistics and states. Returns both nets."""
+    pairs = [made(world, **options), made(world, **options)]
+    steps = [by_hand(*pairs[0]), planned(*pairs[1])]
+    for number, (x, y) in enumerate(batches(shape, count, host)):
+        found = []
+        for (net, trainer), step in zip(pairs, steps, strict=True):
+            between(number, net, trainer)
+            found.append(step(x, y))
+        for a, b in zip(*found, strict=True):
+            same(a.data, b.data)
+        for (name, own), (_, other) in zip(*(net._tensors() for net, _ in pairs), strict=True):
+            assert name
+            same(own.data, other.data)
+        for own, other in zip(*(trainer.owner.states for _, trainer in pairs), strict=True):
+            for name in own:
+                same(own[name], other[name])
+    assert pairs[0][1].step_count == pairs[1][1].step_count
+    return pairs
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["labels on the GPU", "labels on the host"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_is_one_launch_with_the_same_bits(gpu, name, host):
+    build, shape = NETWORKS[name]
+    compare(alone(), shape, build=build, host=host)
+    assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rates_and_corrections_are_those_of_each_step(gpu, rule):
+    def between(number, net, trainer):
+        if number == 3:
+            trainer.optimizer.lr = 0.007
+
+    compare(alone(), rule=RULES[rule], between=between)
+    assert len(gpu.graphs) == 1
+
+
+def test_nothing_is_launched_behind_the_graph(gpu, monkeypatch):
+    """Nor before it, where rates stay as they are: kernels of ours would be seen here."""
+    step = planned(*made(alone(), rule=RULES["sgd"]))
+    given = list(batches((4, 6)))
+    for x, y in given[:3]:
+        step(x, y)
+    launched, launch = [], cuda.launch
+    monkeypatch.setattr(cuda, "launch", lambda *args: (launched.append(args[1]), launch(*args)))
+    step(*given[3])
+    assert not launched and len(gpu.launches) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_copies_in_float32_are_updated_in_the_graph(gpu, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    compare(alone(), dtype=dtype, loss_scale=8.0)
+    assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
+
+
+BEHIND = {
+    "clipping": {"clip_norm": 0.05},
+    "a dynamic loss scale": {"loss_scale": "dynamic"},
+    "a look at sums": {"policy": hpcdp.Policy(nonfinite="raise")},
+    "lars": {"rule": lambda: optim.LARS(lr=1.0)},
+    "shards": {"owner": "shard", "clip_norm": 1.0},
+    "a rule of the program's": {"rule": lambda: Halving(lr=0.1)},
+}
+
+
+class Halving(optim.SGD):
+    """A variant, which is more than its kernel."""
+
+    def update(self, param, grad, state, *, step, scale=1.0):
+        super().update(param, grad, state, step=step, scale=scale / 2)
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_lies_between_has_the_update_behind_the_graph(gpu, name):
+    compare(alone(), **BEHIND[name])
+    assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
+
+
+def test_gradients_of_several_batches_have_graphs_of_their_own(gpu):
+    def accumulating(step, trainer, given):
+        for number, (x, y) in enumerate(given):
+            if number % 3 < 2:
+                with trainer.no_sync():
+                    step(x, y)
+            else:
+                step(x, y)
+
+    pairs = [made(alone()), made(alone())]
+    for (_, trainer), step in zip(pairs, (by_hand(*pairs[0]), planned(*pairs[1])), strict=True):
+        accumulating(step, trainer, batches((4, 6), 12))
+    for a, b in zip(*(net.parameters() for net, _ in pairs), strict=True):
+        same(a.data, b.data)
+    assert pairs[0][1].step_count == pairs[1][1].step_count == 4
+    assert len(gpu.graphs) == 2, "one that adds and is followed by others, one that adds and updates"
+
+
+def test_changes_are_captured_again(gpu):
+    def between(number, net, trainer):
+        if number == 3:
+            with trainer.changing_parameters():
+                net[0].weight *= 0.5
+        elif number == 5:
+            trainer.optimizer.nesterov = True
+        elif number == 7:
+            trainer.loss_scale = 4.0
+        elif number == 9:
+            trainer.load_state_dict(trainer.state_dict())
+        elif number == 11:
+            trainer.policy = hpcdp.Policy(nonfinite="skip")
+        elif number == 13:
+            trainer.policy = hpcdp.Policy()
+
+    compare(alone(), count=15, between=between)
+    assert len(gpu.graphs) == 3, "nesterov is another kernel, and who looks at sums has the update behind the graph"
+
+
+def test_hooks_of_a_program_see_gradients_before_the_update(gpu):
+    net, trainer = made(alone(), rule=RULES["sgd"])
+    step, seen = planned(net, trainer), {}
+    for param in net.parameters():
+        own = param.grad_hook
+        param.grad_hook = lambda p, own=own: (seen.update({p.name: (to_host(p.grad), to_host(p.data))}), own(p))
+    for x, y in batches((4, 6)):
+        step(x, y)
+        for param in net.parameters():
+            grad, before = seen.pop(param.name)
+            wanted = before - 0.1 * (grad / 4 + 0.01 * before)
+            np.testing.assert_allclose(to_host(param.data), wanted, rtol=1e-4, atol=1e-6)
+    assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
+
+
+def test_an_error_of_the_trainer_is_raised_and_no_reason_to_go_without(gpu):
+    net, trainer = made(alone(), policy=hpcdp.Policy(nonfinite="raise"))
+    step = planned(net, trainer)
+    for number, (x, y) in enumerate(batches((4, 6), 4)):
+        if number in (1, 3):
+            x[...] = np.nan
+            with pytest.raises(NonFiniteGradientError):
+                step(x, y)
+        else:
+            step(x, y)
+    assert trainer.step_count == 2 and len(gpu.graphs) == 1
+
+
+def test_a_wrong_rate_is_an_error_before_the_launch(gpu):
+    net, trainer = made(alone())
+    step = planned(net, trainer)
+    for number, (x, y) in enumerate(batches((4, 6), 4)):
+        if number == 3:
+            before = [to_host(param.data).copy() for param in net.parameters()]
+            trainer.optimizer.lr = -1.0
+            with pytest.raises(HpcdpError, match="lr"):
+                step(x, y)
+            for param, was in zip(net.parameters(), before, strict=True):
+                np.testing.assert_array_equal(to_host(param.data), was)
+        else:
+            step(x, y)
+
+
+def test_what_cannot_be_captured_goes_without(counted_graphs):
+    class Indexed(nn.Module):
+        def __init__(self):
+            self.dense = nn.Dense(6, 3)
+
+        def forward(self, x):
+            return self.dense(x)[[0, 1, 2, 3]]
+
+    with pytest.warns(RuntimeWarning, match="goes without a CUDA graph.*getitem"):
+        compare(alone(), build=Indexed)
+    assert not counted_graphs.launches
