@@ -16,8 +16,9 @@ from .config import AUTO, TrainConfig, load, read_toml
 from .run_dir import CHECKPOINTS, RUNS
 
 _MAY_DIFFER = (
-    "ranks", "servers", "work_load", "owner", "device", "hybridize", "threads", "eval_batch_size", "data_dir", "run_dir",
-    "overwrite", "resume", "trace", "checkpoint_every", "keep", "keep_every", "time_limit_s", "early_stopping",
+    "ranks", "servers", "work_load", "owner", "device", "hybridize", "threads", "eval_batch_size", "data_dir",
+    "run_dir", "overwrite", "resume", "trace", "checkpoint_every", "keep", "keep_every", "time_limit_s",
+    "early_stopping",
 )  # fmt: skip
 """Settings that may be others when a run goes on: they decide how fast it is, what it leaves, and after which epoch it
 ends, not what it computes, but for rounding. So may ``epochs``, unless the learning rate follows them."""
