@@ -16,7 +16,7 @@ from ..data import DataLoader, SharedSampler
 from ..errors import ConfigError
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
-from ..nn.hybrid.training import Phases
+from ..nn.hybrid.step_plan import Phases
 from ..trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position

@@ -9,7 +9,7 @@ from ..autograd import Tensor, as_tensor, record
 from ..errors import ConfigError
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
-from ..nn.hybrid.training import UNOBSERVED, HybridStep, Phases, finish
+from ..nn.hybrid.step_plan import UNOBSERVED, HybridStep, Phases, finish
 from ..nn.losses import require_per_sample
 from .trainer import Trainer
 

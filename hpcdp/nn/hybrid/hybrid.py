@@ -72,7 +72,7 @@ class _Here(threading.local):
 
 
 class Hybrid:
-    """The plans of ``module``. What calls do with them besides is for `training.HybridStep` to say."""
+    """The plans of ``module``. What calls do with them besides is for `step_plan.HybridStep` to say."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
