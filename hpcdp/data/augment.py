@@ -1,14 +1,19 @@
-"""Floor 3: data, random changes of samples that do not depend on who reads them. Imports: errors."""
+"""Floor 3: data, random changes of samples that do not depend on who reads them. Imports: errors, kernels."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ..errors import ConfigError, type_named, whole_number
+from ..kernels.buffers import empty
 
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+_BLOCK = 4096
+"""Samples for which is drawn at once."""
 
 
 class Augmentation:
@@ -18,9 +23,10 @@ class Augmentation:
     any number of ranks, with any number of batches read ahead, and after a restart.
 
     Args:
-        changes: made one after the other; each is called as ``change(sample, rng)`` with a sample without the batch
-            axis, and returns another one, whose shape does not depend on ``rng``. `RandomCrop`, `RandomFlip`, or
-            functions of one's own, which draw from ``rng`` and nothing else.
+        changes: made one after the other: `RandomCrop`, `RandomFlip`, which change whole batches at once, or functions
+            of one's own. Those are called as ``change(sample, rng)`` with a sample without the batch axis, draw from
+            ``rng`` and nothing else, and return another one, whose shape does not depend on ``rng`` when all changes
+            are made.
         seed: an integer >= 0, the same on all ranks.
 
     Raises:
@@ -34,6 +40,8 @@ class Augmentation:
                 expected = "functions of a sample and a generator"
                 raise ConfigError("Augmentation", where="changes", expected=expected, got=repr(change))
         self.changes, self.seed = changes, seed
+        self._draws: dict[int, _Draws] = {}
+        """By epoch, those of the last two: a loop may still be in the one before."""
 
     def __call__(self, x: np.ndarray, numbers: np.ndarray, epoch: int) -> np.ndarray:
         """The samples ``x``, shape ``(count, ...)``, as they are in ``epoch``: a new array.
@@ -45,45 +53,107 @@ class Augmentation:
             ConfigError: a change is not for samples of this shape, or returns no array, or those of one sample another
                 shape than those of the next.
         """
-        generators = _Generators(self.seed, epoch)
-        changed = [self._changed(each, generators.of(number)) for each, number in zip(x, numbers, strict=True)]
-        if changed:
-            shapes = sorted({each.shape for each in changed})
-            if len(shapes) > 1:
-                raise ConfigError("Augmentation", expected="samples of one shape", got=f"{shapes[0]} and {shapes[1]}")
-            return np.stack(changed)
-        shape = self._changed(np.zeros(x.shape[1:], x.dtype), generators.of(0)).shape
-        return np.empty((0, *shape), x.dtype)
+        if not len(x):
+            zeros = np.zeros((1, *x.shape[1:]), x.dtype)
+            return self(zeros, np.zeros(1, np.int64), epoch)[:0]
+        draws = self._of_epoch(epoch)
+        samples: np.ndarray | list[np.ndarray] = np.array(x) if not self.changes else x
+        for place, change in enumerate(self.changes):
+            if isinstance(change, _OfBatch):
+                samples = _in_batches(change, samples, draws.words(place, numbers))
+            else:
+                pairs = zip(samples, numbers, strict=True)
+                samples = _together([_changed(change, each, draws.generator(place, number)) for each, number in pairs])
+        if isinstance(samples, list):
+            shapes = sorted({each.shape for each in samples})
+            raise ConfigError("Augmentation", expected="samples of one shape", got=f"{shapes[0]} and {shapes[1]}")
+        return samples
 
-    def _changed(self, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        for change in self.changes:
-            sample = change(sample, rng)
-            if not isinstance(sample, np.ndarray):
-                name = getattr(change, "__name__", type(change).__name__)
-                raise ConfigError("Augmentation", where=name, expected="an array as its result", got=type_named(sample))
-        return sample
+    def _of_epoch(self, epoch: int) -> _Draws:
+        draws = self._draws.get(epoch)
+        if draws is None:
+            kept = list(self._draws.items())[-1:]
+            draws = _Draws(self.seed, epoch)
+            self._draws = {**dict(kept), epoch: draws}
+        return draws
 
 
-class _Generators:
-    """A generator for each sample of an epoch: one, that is put to a place of its own for each of them.
+class _OfBatch(abc.ABC):
+    """A change of whole batches at once, for which 64 random bits a sample are enough."""
 
-    Philox (Salmon et al. 2011) computes its numbers from a key and a counter, so any place can be gone to at once: that
-    takes a tenth of the time of making a generator. Places of two samples lie 2**128 numbers apart.
+    @abc.abstractmethod
+    def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """The samples ``x``, shape ``(count, ...)``, changed by ``words``, uint64 of shape ``(count,)``."""
+
+    def __call__(self, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """One sample, shape ``(channels, height, width)``, changed."""
+        return self.of_batch(sample[None], rng.integers(1 << 64, size=1, dtype=np.uint64))[0]
+
+
+def _in_batches(
+    change: _OfBatch, samples: np.ndarray | list[np.ndarray], words: np.ndarray
+) -> np.ndarray | list[np.ndarray]:
+    if isinstance(samples, np.ndarray):
+        return change.of_batch(samples, words)
+    return _together([change.of_batch(each[None], words[i : i + 1])[0] for i, each in enumerate(samples)])
+
+
+def _changed(change: Change, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    sample = change(sample, rng)
+    if not isinstance(sample, np.ndarray):
+        name = getattr(change, "__name__", type(change).__name__)
+        raise ConfigError("Augmentation", where=name, expected="an array as its result", got=type_named(sample))
+    return sample
+
+
+def _together(samples: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
+    """One array, if all have one shape."""
+    return np.stack(samples) if len({each.shape for each in samples}) == 1 else samples
+
+
+class _Draws:
+    """The random numbers of an epoch, by change and sample.
+
+    Philox (Salmon et al. 2011) computes its numbers from a key and a counter, so any place can be gone to at once.
+    Those of samples lie 2**128 numbers apart, as do those of blocks of samples; of these the last word is odd.
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._philox = np.random.Philox(key=np.random.SeedSequence([seed, epoch]).generate_state(2, np.uint64))
+        self._key = np.random.SeedSequence([seed, epoch]).generate_state(2, np.uint64)
+        self._philox = np.random.Philox(key=self._key)
         self._rng = np.random.Generator(self._philox)
         self._start = self._philox.state
+        self._blocks: dict[tuple[int, int], np.ndarray] = {}
 
-    def of(self, number: int) -> np.random.Generator:
-        """That of a sample; until the next call."""
-        self._start["state"]["counter"][2] = number
+    def generator(self, place: int, number: int) -> np.random.Generator:
+        """That of a sample; until the next call. To go there takes a tenth of the time of making a generator."""
+        self._start["state"]["counter"][2:] = number, 2 * place
         self._philox.state = self._start
         return self._rng
 
+    def words(self, place: int, numbers: np.ndarray) -> np.ndarray:
+        """64 random bits for each of these samples."""
+        blocks, within = np.divmod(numbers, _BLOCK)
+        found = np.empty(len(numbers), np.uint64)
+        for block in set(blocks.tolist()):
+            mine = blocks == block
+            found[mine] = self._block(place, block)[within[mine]]
+        return found
 
-class RandomCrop:
+    def _block(self, place: int, block: int) -> np.ndarray:
+        made = self._blocks.get((place, block))
+        if made is None:
+            philox = np.random.Philox(key=self._key, counter=[0, 0, block, 2 * place + 1])
+            made = self._blocks[place, block] = philox.random_raw(_BLOCK)
+        return made
+
+
+def _below(bits: np.ndarray, count: int) -> np.ndarray:
+    """Of 32 random bits each a number below ``count``, all of them as likely, but for one in 2**32 / ``count``."""
+    return (bits * np.uint64(count)) >> np.uint64(32)
+
+
+class RandomCrop(_OfBatch):
     """A window of an image, shape ``(channels, height, width)``; every place of it is equally likely.
 
     Args:
@@ -97,26 +167,29 @@ class RandomCrop:
         whole_number("RandomCrop", "padding", padding, 0)
         self.size, self.padding = size, padding
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A view, or a window of a copy."""
-        channels, height, width = _image_shape("RandomCrop", image)
+    def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Windows of images ``(count, channels, height, width)``, in a new array."""
+        channels, height, width = _image_shape("RandomCrop", x)
         pixels = self.padding
         if pixels >= min(height, width):
-            raise ConfigError("RandomCrop", expected=f"images larger than {pixels} pixels", got=_described(image))
+            raise ConfigError("RandomCrop", expected=f"images larger than {pixels} pixels", got=_described(x))
         rows, columns = (height, width) if self.size is None else (self.size, self.size)
         down, right = height + 2 * pixels - rows, width + 2 * pixels - columns
         if min(down, right) < 0:
             expected = f"images of at least {rows - 2 * pixels} pixels"
-            raise ConfigError("RandomCrop", where="size", expected=expected, got=_described(image))
+            raise ConfigError("RandomCrop", where="size", expected=expected, got=_described(x))
         if pixels:
-            padded = np.zeros((channels, height + 2 * pixels, width + 2 * pixels), image.dtype)
-            padded[:, pixels : pixels + height, pixels : pixels + width] = image
-            image = padded
-        top, left = rng.integers(down + 1), rng.integers(right + 1)
-        return image[:, top : top + rows, left : left + columns]
+            padded = empty((len(x), channels, height + 2 * pixels, width + 2 * pixels), x.dtype)
+            padded[...] = 0
+            padded[:, :, pixels : pixels + height, pixels : pixels + width] = x
+            x = padded
+        top, left = _below(words & _LOW, down + 1), _below(words >> np.uint64(32), right + 1)
+        shape = (len(x), channels, down + 1, right + 1, rows, columns)
+        windows = as_strided(x, shape, (*x.strides, *x.strides[2:]), writeable=False)
+        return windows[np.arange(len(x)), :, top, left]
 
 
-class RandomFlip:
+class RandomFlip(_OfBatch):
     """An image, shape ``(channels, height, width)``, or its mirror image, as likely.
 
     Args:
@@ -128,17 +201,23 @@ class RandomFlip:
             raise ConfigError("RandomFlip", where="axis", expected="-1 or -2", got=repr(axis))
         self.axis = axis
 
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A view."""
-        _image_shape("RandomFlip", image)
-        return np.flip(image, self.axis) if rng.random() < 0.5 else image
+    def of_batch(self, x: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Images ``(count, channels, height, width)``, of which some are mirrored, in a new array."""
+        _image_shape("RandomFlip", x)
+        mirrored = _below(words & _LOW, 2).astype(bool)
+        x = np.array(x)
+        x[mirrored] = np.flip(x[mirrored], self.axis)
+        return x
 
 
-def _image_shape(operation: str, image: np.ndarray) -> tuple[int, ...]:
-    if image.ndim != 3:
-        raise ConfigError(operation, expected="images (channels, height, width)", got=_described(image))
-    return image.shape
+_LOW = np.uint64(0xFFFFFFFF)
 
 
-def _described(image: np.ndarray) -> str:
-    return f"samples of shape {image.shape}"
+def _image_shape(operation: str, x: np.ndarray) -> tuple[int, ...]:
+    if x.ndim != 4:
+        raise ConfigError(operation, expected="images (channels, height, width)", got=_described(x))
+    return x.shape[1:]
+
+
+def _described(x: np.ndarray) -> str:
+    return f"samples of shape {x.shape[1:]}"

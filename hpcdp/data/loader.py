@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,12 +18,14 @@ from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, whole_number
 from ..state import require_state
 from .augment import Augmentation
-from .datasets import Batch, Dataset
+from .datasets import ArrayDataset, Batch, Dataset
 from .delivery import Delivery
 from .resumable import Position, Resumable
 from .samplers import BatchIndices
 
 Transform = Callable[..., Batch]
+_QUICK_S = 100e-6
+"""Another thread that reads takes about as much of the loop's time, since one interpreter runs both."""
 
 
 class _Read:
@@ -73,6 +76,7 @@ class DataLoader:
     arrays that belong to the loop: they may be kept and changed, and are freed like any array. When the loop is left
     early, reads that have begun are waited for and the others are dropped, so nothing runs on. An exception of the data
     set or of the transform is raised where the loop asks for that batch, with its traceback; the epoch ends there.
+    Batches of an `ArrayDataset` that are there at once are read by the loop's own thread, which takes less.
 
     Args:
         dataset: indexed with int64 arrays, on the engine's "io" thread; a loader that it iterates itself needs
@@ -187,8 +191,7 @@ class DataLoader:
                 batch = self._read(numbers, epoch)
                 return batch if delivery is None else delivery.bring(batch)
 
-            reads = self._read_now(batches, read) if self.prefetch == 0 else self._read_ahead(batches, read)
-            with contextlib.closing(reads):
+            with contextlib.closing(self._reads(batches, read, may_be_here=delivery is None)) as reads:
                 for batch in reads:
                     loop.used += 1
                     yield batch if delivery is None else delivery.take(batch)
@@ -203,9 +206,24 @@ class DataLoader:
             return self.sampler.batches(done)
         return islice(self.sampler, done, None)
 
-    def _read_now(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any]) -> Generator[Any]:
+    def _reads(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any], may_be_here: bool) -> Generator[Any]:
+        if self.prefetch == 0:
+            yield from map(read, batches)
+            return
+        if may_be_here and type(self.dataset) is ArrayDataset and self.transform is None:
+            yield from self._read_while_quick(batches, read)
+        yield from self._read_ahead(batches, read)
+
+    def _read_while_quick(self, batches: Iterator[Any], read: Callable[[np.ndarray], Any]) -> Generator[Any]:
+        """Read in the loop's own thread until two in a row, as the first may wait for a page, are not quick."""
+        slow = 0
         for numbers in batches:
-            yield read(numbers)
+            began = time.perf_counter()
+            batch = read(numbers)
+            slow = slow + 1 if time.perf_counter() - began > _QUICK_S else 0
+            yield batch
+            if slow == 2:
+                return
 
     def _read_ahead(self, batches: Iterator[Any], how: Callable[[np.ndarray], Any]) -> Generator[Any]:
         engine = default_engine() if self._engine is None else self._engine

@@ -61,6 +61,52 @@ def test_functions_of_ones_own_come_in_their_order():
     np.testing.assert_array_equal(Augmentation()(IMAGES, ALL, 0), IMAGES)
 
 
+def test_functions_of_ones_own_draw_each_for_itself():
+    drawn = []
+
+    def draw(sample, rng):
+        drawn.append(rng.random())
+        return sample
+
+    Augmentation(draw, RandomFlip(), draw)(IMAGES, ALL, 0)
+    assert len(set(drawn)) == 80
+
+
+def test_what_a_sample_gets_does_not_depend_on_the_others_of_its_batch():
+    """Also where samples have other shapes on their way, and far from each other."""
+
+    def narrower(image, rng):
+        return image[:, :, : rng.integers(5, 8)]
+
+    for changes in ((narrower, RandomCrop(size=4), RandomFlip()), (RandomCrop(padding=2), RandomFlip())):
+        augment = Augmentation(*changes, seed=3)
+        numbers = ALL * 1009
+        whole = augment(IMAGES, numbers, 1)
+        for rows in ([0], [7], [3, 39, 11], list(range(40))[::-1]):
+            np.testing.assert_array_equal(augment(IMAGES[rows], numbers[rows], 1), whole[rows])
+    assert (
+        len({image.tobytes() for image in Augmentation(RandomCrop(padding=4))(IMAGES[:1].repeat(40, 0), ALL, 0)}) > 20
+    )
+
+
+@pytest.mark.parametrize("change", [RandomCrop(padding=1), RandomCrop(4), RandomFlip()])
+def test_an_image_alone_is_changed_by_a_generator(change):
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(40):
+        image = change(IMAGES[0], rng)
+        assert image.shape == ((3, 4, 4) if getattr(change, "size", None) else (3, 9, 7))
+        seen.add(image.tobytes())
+    assert len(seen) == (2 if isinstance(change, RandomFlip) else 9 if change.padding else len(seen)) and len(seen) > 1
+
+
+def test_every_place_is_as_likely():
+    places = np.arange(35, dtype=np.float32).reshape(1, 1, 5, 7).repeat(20000, 0)
+    found = Augmentation(RandomCrop(size=3), seed=2)(places, np.arange(20000), 0)[:, 0, 0, 0].astype(int)
+    counts = np.bincount(found)[[row * 7 + column for row in range(3) for column in range(5)]]
+    assert counts.sum() == 20000
+    assert ((counts - 20000 / 15) ** 2 / (20000 / 15)).sum() < 36, "chi-squared of 14 degrees, one in a thousand"
+
+
 def make(num_parts=1, part=0, prefetch=2) -> DataLoader:
     change = Augmentation(RandomCrop(padding=2), RandomFlip(), seed=5)
     return DataLoader(DATASET, ShardedSampler(40, 16, num_parts, part, seed=5), prefetch, augment=change)

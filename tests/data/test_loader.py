@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hpcdp.data import ArrayDataset, BatchSampler, DataLoader, RandomSampler, SequentialSampler, ShardedSampler
+from hpcdp.data import (
+    ArrayDataset,
+    Augmentation,
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    ShardedSampler,
+)
 from hpcdp.engine import Engine
 from hpcdp.errors import ConfigError
 
@@ -77,6 +85,25 @@ def test_reads_ahead_but_not_further_than_asked(engine: Engine) -> None:
         engine.waitall()
         assert len(dataset.begun) == used + 2
     loop.close()
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_batches_that_are_there_at_once_are_read_by_the_loop(engine: Engine, monkeypatch, quick: bool) -> None:
+    """Others ahead, after two that were not, by another thread."""
+    monkeypatch.setattr("hpcdp.data.loader._QUICK_S", 1e9 if quick else 0.0)
+    threads: list[str] = []
+
+    def noting(sample, rng):
+        threads.append(threading.current_thread().name)
+        return sample
+
+    dataset = ArrayDataset(np.arange(40.0).reshape(20, 2), np.arange(20))
+    loader = DataLoader(dataset, batches(20, 4), augment=Augmentation(noting), engine=engine)
+    for _ in range(2):
+        threads.clear()
+        np.testing.assert_array_equal(np.concatenate([y for _, y in loader]), np.arange(20))
+        here = 20 if quick else 8
+        assert threads[:here] == ["MainThread"] * here and set(threads[here:]) == (set() if quick else {"hpcdp-io"})
 
 
 def test_sharded_epochs_are_deterministic_and_reshuffled(engine: Engine) -> None:
