@@ -25,6 +25,11 @@ def _open(path: str | Path) -> h5py.File:
     try:
         return h5py.File(path, "r", locking=False)
     except OSError as error:
+        if "locking flag" in str(error):
+            raise DataError(
+                "read HDF5", where=path, expected="a file that this process has open without locks, or not at all",
+                got="one with locks", remedy="open your own with h5py.File(path, locking=False), or close it before",
+            ) from error  # fmt: skip
         raise DataError("read HDF5", where=path, expected="an HDF5 file", got=error) from error
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..devices import Device
 from ..engine import Engine, Variable, default_engine
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError, type_named, whole_number
 from ..state import require_state
 from .augment import Augmentation
 from .datasets import ArrayDataset, Batch, Dataset
@@ -90,7 +90,8 @@ class DataLoader:
             the loop computes on the stream that was current when it began. None or ``cpu(i)``: they are NumPy's.
 
     Raises:
-        ConfigError: ``prefetch`` is no integer >= 0, ``augment`` no `Augmentation`, or ``device`` no `Device`.
+        ConfigError: ``prefetch`` is no integer >= 0, ``augment`` no `Augmentation`, ``device`` no `Device`, or there is
+            no data set or sampler; in a loop, the transform returns no pair.
         DeviceError: in a loop, the machine does not have the device.
     """
 
@@ -105,6 +106,11 @@ class DataLoader:
         device: Device | None = None,
     ) -> None:
         whole_number("DataLoader", "prefetch", prefetch, 0)
+        if not hasattr(dataset, "__getitem__"):
+            raise ConfigError("DataLoader", where="dataset", expected="a data set", got=type_named(dataset))
+        if not hasattr(sampler, "__iter__"):
+            expected = "a sampler of batches, such as a ShardedSampler"
+            raise ConfigError("DataLoader", where="sampler", expected=expected, got=type_named(sampler))
         if not isinstance(augment, Augmentation | None):
             raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
         if not isinstance(device, Device | None):
@@ -180,7 +186,13 @@ class DataLoader:
         x, y = self.dataset[numbers]
         if self.augment is not None:
             x = self.augment(x, numbers, epoch)
-        return (x, y) if self.transform is None else self.transform(x, y)
+        if self.transform is None:
+            return x, y
+        changed = self.transform(x, y)
+        if not isinstance(changed, tuple) or len(changed) != 2:
+            got = type_named(changed)
+            raise ConfigError("DataLoader", where="transform", expected="a function that returns (x, y)", got=got)
+        return changed
 
     def __iter__(self) -> Iterator[Batch]:
         batches = self._indices(self._position.begin())

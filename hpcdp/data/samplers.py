@@ -99,7 +99,8 @@ class BatchSampler(Resumable):
         last: what becomes of a short last batch: "keep" yields it, "discard" drops it, "rollover" puts its samples
             before those of the next iteration, also where a loop is left early.
         epoch_size: so many whole batches an iteration, of numbers that begin anew where they run out: where parts of a
-            data set have not as many samples each, N / b / n on all n of them. None: once through all.
+            data set have not as many samples each, N / b / n on all n of them; none of a part without samples. None:
+            once through all.
 
     Raises:
         ConfigError: a value outside of that, or both an ``epoch_size`` and "rollover".

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DeviceError
+from ..errors import ConfigError, DeviceError
 from .module import Module, Parameter
 
 Shape = tuple[int | None, ...]
@@ -16,6 +16,9 @@ Draw = Callable[[tuple[int, ...]], np.ndarray]
 
 def parameter(shape: Shape, draw: Draw) -> Parameter:
     """A parameter with the values of ``draw(shape)``: now, or, where a length is None, from its first `settle` on."""
+    if not callable(draw):
+        expected = "a function of shape and dtype, such as nn.init.Xavier()"
+        raise ConfigError("parameter", where="weight_init", expected=expected, got=repr(draw))
     known = tuple(length for length in shape if length is not None)
     return Parameter(draw(known)) if len(known) == len(shape) else Deferred(shape, draw)
 

@@ -104,6 +104,8 @@ class Module:
 
     needs_all_ranks = False
     """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
+    gives_pieces = False
+    """Whether it has its parts compute a batch in pieces; those that need all ranks take whole ones."""
     keeps_float32 = False
     """Whether `to` leaves its own parameters and buffers float32 where others become floats of 16 bits."""
     is_traceable = True
@@ -124,6 +126,17 @@ class Module:
     def __delattr__(self, name: str) -> None:
         changed.in_module(self, name)
         object.__delattr__(self, name)
+
+    def require_parts_of_this_rank(self, operation: str) -> None:
+        """Raises `ConfigError` where a part needs all ranks: of a batch in pieces it would see a piece, and no other
+        rank need have one then."""
+        joint = next((part for part in self.modules() if part.needs_all_ranks), None)
+        if joint is not None:
+            name = type(joint).__name__
+            raise ConfigError(
+                operation, expected="layers of this rank alone, which take a piece of its batch", got=f"a {name}",
+                remedy="take nn.BatchNorm, or each rank's whole batch on one device",
+            )  # fmt: skip
 
     def forward(self, *inputs: Any) -> Any:
         """What the module computes from tensors; subclasses define it."""

@@ -47,11 +47,12 @@ class Replicas(Module):
         devices: where, each once. The first is where ``net`` is, with its own parameters.
 
     Raises:
-        ConfigError: no network, no device, or one twice.
+        ConfigError: no network, no device, or one twice; a layer of all ranks, as `train.SyncBatchNorm`, on several.
         DeviceError: the machine does not have one of them, or ``net`` is not on the first; a RuntimeError.
     """
 
     is_traceable = False
+    gives_pieces = True
 
     def __init__(self, net: Module, devices: Sequence[Device]) -> None:
         if not isinstance(net, Module):
@@ -62,6 +63,8 @@ class Replicas(Module):
         for device in self.devices:
             device.check()
         _require_on(net, self.devices[0])
+        if len(self.devices) > 1:
+            net.require_parts_of_this_rank("Replicas")
         self._copies = {device: None if lacks_shapes(net) else _copy(net, device) for device in self.devices[1:]}
 
     def on(self, device: Device) -> Module:

@@ -34,8 +34,8 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.momentum = number("sgd momentum", self.momentum, high=1.0)
-        self.weight_decay = number("sgd weight_decay", self.weight_decay)
+        self.momentum = number(f"{self.name} momentum", self.momentum, high=1.0)
+        self.weight_decay = number(f"{self.name} weight_decay", self.weight_decay)
         if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0.0):
             raise ConfigError(
                 "argument", where="sgd nesterov", expected="true with momentum > 0, or false", got=repr(self.nesterov)

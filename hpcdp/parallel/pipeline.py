@@ -21,7 +21,7 @@ from ..autograd import Tensor, as_tensor
 from ..comm import World, init
 from ..comm.agreement import Outcome, told_to_all
 from ..comm.watchdog import Watchdog
-from ..errors import ConfigError, DataError, whole_number
+from ..errors import ConfigError, DataError, type_named, whole_number
 from ..nn import Module
 from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
@@ -82,11 +82,13 @@ class Pipeline(Module):
 
     Raises:
         ConfigError: no stages, an unknown schedule, ranks that the stages do not divide, ``micro_batches`` below 1; on
-            all ranks: a stage that is no module, or a parameter in stages on different ranks.
+            all ranks: a stage that is no module, or has a layer of all ranks, as `train.SyncBatchNorm`, or a parameter
+            in stages on different ranks. In forward: it is recorded.
         MismatchError: ranks have said different things.
     """
 
     is_traceable = False
+    gives_pieces = True
     replicas: World
     """The ranks that have the same stages as this one: the `Trainer` 's world."""
 
@@ -158,7 +160,12 @@ class Pipeline(Module):
 
     def forward(self, x: Any) -> Any:
         """What the whole model computes from ``x``, on every rank of this copy; each must call, the first stage with
-        the input, the others with one as long. Nothing is recorded."""
+        the input, the others with one as long. Nothing is recorded, and within ``record()`` that is refused."""
+        if autograd.is_recording():
+            raise ConfigError(
+                "Pipeline", expected="pipeline.step(trainer, x, y), which trains", got="a call within record()",
+                remedy="outside of it pipeline(x) predicts; train.fit and train.TrainStep record, and take no Pipeline",
+            )  # fmt: skip
         with autograd.pause(train_mode=autograd.is_training()):
             outputs: tuple[Tensor, ...] = ()
             for part in self._parts:
@@ -300,12 +307,13 @@ def _check(num_stages: int, size: int, micro_batches: int, schedule: str) -> Non
 
 
 def _made(number: int, stage: Stage) -> Module:
-    module = stage if isinstance(stage, Module) else stage()
+    module = stage() if callable(stage) and not isinstance(stage, Module) else stage
     if not isinstance(module, Module):
         raise ConfigError(
             "Pipeline", where=f"stages[{number}]", expected="a module, or a function that makes one",
             got=type(module).__name__,
         )  # fmt: skip
+    module.require_parts_of_this_rank(f"Pipeline stages[{number}]")
     return module
 
 
@@ -331,7 +339,11 @@ def _is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, 
 
 
 def _several(x: Any) -> tuple[Tensor, ...]:
-    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    several = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    if not all(isinstance(each, Tensor) for each in several):
+        got = ", ".join(map(type_named, several))
+        raise ConfigError("Pipeline", expected="stages that return a tensor, or several", got=got)
+    return several
 
 
 def _alone(xs: tuple[Any, ...]) -> Any:

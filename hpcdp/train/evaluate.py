@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import from_host
+from ..arrays import from_host, to_host
 from ..autograd import predict_mode
 from ..collectives import allreduce
 from ..comm import World, init
+from ..comm.agreement import require_same
 from ..data import Dataset
 from ..data.split import piece_bounds
-from ..errors import whole_number
+from ..errors import ConfigError, type_named, whole_number
 from ..nn import Module
 from ..nn.deferred import shape_of
 from ..nn.functional import softmax_cross_entropy
@@ -49,22 +51,38 @@ def evaluate(
     world: World | None = None,
     batch_size: int = 256,
     num_parts: int | None = None,
+    own_data: bool = False,
 ) -> Evaluation:
     """Accuracy and mean softmax cross-entropy of a classifier; every rank must call.
 
-    Each rank evaluates its part of ``dataset`` (contiguous, sizes differ by at most one, maybe none), ``batch_size``
-    samples at once; then the numbers of correct answers and of samples are summed over ranks (the document's section
-    12.5, exercise 4). An empty data set gives 0 for all. Batches are brought to the GPU where the parameters are on
-    one.
+    Each rank evaluates its part of ``dataset``, which all have whole (contiguous, sizes differ by at most one, maybe
+    none), ``batch_size`` samples at once; then the numbers of correct answers and of samples are summed over ranks (the
+    document's section 12.5, exercise 4). An empty data set gives 0 for all. Batches are brought to the GPU where the
+    parameters are on one.
 
     Args:
+        own_data: each rank has samples of its own, as of ``read_csv(num_parts=..., part_index=...)``, and evaluates all
+            of them. Not with ``num_parts``.
         num_parts: cut ``dataset`` into so many parts, and give each rank a run of them: a reproducible `Trainer` 's
             ``virtual_shards``, for a result alike to the bit on any number of ranks. None: one a rank.
+
+    Raises:
+        ConfigError: no data set; ``own_data`` with ``num_parts``.
+        MismatchError: the ranks' data sets differ in length, or in their first sample, without ``own_data``; on all.
     """
     world = world or init()
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError("evaluate", where="dataset", expected="a data set", got=type_named(dataset))
+    if own_data and num_parts is not None:
+        raise ConfigError("evaluate", where="num_parts", expected="none with own_data", got=num_parts)
+    if not own_data:
+        remedy = "give all ranks the whole data set, or say own_data=True"
+        require_same(world.comm, "evaluate", _described(dataset), remedy)
     whole_number("evaluate", "batch_size", batch_size, 1)
     num_parts = world.size if num_parts is None else whole_number("evaluate", "num_parts", num_parts, 1)
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)
+    if own_data:
+        ends = [0, *[0] * world.rank, *[len(dataset)] * (world.size - world.rank)]
     there = next((param.data for param in net.parameters() if None not in shape_of(param)), None)
     counted = BatchSums(num_parts)
     with predict_mode():
@@ -79,3 +97,12 @@ def evaluate(
     allreduce(sums, world=world)  # exact: in each row one rank's numbers and zeros
     loss, correct, count = (float(value) for value in sums.sum(axis=0))
     return Evaluation(correct / max(count, 1), loss / max(count, 1), correct, int(count))
+
+
+def _described(dataset: Dataset) -> list[str]:
+    """What ranks that have the same data set say of it."""
+    said = [f"a data set of {len(dataset)} samples"]
+    if len(dataset):
+        first = zlib.crc32(b"".join(to_host(np.asarray(each)).tobytes() for each in dataset[np.zeros(1, np.int64)]))
+        said.append(f"a first sample with CRC-32 {first:08x}")
+    return said

@@ -13,7 +13,7 @@ from ..autograd import Tensor
 from ..comm import World, init
 from ..comm.agreement import on_every_rank, require_same
 from ..data import DataLoader, SharedSampler
-from ..errors import ConfigError
+from ..errors import ConfigError, type_named
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
 from ..nn.hybrid.step_plan import Phases
@@ -85,14 +85,16 @@ def fit(
     world = world or init()
 
     def check() -> None:
-        check_arguments(net, trainer, loader, epochs=epochs, callbacks=callbacks, checkpoints=checkpoints)
+        check_arguments(
+            net, trainer, loader, epochs=epochs, callbacks=callbacks, checkpoints=checkpoints, evaluate=evaluate
+        )
         check_loader(loader, trainer)
 
     on_every_rank(world.comm, check)
     same = what_ranks_share(net, loader, callbacks, epochs=epochs, evaluate=evaluate, checkpoints=checkpoints)
     require_same(world.comm, "fit", same, "call fit alike on all ranks")
     check_parts(loader, world)
-    check_callbacks(callbacks, evaluate is not None)
+    check_callbacks(callbacks, evaluate is not None, loader)
     loop = _Loop(net, trainer, loader, loss, callbacks, world, checkpoints, hybridize)
     position = loop.begin()
     steps = loop.steps()
@@ -180,6 +182,8 @@ class _Loop:
         """What rank 0 has found, on all ranks: those of a program's own ``evaluate`` may differ in their last bits."""
         if own is None:
             numbers = {}
+        elif not isinstance(own, Evaluation):
+            raise ConfigError("fit", where="evaluate", expected="an Evaluation, or None", got=type_named(own))
         else:
             accuracy = None if math.isnan(own.accuracy) else float(own.accuracy)
             numbers = {"test_loss": float(own.loss), "test_accuracy": accuracy}

@@ -12,6 +12,7 @@ from ..nn import Module
 from .callbacks import Callback, EarlyStopping
 from .checkpoints import Checkpoints
 from .trainer import Trainer
+from .work_load import AdaptWorkLoad
 
 
 def check_arguments(net: object, trainer: object, loader: object, **others: Any) -> None:
@@ -24,6 +25,7 @@ def check_arguments(net: object, trainer: object, loader: object, **others: Any)
         ("loader", isinstance(loader, DataLoader), "a DataLoader", loader),
         ("callbacks", isinstance(callbacks, Sequence), "a list of callbacks", callbacks),
         ("checkpoints", isinstance(checkpoints, Checkpoints | None), "Checkpoints or None", checkpoints),
+        ("evaluate", others["evaluate"] is None or callable(others["evaluate"]), "a function", others["evaluate"]),
     ):
         if not valid:
             raise ConfigError("fit", where=where, expected=expected, got=type(got).__name__)
@@ -81,11 +83,14 @@ def _layers(module: Module, path: str) -> Iterator[str]:
         yield from _layers(part, f"{path}.{name}")
 
 
-def check_callbacks(callbacks: Sequence[Callback], evaluates: bool) -> None:
-    """Raises `ConfigError` where one waits for numbers of a test set, and there is no ``evaluate``."""
+def check_callbacks(callbacks: Sequence[Callback], evaluates: bool, loader: DataLoader) -> None:
+    """Raises `ConfigError` where one waits for numbers of a test set, and there is no ``evaluate``, or changes the
+    shares of another sampler than the loader's."""
     for each in callbacks:
         if isinstance(each, EarlyStopping) and not evaluates:
             each.require_in(("loss", "accuracy"))
+        if isinstance(each, AdaptWorkLoad) and each.sampler is not getattr(loader, "sampler", None):
+            raise ConfigError("AdaptWorkLoad", where="sampler", expected="that of fit's loader", got="another one")
 
 
 def check_loader(loader: DataLoader, trainer: Trainer) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+import numpy as np
+
+from ..errors import ConfigError, type_named
 from ..replacing import replaced
 from .metrics import Record
 from .progress import loss_text
@@ -35,7 +37,8 @@ def draw_curves(records: Sequence[Record], path: str | Path, title: str = "") ->
     for axes, name, unit in ((loss_axes, "loss", ""), (accuracy_axes, "accuracy", "%")):
         train = _points(records, "step", name)
         test = _points(records, "epoch", f"test_{name}")
-        axes.plot(*train, color=_TRAIN, linewidth=1.4, label="training")
+        marker = "o" if len(train[0]) == 1 else None  # one point is no line
+        axes.plot(*train, color=_TRAIN, linewidth=1.4, marker=marker, markersize=3.5, label="training")
         axes.plot(*test, color=_TEST, linewidth=1.4, marker="o", markersize=3.5, label=_label(test[1], unit))
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
@@ -71,11 +74,15 @@ class Animator:
         ylabel: what the lines are.
 
     Raises:
-        ConfigError: another ending, or a ``legend`` that is one name.
+        ConfigError: another ending, a folder that is not there, or a ``legend`` that is one name.
     """
 
     def __init__(self, path: str | Path, xlabel: str, legend: Sequence[str], ylabel: str = "") -> None:
         _require_png("Animator", path)
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(
+                "Animator", where="path", expected="a name in a folder that is there", got=repr(str(path))
+            )
         if isinstance(legend, str):
             raise ConfigError("Animator", where="legend", expected="a name for each line, in a list", got=repr(legend))
         self.path, self.xlabel, self.ylabel, self.legend = Path(path), xlabel, ylabel, tuple(legend)
@@ -90,8 +97,9 @@ class Animator:
             ConfigError: another number of values than of lines.
             OSError: the picture cannot be written.
         """
-        if len(ys) != len(self.legend):
-            raise ConfigError("Animator.add", expected=f"{len(self.legend)} values", got=len(ys))
+        count = len(ys) if isinstance(ys, Sequence | np.ndarray) else type_named(ys)
+        if count != len(self.legend):
+            raise ConfigError("Animator.add", expected=f"a list of {len(self.legend)} values", got=count)
         for line, y in enumerate(ys):
             if y is not None:
                 self.X[line].append(float(x))

@@ -62,6 +62,7 @@ def _curves(heading: str, lines: Sequence[tuple[str, Sequence[tuple[str, list[fl
                 name = name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}"
                 both = f"{name}, {'test' if kind == 'epoch' else 'training'}" if len(curves) > 1 else name
                 style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linestyle": "--"} if kind == "epoch" else {}
+                style |= {"marker": "o", "markersize": 3.5} if len(x) == 1 else {}  # which is no line
                 axes.plot(x, y, color=color, linewidth=1.4, **style)
                 names.append(both)
     axes.set_xlabel("epoch")

@@ -63,6 +63,16 @@ def check_precision(params: Sequence[Parameter], loss_scale: object) -> None:
                           remedy=remedy)  # fmt: skip
 
 
+def check_apart(params: Sequence[Parameter]) -> None:
+    """Raises `ConfigError` for layers of all ranks, where ranks do not step together."""
+    joint = next((param for param in params if getattr(param, "is_joint", False)), None)
+    if joint is not None:
+        raise ConfigError(
+            "Trainer", where=joint.name, expected="layers of this rank alone with dist_async, whose ranks do not wait",
+            got="one of all ranks, as SyncBatchNorm", remedy="take nn.BatchNorm, or dist_sync",
+        )  # fmt: skip
+
+
 def check_unused(store: KVStore, world: World | None) -> None:
     """Raises `ConfigError` for a store that others use, or of other ranks than ``world``."""
     if world is not None and (store.rank, store.num_workers) != (world.rank, world.size):

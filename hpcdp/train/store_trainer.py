@@ -34,7 +34,7 @@ from .communication_stats import CommunicationStats
 from .loss_scale import first_scale
 from .parts import require_whole
 from .policy import Policy, Unwritten, checked_policy, stale, stale_anywhere
-from .store_checks import check_precision, check_settings, check_unused
+from .store_checks import check_apart, check_precision, check_settings, check_unused
 from .store_places import place_of, places_in_turn
 from .trainer import Trainer, show_to_profiler
 from .trainer_checks import checked_count, require_alike, require_same_settings, trained
@@ -86,6 +86,8 @@ class StoreTrainer(Trainer):
             require_alike(self.world, self._params, optimizer, [settings])
         elif (size := launched_ranks() or 1 if world is None else world.size) > 1:
             raise ConfigError("Trainer", where="kvstore", expected=f"a dist store on {size} ranks", got=kind)
+        if kind == "dist_async":
+            check_apart(self._params)
         show_to_profiler(self._params, self.world)
         self.store = kvstore if isinstance(kvstore, KVStore) else create(kind, self.world)
         """Keys 0, 1, 2, ... are the parameters, in their order."""

@@ -6,7 +6,7 @@ from ..autograd import Tensor
 from ..autograd.registry import catch_up
 from ..collectives import allreduce
 from ..comm import World, init
-from ..errors import ConfigError
+from ..errors import ConfigError, type_named
 from ..nn import BatchNorm, Module, entered_shard
 from ..nn.joint import joint_batch_norm
 from ..nn.virtual_shard import move
@@ -46,7 +46,16 @@ class SyncBatchNorm(BatchNorm):
 
         Returns:
             ``net``; of a layer alone a new one. Before a `Trainer` has the parameters, or after: they are the same.
+
+        Raises:
+            ConfigError: no network, or one that computes a batch in pieces: `nn.Replicas`, `parallel.Pipeline`.
         """
+        if not isinstance(net, Module):
+            raise ConfigError("SyncBatchNorm.convert", expected="a network", got=type_named(net))
+        if net.gives_pieces:
+            name = type(net).__name__
+            expected = "a network that takes each rank's whole batch"
+            raise ConfigError("SyncBatchNorm.convert", expected=expected, got=f"a {name}, which cuts it")
         world = init() if world is None else world
         if type(net) is BatchNorm:
             found = cls(net.gamma.shape[0], net.momentum, net.eps, world)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..data import ShardedSampler
-from ..errors import ConfigError
+from ..errors import ConfigError, type_named
 from .callbacks import Callback
 from .metrics import Record
 
@@ -63,10 +63,16 @@ class AdaptWorkLoad(Callback):
 
     Args:
         sampler: that of this rank's loader; its weights are changed, and are part of its state.
+
+    Raises:
+        ConfigError: another sampler than a `ShardedSampler`; in `fit`, than that of its loader.
     """
 
     def __init__(self, sampler: ShardedSampler) -> None:
-        self._sampler = sampler
+        if not isinstance(sampler, ShardedSampler):
+            got = type_named(sampler)
+            raise ConfigError("AdaptWorkLoad", where="sampler", expected="a ShardedSampler, which has shares", got=got)
+        self.sampler = sampler
         self.history: list[tuple[int, list[float]]] = []
         """Epoch and shares, as they were used."""
 
@@ -78,13 +84,13 @@ class AdaptWorkLoad(Callback):
         """See `Callback.on_record`."""
         if record["kind"] != "epoch":
             return
-        used = list(self._sampler.weights or [1.0] * self._sampler.num_parts)
+        used = list(self.sampler.weights or [1.0] * self.sampler.num_parts)
         record["work_load"] = used
         self.history.append((record["epoch"], used))
         if "by_rank" in record:
             times = record["by_rank"]
             seconds = [a + b for a, b in zip(times["compute_s"], times["data_s"], strict=True)]
-            self._sampler.set_weights(adapted(used, seconds, self._sampler.batch_size))
+            self.sampler.set_weights(adapted(used, seconds, self.sampler.batch_size))
 
 
 def adapted(used: Sequence[float], seconds: Sequence[float], batch_size: int) -> list[float]:

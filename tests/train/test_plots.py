@@ -64,10 +64,12 @@ def test_lines_grow_with_every_point(tmp_path):
         sizes.append(matplotlib.image.imread(tmp_path / "test.png").std())
     assert (animator.X, animator.Y) == ([[1, 2, 3], [2, 3]], [[0.5, 1.0, 1.5], [0.5, 0.75]])
     assert len(set(sizes)) == 3 and list(tmp_path.iterdir()) == [tmp_path / "test.png"]
-    with pytest.raises(ConfigError, match=r"Animator\.add: expected 2 values, got 1"):
+    with pytest.raises(ConfigError, match=r"Animator\.add: expected a list of 2 values, got 1"):
         animator.add(4, (1.0,))
+    gone = plots.Animator(tmp_path / "test.png", "epoch", ("a",))
+    gone.path = tmp_path / "none" / "test.png"
     with pytest.raises(OSError):
-        plots.Animator(tmp_path / "none" / "test.png", "epoch", ("a",)).add(1, (2.0,))
+        gone.add(1, (2.0,))
 
 
 @pytest.mark.parametrize(
@@ -87,3 +89,10 @@ def test_lines_grow_with_every_point(tmp_path):
 def test_other_files_and_names_that_are_no_list_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
+    with pytest.raises(ConfigError, match=r"Animator \[path\]: expected a name in a folder that is there"):
+        plots.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
+    with pytest.raises(ConfigError, match=r"add: expected a list of 1 values, got a float"):
+        plots.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)

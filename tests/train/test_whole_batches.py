@@ -1,0 +1,207 @@
+"""What needs each rank's whole batch, or all ranks, where there are pieces, other data or ranks that do not wait."""
+
+import numpy as np
+import pytest
+
+import hpcdp
+from hpcdp import data, nn, optim
+from hpcdp.autograd import record
+from hpcdp.comm import threads
+from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
+from hpcdp.errors import ConfigError, MismatchError
+from hpcdp.parallel import Pipeline
+from hpcdp.train import SyncBatchNorm, TrainStep
+from hpcdp.train.evaluate import Evaluation, evaluate
+from hpcdp.train.fit import fit
+from hpcdp.train.work_load import AdaptWorkLoad
+
+CE = nn.functional.softmax_cross_entropy
+RNG = np.random.default_rng(3)
+X, Y = RNG.standard_normal((101, 4)).astype(np.float32), RNG.integers(0, 3, 101)
+
+
+def network():
+    return nn.Sequential(
+        nn.Dense(4, 5, weight_init=nn.init.Xavier(1)), nn.BatchNorm(5), nn.Dense(5, 3, weight_init=nn.init.Xavier(2))
+    )  # fmt: skip
+
+
+def stages():
+    whole = network()
+    return [nn.Sequential(whole[0], whole[1]), whole[2]]
+
+
+def test_replicas_refuse_layers_of_all_ranks():
+    def job(world):
+        net = SyncBatchNorm.convert(network(), world)
+        nn.Replicas(net, [hpcdp.cpu(0)])
+        with pytest.raises(ConfigError, match=r"Replicas: expected layers of this rank alone.*got a SyncBatchNorm"):
+            nn.Replicas(net, [hpcdp.cpu(0), hpcdp.cpu(1)])
+        replicas = nn.Replicas(network(), [hpcdp.cpu(0), hpcdp.cpu(1)])
+        for each in (replicas, nn.Sequential(replicas)):
+            with pytest.raises(ConfigError, match="whole batch, got a Replicas, which cuts it"):
+                SyncBatchNorm.convert(each, world)
+        with pytest.raises(ConfigError, match=r"convert: expected a network, got an int"):
+            SyncBatchNorm.convert(3, world)
+
+    threads.run(1, job)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_pipeline_refuses_layers_of_all_ranks_on_all_ranks(n):
+    def job(world):
+        parts = stages()
+        SyncBatchNorm.convert(parts[0], world)
+        with pytest.raises(ConfigError, match=r"stages\[0\]: expected layers of this rank alone.*got a SyncBatchNorm"):
+            Pipeline(parts, CE, world)
+        with pytest.raises(ConfigError, match="got a Pipeline, which cuts it"):
+            SyncBatchNorm.convert(Pipeline(stages(), CE, world), world)
+
+    threads.run(n, job)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_pipeline_trains_by_its_own_step(n):
+    def job(world):
+        net = Pipeline(stages(), CE, world)
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+        loader = DataLoader(ArrayDataset(X, Y), ShardedSampler(101, 8))
+        for train in (
+            lambda: TrainStep(net, trainer)(X[:4], Y[:4]),
+            lambda: fit(net, trainer, loader, epochs=1, world=net.replicas),
+        ):
+            with pytest.raises(ConfigError, match=r"Pipeline: expected pipeline.step\(trainer, x, y\), which trains"):
+                train()
+        with record(), pytest.raises(ConfigError, match="a call within record"):
+            net(X[:4])
+        assert net.step(trainer, X[:4], Y[:4]) > 0 and net(X[:4]).shape == (4, 3)
+
+    threads.run(n, job)
+
+
+class Returns(nn.Module):
+    def __init__(self, what):
+        self.what = what
+
+    def forward(self, x):
+        return self.what(x)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (3, r"stages\[1\]\]: expected a module, or a function that makes one, got int"),
+        (lambda: None, r"stages\[1\]\]: expected a module, or a function that makes one, got NoneType"),
+        (Returns(lambda x: None), "expected stages that return a tensor, or several, got a NoneType"),
+        (Returns(lambda x: (x, x.data)), "expected stages that return a tensor, or several, got a Tensor, a ndarray"),
+    ],
+)
+def test_stages_that_are_none(stage, expected):
+    def job(world):
+        with pytest.raises(ConfigError, match=expected):
+            net = Pipeline([nn.Dense(4, 3), stage], CE, world)
+            trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
+            net.step(trainer, X[:4], Y[:4])
+
+    threads.run(1, job)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks_that_do_not_wait_take_no_layers_of_all(n):
+    def job(world):
+        net = SyncBatchNorm.convert(network(), world)
+        with pytest.raises(ConfigError, match=r"Trainer.*layers of this rank alone with dist_async"):
+            hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async")
+        hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_sync")
+
+    threads.run(n, job)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_evaluate_of_data_of_ones_own_counts_all_of_it(n):
+    whole = threads.run(1, lambda world: evaluate(network(), ArrayDataset(X, Y), world))[0]
+
+    def job(world):
+        ends = [len(X) * number // n for number in range(n + 1)]
+        if n > 2:
+            ends[1] = 0  # a rank without samples
+        own = slice(ends[world.rank], ends[world.rank + 1])
+        return evaluate(network(), ArrayDataset(X[own], Y[own]), world, batch_size=7, own_data=True)
+
+    for found in threads.run(n, job):
+        assert (found.count, found.correct) == (101, whole.correct)
+        np.testing.assert_allclose(found.loss, whole.loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_evaluate_refuses_data_that_differ_between_ranks(n):
+    def other_length(world):
+        evaluate(network(), ArrayDataset(X[world.rank :], Y[world.rank :]), world)
+
+    def other_samples(world):
+        own = slice(20 * world.rank, 20 * world.rank + 20)
+        evaluate(network(), ArrayDataset(X[own], Y[own]), world)
+
+    for job, expected in ((other_length, "of 101 samples"), (other_samples, "a first sample with CRC-32")):
+        with pytest.raises(MismatchError, match=f"evaluate.*{expected}.*own_data=True"):
+            threads.run(n, job)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda world: evaluate(network(), 3, world), r"evaluate \[dataset\]: expected a data set, got an int"),
+        (
+            lambda world: evaluate(network(), ArrayDataset(X, Y), world, num_parts=2, own_data=True),
+            r"\[num_parts\]: expected none with own_data, got 2",
+        ),
+        (lambda world: DataLoader(ArrayDataset(X, Y), None), r"\[sampler\]: expected a sampler of batches.*NoneType"),
+        (lambda world: DataLoader(None, ShardedSampler(3, 2)), r"\[dataset\]: expected a data set, got a NoneType"),
+        (
+            lambda world: list(DataLoader(ArrayDataset(X, Y), ShardedSampler(101, 8), transform=lambda x, y: x)),
+            r"\[transform\]: expected a function that returns \(x, y\), got a ndarray",
+        ),
+        (lambda world: AdaptWorkLoad(data.BatchSampler(data.SequentialSampler(9), 4)), "a ShardedSampler, which has"),
+        (
+            lambda world: nn.Dense(3, 3, weight_init="xavier"),
+            r"\[weight_init\]: expected a function of shape and dtype",
+        ),
+        (lambda world: optim.LARS(lr=1.0, momentum=2.0), "lars momentum"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(call, expected):
+    with pytest.raises(ConfigError, match=expected):
+        threads.run(1, call)
+
+
+def test_fit_takes_an_evaluation_and_the_loaders_own_shares():
+    def fitted(world, **options):
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world)
+        loader = DataLoader(ArrayDataset(X, Y), ShardedSampler(101, 16))
+        return fit(net, trainer, loader, epochs=1, world=world, **options)
+
+    other = AdaptWorkLoad(ShardedSampler(101, 16))
+    for options, expected in (
+        ({"evaluate": lambda: 0.5}, r"\[evaluate\]: expected an Evaluation, or None, got a float"),
+        ({"evaluate": ArrayDataset(X, Y)}, r"\[evaluate\]: expected a function, got ArrayDataset"),
+        ({"callbacks": [other]}, r"AdaptWorkLoad \[sampler\]: expected that of fit's loader"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            threads.run(1, lambda world, options=options: fitted(world, **options))
+    found = threads.run(1, lambda world: fitted(world, evaluate=lambda: Evaluation(0.5, 1.0, 1, 2)))[0]
+    assert found[0]["test_accuracy"] == 0.5
+
+
+def test_a_file_that_is_open_with_locks_is_called_that(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w", locking=True) as file:
+        file["x"], file["y"] = X, Y
+    with (
+        h5py.File(path, "r", locking=True),
+        pytest.raises(hpcdp.HpcdpError, match=r"without locks, or not at all, got one with locks; .*locking=False"),
+    ):
+        data.HDF5Dataset(path)
+    with h5py.File(path, "r", locking=False):
+        assert len(data.HDF5Dataset(path)) == 101
