@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .tape import Gradient, Pullback, Way
+from .tape import Gradient, Pullback, Way, pairs_of
 from .tensor import Tensor
 
 
@@ -32,7 +32,7 @@ class RepeatedBackward:
     """
 
     def __init__(self, head: Tensor) -> None:
-        way = Way([(head, head.data)])
+        way = Way(pairs_of(head, None))
         gradients = {node: Gradient(node, np) for node in way.nodes}
         self._leaves = {leaf: Gradient(leaf, np) for leaf in way.uses if leaf.grad_req != "null"}
         wanted = gradients | self._leaves

@@ -145,7 +145,7 @@ def backward(
         HpcdpError: a head was not recorded, its tape is freed, or a head gradient has another shape.
     """
     catch_up()
-    pairs = _pairs(heads, head_grads)
+    pairs = pairs_of(heads, head_grads)
     _Pass(pairs, None).run(pairs, retain_graph)
 
 
@@ -176,7 +176,7 @@ def grad(
                 got=f"one of shape {tuple(variable.shape)} that is neither",
                 remedy="call its attach_grad() before recording",
             )
-    pairs = _pairs(heads, head_grads)
+    pairs = pairs_of(heads, head_grads)
     walk = _Pass(pairs, [variable.node or variable for variable in wanted])
     walk.run(pairs, retain_graph)
     found: list[Array] = []
@@ -216,7 +216,8 @@ def _settled(operation: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         ) from error  # fmt: skip
 
 
-def _pairs(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
+def pairs_of(heads: Any, head_grads: Any) -> list[tuple[Tensor, Array]]:
+    """Each head with its gradient, ones where there is none; raises as `backward` where one is no head."""
     if not isinstance(heads, Sequence):
         heads, head_grads = [heads], [head_grads]
     elif head_grads is None:

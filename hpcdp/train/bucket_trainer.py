@@ -190,8 +190,8 @@ class BucketTrainer(Trainer):
         total, before = self._close_step(count), self.step_count
         try:
             if total and not self._looks_at_sums:
+                update(self.step_count + 1, 1.0 / (total * self.loss_scale))
                 self.step_count += 1
-                update(self.step_count, 1.0 / (total * self.loss_scale))
             else:
                 self._reduce()
                 self._update(total)
@@ -254,8 +254,8 @@ class BucketTrainer(Trainer):
                     return
             elif self._clip_norm is not None and norm * scale > self._clip_norm:
                 scale = self._clip_norm / norm
+        self.owner.update(self.step_count + 1, scale)
         self.step_count += 1
-        self.owner.update(self.step_count, scale)
 
     def allreduce_grads(self) -> None:
         """See `Trainer.allreduce_grads`."""

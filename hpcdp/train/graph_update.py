@@ -22,18 +22,18 @@ def graph_update(trainer: BucketTrainer, leaves: Sequence[Any]) -> GraphUpdate |
     """The update of ``trainer``, if a graph can have it: one rank has all sums, of which nobody needs to know anything
     before, they are those of ``leaves``, whose hooks are the trainer's, and each rule is one kernel."""
     reducer = trainer.reducer
-    own = all(is_cupy(each.data) for each in reducer.params.values()) and all(map(reducer.takes, leaves))
-    if not own or trainer.world.size > 1 or reducer.overlap or not trainer.updates_at_once:
+    on_gpus = all(is_cupy(each.data) for each in reducer.params.values())
+    if not on_gpus or trainer.world.size > 1 or reducer.overlap:
         return None
-    update = GraphUpdate(trainer)
-    return update if update.is_possible else None
+    update = GraphUpdate(trainer, leaves)
+    return update if update.is_possible and update.still_fits() else None
 
 
 class GraphUpdate:
     """See `graph_update`."""
 
-    def __init__(self, trainer: BucketTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: BucketTrainer, leaves: Sequence[Any]) -> None:
+        self._trainer, self._leaves = trainer, leaves
         self._captured = self._kernels()
         self._now = (1, 1.0)
         """Step and scale of the next launch."""
@@ -58,7 +58,9 @@ class GraphUpdate:
 
     def still_fits(self) -> bool:
         """Whether a launch of what was captured is still the update that is to be made."""
-        return self._trainer.updates_at_once and self._kernels() == self._captured
+        trainer = self._trainer
+        alone = all(map(trainer.reducer.takes, self._leaves))
+        return alone and trainer.updates_at_once and self._kernels() == self._captured
 
     def step(self, count: int, launch: Callable[[], None]) -> None:
         """What the trainer's ``step(count)`` does, where ``launch`` launches the graph."""

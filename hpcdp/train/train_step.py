@@ -5,27 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..autograd import Tensor, as_tensor, record
-from ..errors import ConfigError
+from ..errors import ConfigError, type_named
 from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
-from ..nn.hybrid.step_plan import UNOBSERVED, HybridStep, Phases, finish
+from ..nn.hybrid.step_plan import UNOBSERVED, HybridStep, Phases, finish, like
 from ..nn.losses import require_per_sample
 from .trainer import Trainer
 
 
 class _LossAndOutput(Module):
-    """A network with its loss: what `TrainStep` has computed."""
+    """A network with its loss: what a hybridized `TrainStep` has traced."""
 
     def __init__(self, net: Module, loss: Callable[[Tensor, Any], Tensor]) -> None:
         self.net, self.loss = net, loss
+        self.form: list[Any] = []
+        """What ``net`` has returned, if that was several tensors, as a pattern for others."""
 
     def forward(self, x: Any, y: Any) -> tuple[Any, ...]:
         """The losses, and what the network gives, one tensor or several."""
-        output = self.net(x)
-        losses = self.loss(output, y)
-        require_per_sample("train step", losses, len(y))
-        return (losses, *output) if isinstance(output, (tuple, list)) else (losses, output)
+        output, losses = _computed(self.net, self.loss, x, y)
+        several = isinstance(output, (tuple, list))
+        found = tuple(output) if several else (output,)
+        if not found or not all(isinstance(each, Tensor) for each in found):
+            raise ConfigError(
+                "train step", where="net", expected="a network that returns a tensor, or a tuple or list of them",
+                got=", ".join(map(type_named, found)) or "none", remedy="call hybridize(False)",
+            )  # fmt: skip
+        self.form[:] = [like(output, [None] * len(found))] if several else []
+        return losses, *found
+
+
+def _computed(net: Module, loss: Callable[[Tensor, Any], Tensor], x: Any, y: Any) -> tuple[Any, Tensor]:
+    output = net(x)
+    losses = loss(output, y)
+    require_per_sample("train step", losses, len(y))
+    return output, losses
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.node is not None or x.grad_req != "null")
 
 
 class TrainStep:
@@ -88,21 +109,25 @@ class TrainStep:
 
         Args:
             x: shape ``(batch, ...)``, what ``net`` takes.
-            y: labels, an array of length ``batch``; a rank without samples passes empty arrays.
+            y: labels, an array or list of length ``batch``; a rank without samples passes empty arrays. Where one of
+                both is recorded, or has a gradient attached, that is computed, too, without a plan.
 
         Returns:
-            The losses before the update, shape ``(batch,)``, and what ``net`` gave: a tensor, or a tuple of several;
-            new arrays, on no tape.
+            The losses before the update, shape ``(batch,)``, and what ``net`` gave, on no tape. Nobody changes their
+            arrays later, unless ``net`` returns its input or a parameter.
 
         Raises:
-            HpcdpError: what forward, backward and `Trainer.step` raise.
+            HpcdpError: what forward, backward and `Trainer.step` raise; hybridized, ``net`` returns anything but a
+                tensor, or a tuple or list of them.
         """
-        if self._hybrid is not None and len(y):
-            with record():
-                found = self._hybrid([Tensor(as_tensor(each).data) for each in (x, y)])
-        else:
+        if self._hybrid is None or not len(y) or _wants_gradient(x) or _wants_gradient(y):
             with self._phases.forward, record():
-                found = self._module.forward(x, y)
-            found = finish(self._trainer, self._phases, found)
-        losses, *outputs = found
-        return losses, outputs[0] if len(outputs) == 1 else tuple(outputs)
+                output, losses = _computed(self._module.net, self._module.loss, x, y)
+            losses, output = finish(self._trainer, self._phases, (losses, output))
+            return losses, output
+        labels = y if hasattr(y, "shape") else np.asarray(y)  # as losses take lists
+        with record():
+            found = self._hybrid([as_tensor(each) for each in (x, labels)])
+        losses, *outputs = [Tensor(each.data) for each in found]
+        form = self._module.form
+        return losses, like(form[0], outputs) if form else outputs[0]

@@ -1,5 +1,6 @@
 """`TrainStep`, as Python and as a plan of the whole step, against the lines that it stands for: to the bit."""
 
+import collections
 import gc
 import weakref
 
@@ -338,3 +339,114 @@ def test_the_command_hybridizes_steps_and_evaluation(monkeypatch, tmp_path):
         told.append([[each.get(name) for name in ("loss", "accuracy", "test_loss", "step")] for each in records])
         assert ("hybridize = true" in (tmp_path / str(number) / "config.toml").read_text()) == bool(flags)
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("way", ["python", "plan"])
+def test_gradients_go_on_into_what_has_made_the_input(way):
+    """A part before the network, and an input of which the gradient is wanted; such steps have no plan."""
+
+    def job(world):
+        encoder, head = nn.Dense(6, 6, weight_init=nn.init.Xavier(1)), nn.Dense(6, 3, weight_init=nn.init.Xavier(2))
+        trainer = hpcdp.Trainer(nn.Sequential(encoder, head).parameters(), optim.SGD(lr=0.1), world)
+        step, seen = WAYS[kind](head, trainer, F.softmax_cross_entropy), []
+        for number in range(4):
+            x = np.random.default_rng(number).standard_normal((4, 6)).astype(np.float32)
+            with autograd.record():
+                hidden = encoder(x)
+            step(hidden, np.arange(4) % 3)
+            attached = autograd.Tensor(x)
+            attached.attach_grad()
+            with pytest.raises(StaleGradientError, match="none for 0"):
+                step(attached, np.arange(4) % 3)
+            seen += [encoder.weight.data.copy(), attached.grad.copy()]
+        return seen
+
+    kind = "by hand"
+    wanted = threads.run(1, job)[0]
+    kind = way
+    for a, b in zip(threads.run(1, job)[0], wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("way", ["python", "plan"])
+def test_labels_and_samples_may_be_lists(way):
+    net = nn.Sequential(nn.Dense(2, 3))
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    step = WAYS[way](net, trainer, F.softmax_cross_entropy)
+    for _ in range(4):
+        losses, output = step([[1.0, 2.0], [3.0, 4.0]], [0, 2])
+        assert losses.shape == (2,) and output.shape == (2, 3)
+
+
+@pytest.mark.parametrize("way", ["python", "plan"])
+def test_a_network_without_gradients_is_told_so_each_time(way):
+    net, other = nn.Sequential(nn.Dense(36, 3)), nn.Dense(2, 2)
+    trainer = hpcdp.Trainer(
+        [*net.parameters(), *other.parameters()], optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0],
+        policy=hpcdp.Policy(unused="zero"),
+    )  # fmt: skip
+    step = WAYS[way](net, trainer, F.softmax_cross_entropy)
+    x, y = batch()
+    for number in range(7):
+        if number in (3, 5):
+            for param in net.parameters():
+                param.grad_req = "null" if number == 3 else "write"
+        if number in (3, 4):
+            with pytest.raises(HpcdpError, match="expected a head computed from attached tensors while recording"):
+                step(x.reshape(4, 36), y)
+        else:
+            step(x.reshape(4, 36), y)
+    assert trainer.step_count == 5
+
+
+class Returning(nn.Module):
+    def __init__(self, what):
+        self.dense, self.what = nn.Dense(36, 3), what
+
+    def forward(self, x):
+        return self.what(self.dense(x.reshape(x.shape[0], 36)))
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        (lambda y: [y, y * 2], list), (lambda y: (y,), tuple), (lambda y: Pair(y, y + 1), Pair),
+        (lambda y: {"logits": y}, dict), (lambda y: (y, (y, None)), tuple), (lambda y: (y, 3), tuple),
+    ],
+)  # fmt: skip
+def test_a_network_may_return_whatever_its_loss_takes(what, kind):
+    """Planned are tensors, and tuples and lists of them; others are refused before anything is trained."""
+
+    def loss(output, y):
+        return F.softmax_cross_entropy(output["logits"] if isinstance(output, dict) else output[0], y)
+
+    for way in ("python", "plan"):
+        net = Returning(what)
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+        step = WAYS[way](net, trainer, loss)
+        for number in range(4):
+            if (way == "plan" and kind is dict) or (kind is tuple and len(what(1)) > 1 and way == "plan"):
+                with pytest.raises(ConfigError, match=r"train step \[net\]: expected a network that returns a tensor"):
+                    step(*batch(seed=number))
+                assert trainer.step_count == 0
+                continue
+            _, output = step(*batch(seed=number))
+            assert type(output) is kind and trainer.step_count == number + 1
+            first = output["logits"] if kind is dict else output[0]
+            assert first.shape == (4, 3) and first.node is None
+
+
+def test_a_plan_keeps_no_input():
+    net = nn.Sequential(nn.Dense(6, 3))
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    step = planned(nn.Sequential(nn.Tanh(), nn.ReLU(), net), trainer, F.softmax_cross_entropy)
+    y = np.zeros(8000, np.int64)
+    for _ in range(4):
+        x = np.ones((8000, 6), np.float32)
+        gone = weakref.ref(x)
+        kept = step(x, y)
+        del x
+        assert gone() is None and kept[0].shape == (8000,)

@@ -246,6 +246,85 @@ def test_hooks_of_a_program_see_gradients_before_the_update(gpu):
     assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
 
 
+def test_hooks_that_come_and_go_move_the_update(gpu):
+    """Set when it was captured in the graph: they see this step's gradients, and what they change is trained."""
+
+    def halving(number, net, trainer):
+        param = net[0].weight
+        if number == 3:
+            own.setdefault(id(param), param.grad_hook)
+            param.grad_hook = lambda p: (p.grad.__imul__(0.5), own[id(param)](p))
+        elif number == 6:
+            param.grad_hook = own[id(param)]
+        elif number == 8:
+            param.grad_hook = None
+
+    own = {}
+    compare(alone(), count=11, between=halving, policy=hpcdp.Policy(unused="zero"))
+    assert len(gpu.graphs) >= 2
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_step_with_a_bad_label_is_none(gpu, bad):
+    """By hand as by a graph: nothing is counted, and the next step is that of this one."""
+    pairs = [made(alone(), lambda: nn.Sequential(nn.Dense(6, 8), nn.Dense(8, 3)), RULES["adam"]) for _ in range(2)]
+    steps = [by_hand(*pairs[0]), planned(*pairs[1])]
+    for number, (x, y) in enumerate(batches((4, 6), 6, host=True)):
+        for step in steps:
+            if number == bad:
+                with pytest.raises(HpcdpError, match="labels"):
+                    step(x, y + 50)
+            else:
+                step(x, y)
+        assert pairs[0][1].step_count == pairs[1][1].step_count == number + (number < bad)
+    for a, b in zip(*(net.parameters() for net, _ in pairs), strict=True):
+        same(a.data, b.data)
+
+
+@pytest.mark.parametrize("why", ["skipped", "raised"])
+def test_a_first_step_that_comes_to_no_update_is_traced_again(gpu, why):
+    def between(number, net, trainer):
+        if why == "skipped":
+            trainer.policy = hpcdp.Policy(nonfinite="skip" if number == 0 else "ignore")
+
+    pairs = [made(alone()), made(alone())]
+    steps = [by_hand(*pairs[0]), planned(*pairs[1])]
+    for number, (x, y) in enumerate(batches((4, 6))):
+        for (net, trainer), step in zip(pairs, steps, strict=True):
+            between(number, net, trainer)
+            if number == 0 and why == "skipped":
+                x[...] = np.nan
+                step(x, y)
+            elif number == 0:
+                with pytest.raises(HpcdpError, match="labels"):
+                    step(x, to_host(y) + 50)
+            else:
+                step(x, y)
+    assert pairs[0][1].step_count == pairs[1][1].step_count == STEPS - 1
+    for a, b in zip(*(net.parameters() for net, _ in pairs), strict=True):
+        same(a.data, b.data)
+    assert len(gpu.graphs) == 1
+
+
+def test_tokens_in_host_memory_have_graphs_for_each_kind_of_step(gpu):
+    def tokens():
+        return nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Dense(8, 3))
+
+    pairs = [made(alone(), tokens), made(alone(), tokens)]
+    rng = np.random.default_rng(0)
+    given = [(rng.integers(0, 5, (4, 2)), rng.integers(0, 3, 4)) for _ in range(16)]
+    for (_, trainer), step in zip(pairs, (by_hand(*pairs[0]), planned(*pairs[1])), strict=True):
+        for number, (x, y) in enumerate(given):
+            if number % 4 == 2:
+                with trainer.no_sync():
+                    step(x, y)
+            else:
+                step(x, y)
+    for a, b in zip(*(net.parameters() for net, _ in pairs), strict=True):
+        same(a.data, b.data)
+    assert len(gpu.graphs) == 3, "write and update; add; add and update"
+
+
 def test_an_error_of_the_trainer_is_raised_and_no_reason_to_go_without(gpu):
     net, trainer = made(alone(), policy=hpcdp.Policy(nonfinite="raise"))
     step = planned(net, trainer)

@@ -205,14 +205,14 @@ class Hybrid:
         return result
 
     def _traced(self, given: Sequence[Tensor]) -> tuple[Graph, Any]:
-        run = TracingRun(_attributes_of(self._module), given)
+        run = TracingRun(attributes_of(self._module), given)
         with self._warmed_up(given):
             result = run.run(self._module.forward, given)
         return run.graph, result
 
     def _warmed_up(self, given: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
         """What runs inside may be captured later, if it is on a GPU."""
-        arrays = (*(x.data for x in given), *(array_of(x) for _, x in _attributes_of(self._module)))
+        arrays = (*(x.data for x in given), *(array_of(x) for _, x in attributes_of(self._module)))
         return warmed_up() if any(map(is_cupy, arrays)) else contextlib.nullcontext()
 
 
@@ -253,7 +253,7 @@ def _types_of(graph: Graph) -> list[type]:
     return [_kind_of(array_of(each)) for each in graph.held]
 
 
-def _attributes_of(module: Module) -> list[tuple[str, Any]]:
+def attributes_of(module: Module) -> list[tuple[str, Any]]:
     """Path and value of what a forward may take beside its inputs."""
     return [
         (prefix + name, value)

@@ -9,7 +9,7 @@ What the module returns are losses, one a sample, and outputs that go with them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,8 +20,10 @@ from ...autograd import Gradient, Tensor, pause
 from ...autograd.repeated import RepeatedBackward
 from ...autograd.tape import add_gradients, leaves_below
 from .cuda_plan import CudaPlan
+from .formulas import Moving
 from .graph import Graph, Meta, Result
-from .hybrid import Hybrid, Key
+from .held import array_of
+from .hybrid import Hybrid, Key, attributes_of
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Stepping(Protocol):
     """What a step's plan needs of a trainer."""
 
     loss_scale: float
+    step_count: int
     accumulation: tuple[bool, bool]
     """Whether backward adds to gradients, and whether further ones follow before the update."""
 
@@ -72,14 +75,28 @@ class Phases(NamedTuple):
 UNOBSERVED = Phases()
 
 
-def finish(trainer: Stepping, phases: Phases, returned: Sequence[Tensor]) -> list[Tensor]:
+def finish(trainer: Stepping, phases: Phases, returned: Sequence[Any]) -> list[Any]:
     """Backward from the first of what was ``returned``, and the update; all of it, off the tape."""
     losses = returned[0]
     with phases.backward:
         losses.backward(trainer.loss_scale)
     with phases.step:
         trainer.step(len(losses))
-    return [Tensor(each.data) for each in returned]
+    return [off_the_tape(each) for each in returned]
+
+
+def off_the_tape(x: Any) -> Any:
+    """``x``, what a network returns, with tensors over the same arrays that are on no tape."""
+    if isinstance(x, dict):
+        return {name: off_the_tape(each) for name, each in x.items()}
+    if isinstance(x, (tuple, list)):
+        return like(x, map(off_the_tape, x))
+    return Tensor(x.data) if isinstance(x, Tensor) else x
+
+
+def like(x: Any, values: Iterable[Any]) -> Any:
+    """``values`` as a tuple or list of the type of ``x``."""
+    return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
 
 
 class HybridStep(Hybrid):
@@ -88,6 +105,7 @@ class HybridStep(Hybrid):
     def __init__(self, module: Module, trainer: Stepping, phases: Phases, name: str) -> None:
         super().__init__(module)
         self._trainer, self._phases, self._name = trainer, phases, name
+        self._first = next((held for _, held in attributes_of(module)), None)
 
     def _forward(self, given: Sequence[Tensor]) -> Any:
         with self._phases.forward:
@@ -95,10 +113,15 @@ class HybridStep(Hybrid):
         return self._finished(returned)
 
     def _trace(self, key: Key, given: Sequence[Tensor], here: Any) -> Any:
-        with self._warmed_up(given):
-            with self._phases.forward:
-                returned = super()._trace(key, given, here)
-            return self._finished(returned)
+        trainer, before = self._trainer, self._trainer.step_count
+        try:
+            with self._warmed_up(given):
+                with self._phases.forward:
+                    returned = super()._trace(key, given, here)
+                return self._finished(returned)
+        finally:
+            if trainer.step_count == before and not trainer.accumulation[1]:
+                here.known.pop(key, None)  # a capture would be the first to load the update's kernels
 
     def _finished(self, returned: Sequence[Tensor]) -> list[Tensor]:
         with pause():
@@ -108,7 +131,8 @@ class HybridStep(Hybrid):
         return (StepPlan if is_on_host else CudaStepPlan)(graph, given, self._trainer, self._phases)
 
     def _mode(self, given: Sequence[Tensor]) -> Key:
-        on_gpu = any(is_cupy(each.data) for each in given)  # whose graphs either add to gradients or write them
+        # Graphs on a GPU either add to gradients or write them; tokens may be in host memory.
+        on_gpu = is_cupy(array_of(self._first)) or any(is_cupy(each.data) for each in given)
         return (*super()._mode(given), *(self._trainer.accumulation if on_gpu else ()))
 
 
@@ -154,7 +178,11 @@ class StepPlan(Plan):
                 self._backward.run(self._seeds.set(self._trainer.loss_scale))
             with self._phases.step:
                 self._trainer.step(self._count)
-        return self._copies(given, None)
+        found = self._copies(given, None)
+        for each in (*self._places, *self._moving_outputs.values()):
+            if isinstance(each, Moving):
+                each.array = None  # it may be large, and nobody needs it any more
+        return found
 
     def _compute(self, given: Sequence[Tensor]) -> None:
         with self._phases.forward:
