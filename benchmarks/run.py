@@ -88,6 +88,12 @@ class Suite:
                 reason = (reasons or lines[-1:] or ["it said nothing"])[0]
                 self.failures.append(f"{kind} ({benchmark} {' '.join(arguments)}): status {done.returncode}, {reason}")
 
+    def _skip(self, reason: str, *kinds: str) -> None:
+        """Note why one of ``kinds`` is not measured, where it was asked for."""
+        skipped = self.results.setdefault("skipped", [])
+        if self.only.intersection(kinds) and reason not in skipped:
+            skipped.append(reason)
+
     def collectives(self) -> None:
         """One round of the jobs that compare allreduce, and reduce and update, with other libraries."""
         iterations = ["-i", "4" if self.brief else "40"]
@@ -114,7 +120,7 @@ class Suite:
         """Allreduce, and asynchronous stores, over hosts with slow links, where hosts can be made on this machine."""
         reason = obstacle()
         if reason is not None:
-            self.results["skipped"].append(f"hosts on slow links: {reason}")
+            self._skip(f"hosts on slow links: {reason}", "fabric", "ingress")
             return
         arguments = ["--algorithms", "auto", "--sizes", "4,64K,1M,4M,16M", "-i", "2" if self.brief else "10"]
         self.job("fabric", "fabric", arguments + (["--mpich", self.mpich] if self.mpich else []), ranks=2)
@@ -160,7 +166,8 @@ class Suite:
         for kind in self.only:
             self.results.pop(kind, None)
         self.results.setdefault("machine", describe())
-        self.results["skipped"] = [] if self.mpich else ["MPICH: no environment was named (--mpich PYTHON)"]
+        if not self.mpich:
+            self._skip("MPICH: no environment was named (--mpich PYTHON)", "allreduce MPICH", "updates MPICH")
         self.job("startup", "startup", ["--repeats", "1" if self.brief else "9"], ranks=1)
         for _ in range(self.rounds):
             self.collectives()
@@ -177,7 +184,7 @@ class Suite:
         self.overlap()
         self.torch_models()
         if "torch" not in self.results["machine"]["versions"]:
-            self.results["skipped"].append("gloo and PyTorch: torch is not installed")
+            self._skip("gloo and PyTorch: torch is not installed", *KINDS)
         self.results["failures"] = self.failures
         return self.results
 
