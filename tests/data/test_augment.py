@@ -1,3 +1,5 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -195,3 +197,16 @@ def shrinks(image, rng):
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_threads_may_augment_at_the_same_time():
+    def noisy(image, rng):
+        first = rng.random()
+        time.sleep(1e-4)
+        return image + np.float32(first + rng.random())
+
+    augment = Augmentation(noisy, RandomCrop(padding=1), seed=1)
+    wanted = augment(IMAGES, ALL, 0)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: augment(IMAGES, ALL, 0), range(8)):
+            np.testing.assert_array_equal(found, wanted)
