@@ -200,7 +200,7 @@ def _add_train(commands: Any) -> Parser:
         if field.name == "model":
             parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
         elif kind is bool:
-            action = argparse.BooleanOptionalAction if field.default else "store_true"
+            action = "store_true" if field.default is False else argparse.BooleanOptionalAction
             parser.add_argument(*flags, action=action, help=about)
         else:
             parser.add_argument(*flags, metavar=_metavar(field.name, kind), help=about)

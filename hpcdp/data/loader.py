@@ -22,6 +22,7 @@ from .datasets import ArrayDataset, Batch, Dataset
 from .delivery import Delivery
 from .resumable import Position, Resumable
 from .samplers import BatchIndices
+from .shared_sampler import SharedSampler
 
 Transform = Callable[..., Batch]
 _QUICK_S = 100e-6
@@ -222,7 +223,9 @@ class DataLoader:
         if self.prefetch == 0:
             yield from map(read, batches)
             return
-        if may_be_here and type(self.dataset) is ArrayDataset and self.transform is None:
+        in_memory = type(self.dataset) is ArrayDataset and self.transform is None
+        # When a batch is taken that ranks share decides who gets it: that must not depend on how long one takes.
+        if may_be_here and in_memory and not isinstance(self.sampler, SharedSampler):
             yield from self._read_while_quick(batches, read)
         yield from self._read_ahead(batches, read)
 

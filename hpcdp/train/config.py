@@ -105,7 +105,9 @@ class TrainConfig:
         "where ranks compute; auto: on GPUs where every rank has one, and the other settings can be followed there",
         choices=("auto", "cpu", "gpu"),
     )
-    hybridize: bool = setting(False, "replay each step as one plan, on a GPU as one CUDA graph; the same bits")
+    hybridize: bool | None = setting(
+        None, "replay each step as one plan, on a GPU as one CUDA graph; the same bits (default: on GPUs)"
+    )
     threads: int = setting(1, "BLAS threads per rank; to use more cores start more ranks", least=1)
     eval_batch_size: int = setting(256, "samples a rank evaluates at once", least=1)
     run_dir: str | None = setting(None, "folder for the results (default: a new runs/MODEL-DATA-NNN)")

@@ -97,7 +97,8 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
             trainer = make_trainer(config, net, train_set, world)
             together = trainer.steps_together
             loader = on_every_rank(world.comm, lambda: make_loader(config, train_set, world, together, device))
-            net.hybridize(config.hybridize)
+            hybridize = device.kind == "gpu" if config.hybridize is None else config.hybridize
+            net.hybridize(hybridize)
             config = make_run_folder(config, world)
             if world.rank == 0:
                 stack.callback(drop_empty_run_dir, config)
@@ -125,7 +126,7 @@ def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]
                 callbacks=callbacks,
                 checkpoints=checkpoints,
                 world=world,
-                hybridize=config.hybridize,
+                hybridize=hybridize,
             )
     result: dict[str, Any] = {"stopped": checkpoints.stopped is not None, "run_dir": config.run_dir, "records": records}
     if checkpoints.stopped is None and records:

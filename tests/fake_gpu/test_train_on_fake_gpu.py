@@ -39,10 +39,10 @@ def check(run: Run, folder: Path, arguments: str, **environ: str) -> None:
         f"{MLP} --ranks 2 --kv-store dist_device_sync",
         f"{MLP} --ranks 2 --kv-store dist_sync",
         f"{MLP} --ranks 2 --kv-store dist_async",
-        f"{LENET} --ranks 1 --hybridize --optimizer adamw",
-        f"{LENET} --ranks 1 --hybridize --dtype float16",
-        f"{MLP} --ranks 2 --hybridize --dtype bfloat16",
-        f"{MLP} --ranks 2 --hybridize --kv-store dist_sync",
+        f"{LENET} --ranks 1 --optimizer adamw",
+        f"{LENET} --ranks 1 --dtype float16",
+        f"{MLP} --ranks 2 --dtype bfloat16 --no-hybridize",
+        f"{LENET} --ranks 1 --no-hybridize",
         "gpt --batch-size 64 --ranks 2",
         "char_lstm --batch-size 256 --ranks 2",
         "resnet18_cifar --data digits --batch-size 512 --ranks 1",
@@ -58,7 +58,7 @@ def test_a_gpu_each(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> None:
     [
         f"{LENET} --ranks 3",
         f"{LENET} --ranks 2 --dtype bfloat16",
-        f"{LENET} --ranks 3 --hybridize",
+        f"{LENET} --ranks 3 --no-hybridize",
         f"{MLP} --ranks 2 --kv-store dist_device_sync",
     ],
 )
@@ -72,7 +72,7 @@ def test_one_gpu_for_all(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> No
     [
         LENET,
         f"{MLP} --owner shard",
-        f"{LENET} --hybridize",
+        f"{LENET} --no-hybridize",
         f"{LENET} --dtype bfloat16 --compression 2bit",
         *(f"{LENET} --compression {name}" for name in CODECS),
     ],

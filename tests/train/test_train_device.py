@@ -84,7 +84,11 @@ def test_a_whole_run_on_a_gpu(gpus_on_host, monkeypatch, tmp_path, capsys, setti
 
     def one(world):
         monkeypatch.setattr(run, "init", lambda: world)
-        return run.run(TrainConfig(model="mlp", epochs=1, warmup_epochs=0.0, batch_size=200, device="gpu", **settings))
+        return run.run(
+            TrainConfig(
+                model="mlp", epochs=1, warmup_epochs=0.0, batch_size=200, device="gpu", hybridize=False, **settings
+            )
+        )
 
     (result,) = threads.run(1, one)
     assert result["test_accuracy"] > 0.15
