@@ -37,7 +37,14 @@ def use_gpu(world, way):
 
 
 def device_of(world, way):
-    return gpu(world.place if way is Way.NCCL else 0)
+    return gpu({Way.NCCL: world.place, Way.GROUPS: 2 * world.node + world.local_rank % 2}.get(way, 0))
+
+
+def way_of(world, way):
+    """The one that ranks of a node go on the GPUs of `device_of`."""
+    if world.local_size == 1:
+        return Way.ALONE
+    return Way.NCCL if way is Way.GROUPS and world.local_size == 2 else way
 
 
 def gradient(rank, step, shape):

@@ -208,6 +208,29 @@ class IpcRows:
 
         yield from self._led(work, after)
 
+    def sum_at_leader(self, after: Sequence[Event] = ()) -> Steps:
+        """Sum all columns over all ranks, into the leader's row."""
+
+        def work() -> None:
+            if self.size.count:
+                cuda_reduce.combine_into(self._words(), 0, self.size.count, _LEADER, SUM)
+
+        yield from self._led(work, after)
+
+    def collect(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """Bring the columns ``parts[r]`` of rank r's row to the leader's."""
+        yield from self._led(lambda: self._copy(parts, lambda rank: (self._rows[rank], self._rows[_LEADER])), after)
+
+    def hand_out_parts(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
+        """Bring the columns ``parts[r]`` of the leader's row to rank r's."""
+        yield from self._led(lambda: self._copy(parts, lambda rank: (self._rows[_LEADER], self._rows[rank])), after)
+
+    def _copy(self, parts: Sequence[Part], rows: Callable[[int], tuple[Array, Array]]) -> None:
+        for rank, (first, last) in enumerate(parts):
+            if last > first and rank != _LEADER:
+                source, target = rows(rank)
+                self._node.streams.copy_async(target[first:last], source[first:last], self.stream)
+
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
         def work() -> None:
             if self.size.count:

@@ -93,11 +93,12 @@ class Nccl:
         mine = [not self._gone, self._num_groups, self._free]
         return all(each == mine and each[0] for each in self._ranks.allgather_json(mine))
 
-    def group(self, sizes: Sequence[RowSize]) -> NcclGroup:
+    def group(self, sizes: Sequence[RowSize], arrays: Sequence[Any] = ()) -> NcclGroup:
         """New rows; every rank of the node must call.
 
         Args:
             sizes: of the rows, alike on all ranks.
+            arrays: where they lie; by itself in new memory.
 
         Raises:
             UnsupportedError: see `require_rows`; more rows than there are numbers left.
@@ -105,10 +106,11 @@ class Nccl:
         require_rows(sizes, len(self._free))
         self._num_groups += 1
         numbers, self._free = self._free[: len(sizes)], self._free[len(sizes) :]
-        made = [self.streams.zeros(each.count, each.dtype) for each in sizes]
+        made = arrays or [self.streams.zeros(each.count, each.dtype) for each in sizes]
         self.streams.follow(self.stream)
         rows = [NcclRows(self, *row) for row in zip(numbers, made, sizes, strict=True)]
-        return NcclGroup(self, numbers, rows)
+        own = [row.summed for row in rows if row.summed is not row.mine]
+        return NcclGroup(self, numbers, rows, own if arrays else [*own, *made])
 
     def give_back(self, numbers: Sequence[int]) -> None:
         """Those of a group that no rank uses any more; ends the communicator with the last. Every rank must call."""
@@ -211,11 +213,11 @@ def require_rows(sizes: Sequence[RowSize], most: int = THINGS) -> None:
 class NcclGroup:
     """Rows that are made, and given back, together; see `Nccl.group`."""
 
-    def __init__(self, node: Nccl, numbers: Sequence[int], rows: list[NcclRows]) -> None:
+    def __init__(self, node: Nccl, numbers: Sequence[int], rows: list[NcclRows], memory: list[Any]) -> None:
         self.node, self.rows = node, rows
         self._numbers = numbers
-        self._memory = [(row.mine, row.summed) for row in rows]
-        """Which kernels may still write when nobody has the rows any more."""
+        self._memory = memory
+        """Its own, which kernels may still write when nobody has the rows any more."""
         self._maker = node.streams.current()
         """To which CuPy's pool gives that memory when it is given back, whatever stream is current then."""
         self.users: weakref.WeakSet[object] = weakref.WeakSet(rows)
@@ -293,13 +295,23 @@ class NcclRows:
         alike, x, kind = _equal_part(parts), self.mine, _kind(self.mine)
 
         def calls(comm: Any, stream: int) -> None:
-            if alike:
-                own = _at(x, parts[self._node.rank][0])
-                comm.allGather(own, _at(x, parts[0][0]), alike, kind, stream)
-                return
-            for owner, (first, last) in _not_empty(parts):
-                at = _at(x, first)
-                comm.broadcast(at, at, last - first, kind, owner, stream)
+            own = _at(x, parts[self._node.rank][0])
+            comm.allGather(own, _at(x, parts[0][0]), alike, kind, stream)
+
+        if alike:
+            yield from self._in_turn(lambda: self._node.launch(calls), after)
+        else:
+            yield from self.broadcast(list(enumerate(parts)), after)
+
+    def broadcast(self, parts: Sequence[tuple[int, Part]], after: Sequence[Event] = ()) -> Steps:
+        """Bring columns from the row of the rank that is named with them to all others."""
+        x, kind = self.mine, _kind(self.mine)
+
+        def calls(comm: Any, stream: int) -> None:
+            for owner, (first, last) in parts:
+                if last > first:
+                    at = _at(x, first)
+                    comm.broadcast(at, at, last - first, kind, owner, stream)
 
         yield from self._in_turn(lambda: self._node.launch(calls), after)
 

@@ -12,13 +12,15 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..streams import Streams
 from .agreement import on_every_rank
 from .cuda_ipc import CudaIpc
+from .gpu_groups import GpuGroups
 from .nccl import Nccl, NcclGroup, require_rows
 from .node_rows import NodeRows, RowSize, lone_rows
-from .ways import Offer, Way, choose, offers, own_offer
+from .ways import Offer, Way, by_gpu, choose, offers, own_offer
 from .world import World
 
 
@@ -26,7 +28,7 @@ from .world import World
 class _Given:
     """What a call of `make` has given this rank."""
 
-    group: NcclGroup | CudaIpc | None
+    group: NcclGroup | CudaIpc | GpuGroups | None
     """None on a node of one rank."""
     users: weakref.WeakSet[object]
     """What must be gone before ``group`` is ended."""
@@ -55,21 +57,38 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
     comm, memory = world.node_comm, world.node_memory
     found = offers(comm, own_offer(streams.device, shares_memory=memory.size == comm.size))
     way, why = choose(found)
-    reasons = [reason for name, reason in world.comm.allgather_json([way.name, why]) if name == Way.HOST.name]
+    own = found[comm.rank].bus_id
+    everyone = world.comm.allgather_json([way.name, why, world.node, own])
+    reasons = [reason for name, reason, *_ in everyone if name == Way.HOST.name]
     if reasons:
         if world.rank == 0:
             warnings.warn(f"gradients on GPUs are summed {Way.HOST.value}: {reasons[0]}", stacklevel=6)
         return lone_rows(streams, sizes), Way.HOST
 
-    def make_group() -> NcclGroup | CudaIpc | None:
+    several = any(name == Way.GROUPS.name for name, *_ in everyone)
+    parts = _parts_by_gpu(world, [(node, bus_id) for _, _, node, bus_id in everyone]) if several else None
+
+    def make_group() -> NcclGroup | CudaIpc | GpuGroups | None:
+        if way is Way.GROUPS:
+            assert parts is not None
+            groups = by_gpu(found)
+            firsts = [found[ranks[0]] for ranks in groups]
+
+            def between(arrays: list[Any]) -> NcclGroup:
+                require_rows(sizes)
+                return _communicator(parts.firsts, streams, firsts, world.rank).group(sizes, arrays)
+
+            return GpuGroups(parts.shared, groups, comm.rank, streams, sizes, between)
         if way is Way.NCCL:
             require_rows(sizes)
-            return _communicator(world, streams, found).group(sizes)
+            return _communicator(world, streams, found, world.rank).group(sizes)
         return CudaIpc(comm, memory, streams, sizes) if way is Way.CUDA_IPC else None
 
     group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
     if isinstance(group, NcclGroup):
         _communicators(world)[_gpus_of(found)] = group.node
+    if isinstance(group, GpuGroups) and parts is not None and group.nccl is not None:
+        _communicators(parts.firsts)[_gpus_of([found[ranks[0]] for ranks in by_gpu(found)])] = group.nccl.node
     rows: Sequence[NodeRows] = lone_rows(streams, sizes) if group is None else group.hand_out()
     given.append(_Given(group, weakref.WeakSet() if group is None else group.users))
     return rows, way
@@ -84,12 +103,36 @@ def _gpus_of(found: Sequence[Offer]) -> tuple[str, ...]:
     return tuple(each.bus_id for each in found)
 
 
-def _communicator(world: World, streams: Streams, found: Sequence[Offer]) -> Nccl:
-    """That of the node's GPUs; another one where a rank has lost it. Every rank of the node must call."""
+@dataclass(frozen=True)
+class _Parts:
+    """A world in which several ranks share a GPU, on several GPUs of a node."""
+
+    shared: World
+    """The ranks of this rank's GPU."""
+    firsts: World
+    """The first ranks of all GPUs, or all others."""
+
+
+def _parts_by_gpu(world: World, places: Sequence[tuple[int, str]]) -> _Parts:
+    """Every rank of the world must call, with the node and GPU of each rank, by its place on the bus."""
+
+    def make() -> _Parts:
+        first = places.index(places[world.rank])
+        return _Parts(world.split(first), world.split(int(first != world.rank)))
+
+    return world.keep(("ranks by GPU", tuple(places)), make)
+
+
+def _communicator(world: World, streams: Streams, found: Sequence[Offer], rank: int) -> Nccl:
+    """That of the node's GPUs; another one where a rank has lost it. Every rank of the node must call.
+
+    Args:
+        rank: of this one in the whole world, for messages.
+    """
     made = _communicators(world).get(_gpus_of(found))
     if made is not None and made.is_common():
         return made
-    return Nccl(world.node_comm, world.node_memory, streams, found, world.rank)
+    return Nccl(world.node_comm, world.node_memory, streams, found, rank)
 
 
 class _AllGiven(list[_Given]):

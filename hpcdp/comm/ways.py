@@ -25,6 +25,7 @@ class Way(Enum):
     ALONE = "this node has one rank"
     NCCL = "NCCL: each rank has a GPU of its own"
     CUDA_IPC = "CUDA IPC: all ranks share one GPU, and one of them sums for all"
+    GROUPS = "CUDA IPC among the ranks of each GPU, NCCL between the GPUs"
     HOST = "in host memory, each rank for itself"
 
 
@@ -73,37 +74,37 @@ def choose(found: Sequence[Offer]) -> tuple[Way, str]:
         return Way.HOST, f"local rank {without[0]} has no GPU"
     if not all(each.shares_memory for each in found):
         return Way.HOST, "its ranks share no host memory, in which they say how far they are"
-    if not _sharing(found):
-        without = [rank for rank, each in enumerate(found) if not each.nccl]
-        if without:
-            return Way.HOST, f"local rank {without[0]} has no NCCL; pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
-        versions = sorted({each.nccl for each in found})
-        if len(versions) > 1:
-            return Way.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
-        return Way.NCCL, Way.NCCL.value
-    if len({(each.bus_id, each.uuid) for each in found}) == 1:
-        if len({each.pid for each in found}) < len(found):
+    groups = by_gpu(found)
+    for ranks in groups:
+        if len({found[rank].uuid for rank in ranks}) > 1:
+            first, second = ranks[:2]
+            return Way.HOST, f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory"
+        if len({found[rank].pid for rank in ranks}) < len(ranks):
             return Way.HOST, "its ranks are threads of one process, and CUDA IPC opens no handle of its own process"
+    if len(groups) == 1:
         return Way.CUDA_IPC, Way.CUDA_IPC.value
-    first, second = _sharing(found)[:2]
-    if found[first].uuid != found[second].uuid:
-        return Way.HOST, f"local ranks {first} and {second} have instances of one GPU (MIG), which share no memory"
-    return Way.HOST, f"local ranks {first} and {second} share a GPU while others have their own; start one rank a GPU"
+    without = [rank for rank, each in enumerate(found) if not each.nccl]
+    if without:
+        return Way.HOST, f"local rank {without[0]} has no NCCL; pip install 'hpcdp[cuda12]' or 'hpcdp[cuda13]'"
+    versions = sorted({each.nccl for each in found})
+    if len(versions) > 1:
+        return Way.HOST, f"its ranks have different versions of NCCL, {' and '.join(map(str, versions))}"
+    way = Way.NCCL if len(groups) == len(found) else Way.GROUPS
+    return way, way.value
 
 
-def _sharing(found: Sequence[Offer]) -> list[int]:
-    """The ranks of the first GPU that several have; empty where each has its own."""
-    for each in found:
-        ranks = [rank for rank, other in enumerate(found) if other.bus_id == each.bus_id]
-        if len(ranks) > 1:
-            return ranks
-    return []
+def by_gpu(found: Sequence[Offer]) -> list[list[int]]:
+    """The local ranks of each GPU, by the first of them."""
+    groups: dict[str, list[int]] = {}
+    for rank, each in enumerate(found):
+        groups.setdefault(each.bus_id, []).append(rank)
+    return list(groups.values())
 
 
 def refuse_shared(found: Sequence[Offer]) -> None:
     """Raise `DeviceError` where two ranks have one GPU: NCCL may hang there."""
-    ranks = _sharing(found)
-    if ranks:
+    ranks = next((ranks for ranks in by_gpu(found) if len(ranks) > 1), None)
+    if ranks is not None:
         raise DeviceError(
             "NCCL", where=f"GPU {found[ranks[0]].bus_id}", expected="one rank on each GPU",
             got=f"local ranks {', '.join(map(str, ranks))}",

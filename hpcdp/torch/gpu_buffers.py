@@ -36,7 +36,7 @@ class GpuBuffers:
 
     def __init__(self, world: World, device: Device, way: Way | None) -> None:
         self._world, self.device = world, device
-        self._by_row = world.num_nodes == 1 and way in (Way.NCCL, Way.CUDA_IPC)
+        self._by_row = world.num_nodes == 1 and way in (Way.NCCL, Way.CUDA_IPC, Way.GROUPS)
         self._streams = streams = Streams(device)
         self._filled, self._come = streams.event(), streams.event()
         self._room = 0

@@ -18,6 +18,7 @@ from parameters_on_gpus import (
     show_gpus,
     use_gpu,
     wanted,
+    way_of,
 )
 
 import hpcdp
@@ -38,11 +39,11 @@ from hpcdp.kernels import cuda_compress
 from hpcdp.streams import Streams
 from hpcdp.train.trainer import Trainer
 
-NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3))]
+NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
 STEPS = 3
 ORDERS = [0, 1]
 """In which streams take turns."""
-WAYS = [Way.NCCL, Way.CUDA_IPC, Way.HOST]
+WAYS = [Way.NCCL, Way.CUDA_IPC, Way.GROUPS, Way.HOST]
 
 
 @pytest.fixture(params=WAYS)
@@ -53,9 +54,9 @@ def way(request, monkeypatch):
 
 def go(way, monkeypatch):
     """GPUs for the ranks of a machine to go that way."""
-    if way is Way.CUDA_IPC and not shutil.which("g++"):
+    if way in (Way.CUDA_IPC, Way.GROUPS) and not shutil.which("g++"):
         pytest.skip("needs g++, which compiles kernels for this processor")
-    show_gpus(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.HOST: 0}[way])
+    show_gpus(monkeypatch, {Way.NCCL: 8, Way.CUDA_IPC: 1, Way.GROUPS: 8, Way.HOST: 0}[way])
     monkeypatch.setattr(staging, "SEGMENT_NBYTES", 1000)
 
 
@@ -81,7 +82,7 @@ def test_every_rank_holds_the_sums_of_each_step(gpus_on_host, way, overlap, layo
         use_gpu(world, way)
         streams = Streams(device_of(world, way))
         reducer, params = make(world, overlap)
-        assert reducer.gpus.way is (Way.ALONE if nodes == 1 else way)
+        assert reducer.gpus.way is way_of(world, way)
         with on_new_stream(streams) as compute:  # which is late as well
             for step in range(STEPS):
                 written = [cupy.asarray(gradient(world.rank, step, param.data.shape)) for param in params]
