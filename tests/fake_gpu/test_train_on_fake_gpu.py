@@ -11,6 +11,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 MLP, LENET = "mlp --data digits --batch-size 512", "lenet --data digits --batch-size 512"
 CODECS = ("fp16", "bf16", "2bit", "1bit", "topk")
 ONE = {"FAKE_GPUS": "1"}
+TWO = {"FAKE_GPUS": "2"}
 TWO_NODES = {**ONE, "HPCDP_RANKS_PER_NODE": "2"}
 COMPILING = re.compile("hpcdp: (compiling kernels that are new on this machine|another process is compiling kernels)")
 """What rank 0 says where the kernels of the host are new."""
@@ -21,7 +22,7 @@ def check(run: Run, folder: Path, arguments: str, **environ: str) -> None:
     done = run(*command, folder / "run", limit_s=250, **environ)  # where kernels of the host are new
     ranks = int(arguments.partition("--ranks ")[2].split()[0])
     assert done.returncode == 0, done.stderr
-    seen = 2 if environ == TWO_NODES else 1 if environ == ONE else ranks
+    seen = 2 if environ in (TWO, TWO_NODES) else 1 if environ == ONE else ranks
     assert f"{seen} x fake GPU" in done.stdout
     assert all(COMPILING.match(line) for line in done.stderr.splitlines()), done.stderr
 
@@ -65,6 +66,12 @@ def test_a_gpu_each(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> None:
 def test_one_gpu_for_all(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> None:
     """CUDA IPC is between them."""
     check(on_fake_gpu, tmp_path, arguments, **ONE)
+
+
+@pytest.mark.parametrize("arguments", [f"{LENET} --ranks 3", f"{MLP} --ranks 4 --dtype bfloat16 --owner shard"])
+def test_two_gpus_for_more_ranks(on_fake_gpu: Run, tmp_path: Path, arguments: str) -> None:
+    """CUDA IPC is on each of them, NCCL between."""
+    check(on_fake_gpu, tmp_path, arguments, **TWO)
 
 
 @pytest.mark.parametrize(
