@@ -36,7 +36,7 @@ class Augmentation:
     def __init__(self, *changes: Change, seed: int = 0) -> None:
         whole_number("Augmentation", "seed", seed, 0)
         for change in changes:
-            if not callable(change):
+            if not callable(change) or isinstance(change, type):
                 expected = "functions of a sample and a generator"
                 raise ConfigError("Augmentation", where="changes", expected=expected, got=repr(change))
         self.changes, self.seed = changes, seed

@@ -6,7 +6,7 @@ import abc
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError, type_named
 from .images import resize
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -35,6 +35,14 @@ class Dataset(abc.ABC):
     def sample_shape(self) -> tuple[int, ...]:
         """The shape of one ``x``, without the batch axis."""
         return self[np.zeros(0, np.int64)][0].shape[1:]
+
+
+def require_dataset(operation: str, given: object) -> None:
+    """Raises `ConfigError` for what is no data set, such as arrays alone; one need not be a `Dataset`."""
+    is_one = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    if not is_one or isinstance(given, tuple | list | dict | str | np.ndarray):
+        expected = "a data set, such as data.ArrayDataset(x, y)"
+        raise ConfigError(operation, where="dataset", expected=expected, got=type_named(given))
 
 
 def _count_classes(labels: np.ndarray) -> int | None:

@@ -18,7 +18,7 @@ from ..engine import Engine, Variable, default_engine
 from ..errors import ConfigError, type_named, whole_number
 from ..state import require_state
 from .augment import Augmentation
-from .datasets import ArrayDataset, Batch, Dataset
+from .datasets import ArrayDataset, Batch, Dataset, require_dataset
 from .delivery import Delivery
 from .resumable import Position, Resumable
 from .samplers import BatchIndices
@@ -107,11 +107,13 @@ class DataLoader:
         device: Device | None = None,
     ) -> None:
         whole_number("DataLoader", "prefetch", prefetch, 0)
-        if not hasattr(dataset, "__getitem__"):
-            raise ConfigError("DataLoader", where="dataset", expected="a data set", got=type_named(dataset))
+        require_dataset("DataLoader", dataset)
         if not hasattr(sampler, "__iter__"):
             expected = "a sampler of batches, such as a ShardedSampler"
             raise ConfigError("DataLoader", where="sampler", expected=expected, got=type_named(sampler))
+        if transform is not None and not callable(transform):
+            expected = "a function of a batch's x and y"
+            raise ConfigError("DataLoader", where="transform", expected=expected, got=repr(transform))
         if not isinstance(augment, Augmentation | None):
             raise ConfigError("DataLoader", where="augment", expected="an Augmentation", got=repr(augment))
         if not isinstance(device, Device | None):

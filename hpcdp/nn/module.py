@@ -106,6 +106,8 @@ class Module:
     """Whether in training all ranks must run its forwards and backwards together, those without samples, too."""
     gives_pieces = False
     """Whether it has its parts compute a batch in pieces; those that need all ranks take whole ones."""
+    has_own_step = False
+    """Whether it trains by a method of its own, and not by a recorded call."""
     keeps_float32 = False
     """Whether `to` leaves its own parameters and buffers float32 where others become floats of 16 bits."""
     is_traceable = True

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..arrays import Array, on_device_of
-from ..autograd import Gradient, Tensor, concatenate, on_tape
+from ..autograd import Gradient, Tensor, concatenate, is_training, on_tape
 from ..devices import Device, brought, require_devices
 from ..errors import ConfigError, DeviceError
 from .deferred import lacks_shapes
+from .hybrid.changed import Look
 from .hybrid.held import array_of
 from .module import Module, Parameter
 
@@ -65,6 +66,7 @@ class Replicas(Module):
         _require_on(net, self.devices[0])
         if len(self.devices) > 1:
             net.require_parts_of_this_rank("Replicas")
+        self._look = Look()
         self._copies = {device: None if lacks_shapes(net) else _copy(net, device) for device in self.devices[1:]}
 
     def on(self, device: Device) -> Module:
@@ -86,6 +88,8 @@ class Replicas(Module):
         return _OnDevice(self.net, there, device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(self.devices) > 1 and is_training() and self._look.is_due():
+            self.net.require_parts_of_this_rank("Replicas")
         count, parts = x.shape[0], len(self.devices)
         results = []
         for number, device in enumerate(self.devices):

@@ -23,6 +23,7 @@ from ..comm.agreement import Outcome, told_to_all
 from ..comm.watchdog import Watchdog
 from ..errors import ConfigError, DataError, type_named, whole_number
 from ..nn import Module
+from ..nn.hybrid.changed import Look
 from ..nn.losses import require_per_sample
 from .links import BACKWARD, FORWARD, Link, Messages, Queue
 from .schedules import SCHEDULES, Action
@@ -89,6 +90,7 @@ class Pipeline(Module):
 
     is_traceable = False
     gives_pieces = True
+    has_own_step = True
     replicas: World
     """The ranks that have the same stages as this one: the `Trainer` 's world."""
 
@@ -128,6 +130,7 @@ class Pipeline(Module):
         for stage, module in modules.items():
             setattr(self, str(stage), module)
         self.parameters()  # named here
+        self._look = Look()
 
     def _links(
         self, world: World, column: World | None, own: range, modules: dict[int, Module]
@@ -192,7 +195,9 @@ class Pipeline(Module):
                 on ranks of the last stage: the loss is not of shape ``(batch,)``.
             DataError: ``x`` and ``y`` differ in length.
         """
-        if trainer.world is not self.replicas:
+        if self._look.is_due():
+            self.require_parts_of_this_rank("Pipeline.step")
+        if getattr(trainer, "world", None) is not self.replicas:
             raise ConfigError(
                 "Pipeline.step", where="trainer", expected="one whose world is the pipeline's replicas", got="another",
                 remedy="Trainer(pipeline.parameters(), optimizer, pipeline.replicas)",

@@ -14,8 +14,9 @@ from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.agreement import require_same
 from ..data import Dataset
+from ..data.datasets import require_dataset
 from ..data.split import piece_bounds
-from ..errors import ConfigError, type_named, whole_number
+from ..errors import ConfigError, whole_number
 from ..nn import Module
 from ..nn.deferred import shape_of
 from ..nn.functional import softmax_cross_entropy
@@ -68,16 +69,15 @@ def evaluate(
 
     Raises:
         ConfigError: no data set; ``own_data`` with ``num_parts``.
-        MismatchError: the ranks' data sets differ in length, or in their first sample, without ``own_data``; on all.
+        MismatchError: the ranks' data sets differ in length, or in their first sample, without ``own_data``, or only
+            some say it; on all.
     """
     world = world or init()
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigError("evaluate", where="dataset", expected="a data set", got=type_named(dataset))
+    require_dataset("evaluate", dataset)
     if own_data and num_parts is not None:
         raise ConfigError("evaluate", where="num_parts", expected="none with own_data", got=num_parts)
-    if not own_data:
-        remedy = "give all ranks the whole data set, or say own_data=True"
-        require_same(world.comm, "evaluate", _described(dataset), remedy)
+    said = ["data of each rank's own"] if own_data else _described(dataset)
+    require_same(world.comm, "evaluate", said, "give all ranks the whole data set, or say own_data=True on all")
     whole_number("evaluate", "batch_size", batch_size, 1)
     num_parts = world.size if num_parts is None else whole_number("evaluate", "num_parts", num_parts, 1)
     own, ends = piece_bounds(num_parts, world.size), piece_bounds(len(dataset), num_parts)

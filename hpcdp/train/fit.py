@@ -70,8 +70,8 @@ def fit(
 
     Returns:
         One record of kind "epoch" for each epoch that this call has ended, alike on every rank (docs/training.md and
-        docs/tracing.md list what is in it). Its accuracy is None where labels are no integers ``(batch, ...)`` for
-        outputs ``(batch, ..., classes)``.
+        docs/tracing.md list what is in it). Its accuracy is that of the first output, where there are several, and None
+        where labels are no integers ``(batch, ...)`` for outputs ``(batch, ..., classes)``.
 
     Raises:
         ConfigError: an argument is none of that; the loader is not the trainer's: one of them has virtual shards, or
@@ -273,4 +273,5 @@ class _Loop:
             return
         x, y = batch
         losses, output = self._step(x, y)
-        self.meter.add(shard, losses.data, output.data, y)
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        self.meter.add(shard, losses.data, first.data, y)

@@ -29,6 +29,9 @@ def check_arguments(net: object, trainer: object, loader: object, **others: Any)
     ):
         if not valid:
             raise ConfigError("fit", where=where, expected=expected, got=type(got).__name__)
+    if net.has_own_step:  # type: ignore[attr-defined]
+        name = type(net).__name__
+        raise ConfigError("fit", where="net", expected="a network that is called", got=f"a {name}, which has step()")
     for each in callbacks:
         if not isinstance(each, Callback):
             raise ConfigError("fit", where="callbacks", expected="instances of Callback", got=repr(each))

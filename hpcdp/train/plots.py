@@ -94,16 +94,19 @@ class Animator:
         """A point more for each line, None for a line without one, and the picture anew.
 
         Raises:
-            ConfigError: another number of values than of lines.
+            ConfigError: another number of values than of lines, or what is no number; no line has changed.
             OSError: the picture cannot be written.
         """
         count = len(ys) if isinstance(ys, Sequence | np.ndarray) else type_named(ys)
         if count != len(self.legend):
             raise ConfigError("Animator.add", expected=f"a list of {len(self.legend)} values", got=count)
-        for line, y in enumerate(ys):
-            if y is not None:
-                self.X[line].append(float(x))
-                self.Y[line].append(float(y))
+        try:
+            points = [(line, float(x), float(y)) for line, y in enumerate(ys) if y is not None]
+        except (TypeError, ValueError) as error:
+            raise ConfigError("Animator.add", expected="numbers, or None", got=error) from error
+        for line, at_x, at_y in points:
+            self.X[line].append(at_x)
+            self.Y[line].append(at_y)
         figure, (axes,) = styled(1, (5.0, 3.4))
         for name, at, values in zip(self.legend, self.X, self.Y, strict=True):
             axes.plot(at, values, linewidth=1.4, marker="o", markersize=3, label=name)

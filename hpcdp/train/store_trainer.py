@@ -136,6 +136,8 @@ class StoreTrainer(Trainer):
     def step(self, count: int) -> int:
         """See `Trainer.step`."""
         count = checked_count("step", count)
+        if not self.steps_together:
+            check_apart(self._params)
         self._settle("step")
         if not self._syncing:
             self._held_count += count

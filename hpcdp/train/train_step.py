@@ -86,6 +86,9 @@ class TrainStep:
         ):
             if not valid:
                 raise ConfigError("TrainStep", where=where, expected=expected, got=type(got).__name__)
+        if net.has_own_step:
+            own = f"a {type(net).__name__}, which has step()"
+            raise ConfigError("TrainStep", where="net", expected="a network that is called", got=own)
         self._trainer, self._phases = trainer, phases
         self._module = _LossAndOutput(net, loss)
         self._hybrid: HybridStep | None = None
@@ -120,6 +123,9 @@ class TrainStep:
             HpcdpError: what forward, backward and `Trainer.step` raise; hybridized, ``net`` returns anything but a
                 tensor, or a tuple or list of them.
         """
+        if not hasattr(y, "__len__") or getattr(y, "shape", (1,)) == ():
+            got = type_named(y) if getattr(y, "shape", None) is None else "an array without axes"
+            raise ConfigError("train step", where="y", expected="a label for each sample", got=got)
         if self._hybrid is None or not len(y) or _wants_gradient(x) or _wants_gradient(y):
             with self._phases.forward, record():
                 output, losses = _computed(self._module.net, self._module.loss, x, y)

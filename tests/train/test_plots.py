@@ -96,3 +96,9 @@ def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
         plots.Animator(tmp_path / "none" / "a.png", "epoch", ["loss"])
     with pytest.raises(ConfigError, match=r"add: expected a list of 1 values, got a float"):
         plots.Animator(tmp_path / "a.png", "epoch", ["loss"]).add(1, 0.5)
+    animator = plots.Animator(tmp_path / "a.png", "epoch", ["loss", "accuracy"])
+    animator.add(1, (0.5, 0.5))
+    with pytest.raises(ConfigError, match=r"add: expected numbers, or None"):
+        animator.add(2, (0.5, "x"))
+    animator.add(2, (0.4, None))
+    assert (animator.X, animator.Y) == ([[1, 2], [1]], [[0.5, 0.4], [0.5]])

@@ -450,3 +450,53 @@ def test_a_plan_keeps_no_input():
         kept = step(x, y)
         del x
         assert gone() is None and kept[0].shape == (8000,)
+
+
+@pytest.mark.parametrize("what", ["losses", "output"])
+def test_large_results_of_chains_are_those_without_a_plan(what):
+    """Which a plan writes where they are returned."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            self.dense, self.head = nn.Dense(8, 512), nn.Dense(512, 3)
+
+        def forward(self, x):
+            h = self.dense(x)
+            return self.head(F.relu(h)), (h * 2 + 1).sigmoid()
+
+    seen = []
+    for way in WAYS:
+        rng = np.random.default_rng(5)
+        net = nn.Dense(8, 1, weight_init=nn.init.Xavier(1)) if what == "losses" else Gated()
+        for number, param in enumerate(net.parameters()):
+            param.data[...] = np.random.default_rng(number).standard_normal(param.shape) / 8
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.01), threads.run(1, lambda world: world)[0])
+        step = WAYS[way](net, trainer, F.l2_loss if what == "losses" else loss_of_first)
+        kept = []
+        for _ in range(5):
+            x = rng.standard_normal((20000 if what == "losses" else 64, 8)).astype(np.float32)
+            y = x[:, :1] * 2 if what == "losses" else rng.integers(0, 3, 64)
+            losses, output = step(x, y)
+            kept += [losses, output[1] if what == "output" else output]
+        seen.append([each.asnumpy() for each in kept])
+    for found in seen[1:]:
+        for a, b in zip(found, seen[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("way", ["python", "plan"])
+@pytest.mark.parametrize("y", [None, 3, np.array(3)], ids=str)
+def test_labels_that_are_none_for_each_sample_are_refused(way, y):
+    net = convolutional(0)
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    with pytest.raises(ConfigError, match=r"train step \[y\]: expected a label for each sample, got"):
+        WAYS[way](net, trainer, F.softmax_cross_entropy)(batch()[0], y)
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_fit_takes_networks_of_several_results(hybridize):
+    net = Branched(0)
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    loader = data.DataLoader(data.ArrayDataset(*batch(32)), data.ShardedSampler(32, 8))
+    (record,) = fit(net, trainer, loader, epochs=1, loss=loss_of_first, world=trainer.world, hybridize=hybridize)
+    assert 0 <= record["accuracy"] <= 1

@@ -67,11 +67,13 @@ def test_a_pipeline_trains_by_its_own_step(n):
         trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), net.replicas)
         loader = DataLoader(ArrayDataset(X, Y), ShardedSampler(101, 8))
         for train in (
-            lambda: TrainStep(net, trainer)(X[:4], Y[:4]),
-            lambda: fit(net, trainer, loader, epochs=1, world=net.replicas),
+            lambda: TrainStep(net, trainer),
+            lambda: fit(net, trainer, loader, epochs=1, world=world),
         ):
-            with pytest.raises(ConfigError, match=r"Pipeline: expected pipeline.step\(trainer, x, y\), which trains"):
+            with pytest.raises(ConfigError, match=r"\[net\]: expected a network that is called, got a Pipeline"):
                 train()
+        with pytest.raises(ConfigError, match="one whose world is the pipeline's replicas, got another"):
+            net.step(trainer.optimizer, X[:4], Y[:4])
         with record(), pytest.raises(ConfigError, match="a call within record"):
             net(X[:4])
         assert net.step(trainer, X[:4], Y[:4]) > 0 and net(X[:4]).shape == (4, 3)
@@ -117,6 +119,45 @@ def test_ranks_that_do_not_wait_take_no_layers_of_all(n):
     threads.run(n, job)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_layers_that_become_those_of_all_ranks_are_found(n):
+    """After what encloses them was made, and has trained."""
+
+    def job(world):
+        net = network()
+        replicas = nn.Replicas(net, [hpcdp.cpu(0), hpcdp.cpu(1)])
+        trainer = hpcdp.Trainer(replicas.parameters(), optim.SGD(lr=0.1), world)
+        TrainStep(replicas, trainer)(X[:6], Y[:6])
+        SyncBatchNorm.convert(net, world)
+        with pytest.raises(ConfigError, match=r"Replicas: expected layers of this rank alone"):
+            TrainStep(replicas, trainer)(X[:6], Y[:6])
+        replicas(X[:6])  # prediction needs no other rank
+        parts = stages()
+        pipeline = Pipeline(parts, CE, world)
+        trainer = hpcdp.Trainer(pipeline.parameters(), optim.SGD(lr=0.1), pipeline.replicas)
+        pipeline.step(trainer, X[:6], Y[:6])
+        world.barrier()
+        SyncBatchNorm.convert(parts[0], world)
+        if world.rank == 0:
+            with pytest.raises(ConfigError, match=r"Pipeline.step: expected layers of this rank alone"):
+                pipeline.step(trainer, X[:6], Y[:6])
+        net = network()
+        trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), world, kvstore="dist_async")
+        SyncBatchNorm.convert(net, world)
+        with pytest.raises(ConfigError, match=r"layers of this rank alone with dist_async"):
+            trainer.step(1)
+
+    threads.run(n, job)
+
+
+def test_evaluate_by_ranks_of_which_some_say_own_data_is_refused():
+    def job(world):
+        evaluate(network(), ArrayDataset(X, Y), world, own_data=world.rank == 1)
+
+    with pytest.raises(MismatchError, match=r"evaluate.*own_data=True on all"):
+        threads.run(3, job)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_evaluate_of_data_of_ones_own_counts_all_of_it(n):
     whole = threads.run(1, lambda world: evaluate(network(), ArrayDataset(X, Y), world))[0]
@@ -143,24 +184,37 @@ def test_evaluate_refuses_data_that_differ_between_ranks(n):
         evaluate(network(), ArrayDataset(X[own], Y[own]), world)
 
     for job, expected in ((other_length, "of 101 samples"), (other_samples, "a first sample with CRC-32")):
-        with pytest.raises(MismatchError, match=f"evaluate.*{expected}.*own_data=True"):
+        with pytest.raises(MismatchError, match=f"evaluate.*{expected}.*own_data=True on all"):
             threads.run(n, job)
 
 
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda world: evaluate(network(), 3, world), r"evaluate \[dataset\]: expected a data set, got an int"),
+        (
+            lambda world: evaluate(network(), 3, world),
+            r"evaluate \[dataset\]: expected a data set, such as .*, got an int",
+        ),
         (
             lambda world: evaluate(network(), ArrayDataset(X, Y), world, num_parts=2, own_data=True),
             r"\[num_parts\]: expected none with own_data, got 2",
         ),
         (lambda world: DataLoader(ArrayDataset(X, Y), None), r"\[sampler\]: expected a sampler of batches.*NoneType"),
-        (lambda world: DataLoader(None, ShardedSampler(3, 2)), r"\[dataset\]: expected a data set, got a NoneType"),
+        (
+            lambda world: DataLoader(None, ShardedSampler(3, 2)),
+            r"\[dataset\]: expected a data set, such as .*, got a NoneType",
+        ),
         (
             lambda world: list(DataLoader(ArrayDataset(X, Y), ShardedSampler(101, 8), transform=lambda x, y: x)),
             r"\[transform\]: expected a function that returns \(x, y\), got a ndarray",
         ),
+        (lambda world: evaluate(network(), (X, Y), world), r"such as data.ArrayDataset\(x, y\), got a tuple"),
+        (lambda world: DataLoader(X, ShardedSampler(3, 2)), r"such as data.ArrayDataset\(x, y\), got a ndarray"),
+        (
+            lambda world: DataLoader(ArrayDataset(X, Y), ShardedSampler(3, 2), transform="x"),
+            r"\[transform\]: .*got 'x'",
+        ),
+        (lambda world: data.Augmentation(data.RandomFlip), r"\[changes\]: expected functions of a sample"),
         (lambda world: AdaptWorkLoad(data.BatchSampler(data.SequentialSampler(9), 4)), "a ShardedSampler, which has"),
         (
             lambda world: nn.Dense(3, 3, weight_init="xavier"),

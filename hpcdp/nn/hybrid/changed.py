@@ -17,6 +17,18 @@ state = _State()
 """What stands for the attributes of all modules, and for the arrays and hooks of all parameters."""
 
 
+class Look:
+    """Tells once after each change whether a module may have changed, and at first."""
+
+    def __init__(self) -> None:
+        self._seen: object = None
+
+    def is_due(self) -> bool:
+        now = state.modules
+        before, self._seen = self._seen, now
+        return before is not now
+
+
 def in_module(module: object, name: str) -> None:
     """An attribute of a module is about to change.
 

@@ -178,11 +178,10 @@ class StepPlan(Plan):
                 self._backward.run(self._seeds.set(self._trainer.loss_scale))
             with self._phases.step:
                 self._trainer.step(self._count)
-        found = self._copies(given, None)
-        for each in (*self._places, *self._moving_outputs.values()):
-            if isinstance(each, Moving):
-                each.array = None  # it may be large, and nobody needs it any more
-        return found
+        for place in self._places:
+            if isinstance(place, Moving):
+                place.array = None  # it may be large, and nobody needs it any more
+        return self._copies(given, None)
 
     def _compute(self, given: Sequence[Tensor]) -> None:
         with self._phases.forward:
