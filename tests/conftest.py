@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,3 +248,11 @@ def counted_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Capturer, "capture", capturing)
     monkeypatch.setattr(CudaGraph, "launch", launching)
     return counted
+
+
+@pytest.fixture
+def gpu(counted_graphs: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """`counted_graphs`, where what goes without a graph is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield counted_graphs

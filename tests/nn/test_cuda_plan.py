@@ -1,14 +1,10 @@
-"""A hybridized network on a GPU, or on `graphs_on_host`: its replays are what it does without a plan.
+"""A hybridized network on a GPU, or on `graphs_on_host`: its replays are what it does without a plan."""
 
-To the bit on the host; on a GPU products with another workspace may round in another way.
-"""
-
-import os
-import shutil
 import warnings
 
 import numpy as np
 import pytest
+from graph_checks import arrays, needs_compiler, on_gpu, same
 
 from hpcdp import autograd, nn, optim
 from hpcdp.arrays import to_host
@@ -18,27 +14,9 @@ from hpcdp.kernels.capture import Capturer
 from hpcdp.train.trainer import Trainer
 
 F = nn.functional
-ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 STEPS = 4
 """Traced, captured with its backward run once, backward captured, replayed."""
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
-
-
-@pytest.fixture
-def gpu(counted_graphs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield counted_graphs
-
-
-def arrays(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def on_gpu(x):
-    import cupy
-
-    return cupy.asarray(x)
+pytestmark = needs_compiler
 
 
 class Branches(nn.Module):
@@ -96,15 +74,6 @@ def made(build):
 
 def listed(found):
     return list(found) if isinstance(found, (tuple, list)) else [found]
-
-
-def same(a, b):
-    a, b = to_host(a), to_host(b)
-    assert a.shape == b.shape and a.dtype == b.dtype and np.isfinite(a).all()
-    if ON_GPU:
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    else:
-        np.testing.assert_array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
 
 
 def same_networks(net, plain):

@@ -1,14 +1,8 @@
-"""`TrainStep` on a GPU, or on `graphs_on_host`: one CUDA graph a step, the update in it where nothing lies between.
-
-To the bit on the host; on a GPU products with another workspace may round in another way.
-"""
-
-import os
-import shutil
-import warnings
+"""`TrainStep` on a GPU, or on `graphs_on_host`: one CUDA graph a step, the update in it where nothing lies between."""
 
 import numpy as np
 import pytest
+from graph_checks import arrays, needs_compiler, on_gpu, same
 
 import hpcdp
 from hpcdp import autograd, nn, optim
@@ -19,27 +13,9 @@ from hpcdp.kernels import cuda
 from hpcdp.train import TrainStep
 
 F = nn.functional
-ON_GPU = os.environ.get("HPCDP_TEST_GPU", "") not in ("", "0")
 STEPS = 5
 """Traced, captured, replayed."""
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++, which compiles kernels for this processor")
-
-
-@pytest.fixture
-def gpu(counted_graphs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield counted_graphs
-
-
-def arrays(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def on_gpu(x):
-    import cupy
-
-    return cupy.asarray(x)
+pytestmark = needs_compiler
 
 
 def mlp():
@@ -88,15 +64,6 @@ def planned(net, trainer):
     step = TrainStep(net, trainer)
     step.hybridize()
     return step
-
-
-def same(a, b):
-    a, b = to_host(a), to_host(b)
-    assert a.shape == b.shape and a.dtype == b.dtype
-    if ON_GPU:
-        np.testing.assert_allclose(a.astype("f4"), b.astype("f4"), rtol=1e-4, atol=1e-5)
-    else:
-        np.testing.assert_array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
 
 
 def batches(shape, count=STEPS, host=False):
