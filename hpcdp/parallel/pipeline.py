@@ -205,6 +205,9 @@ class Pipeline(Module):
         if trainer.virtual_shards is not None:
             raise ConfigError("Pipeline.step", where="trainer", expected="one without reproducible=True",
                               got=f"one of {trainer.virtual_shards} virtual shards")  # fmt: skip
+        if not all(hasattr(each, "__len__") for each in (x, y)):
+            got = f"{type_named(x)} and {type_named(y)}"
+            raise ConfigError("Pipeline.step", expected="samples and a label for each", got=got)
         if len(x) != len(y):
             raise DataError("Pipeline.step", expected="a label for each sample", got=f"{len(x)} and {len(y)}")
         spans = pieces(len(x), self._micro_batches)

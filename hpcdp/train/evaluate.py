@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..arrays import from_host, to_host
-from ..autograd import predict_mode
+from ..autograd import Tensor, predict_mode
 from ..collectives import allreduce
 from ..comm import World, init
 from ..comm.agreement import require_same
 from ..data import Dataset
 from ..data.datasets import require_dataset
 from ..data.split import piece_bounds
-from ..errors import ConfigError, whole_number
+from ..errors import ConfigError, type_named, whole_number
 from ..nn import Module
 from ..nn.deferred import shape_of
 from ..nn.functional import softmax_cross_entropy
@@ -91,12 +92,21 @@ def evaluate(
                 x, y = dataset[np.arange(first, min(first + batch_size, ends[part + 1]))]
                 if there is not None:
                     x, y = from_host(x, there), from_host(y, there)
-                logits = net(x)
+                logits = first_output("evaluate", net(x))
                 counted.add(part, softmax_cross_entropy(logits, y).data, logits.data, y)
     sums = np.array(counted.rows)
     allreduce(sums, world=world)  # exact: in each row one rank's numbers and zeros
     loss, correct, count = (float(value) for value in sums.sum(axis=0))
     return Evaluation(correct / max(count, 1), loss / max(count, 1), correct, int(count))
+
+
+def first_output(operation: str, output: Any) -> Tensor:
+    """What a network has returned, or the first of several: that of which accuracy is told."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(first, Tensor):
+        expected = "a network that returns a tensor, or several of which the first is one"
+        raise ConfigError(operation, where="net", expected=expected, got=type_named(first))
+    return first
 
 
 def _described(dataset: Dataset) -> list[str]:

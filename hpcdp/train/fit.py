@@ -20,7 +20,7 @@ from ..nn.hybrid.step_plan import Phases
 from ..trace import Trace
 from .callbacks import Callback, StatesOfCallbacks
 from .checkpoints import Checkpoints, Position
-from .evaluate import Evaluation
+from .evaluate import Evaluation, first_output
 from .fit_checks import check_arguments, check_callbacks, check_loader, check_parts, what_ranks_share
 from .meter import Meter
 from .metrics import Record
@@ -273,5 +273,5 @@ class _Loop:
             return
         x, y = batch
         losses, output = self._step(x, y)
-        first = output[0] if isinstance(output, (tuple, list)) else output
+        first = first_output("fit", output)
         self.meter.add(shard, losses.data, first.data, y)

@@ -102,14 +102,15 @@ class Animator:
             raise ConfigError("Animator.add", expected=f"a list of {len(self.legend)} values", got=count)
         try:
             points = [(line, float(x), float(y)) for line, y in enumerate(ys) if y is not None]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("Animator.add", expected="numbers, or None", got=error) from error
         for line, at_x, at_y in points:
             self.X[line].append(at_x)
             self.Y[line].append(at_y)
         figure, (axes,) = styled(1, (5.0, 3.4))
         for name, at, values in zip(self.legend, self.X, self.Y, strict=True):
-            axes.plot(at, values, linewidth=1.4, marker="o", markersize=3, label=name)
+            shown = [max(-LARGEST, min(value, LARGEST)) for value in values]
+            axes.plot(at, shown, linewidth=1.4, marker="o", markersize=3, label=name)
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         axes.legend(frameon=False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ..autograd import Tensor, as_tensor, record
 from ..errors import ConfigError, type_named
 from ..nn import Module
@@ -32,7 +30,8 @@ class _LossAndOutput(Module):
         if not found or not all(isinstance(each, Tensor) for each in found):
             raise ConfigError(
                 "train step", where="net", expected="a network that returns a tensor, or a tuple or list of them",
-                got=", ".join(map(type_named, found)) or "none", remedy="call hybridize(False)",
+                got=", ".join("a tensor" if isinstance(each, Tensor) else type_named(each) for each in found) or "none",
+                remedy="call hybridize(False)",
             )  # fmt: skip
         self.form[:] = [like(output, [None] * len(found))] if several else []
         return losses, *found
@@ -112,8 +111,8 @@ class TrainStep:
 
         Args:
             x: shape ``(batch, ...)``, what ``net`` takes.
-            y: labels, an array or list of length ``batch``; a rank without samples passes empty arrays. Where one of
-                both is recorded, or has a gradient attached, that is computed, too, without a plan.
+            y: labels, an array or list of length ``batch``; a rank without samples passes empty arrays. Without a plan
+                go lists, and what is recorded or has a gradient attached, which is computed, too.
 
         Returns:
             The losses before the update, shape ``(batch,)``, and what ``net`` gave, on no tape. Nobody changes their
@@ -126,14 +125,14 @@ class TrainStep:
         if not hasattr(y, "__len__") or getattr(y, "shape", (1,)) == ():
             got = type_named(y) if getattr(y, "shape", None) is None else "an array without axes"
             raise ConfigError("train step", where="y", expected="a label for each sample", got=got)
-        if self._hybrid is None or not len(y) or _wants_gradient(x) or _wants_gradient(y):
+        is_list = not hasattr(y, "shape")  # which each loss takes in its way
+        if self._hybrid is None or not len(y) or is_list or _wants_gradient(x) or _wants_gradient(y):
             with self._phases.forward, record():
                 output, losses = _computed(self._module.net, self._module.loss, x, y)
             losses, output = finish(self._trainer, self._phases, (losses, output))
             return losses, output
-        labels = y if hasattr(y, "shape") else np.asarray(y)  # as losses take lists
         with record():
-            found = self._hybrid([as_tensor(each) for each in (x, labels)])
+            found = self._hybrid([as_tensor(each) for each in (x, y)])
         losses, *outputs = [Tensor(each.data) for each in found]
         form = self._module.form
         return losses, like(form[0], outputs) if form else outputs[0]

@@ -102,3 +102,7 @@ def test_what_an_animator_cannot_draw_is_refused_when_it_is_said(tmp_path):
         animator.add(2, (0.5, "x"))
     animator.add(2, (0.4, None))
     assert (animator.X, animator.Y) == ([[1, 2], [1]], [[0.5, 0.4], [0.5]])
+    for number, values in enumerate(((1e308, -1e308), (float("nan"), float("inf")), (1.0, 2.0))):
+        animator.add(3 + number, values)
+    with pytest.raises(ConfigError, match=r"add: expected numbers, or None"):
+        animator.add(9, (10**400, 1))

@@ -13,6 +13,7 @@ from hpcdp import autograd, data, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError, StaleGradientError
 from hpcdp.train import SyncBatchNorm, TrainStep
+from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.metrics import read_metrics
 
@@ -376,6 +377,10 @@ def test_labels_and_samples_may_be_lists(way):
     for _ in range(4):
         losses, output = step([[1.0, 2.0], [3.0, 4.0]], [0, 2])
         assert losses.shape == (2,) and output.shape == (2, 3)
+    regress = WAYS[way](net, trainer, F.l2_loss)
+    for _ in range(4):
+        losses, _ = regress([[1.0, 2.0], [3.0, 4.0]], [[0.1] * 3] * 2)
+        assert losses.dtype == np.float32
 
 
 @pytest.mark.parametrize("way", ["python", "plan"])
@@ -500,3 +505,20 @@ def test_fit_takes_networks_of_several_results(hybridize):
     loader = data.DataLoader(data.ArrayDataset(*batch(32)), data.ShardedSampler(32, 8))
     (record,) = fit(net, trainer, loader, epochs=1, loss=loss_of_first, world=trainer.world, hybridize=hybridize)
     assert 0 <= record["accuracy"] <= 1
+    assert evaluate(net, loader.dataset, trainer.world).count == 32
+
+
+def test_fit_and_evaluate_refuse_results_without_an_accuracy():
+    net = Returning(lambda y: {"logits": y})
+    trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), threads.run(1, lambda world: world)[0])
+    dataset = data.ArrayDataset(*batch(32))
+    loader = data.DataLoader(dataset, data.ShardedSampler(32, 8))
+    for call in (
+        lambda: fit(
+            net, trainer, loader, epochs=1, world=trainer.world,
+            loss=lambda output, y: F.softmax_cross_entropy(output["logits"], y),
+        ),
+        lambda: evaluate(net, dataset, trainer.world),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"\[net\]: expected a network that returns a tensor.*got a dict"):
+            call()

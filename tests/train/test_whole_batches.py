@@ -74,6 +74,8 @@ def test_a_pipeline_trains_by_its_own_step(n):
                 train()
         with pytest.raises(ConfigError, match="one whose world is the pipeline's replicas, got another"):
             net.step(trainer.optimizer, X[:4], Y[:4])
+        with pytest.raises(ConfigError, match="expected samples and a label for each, got a ndarray and a NoneType"):
+            net.step(trainer, X[:4], None)
         with record(), pytest.raises(ConfigError, match="a call within record"):
             net(X[:4])
         assert net.step(trainer, X[:4], Y[:4]) > 0 and net(X[:4]).shape == (4, 3)
