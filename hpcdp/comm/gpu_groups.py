@@ -52,17 +52,19 @@ class GpuGroups:
         self.users = self._ipc.users
         """See `hand_out`."""
         on_gpus = self._ipc.hand_out()
-        self._nccl = between([row.mine for row in on_gpus]) if self._ipc.is_leader else None
-        over_gpus: Sequence[NcclRows | None] = [None] * len(on_gpus) if self._nccl is None else self._nccl.hand_out()
+        self._firsts = between([row.mine for row in on_gpus]) if self._ipc.is_leader else None
+        over_gpus: Sequence[NcclRows | None] = [None] * len(on_gpus)
+        if self._firsts is not None:
+            over_gpus = self._firsts.hand_out()
         gpu_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
         own = groups[gpu_of[local_rank]]
         places = [gpu_of[rank] for rank in sorted(gpu_of)]
         self._rows = [GroupRows(streams, *each, own, places) for each in zip(on_gpus, over_gpus, strict=True)]
 
     @property
-    def nccl(self) -> NcclGroup | None:
-        """Between the GPUs; None where another rank of this one is part of it."""
-        return self._nccl
+    def firsts(self) -> NcclGroup | None:
+        """Of the first ranks, between the GPUs; None where another rank of this one is part of it."""
+        return self._firsts
 
     def hand_out(self) -> list[GroupRows]:
         """The rows, by number; once. They live as long as somebody has them or a view of one, which `users` tells."""
@@ -71,9 +73,9 @@ class GpuGroups:
 
     def close(self) -> None:
         """Give all back, when all that was given to the streams is done; every rank of the node must call."""
-        if self._nccl is not None:
-            self._streams.synchronize(self._nccl.node.stream)
-            self._nccl.close()
+        if self._firsts is not None:
+            self._streams.synchronize(self._firsts.node.stream)
+            self._firsts.close()
         self._ipc.close()
 
 

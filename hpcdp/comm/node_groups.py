@@ -87,8 +87,8 @@ def make(world: World, streams: Streams, sizes: Sequence[RowSize]) -> tuple[Sequ
     group = on_every_rank(world.comm, make_group)  # or other nodes would wait for one that has failed
     if isinstance(group, NcclGroup):
         _communicators(world)[_gpus_of(found)] = group.node
-    if isinstance(group, GpuGroups) and parts is not None and group.nccl is not None:
-        _communicators(parts.firsts)[_gpus_of([found[ranks[0]] for ranks in by_gpu(found)])] = group.nccl.node
+    if isinstance(group, GpuGroups) and parts is not None and group.firsts is not None:
+        _communicators(parts.firsts)[_gpus_of([found[ranks[0]] for ranks in by_gpu(found)])] = group.firsts.node
     rows: Sequence[NodeRows] = lone_rows(streams, sizes) if group is None else group.hand_out()
     given.append(_Given(group, weakref.WeakSet() if group is None else group.users))
     return rows, way
