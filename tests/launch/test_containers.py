@@ -67,13 +67,15 @@ def test_a_host_that_is_no_container_is_refused(folder: Path) -> None:
 
 
 def test_what_a_container_has_started_ends_with_it(folder: Path) -> None:
-    running = [start(folder, 2) for _ in range(2)]
+    running = [start(folder, 2)]
+    wait_for(lambda: (folder / "job" / "container-1").exists())
+    running.append(start(folder, 2))
     wait_for(lambda: (folder / "job" / "container-2").exists())
     mark = f"sleep 60.{running[0].pid}"
     for number in (1, 2):  # as a daemon does that leaves who has called it
         assert agent(folder, f"container-{number}", f"setsid {mark} </dev/null >/dev/null 2>&1 &").returncode == 0
     wait_for(lambda: len(processes(mark.replace(" ", "\0"))) == 2)
-    for each in running:
+    for each in reversed(running):  # once the first is over the other may end by itself, with 0
         each.send_signal(signal.SIGTERM)
     assert [each.wait(20) for each in running] == [143, 143]
     wait_for(lambda: not processes(mark.replace(" ", "\0")))
