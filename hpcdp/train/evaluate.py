@@ -113,6 +113,6 @@ def _described(dataset: Dataset) -> list[str]:
     """What ranks that have the same data set say of it."""
     said = [f"a data set of {len(dataset)} samples"]
     if len(dataset):
-        first = zlib.crc32(b"".join(to_host(np.asarray(each)).tobytes() for each in dataset[np.zeros(1, np.int64)]))
+        first = zlib.crc32(b"".join(to_host(each).tobytes() for each in dataset[np.zeros(1, np.int64)]))
         said.append(f"a first sample with CRC-32 {first:08x}")
     return said
