@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from trained_by_plans import OPTIONS, convolutional, require_same_bits
 
 import hpcdp
 from hpcdp import nn, optim
@@ -12,17 +13,9 @@ from hpcdp.train.sync_batch_norm import SyncBatchNorm
 F = nn.functional
 
 
-def network(seed):
-    return nn.Sequential(
-        nn.Conv2D(1, 4, 3, padding=1, weight_init=nn.init.Xavier(seed)), nn.BatchNorm(4), nn.ReLU(), nn.AvgPool2D(2),
-        nn.Flatten(), nn.Dropout(0.3, seed=5), nn.Dense(36, 8, activation="relu", weight_init=nn.init.Xavier(seed)),
-        nn.Dense(8, 3, weight_init=nn.init.Xavier(seed)),
-    )  # fmt: skip
-
-
 def trained(world, hybrid, sync=False, accumulate=False, **options):
     """Parameters, statistics and results after steps on uneven batches, with a look at the network between them."""
-    net = network(world.rank)
+    net = convolutional(world.rank)
     if sync:
         SyncBatchNorm.convert(net, world)
     if hybrid:
@@ -52,25 +45,12 @@ def trained(world, hybrid, sync=False, accumulate=False, **options):
     return [np.array(value) for value in net.state_dict().values()] + seen
 
 
-OPTIONS = {
-    "buckets": {},
-    "overlap": {"overlap": True, "bucket_cap_mb": 0.001},
-    "every rank updates": {"owner": "rank"},
-    "accumulation": {"accumulate": True},
-    "store": {"kvstore": "dist_sync"},
-    "reproducible": {"reproducible": True, "virtual_shards": 4},
-    "statistics of all ranks": {"sync": True},
-}
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_training_is_the_same_bits(n, name):
     with_plans = threads.run(n, lambda world: trained(world, True, **OPTIONS[name]))
     without = threads.run(n, lambda world: trained(world, False, **OPTIONS[name]))
-    for found, expected in zip(with_plans, without, strict=True):
-        for a, b in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(a, b)
+    require_same_bits(with_plans, without)
 
 
 def test_the_update_behind_a_replay_is_one_call_a_bucket(monkeypatch):

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 from train_command import train_on_threads
+from trained_by_plans import OPTIONS, convolutional, require_same_bits
 
 import hpcdp
 from hpcdp import autograd, data, nn, optim
@@ -32,14 +33,6 @@ class Branched(nn.Module):
         h = self.first(x.reshape(x.shape[0], 36)).tanh()
         h = self.shared(F.relu(self.shared(h)) + h) * h.detach()
         return self.last(h), h.sum(axis=1)
-
-
-def convolutional(seed):
-    return nn.Sequential(
-        nn.Conv2D(1, 4, 3, padding=1, weight_init=nn.init.Xavier(seed)), nn.BatchNorm(4), nn.ReLU(), nn.AvgPool2D(2),
-        nn.Flatten(), nn.Dropout(0.3, seed=5), nn.Dense(36, 8, activation="relu", weight_init=nn.init.Xavier(seed)),
-        nn.Dense(8, 3, weight_init=nn.init.Xavier(seed)),
-    )  # fmt: skip
 
 
 def loss_of_first(output, y):
@@ -98,20 +91,13 @@ def trained(world, way, build=convolutional, sync=False, accumulate=False, optim
     return [np.array(value) for value in net.state_dict().values()] + seen + [trainer.step_count]
 
 
-CASES = {
-    "buckets": {},
+CASES = OPTIONS | {
     "branches": {"build": Branched},
-    "overlap": {"overlap": True, "bucket_cap_mb": 0.001},
-    "every rank updates": {"owner": "rank"},
     "shards": {"owner": "shard"},
-    "accumulation": {"accumulate": True},
     "clipping": {"clip_norm": 0.05},
     "loss scale": {"loss_scale": "dynamic"},
     "adam": {"optimizer": lambda: optim.AdamW(lr=0.01)},
     "lars": {"optimizer": lambda: optim.LARS(lr=1.0)},
-    "store": {"kvstore": "dist_sync"},
-    "reproducible": {"reproducible": True, "virtual_shards": 4},
-    "statistics of all ranks": {"sync": True},
 }
 
 
@@ -121,9 +107,7 @@ def test_a_step_is_the_lines_that_it_stands_for(n, name):
     expected = threads.run(n, lambda world: trained(world, "by hand", **CASES[name]))
     for way in ("python", "plan"):
         found = threads.run(n, lambda world, way=way: trained(world, way, **CASES[name]))
-        for a, b in zip(found, expected, strict=True):
-            for one, other in zip(a, b, strict=True):
-                np.testing.assert_array_equal(one, other)
+        require_same_bits(found, expected)
 
 
 def alone(build=convolutional, loss=loss_of_first, **options):
