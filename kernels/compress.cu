@@ -129,10 +129,6 @@ template <class T> __device__ void encode_bfloat16(const T* grad, T* residual, H
     encode_halves(grad, residual, halves, count, to, [](Half x) { return float_from_bfloat16(x); });
 }
 
-extern "C" __global__ void choose_digit(const Word* counts, Index k, bool is_first, Limit* limit) {
-    choose_next_digit(counts, k, is_first, limit);
-}
-
 #define KERNELS(T, NAME)                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) encode_two_bit_##NAME(                              \
         const T* grad, T* residual, Index count, double threshold, float* scales, Word* words                          \
@@ -156,20 +152,36 @@ extern "C" __global__ void choose_digit(const Word* counts, Index k, bool is_fir
     extern "C" __global__ void encode_bfloat16_##NAME(const T* grad, T* residual, Half* halves, Index count) {         \
         encode_bfloat16(grad, residual, halves, count);                                                                \
     }                                                                                                                  \
-    extern "C" __global__ void count_digits_##NAME(                                                                    \
-        const T* grad, T* residual, Index count, int shift, bool adds, const Limit* limit, Word* counts                \
+    extern "C" __global__ void sample_floor_##NAME(                                                                    \
+        const T* grad, const T* residual, Index count, Index stride, Index wanted, Search* search, Word* counts        \
     ) {                                                                                                                \
-        count_digits(grad, residual, count, shift, adds, limit, counts);                                               \
+        sample_floor(grad, residual, count, stride, wanted, search, counts);                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void collect_##NAME(                                                                         \
+        const T* grad, T* residual, Index count, Index length, Index k, bool again, Search* search, Word* counts,      \
+        Word* numbers, Word* indices, T* values                                                                        \
+    ) {                                                                                                                \
+        collect(grad, residual, count, length, k, again, search, counts, numbers, indices, values);                    \
+    }                                                                                                                  \
+    extern "C" __global__ void find_digit_##NAME(                                                                      \
+        Index count, Index length, const Word* numbers, const Word* indices, const T* values, int shift, int bits,     \
+        Search* search, Word* counts                                                                                   \
+    ) {                                                                                                                \
+        find_digit(Candidates<T>(count, length, numbers, indices, values), shift, bits, search, counts);               \
     }                                                                                                                  \
     extern "C" __global__ void count_chosen_##NAME(                                                                    \
-        const T* x, Index count, Index chunk, const Limit* limit, Word* numbers                                        \
+        Index count, Index length, const Word* numbers, const Word* indices, const T* values, const Search* search,    \
+        Word* chosen                                                                                                   \
     ) {                                                                                                                \
-        count_chosen(x, count, chunk, limit, numbers);                                                                 \
+        count_chosen(Candidates<T>(count, length, numbers, indices, values), search, chosen);                          \
     }                                                                                                                  \
     extern "C" __global__ void write_chosen_##NAME(                                                                    \
-        T* x, Index count, Index chunk, const Limit* limit, const Word* numbers, Word* indices, T* values              \
+        Index count, Index length, const Word* numbers, const Word* indices, const T* values, const Search* search,    \
+        const Word* chosen, T* x, Word* sent_indices, T* sent_values                                                   \
     ) {                                                                                                                \
-        write_chosen(x, count, chunk, limit, numbers, indices, values);                                                \
+        write_chosen(                                                                                                  \
+            Candidates<T>(count, length, numbers, indices, values), search, chosen, x, sent_indices, sent_values       \
+        );                                                                                                             \
     }                                                                                                                  \
     extern "C" __global__ void decode_top_k_##NAME(                                                                    \
         const Word* indices, const T* values, Index k, T* out, Index count                                             \

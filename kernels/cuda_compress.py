@@ -6,6 +6,9 @@ and everything else has the same bits for the same scales. Nothing is copied to 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..arrays import Array, array_namespace
@@ -15,8 +18,8 @@ from .reference_compress import num_blocks
 
 _DTYPES = ("uint16", "int16", "float32", "float64")
 _DIGIT_BITS = 11
-_LIMIT = np.dtype([("digits", np.uint64), ("ties", np.int64)])
 """`top_k.cuh` says so, too."""
+_SAMPLED_PACKS = 1 << 14
 
 
 def encode_two_bit(grad: Array, residual: Array, threshold: float, scales: Array, words: Array) -> None:
@@ -57,23 +60,48 @@ def encode_top_k(grad: Array, residual: Array, indices: Array, values: Array) ->
     of_type, xp = cuda.type_name("encode_top_k", _DTYPES, grad.size, grad, residual), array_namespace(grad)
     cuda.check("encode_top_k", (str(grad.dtype),), indices.size, values)
     cuda.check("encode_top_k", ("uint32",), indices.size, indices)
+    if not grad.size:
+        return
     count, k = np.int64(grad.size), np.int64(indices.size)
-    blocks = min(cuda.blocks(-(-grad.nbytes // 16)), cuda.MAX_PARTS)
-    digits = -(-8 * grad.itemsize // _DIGIT_BITS)
-    counts = xp.zeros((digits, 1 << _DIGIT_BITS), dtype=xp.uint32)
-    limit = xp.empty(_LIMIT.itemsize, dtype=xp.uint8)
-    for number, of_digit in enumerate(counts):
-        shift, is_first = np.int32((digits - 1 - number) * _DIGIT_BITS), np.bool_(number == 0)
-        counting = (grad, residual, count, shift, is_first, limit, of_digit)
-        cuda.launch("compress", f"count_digits_{of_type}", blocks, *counting)
-        cuda.launch("compress", "choose_digit", min(blocks, 1), of_digit, k, is_first, limit)
-    warps_of_block, at_once = cuda.THREADS // cuda.WARP, cuda.WARP * 16 // grad.itemsize
-    chunk = max(1, -(-grad.size // (cuda.MAX_PARTS * warps_of_block * at_once))) * at_once
-    blocks = -(-grad.size // (chunk * warps_of_block))
-    numbers = xp.empty((2, blocks * warps_of_block), dtype=xp.uint32)
-    chosen = (residual, count, np.int64(chunk), limit, numbers)
-    cuda.launch("compress", f"count_chosen_{of_type}", blocks, *chosen)
-    cuda.launch("compress", f"write_chosen_{of_type}", blocks, *chosen, indices, values)
+    elements = 16 // grad.itemsize  # of a pack
+    of_warp, warps_of_block = cuda.WARP * elements, cuda.THREADS // cuda.WARP
+    length = -(-grad.size // (cuda.MAX_PARTS * warps_of_block * of_warp)) * of_warp
+    blocks = -(-grad.size // (length * warps_of_block))
+    _, *digits = _digits(8 * grad.itemsize - 1)
+    search, of_sample, of_all, of_all_again, *of_digits = xp.zeros((4 + len(digits), 1 << _DIGIT_BITS), xp.uint32)
+    stride, wanted = _sample(grad.size // elements, indices.size / grad.size * elements)
+    sampled = (grad, residual, count, np.int64(stride), np.int64(wanted), search, of_sample)
+    cuda.launch("compress", f"sample_floor_{of_type}", cuda.blocks(-(-grad.size // (elements * stride))), *sampled)
+    numbers = xp.empty((3, blocks * warps_of_block), xp.uint32)
+    candidates = (numbers[0], xp.empty(grad.size, xp.uint32), xp.empty_like(grad))
+    for again, counts in ((False, of_all), (True, of_all_again)):
+        passed = (grad, residual, count, np.int64(length), k, np.bool_(again), search, counts, *candidates)
+        cuda.launch("compress", f"collect_{of_type}", blocks, *passed)
+    among = (count, np.int64(length), *candidates)
+    for (shift, bits), counts in zip(digits, of_digits, strict=True):
+        digit = (np.int32(shift), np.int32(bits), search, counts)
+        cuda.launch("compress", f"find_digit_{of_type}", blocks, *among, *digit)
+    cuda.launch("compress", f"count_chosen_{of_type}", blocks, *among, search, numbers[1:])
+    cuda.launch("compress", f"write_chosen_{of_type}", blocks, *among, search, numbers[1:], residual, indices, values)
+
+
+def _digits(bits: int) -> Iterator[tuple[int, int]]:
+    """The shift and the bits of each digit of a magnitude of ``bits``, from the highest on."""
+    while bits > 0:
+        of_digit = min(bits, _DIGIT_BITS)
+        bits -= of_digit
+        yield bits, of_digit
+
+
+def _sample(packs: int, chosen_of_pack: float) -> tuple[int, int]:
+    """Of how many packs one is looked at, and how many elements of those should be candidates.
+
+    That is what is sent of so many on average, and eight deviations more; should elements that lie side by side be
+    alike, as many as a pack has, it is still three.
+    """
+    stride = max(1, packs // _SAMPLED_PACKS)
+    expected = -(-packs // stride) * chosen_of_pack
+    return stride, math.ceil(expected + 8 * math.sqrt(expected) + 16)
 
 
 def decode_top_k(indices: Array, values: Array, out: Array) -> None:

@@ -1,16 +1,26 @@
-// Of all elements the k of largest magnitude, of equal ones the first, in the order in which they lie. The magnitude of
-// the last of them is found digit by digit (radix select); then every warp writes its own behind those of the warps
-// before it, which are counted, so that none waits for another. Counting is in integers, so that its order does not
-// matter, with atomic additions.
+// Of all elements the k of largest magnitude, of equal ones the first, in the order in which they lie.
+//
+// A sample tells a magnitude that somewhat more than k elements reach. Those are candidates, which every warp sets
+// aside from its own stretch of elements while it adds them up: memory is passed over once. Should they be fewer than
+// k, all elements become candidates. Among them the magnitude of the last that is sent is found digit by digit (radix
+// select); then every warp writes its own behind those of the warps before it, which are counted, so that none waits
+// for another. Counting is in integers, so that its order does not matter, with atomic additions.
 
 typedef unsigned long long Bits;
 
-enum { DIGITS = 2048 };  // as many as leave room for other blocks in shared memory: each digit is a reading of all
+enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };  // as many as leave room for other blocks in shared memory
 
 // What is known of the magnitude of the last element that is sent, and how many of just that magnitude are sent.
 struct Limit {
     Bits digits;
     Index ties;
+};
+
+struct Search {
+    Limit limit;
+    Bits floor;  // of candidates
+    Word again;  // whether there were fewer than k of them
+    Word ended;  // blocks of the launch that is under way
 };
 
 // Without the sign; a NaN is larger than all others, which are equal.
@@ -25,43 +35,47 @@ __device__ inline Bits infinity_of(BFloat16) { return 0x7F80; }
 __device__ inline Bits infinity_of(float) { return 0x7F800000; }
 __device__ inline Bits infinity_of(double) { return 0x7FFull << 52; }
 
-// Adds to `counts`, shape (DIGITS,), zeros before, the digits at `shift` of elements whose higher digits are those that
-// are known. First of all, where `adds`, `residual += grad`.
-template <class T>
-__device__ void count_digits(
-    const T* __restrict__ grad, T* __restrict__ residual, Index count, int shift, bool adds,
-    const Limit* __restrict__ limit, Word* __restrict__ counts
-) {
-    __shared__ Word of_block[DIGITS];
-    for (int digit = threadIdx.x; digit < DIGITS; digit += THREADS) of_block[digit] = 0;
-    __syncthreads();
-    const Bits known = adds ? 0 : limit->digits;
-    constexpr int N = 16 / sizeof(T);
-    for_packs<N>(count, is_aligned<N>(grad, residual), [&](Index i, auto width) {
-        constexpr int n = decltype(width)::value;
-        auto kept = load<n>(residual + i);
-        if (adds) {
-            const auto given = load<n>(grad + i);
-            for (int k = 0; k < n; ++k) kept.at[k] = narrowed<T>(added(given.at[k], kept.at[k]));
-            store(residual + i, kept);
-        }
-        for (int k = 0; k < n; ++k) {
-            const Bits digits = magnitude_of(kept.at[k]) >> shift;
-            if (digits / DIGITS == known) atomicAdd(&of_block[digits % DIGITS], 1u);
-        }
-    });
-    __syncthreads();
-    for (int digit = threadIdx.x; digit < DIGITS; digit += THREADS) {
-        if (of_block[digit] > 0) atomicAdd(&counts[digit], of_block[digit]);
-    }
-}
+// Of a magnitude of this type, without its highest digit.
+template <class T> constexpr int LOWER_BITS = 8 * sizeof(T) - 1 - DIGIT_BITS;
 
-// One block: from the counts one digit more of `limit`, which the first call sets for `k` elements.
-__device__ inline void choose_next_digit(const Word* counts, Index k, bool is_first, Limit* limit) {
+// How many elements of a block have each digit; all threads must call its functions.
+struct Digits {
+    Word* of_block;
+
+    __device__ explicit Digits(Word* shared) : of_block(shared) {
+        for (int digit = threadIdx.x; digit < DIGITS; digit += THREADS) of_block[digit] = 0;
+        __syncthreads();
+    }
+
+    __device__ void count(Bits digit) { atomicAdd(&of_block[digit], 1u); }
+
+    // Adds them to those of all blocks; returns whether this block is the last to do so, which then finds all.
+    __device__ bool is_last_to_add(Word* counts, Word* ended) {
+        __shared__ bool is_last;
+        __syncthreads();
+        for (int digit = threadIdx.x; digit < DIGITS; digit += THREADS) {
+            if (of_block[digit] > 0) atomicAdd(&counts[digit], of_block[digit]);
+        }
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(ended, 1u) == gridDim.x - 1;
+            if (is_last) *ended = 0;  // for the next launch
+        }
+        __syncthreads();
+        __threadfence();
+        return is_last;
+    }
+};
+
+// The limit with a digit of `bits` more, by the counts of elements that have what was known; its `ties` are negative
+// where those are fewer than are to be sent. All threads of a block must call it, and get it.
+__device__ inline Limit next_limit(const volatile Word* counts, Limit before, int bits) {
     enum { EACH = DIGITS / THREADS };
     __shared__ Index from_here[THREADS];  // how many have the digits of this thread or higher ones
-    const Limit before = is_first ? Limit{0, k} : *limit;
+    __shared__ Limit found;
     const int thread = threadIdx.x;
+    if (thread == 0) found = {before.digits << bits | (DIGITS - 1), before.ties > 0 ? -1 : 0};
     Index own = 0;
     for (int each = 0; each < EACH; ++each) own += counts[thread * EACH + each];
     from_here[thread] = own;
@@ -73,133 +87,212 @@ __device__ inline void choose_next_digit(const Word* counts, Index k, bool is_fi
     }
     Index above = from_here[thread] - own;
     for (int digit = thread * EACH + EACH - 1; digit >= thread * EACH; --digit) {
-        const bool is_here = above < before.ties && before.ties <= above + counts[digit];
-        if (before.ties > 0 ? is_here : digit == DIGITS - 1) {
-            *limit = {before.digits * DIGITS + digit, before.ties - above};
+        const Index here = counts[digit];
+        if (above < before.ties && before.ties <= above + here) {
+            found = {before.digits << bits | digit, before.ties - above};
         }
-        above += counts[digit];
+        above += here;
     }
+    __syncthreads();
+    return found;
+}
+
+// Of every `stride` packs one, not always in the same place, since elements may repeat themselves with the stride: the
+// magnitude that `wanted` of its elements reach becomes the floor; where there are not as many, it is 0. What is not
+// finite must be a candidate, whatever there is of it.
+template <class T>
+__device__ void sample_floor(
+    const T* __restrict__ grad, const T* __restrict__ residual, Index count, Index stride, Index wanted, Search* search,
+    Word* counts
+) {
+    __shared__ Word of_block[DIGITS];
+    Digits digits(of_block);
+    constexpr int N = 16 / sizeof(T);
+    const bool aligned = is_aligned<N>(grad, residual);
+    for (Index of = this_thread(); of * stride < count / N; of += all_threads()) {
+        const Index pack = of * stride + (Word(of) * 2654435761u >> 8) % stride;
+        if (pack >= count / N) continue;
+        const auto given = load_from<N>(grad + pack * N, aligned);
+        const auto kept = load_from<N>(residual + pack * N, aligned);
+        for (int k = 0; k < N; ++k) {
+            digits.count(magnitude_of(narrowed<T>(added(given.at[k], kept.at[k]))) >> LOWER_BITS<T>);
+        }
+    }
+    if (!digits.is_last_to_add(counts, &search->ended)) return;
+    const Limit found = next_limit(counts, {0, wanted}, DIGIT_BITS);
+    const Bits floor = found.ties > 0 ? found.digits << LOWER_BITS<T> : 0, infinity = infinity_of(T());
+    if (threadIdx.x == 0) search->floor = floor < infinity ? floor : infinity;
 }
 
 // The elements of this thread's warp, of which each has as many, a multiple of what it has in packs of a lane each.
-struct Share {
+struct Stretch {
     Index warp, warps, first, last;
 };
 
-__device__ inline Share share_of_warp(Index count, Index chunk) {
-    const Index warp = this_thread() / WARP, first = warp * chunk, last = first + chunk;
-    return {warp, all_threads() / WARP, first < count ? first : count, last < count ? last : count};
+__device__ inline Stretch stretch_of_warp(Index count, Index length) {
+    const Index warp = this_warp(), first = warp * length, last = first + length;
+    return {warp, all_warps(), first < count ? first : count, last < count ? last : count};
 }
-
-// How many of its `chunk` elements each warp has above the limit, and just at it: `numbers` has shape (2, warps).
-template <class T>
-__device__ void count_chosen(
-    const T* __restrict__ x, Index count, Index chunk, const Limit* __restrict__ limit, Word* __restrict__ numbers
-) {
-    const Share own = share_of_warp(count, chunk);
-    const Bits digits = limit->digits;
-    Word above = 0, ties = 0;
-    const int lane = threadIdx.x % WARP;
-    for_same_packs<16 / sizeof(T), 4>(x + own.first, own.last - own.first, lane, WARP, [&](Index, const auto& pack) {
-        for (int k = 0; k < pack.size; ++k) {
-            above += magnitude_of(pack.at[k]) > digits;
-            ties += magnitude_of(pack.at[k]) == digits;
-        }
-    });
-    above = warp_sum(above);
-    ties = warp_sum(ties);
-    if (lane > 0) return;
-    numbers[own.warp] = above;
-    numbers[own.warps + own.warp] = ties;
-}
-
-// Two numbers in one word, each below 2^16: of elements above the limit, and just at it.
-struct Chosen {
-    Word both;
-    __device__ Index above() const { return both & 0xFFFF; }
-    __device__ Index ties() const { return both >> 16; }
-};
 
 // What the lanes of the warp before this one have, and all.
 struct Place {
-    Chosen before, all;
+    Word before, all;
 };
 
-__device__ inline Place place_in_warp(Chosen own) {
-    Word up_to_here = own.both;
+__device__ inline Place place_in_warp(Word own) {
+    Word up_to_here = own;
     for (int step = 1; step < WARP; step *= 2) {
         const Word more = __shfl_up_sync(~0u, up_to_here, step);
-        if (threadIdx.x % WARP >= step) up_to_here += more;
+        if (this_lane() >= step) up_to_here += more;
     }
-    return {{up_to_here - own.both}, {__shfl_sync(~0u, up_to_here, WARP - 1)}};
+    return {up_to_here - own, __shfl_sync(~0u, up_to_here, WARP - 1)};
+}
+
+// `residual += grad`, and the candidates of each warp to where its stretch begins in `indices` and `values`, their
+// number to `numbers`; the first digit of the limit. `again`: all elements as they are, if that is needed.
+template <class T>
+__device__ void collect(
+    const T* __restrict__ grad, T* __restrict__ residual, Index count, Index length, Index k, bool again,
+    Search* search, Word* counts, Word* __restrict__ numbers, Word* __restrict__ indices, T* __restrict__ values
+) {
+    if (again && !search->again) return;
+    __shared__ Word of_block[DIGITS];
+    Digits digits(of_block);
+    constexpr int N = 16 / sizeof(T), AT_ONCE = 2;
+    const Stretch own = stretch_of_warp(count, length);
+    const bool aligned = is_aligned<N>(grad, residual);
+    const Bits floor = again ? 0 : search->floor;
+    Index number = 0;
+    for (Index at = own.first; at < own.last; at += AT_ONCE * WARP * N) {
+        Pack<T, N> given[AT_ONCE], kept[AT_ONCE];
+        for (int p = 0; p < AT_ONCE; ++p) {
+            const Index i = at + (p * WARP + this_lane()) * N;
+            if (i + N <= own.last) {
+                kept[p] = load_from<N>(residual + i, aligned);
+                if (!again) given[p] = load_from<N>(grad + i, aligned);
+            } else {
+                for (int k = 0; k < N; ++k) {
+                    kept[p].at[k] = i + k < own.last ? residual[i + k] : T{};
+                    given[p].at[k] = i + k < own.last ? grad[i + k] : T{};
+                }
+            }
+        }
+#pragma unroll  // else packs of eight elements go to memory, to be indexed there
+        for (int p = 0; p < AT_ONCE; ++p) {
+            const Index i = at + (p * WARP + this_lane()) * N;
+            Word marked = 0;
+            for (int k = 0; k < N; ++k) {
+                if (!again) kept[p].at[k] = narrowed<T>(added(given[p].at[k], kept[p].at[k]));
+                marked |= Word(i + k < own.last && magnitude_of(kept[p].at[k]) >= floor) << k;
+            }
+            if (!again && i + N <= own.last) {
+                store_to(residual + i, kept[p], aligned);
+            } else if (!again) {
+                for (int k = 0; k < N; ++k) {
+                    if (i + k < own.last) residual[i + k] = kept[p].at[k];
+                }
+            }
+            if (!__ballot_sync(~0u, marked > 0)) continue;
+            const Place place = place_in_warp(__popc(marked));
+            Index to = own.first + number + place.before;
+            for (int k = 0; k < N; ++k) {
+                if (!(marked >> k & 1)) continue;
+                indices[to] = Word(i + k);
+                values[to] = kept[p].at[k];
+                digits.count(magnitude_of(kept[p].at[k]) >> LOWER_BITS<T>);
+                ++to;
+            }
+            number += place.all;
+        }
+    }
+    if (this_lane() == 0) numbers[own.warp] = Word(number);
+    if (!digits.is_last_to_add(counts, &search->ended)) return;
+    const Limit found = next_limit(counts, {0, k}, DIGIT_BITS);
+    if (threadIdx.x > 0) return;
+    search->again = found.ties < 0;
+    search->limit = found;
+}
+
+// What collected a warp's candidates, and what reads them.
+template <class T> struct Candidates {
+    Stretch own;
+    Index number;
+    const Word* indices;
+    const T* values;
+
+    __device__ Candidates(Index count, Index length, const Word* numbers, const Word* indices, const T* values)
+        : own(stretch_of_warp(count, length)), number(numbers[own.warp]), indices(indices + own.first),
+          values(values + own.first) {}
+};
+
+// The next digit of the limit, of `bits`, at `shift`.
+template <class T>
+__device__ void find_digit(const Candidates<T>& among, int shift, int bits, Search* search, Word* counts) {
+    __shared__ Word of_block[DIGITS];
+    Digits digits(of_block);
+    const Limit before = search->limit;
+    for (Index at = this_lane(); at < among.number; at += WARP) {
+        const Bits found = magnitude_of(among.values[at]) >> shift;
+        if (found >> bits == before.digits) digits.count(found & ((1u << bits) - 1));
+    }
+    if (!digits.is_last_to_add(counts, &search->ended)) return;
+    const Limit limit = next_limit(counts, before, bits);
+    if (threadIdx.x == 0) search->limit = limit;
+}
+
+// How many candidates of each warp are above the limit, and just at it: `numbers` has shape (2, warps).
+template <class T> __device__ void count_chosen(const Candidates<T>& among, const Search* search, Word* numbers) {
+    const Bits limit = search->limit.digits;
+    Word above = 0, ties = 0;
+    for (Index at = this_lane(); at < among.number; at += WARP) {
+        above += magnitude_of(among.values[at]) > limit;
+        ties += magnitude_of(among.values[at]) == limit;
+    }
+    above = warp_sum(above);
+    ties = warp_sum(ties);
+    if (this_lane() > 0) return;
+    numbers[among.own.warp] = above;
+    numbers[among.own.warps + among.own.warp] = ties;
 }
 
 // What is sent becomes 0 in `x`, and what is not finite, of which there may be more.
 template <class T>
 __device__ void write_chosen(
-    T* __restrict__ x, Index count, Index chunk, const Limit* __restrict__ limit, const Word* __restrict__ numbers,
+    const Candidates<T>& among, const Search* search, const Word* __restrict__ numbers, T* __restrict__ x,
     Word* __restrict__ indices, T* __restrict__ values
 ) {
-    constexpr int N = 16 / sizeof(T), AT_ONCE = 4;
-    const Share own = share_of_warp(count, chunk);
-    const Index of_block = own.warp - threadIdx.x / WARP;
+    const Index of_block = among.own.warp - threadIdx.x / WARP;
     Index above = 0, ties = 0;
     for (Index warp = threadIdx.x; warp < of_block; warp += blockDim.x) {
         above += numbers[warp];
-        ties += numbers[own.warps + warp];
+        ties += numbers[among.own.warps + warp];
     }
     above = block_sum(above);
     ties = block_sum(ties);
-    for (Index warp = of_block; warp < own.warp; ++warp) {
+    for (Index warp = of_block; warp < among.own.warp; ++warp) {
         above += numbers[warp];
-        ties += numbers[own.warps + warp];
+        ties += numbers[among.own.warps + warp];
     }
-    const Limit at_least = *limit;
-    const bool aligned = is_aligned<N>(x);
-    for (Index at = own.first; at < own.last; at += AT_ONCE * WARP * N) {
-        const Index first = at + threadIdx.x % WARP * N;
-        Pack<T, N> packs[AT_ONCE];
-        for (int p = 0; p < AT_ONCE; ++p) {
-            const Index i = first + p * WARP * N;
-            if (i + N <= own.last) {
-                packs[p] = load_from<N>(x + i, aligned);
-            } else {
-                for (int k = 0; k < N; ++k) packs[p].at[k] = i + k < own.last ? x[i + k] : T{};
-            }
+    const Limit limit = search->limit;
+    const Word lanes_before = (1u << this_lane()) - 1;
+    for (Index first = 0; first < among.number; first += WARP) {
+        const Index at = first + this_lane();
+        const bool is_there = at < among.number;
+        const T value = is_there ? among.values[at] : T{};
+        const Bits magnitude = magnitude_of(value);
+        const bool is_above = is_there && magnitude > limit.digits, is_tie = is_there && magnitude == limit.digits;
+        const Word all_above = __ballot_sync(~0u, is_above), all_ties = __ballot_sync(~0u, is_tie);
+        const Index ties_before = ties + __popc(all_ties & lanes_before);
+        const bool is_sent = is_above || (is_tie && ties_before < limit.ties);
+        if (is_sent) {
+            const Index tied = ties_before < limit.ties ? ties_before : limit.ties;
+            const Index to = above + __popc(all_above & lanes_before) + tied;
+            indices[to] = among.indices[at];
+            values[to] = value;
         }
-        for (int p = 0; p < AT_ONCE; ++p) {
-            const Index i = first + p * WARP * N;
-            Chosen chosen = {0};
-            Word marked = 0;  // those of the pack that are sent, perhaps, or are not finite
-            for (int k = 0; k < N; ++k) {
-                const Bits magnitude = i + k < own.last ? magnitude_of(packs[p].at[k]) : 0;
-                const bool is_above = magnitude > at_least.digits;
-                const bool is_tie = i + k < own.last && magnitude == at_least.digits;
-                chosen.both += Word(is_above) | Word(is_tie) << 16;
-                marked |= Word(is_above || is_tie || magnitude >= infinity_of(T())) << k;
-            }
-            if (!__ballot_sync(~0u, marked > 0)) continue;
-            const Place place = place_in_warp(chosen);
-            Index above_before = above + place.before.above(), ties_before = ties + place.before.ties();
-            for (; marked > 0; marked &= marked - 1) {
-                const Index here = i + __ffs(marked) - 1;
-                const T value = x[here];
-                const Bits magnitude = magnitude_of(value);
-                const bool is_above = magnitude > at_least.digits, is_tie = magnitude == at_least.digits;
-                if (is_above || (is_tie && ties_before < at_least.ties)) {
-                    const Index to = above_before + (ties_before < at_least.ties ? ties_before : at_least.ties);
-                    indices[to] = Word(here);
-                    values[to] = value;
-                    x[here] = T{};
-                } else if (magnitude >= infinity_of(T())) {
-                    x[here] = T{};
-                }
-                above_before += is_above;
-                ties_before += is_tie;
-            }
-            above += place.all.above();
-            ties += place.all.ties();
-        }
+        if (is_sent || (is_there && magnitude >= infinity_of(T()))) x[among.indices[at]] = T{};
+        above += __popc(all_above);
+        ties += __popc(all_ties);
     }
 }
 

@@ -66,8 +66,8 @@ inline long long clock64() {
     return now += 1000;
 }
 
+inline void __threadfence() {}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 
 // Of integers alone: the result of adding floats would depend on the order.
 inline unsigned atomicAdd(unsigned* to, unsigned value) { return std::exchange(*to, *to + value); }

@@ -10,7 +10,7 @@ import pytest
 from hpcdp.arrays import dtype_of, is_bfloat16
 from hpcdp.compression import BFloat16, Float16, OneBit, TopK, TwoBit
 from hpcdp.errors import UnsupportedError
-from hpcdp.kernels import cuda_compress, reference_compress
+from hpcdp.kernels import cuda, cuda_compress, reference_compress
 
 CODECS = [Float16(), BFloat16(), TwoBit(), TwoBit(0.5), OneBit(), OneBit(0.25), TopK(0.1), TopK(1.0)]
 DTYPES = [dtype_of(name).type for name in ("float16", "bfloat16", "float32", "float64")]
@@ -115,6 +115,41 @@ def test_top_k(dtype: type, blocks: int, cupy: ModuleType, monkeypatch: pytest.M
         cuda_compress.decode_top_k(*found, out)
         reference_compress.decode_top_k(*expected, whole)
         same(out, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wanted", [1, 10**9])
+def test_top_k_where_the_sample_misleads(
+    dtype: type, wanted: int, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A floor that fewer than k elements reach, and one that all do."""
+    monkeypatch.setattr(cuda_compress, "_sample", lambda packs, chosen_of_pack: (3, wanted))
+    x, residual = given(9001, dtype)
+    expected = np.empty(90, np.uint32), np.empty(90, dtype)
+    found = tuple(cupy.asarray(each) for each in expected)
+    kept = cupy.asarray(residual)
+    cuda_compress.encode_top_k(cupy.asarray(x), kept, *found)
+    reference_compress.encode_top_k(x, residual, *expected)
+    for ours, theirs in zip((*found, kept), (*expected, residual), strict=True):
+        same(ours, theirs)
+
+
+def test_top_k_sets_few_candidates_aside(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = []
+
+    def launch(file: str, name: str, grid: int, *args: Any) -> None:
+        cuda_launch(file, name, grid, *args)
+        if name.startswith("collect"):
+            numbers.append(int(args[8].to_host().sum()))
+
+    cuda_launch = cuda.launch
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(cuda_compress, "_SAMPLED_PACKS", 1 << 10)
+    x = np.random.default_rng(3).standard_normal(1 << 17).astype(np.float32)
+    k = x.size // 100
+    arrays = np.empty(k, np.uint32), np.empty(k, np.float32)
+    cuda_compress.encode_top_k(*(cupy.asarray(each) for each in (x, x, *arrays)))
+    assert k <= numbers[0] == numbers[1] <= 3 * k  # the second time nothing was done
 
 
 @pytest.mark.parametrize("bits", [1, 2])
