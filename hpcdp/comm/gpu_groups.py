@@ -3,7 +3,7 @@
 ::
 
     each GPU            the first of its ranks sums the rows of all into its own
-    the first ranks     sum over the GPUs
+    the first ranks     sum over the GPUs, each what ranks of its GPU own
     each GPU            the first rank brings the sums to the rows of the others
 
 NCCL refuses two ranks on a GPU, and CUDA IPC sums on one; so the first rank of each is NCCL's.
@@ -17,7 +17,7 @@ from typing import Any
 from ..streams import Event, Streams
 from .cuda_ipc import CudaIpc, IpcRows
 from .nccl import NcclGroup, NcclRows
-from .node_rows import Part, RowSize
+from .node_rows import OwnedPart, Part, RowSize
 from .steps import Steps, StepsTo
 from .world import World
 
@@ -112,17 +112,27 @@ class GroupRows:
     def _own_parts(self, parts: Sequence[Part]) -> list[Part]:
         return [parts[rank] for rank in self._own]
 
+    def _of_gpus(self, parts: Sequence[Part]) -> list[OwnedPart]:
+        """What each GPU's ranks own; one part where it is side by side."""
+        found: list[OwnedPart] = []
+        for place, part in zip(self._places, parts, strict=True):
+            if found and found[-1][0] == place and found[-1][1][1] == part[0]:
+                found[-1] = (place, (found[-1][1][0], part[1]))
+            else:
+                found.append((place, part))
+        return found
+
     def _everything(self) -> list[Part]:
         return [(0, self.size.count)] * len(self._own)
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         yield from self._on_gpu.sum_at_leader(after)
-        done = yield from self._over(lambda rows: rows.allreduce())
+        done = yield from self._over(lambda rows: rows.reduce(self._of_gpus(parts)))
         yield from self._on_gpu.hand_out_parts(self._own_parts(parts), done)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
         yield from self._on_gpu.collect(self._own_parts(parts), after)
-        done = yield from self._over(lambda rows: rows.broadcast(list(zip(self._places, parts, strict=True))))
+        done = yield from self._over(lambda rows: rows.broadcast(self._of_gpus(parts)))
         yield from self._on_gpu.hand_out_parts(self._everything(), done)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:

@@ -26,7 +26,7 @@ from ..streams import Event, Streams
 from .agreed_order import THINGS, AgreedOrder
 from .agreement import on_rank_0
 from .communicator import Communicator
-from .node_rows import Part, RowSize
+from .node_rows import OwnedPart, Part, RowSize
 from .shared import NodeMemory
 from .steps import Steps, Until, wait_for
 from .ways import Offer, refuse_shared
@@ -71,7 +71,7 @@ class Nccl:
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         self._memory, self._ranks, self._world_rank = memory, comm, world_rank
         self.streams = streams
-        self.rank = comm.rank
+        self.rank, self.num_ranks = comm.rank, comm.size
         self.order = AgreedOrder(memory)
         self.stream = streams.stream()
         self._given_up = memory.alloc((comm.size,), np.int32)
@@ -278,42 +278,42 @@ class NcclRows:
             narrow(self.summed[first:last], self.mine[first:last].view(np.uint16))
 
     def reduce_scatter(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        alike, x, kind = _equal_part(parts), self.summed, _kind(self.summed)
+        yield from self.reduce(list(enumerate(parts)), after)
+
+    def reduce(self, parts: Sequence[OwnedPart], after: Sequence[Event] = ()) -> Steps:
+        """As `reduce_scatter`, of columns of which each rank may own several parts, or none."""
+        node, x, kind = self._node, self.summed, _kind(self.summed)
+        alike = _equal_part(parts, node.num_ranks)
+        own = [part for owner, part in parts if owner == node.rank] or [(0, 0)]
 
         def calls(comm: Any, stream: int) -> None:
             if alike:
-                own = _at(x, parts[self._node.rank][0])
-                comm.reduceScatter(_at(x, parts[0][0]), own, alike, kind, _SUM, stream)
+                comm.reduceScatter(_at(x, parts[0][1][0]), _at(x, own[0][0]), alike, kind, _SUM, stream)
                 return
             for owner, (first, last) in _not_empty(parts):
                 at = _at(x, first)
                 comm.reduce(at, at, last - first, kind, _SUM, owner, stream)
 
-        yield from self._in_turn(lambda: self._sum(calls, *parts[self._node.rank]), after)
+        first, last = min(first for first, _ in own), max(last for _, last in own)
+        yield from self._in_turn(lambda: self._sum(calls, first, last), after)
 
     def allgather(self, parts: Sequence[Part], after: Sequence[Event] = ()) -> Steps:
-        alike, x, kind = _equal_part(parts), self.mine, _kind(self.mine)
+        yield from self.broadcast(list(enumerate(parts)), after)
+
+    def broadcast(self, parts: Sequence[OwnedPart], after: Sequence[Event] = ()) -> Steps:
+        """As `allgather`, of columns of which each rank may own several parts, or none."""
+        node, x, kind = self._node, self.mine, _kind(self.mine)
+        alike = _equal_part(parts, node.num_ranks)
 
         def calls(comm: Any, stream: int) -> None:
-            own = _at(x, parts[self._node.rank][0])
-            comm.allGather(own, _at(x, parts[0][0]), alike, kind, stream)
+            if alike:
+                comm.allGather(_at(x, parts[node.rank][1][0]), _at(x, parts[0][1][0]), alike, kind, stream)
+                return
+            for owner, (first, last) in _not_empty(parts):
+                at = _at(x, first)
+                comm.broadcast(at, at, last - first, kind, owner, stream)
 
-        if alike:
-            yield from self._in_turn(lambda: self._node.launch(calls), after)
-        else:
-            yield from self.broadcast(list(enumerate(parts)), after)
-
-    def broadcast(self, parts: Sequence[tuple[int, Part]], after: Sequence[Event] = ()) -> Steps:
-        """Bring columns from the row of the rank that is named with them to all others."""
-        x, kind = self.mine, _kind(self.mine)
-
-        def calls(comm: Any, stream: int) -> None:
-            for owner, (first, last) in parts:
-                if last > first:
-                    at = _at(x, first)
-                    comm.broadcast(at, at, last - first, kind, owner, stream)
-
-        yield from self._in_turn(lambda: self._node.launch(calls), after)
+        yield from self._in_turn(lambda: node.launch(calls), after)
 
     def allreduce(self, after: Sequence[Event] = ()) -> Steps:
         at, count, kind = _at(self.summed, 0), self.size.count, _kind(self.summed)
@@ -332,12 +332,13 @@ def _kind(x: Any) -> int:
     return _KINDS[x.dtype.name]
 
 
-def _equal_part(parts: Sequence[Part]) -> int:
-    """How long all parts are, which NCCL's own collectives want to be alike and in order; 0 where they are not."""
-    count = parts[0][1] - parts[0][0]
-    return count if all(part == (parts[0][0] + r * count, parts[0][0] + (r + 1) * count)
-                        for r, part in enumerate(parts)) else 0  # fmt: skip
+def _equal_part(parts: Sequence[OwnedPart], num_ranks: int) -> int:
+    """How long all parts are, which NCCL's own collectives want to be alike and in order, one a rank; else 0."""
+    start, end = parts[0][1]
+    count = end - start
+    wanted = [(rank, (start + rank * count, start + (rank + 1) * count)) for rank in range(num_ranks)]
+    return count if list(parts) == wanted else 0
 
 
-def _not_empty(parts: Sequence[Part]) -> list[tuple[int, Part]]:
-    return [(owner, part) for owner, part in enumerate(parts) if part[1] > part[0]]
+def _not_empty(parts: Sequence[OwnedPart]) -> list[OwnedPart]:
+    return [(owner, part) for owner, part in parts if part[1] > part[0]]

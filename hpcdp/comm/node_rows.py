@@ -21,6 +21,9 @@ from .steps import Steps
 Part = tuple[int, int]
 """The first column and one after the last."""
 
+OwnedPart = tuple[int, Part]
+"""The rank in whose row the part is summed, and the part."""
+
 SUMMED_KINDS = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 """What both `kernels/reduce.cu` and the host, for other nodes, add up."""
 

@@ -60,6 +60,30 @@ def test_parts_are_summed_by_their_owners_and_brought_to_all(gpus_on_host, place
     assert not gpus_on_host.allocated and not gpus_on_host.mapped
 
 
+@pytest.mark.parametrize(
+    ("places", "count", "called"),
+    [
+        ([0, 0, 1, 1], 64, ["nccl reduceScatter", "nccl allGather"]),
+        ([0, 1, 0, 1], 64, ["nccl reduce reduce reduce reduce", "nccl broadcast broadcast broadcast broadcast"]),
+        ([0, 0, 0, 1], 64, ["nccl reduce reduce", "nccl broadcast broadcast"]),
+        ([1, 0, 0, 1], 3, ["nccl reduce reduce", "nccl broadcast broadcast"]),
+    ],
+    ids=str,
+)
+def test_gpus_exchange_no_more_than_what_their_ranks_own(gpus_on_host, places, count, called):
+    n = len(places)
+    parts = parts_of(count, min(n, count), n)  # where there are three columns, the last rank owns none
+
+    def rank(world):
+        (row,), _ = make(world, places, RowSize(count, np.dtype("f4")))
+        return summed_and_brought_to_all(row, parts, world.rank, values(world.rank, count))
+
+    assert_summed(threads.run(n, rank), parts, total(n, count))
+    for each in called:
+        assert gpus_on_host.log.count(each) == 2, "once by the first rank of each GPU"
+    assert not any("allReduce" in each for each in gpus_on_host.log)
+
+
 @pytest.mark.parametrize("places", [[0, 1, 0], [0, 0, 1, 1], [0, 1, 2, 0, 1]], ids=str)
 def test_rows_are_written_and_summed_again_and_again_in_any_order(gpus_on_host, places):
     sizes = [RowSize(count, np.dtype("f4")) for count in (40, 0, 300, 1000)]
@@ -112,7 +136,9 @@ def test_rows_that_nobody_has_are_given_back_when_others_are_made(gpus_on_host):
             del rows
         kept, _ = make(world, places, RowSize(10, np.dtype("f4")))
         world.barrier()
-        return len(gpus_on_host.allocated), kept[0].size.count
+        found = len(gpus_on_host.allocated), kept[0].size.count
+        world.barrier()  # before a rank that ends gives back what it has
+        return found
 
     assert threads.run(3, rank) == [(3, 10)] * 3
 
