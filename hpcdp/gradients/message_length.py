@@ -1,8 +1,7 @@
-"""How long messages between nodes are: where links are fast, longer than what TCP likes. A job tries both.
+"""How long messages between nodes are: where links are fast, longer than what TCP likes. A job tries several.
 
 Over TCP a message of `progress.MESSAGE_NBYTES` goes at once, and a longer one waits for its receiver. But Python takes
-some 20 us for each, so 60 KB are 3 GB/s at most: two processes of one machine sum 64 MB in 64 to 75 ms by such
-messages, and in 27 to 36 by those of 256 KB and more (MPI's own allreduce takes 42). Sums do not depend on it.
+some 20 us for each, so 60 KB are 3 GB/s at most, and 256 KB 13. Sums do not depend on it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from ..collectives.progress import MESSAGE_NBYTES, Steps, drive, in_lanes, segme
 from ..comm import Communicator, World
 from ..comm.communicator import make_tag
 
-LONG_NBYTES = 256 << 10
+LONGER_NBYTES = (256 << 10, 1 << 20, 4 << 20)
 _FROM_NBYTES = 1 << 20
 """Buckets that are shorter go in few messages anyhow."""
-_PROBE_NBYTES, _TURNS, _GAIN = 1 << 20, 3, 1.3
+_MESSAGES, _TURNS = 4, 3
+_GAIN = 1.15
+"""What makes a step worth it: turns vary by a tenth."""
 
 
 def fitting(world: World, comm: Communicator | None, longest_nbytes: int) -> int:
@@ -36,21 +37,32 @@ def fitting(world: World, comm: Communicator | None, longest_nbytes: int) -> int
 
 
 def measured(comm: Communicator) -> int:
-    """See `fitting`: what each rank of ``comm`` sends to the next one arrives sooner so, on the slowest of them."""
+    """See `fitting`: the longest of which each is worth it over the one before, on the slowest rank of ``comm``."""
+    chosen = MESSAGE_NBYTES
+    for longer in LONGER_NBYTES:
+        before, then = _seconds(comm, (chosen, longer), _MESSAGES * longer)
+        if before <= _GAIN * then:
+            break
+        chosen = longer
+    return chosen
+
+
+def _seconds(comm: Communicator, lengths: tuple[int, int], nbytes: int) -> tuple[float, float]:
+    """Until what each rank sends to the next one has arrived, by messages of each of two lengths, in turn."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent, received = np.zeros((2, _PROBE_NBYTES), np.uint8)
+    sent, received = np.zeros((2, nbytes), np.uint8)
 
     def exchanged(pair: tuple[np.ndarray, np.ndarray], tag: int) -> Steps:
         yield [comm.isend(pair[0], right, tag), comm.irecv(pair[1], left, tag)]
 
-    def seconds(nbytes: int) -> float:
-        pairs = list(zip(segments(sent, nbytes), segments(received, nbytes), strict=True))
+    def seconds(length: int) -> float:
+        pairs = list(zip(segments(sent, length), segments(received, length), strict=True))
         comm.barrier()
         begin = time.perf_counter()
         drive(together(in_lanes(pairs, exchanged, make_tag(0, 0))))
         return time.perf_counter() - begin
 
-    turns = [[seconds(nbytes) for nbytes in (MESSAGE_NBYTES, LONG_NBYTES)] for _ in range(_TURNS)]
+    turns = [[seconds(length) for length in lengths] for _ in range(_TURNS)]
     best = [min(each) for each in zip(*turns, strict=True)]
-    short, long = (max(each) for each in zip(*comm.allgather_json(best), strict=True))
-    return LONG_NBYTES if short > _GAIN * long else MESSAGE_NBYTES
+    first, second = (max(each) for each in zip(*comm.allgather_json(best), strict=True))
+    return first, second

@@ -1,6 +1,7 @@
 """How long messages between nodes are: what ranks try, whom it binds, and that no sum depends on it."""
 
-import time
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from hpcdp.collectives.progress import MESSAGE_NBYTES
 from hpcdp.comm import threads
 from hpcdp.gradients import Reducer, buckets, message_length
-from hpcdp.gradients.message_length import LONG_NBYTES
+
+SHORTEST = message_length.LONGER_NBYTES[0]
 
 
 class Parameter:
@@ -17,41 +19,41 @@ class Parameter:
 
 
 @pytest.mark.parametrize(
-    ("short_s", "long_s", "chosen"),
-    [(0.03, 0.001, LONG_NBYTES), (0.01, 0.01, MESSAGE_NBYTES), (0.001, 0.03, MESSAGE_NBYTES)],
-)
-def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypatch, short_s, long_s, chosen):
-    lanes = message_length.in_lanes
+    ("seconds", "chosen"),
+    [
+        ((1, 1, 1, 1), MESSAGE_NBYTES), ((1, 3, 1, 1), MESSAGE_NBYTES), ((3, 1, 1, 1), SHORTEST),
+        ((9, 5, 2, 2), 1 << 20), ((9, 7, 4, 1), 4 << 20), ((9, 3, 8, 1), SHORTEST),
+    ],
+)  # fmt: skip
+def test_longer_messages_are_sent_where_the_slowest_rank_gains_by_them(monkeypatch, seconds, chosen):
+    """Until one is not worth it over that before."""
+    lanes, clock = message_length.in_lanes, threading.local()
+    lengths = (MESSAGE_NBYTES, *message_length.LONGER_NBYTES)
 
-    def slower(pairs, steps, tag):
-        if pairs[0][0].base is slow[0]:
-            time.sleep(short_s if len(pairs) > 10 else long_s)
+    def timed(pairs, steps, tag):
+        length = max(length for length in lengths if pairs[0][0].nbytes > 0.9 * length)
+        clock.now += seconds[lengths.index(length)] if clock.is_slow else 0
         return lanes(pairs, steps, tag)
 
-    slow = [None]
-    zeros = np.zeros
+    def rank(world):
+        clock.now, clock.is_slow = 0, world.rank == 1
+        return message_length.measured(world.comm)
 
-    def noted(shape, dtype):
-        made = zeros(shape, dtype)
-        if slow[0] is None:  # one rank's alone
-            slow[0] = made
-        return made
-
-    monkeypatch.setattr(message_length.np, "zeros", noted)
-    monkeypatch.setattr(message_length, "in_lanes", slower)
-    assert threads.run(3, lambda world: message_length.measured(world.comm)) == [chosen] * 3
+    monkeypatch.setattr(message_length, "in_lanes", timed)
+    monkeypatch.setattr(message_length, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert threads.run(3, rank) == [chosen] * 3
 
 
 def test_it_is_tried_once_in_a_world_and_for_long_buckets_alone(monkeypatch):
     tried = []
-    monkeypatch.setattr(message_length, "measured", lambda comm: (tried.append(comm.rank), LONG_NBYTES)[1])
+    monkeypatch.setattr(message_length, "measured", lambda comm: (tried.append(comm.rank), SHORTEST)[1])
 
     def rank(world):
         found = [message_length.fitting(world, world.comm, nbytes) for nbytes in (1 << 19, 1 << 20, 1 << 21)]
         return [*found, message_length.fitting(world, None, 1 << 30)]
 
     assert threads.run(1, rank) == [[MESSAGE_NBYTES] * 4]
-    assert threads.run(3, rank) == [[MESSAGE_NBYTES, LONG_NBYTES, LONG_NBYTES, MESSAGE_NBYTES]] * 3
+    assert threads.run(3, rank) == [[MESSAGE_NBYTES, SHORTEST, SHORTEST, MESSAGE_NBYTES]] * 3
     assert sorted(tried) == [0, 1, 2]
 
 
@@ -73,7 +75,7 @@ def test_sums_have_the_same_bits_however_long_messages_are(monkeypatch, n, per_n
         return found
 
     asked, results = [], []
-    for nbytes in (5_000, MESSAGE_NBYTES, LONG_NBYTES):
+    for nbytes in (5_000, MESSAGE_NBYTES, SHORTEST, 4 << 20):
         monkeypatch.setattr(message_length, "fitting", lambda world, comm, longest, nbytes=nbytes: nbytes)
         results.append(threads.run(n, rank, per_node))
     assert all(each >= 1_200_000 for each in asked)
