@@ -17,7 +17,7 @@ from ..errors import ConfigError, check_name
 from ..launch.arguments import Parser
 from ..nn.models import MODELS
 from ..train.metrics import Record, read_metrics
-from ..train.usual import SEQUENCE_MODELS
+from ..train.runs.usual import SEQUENCE_MODELS
 from . import program
 
 ROWS = (

@@ -21,7 +21,7 @@ from ..arrays import Array, to_host
 from ..comm import gpus
 from ..launch.arguments import Parser, at_least
 from ..train import TrainStep
-from ..train.trainer import Trainer
+from ..train.trainers.trainer import Trainer
 from . import gpu_torch, program
 from .files import check_writable, write_json
 from .gpu_kernels import Case, cases

@@ -28,7 +28,7 @@ from ..errors import DeviceError
 from ..gradients.staging import Staging
 from ..launch.arguments import Parser
 from ..streams import Streams
-from ..train.trainer import Trainer
+from ..train.trainers.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import comm, optim
-from ..train.bucket_trainer import BucketTrainer
+from ..train.trainers.bucket_trainer import BucketTrainer
 from . import program
 from .files import check_writable, write_json
 from .floor import Floor, print_line_of

@@ -21,7 +21,7 @@ from ..comm import threads
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
 from ..parallel import SCHEDULES, Pipeline
-from ..train.trainer import Trainer
+from ..train.trainers.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core

@@ -22,8 +22,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
-from ..train.config import VIRTUAL_SHARDS
 from ..train.metrics import Record, read_metrics
+from ..train.runs.config import VIRTUAL_SHARDS
 from . import program
 from .files import as_json, check_writable, write
 from .machine import describe

@@ -20,7 +20,7 @@ from ..collectives import allreduce
 from ..comm import threads
 from ..launch.arguments import Parser, at_least
 from ..parallel import ColumnDense, RowDense, split_world
-from ..train.trainer import Trainer
+from ..train.trainers.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core

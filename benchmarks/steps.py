@@ -15,7 +15,7 @@ from .. import autograd, comm, nn, optim
 from ..gradients import EveryRank, Reducer, ShardOwner
 from ..gradients.buckets import MIB, Layout, Slot
 from ..gradients.critical_path import BucketCost, CriticalPath, critical_path
-from ..train.bucket_trainer import BucketTrainer
+from ..train.trainers.bucket_trainer import BucketTrainer
 
 OFF, ON, ALONE = "after backward", "overlapped", "alone"
 """The candidates."""

@@ -33,11 +33,11 @@ from ..errors import ConfigError, check_name
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
 from ..nn.functional import softmax_cross_entropy
-from ..train import inputs
-from ..train.config import TrainConfig
+from ..train.runs import inputs
 from ..train.evaluate import evaluate
 from ..train.fit import fit
-from ..train.run import make_loader, make_trainer
+from ..train.runs.config import TrainConfig
+from ..train.runs.run import make_loader, make_trainer
 from . import program
 from .files import as_json, check_writable, write, write_json
 from .machine import describe

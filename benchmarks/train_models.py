@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 from .. import comm, nn, optim
 from ..errors import ConfigError
 from ..launch.arguments import Parser, at_least
-from ..train.trainer import Trainer
+from ..train.trainers.trainer import Trainer
 from . import program
 from .files import check_writable, write_json
 from .machine import describe, pin_to_own_core

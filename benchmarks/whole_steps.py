@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import comm, kernels, nn, optim
 from ..train import TrainStep
-from ..train.trainer import Trainer
+from ..train.trainers.trainer import Trainer
 from .calls import turn_by_turn
 from .measure import median_ratio
 from .torch_models import MODELS, training_step

@@ -15,7 +15,7 @@ import hpcdp
 from hpcdp import autograd, data, kvstore, nn, optim
 from hpcdp.launch.arguments import Program, at_least
 from hpcdp.train.evaluate import evaluate
-from hpcdp.train.shared_count import SharedCount
+from hpcdp.train.runs.shared_count import SharedCount
 
 
 def train(world, store, epochs, batch_size, lr, sleep_s):

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hpcdp.compression import Compression
     from hpcdp.devices import Device, cpu, gpu
     from hpcdp.errors import HpcdpError
-    from hpcdp.train.policy import Policy
-    from hpcdp.train.trainer import Trainer
+    from hpcdp.train.trainers.policy import Policy
+    from hpcdp.train.trainers.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -75,9 +75,9 @@ _HOMES = {
     "Compression": "hpcdp.compression",
     "Device": "hpcdp.devices",
     "HpcdpError": "hpcdp.errors",
-    "Trainer": "hpcdp.train.trainer",
+    "Trainer": "hpcdp.train.trainers.trainer",
     "Monoid": "hpcdp.collectives",
-    "Policy": "hpcdp.train.policy",
+    "Policy": "hpcdp.train.trainers.policy",
     "World": "hpcdp.comm.world",
     "allgather": "hpcdp.collectives",
     "allreduce": "hpcdp.collectives",

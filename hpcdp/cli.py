@@ -26,7 +26,7 @@ from hpcdp.errors import ConfigError, DataError, HpcdpError, LaunchError, SaveEr
 
 if TYPE_CHECKING:
     from hpcdp.launch.arguments import Parser
-    from hpcdp.train.config import TrainConfig
+    from hpcdp.train.runs.config import TrainConfig
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -177,7 +177,7 @@ def _add_command(commands: Any, name: str, about: str, *, run: Callable[..., int
 
 
 def _add_train(commands: Any) -> Parser:
-    from hpcdp.train.config import TrainConfig, kind_of
+    from hpcdp.train.runs.config import TrainConfig, kind_of
 
     parser = _add_command(
         commands,
@@ -231,7 +231,7 @@ def _add_doctor(commands: Any) -> Parser:
 
 def _train(arguments: argparse.Namespace) -> int:
     from hpcdp.launched import launched_ranks
-    from hpcdp.train import config as settings
+    from hpcdp.train.runs import config as settings
 
     atexit.register(gc.freeze)  # what is there at the end goes with the process, and is not looked through before
     given = {name: settings.parse(name, text) for name, text in vars(arguments).items() if name in settings.names()}
@@ -247,11 +247,12 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
     from hpcdp.launch import local
     from hpcdp.launch.ending import fail
     from hpcdp.launch.job import Job
-    from hpcdp.train import config as settings
-    from hpcdp.train import run_dir, stop_signal
+    from hpcdp.train import stop_signal
+    from hpcdp.train.runs import config as settings
+    from hpcdp.train.runs import run_dir
 
     if config.resume is not None:
-        from hpcdp.train.resume import settled
+        from hpcdp.train.runs.resume import settled
 
         config = settled(said, launched=False)
     ranks, servers = config.ranks or 1, config.servers or 0
@@ -279,17 +280,17 @@ def _train_here(config: TrainConfig, said: dict[str, Any]) -> int:
 
 
 def _train_as_a_rank(config: TrainConfig, said: dict[str, Any]) -> int:
-    from hpcdp.train.uncollected import uncollected
+    from hpcdp.train.runs.uncollected import uncollected
 
     with uncollected():
         from hpcdp.train.preemption import STOPPED, StopRequests
-        from hpcdp.train.run import run
+        from hpcdp.train.runs.run import run
     with StopRequests(config.time_limit_s) as stop:
         if config.resume is not None:
             from hpcdp.comm import init
             from hpcdp.comm.agreement import on_rank_0
-            from hpcdp.train.config import TrainConfig
-            from hpcdp.train.resume import settled
+            from hpcdp.train.runs.config import TrainConfig
+            from hpcdp.train.runs.resume import settled
 
             config = TrainConfig(**on_rank_0(init().comm, lambda: dataclasses.asdict(settled(said, launched=True))))
         return STOPPED if run(config, stop)["stopped"] else 0
@@ -306,8 +307,8 @@ def _ended_by(status: int) -> str:
 
 def _draw_what_there_is(run_dir: str) -> None:
     from hpcdp.checkpoint.lock import require_free
-    from hpcdp.train.run_dir import CHECKPOINTS
-    from hpcdp.train.run_folder import draw_run
+    from hpcdp.train.runs.run_dir import CHECKPOINTS
+    from hpcdp.train.runs.run_folder import draw_run
 
     with contextlib.suppress(OSError, ValueError, HpcdpError):
         require_free(Path(run_dir) / CHECKPOINTS)  # the folder of another job, which has refused this one

@@ -27,7 +27,7 @@ from hpcdp.gradients import Reducer, buckets
 from hpcdp.kernels import cudnn_conv
 from hpcdp.nn.functional import conv2d, softmax_cross_entropy
 from hpcdp.streams import Streams
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 COUNT, KINDS = 100_003, ("float32", "float16", "float64", "int32", "int64")
 RULES = {"momentum": optim.SGD(0.05, momentum=0.9), "adamw": optim.AdamW(0.01), "lars": optim.LARS(0.05)}

@@ -4,9 +4,9 @@ Imports: kvstore, checkpoint, gradients, collectives, compression, nn, optim, da
 archive, state, kernels, streams, devices, holders, replacing, arrays, launched,
 errors.
 
-`trainer` makes one update of the gradients of all ranks, `TrainStep` a step with forward and backward, `fit` is the
-loop around it, `run` what ``hpcdp train`` does;
-`traced` writes down who did what when, `SyncBatchNorm` normalises by the batches of all ranks.
+`trainers` make one update of the gradients of all ranks, `TrainStep` a step with forward and backward, `fit` is the
+loop around it, `runs` what ``hpcdp train`` does; `traced` writes down who did what when, `SyncBatchNorm` normalises by
+the batches of all ranks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..state import Stateful, require_state
 from . import progress
 from .metrics import Record
-from .run_folder import RunFolder
+from .runs.run_folder import RunFolder
 
 
 class Callback:

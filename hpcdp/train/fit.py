@@ -25,9 +25,9 @@ from .fit_checks import check_arguments, check_callbacks, check_loader, check_pa
 from .meter import Meter
 from .metrics import Record
 from .step_report import BACKWARD, DATA, FORWARD, STEP, Phase, StepReport
-from .store_trainer import StoreTrainer
 from .train_step import TrainStep
-from .trainer import Trainer
+from .trainers.store_trainer import StoreTrainer
+from .trainers.trainer import Trainer
 
 _EXCHANGE_EVERY = 10
 """Steps between two exchanges of metrics, about: one small allreduce in ten steps cannot be seen in the run's time."""

@@ -11,7 +11,7 @@ from ..errors import ConfigError, MismatchError, whole_number
 from ..nn import Module
 from .callbacks import Callback, EarlyStopping
 from .checkpoints import Checkpoints
-from .trainer import Trainer
+from .trainers.trainer import Trainer
 from .work_load import AdaptWorkLoad
 
 

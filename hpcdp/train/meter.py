@@ -14,7 +14,7 @@ from ..collectives import allreduce
 from ..comm import World
 from ..state import Part, Sharded
 from .metrics import BatchSums, Record
-from .trainer import Trainer
+from .trainers.trainer import Trainer
 
 
 class Meter:

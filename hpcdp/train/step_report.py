@@ -12,17 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from ..comm import World
-from ..gradients.critical_path import (
-    BucketCost,
-    BucketTimes,
-    critical_path,
-    mirrored_need,
-    reduction_seconds,
-)
+from ..gradients.critical_path import BucketCost, BucketTimes, critical_path, mirrored_need, reduction_seconds
 from ..trace import Span, Trace
-from .gpu_times import GpuTimes
 from .metrics import Record
-from .trainer import Trainer
+from .trainers.gpu_times import GpuTimes
+from .trainers.trainer import Trainer
 
 STRAGGLES_AT = 1.2
 """A rank is a straggler when its own work took more than so many times the median over ranks."""

@@ -11,7 +11,7 @@ from ..nn import Module
 from ..nn.functional import softmax_cross_entropy
 from ..nn.hybrid.step_plan import UNOBSERVED, HybridStep, Phases, finish, like
 from ..nn.losses import require_per_sample
-from .trainer import Trainer
+from .trainers.trainer import Trainer
 
 
 class _LossAndOutput(Module):

@@ -15,7 +15,7 @@ from .callbacks import Callback
 from .metrics import Record
 
 if TYPE_CHECKING:
-    from .config import TrainConfig
+    from .runs.config import TrainConfig
 
 MEASURED = "measured"
 """Shares that follow the speed of ranks."""

@@ -13,7 +13,7 @@ from hpcdp.autograd import Tensor
 from hpcdp.autograd.registry import CALLS, OPERATORS, operator
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 LIMIT_S = 20
 LOSS = nn.functional.softmax_cross_entropy

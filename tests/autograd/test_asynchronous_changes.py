@@ -13,7 +13,7 @@ from hpcdp.autograd import Tensor
 from hpcdp.comm import threads
 from hpcdp.errors import DataError
 from hpcdp.train import SyncBatchNorm
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 

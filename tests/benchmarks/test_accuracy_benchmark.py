@@ -6,7 +6,7 @@ import pytest
 
 from hpcdp.benchmarks import accuracy
 from hpcdp.errors import ConfigError
-from hpcdp.train.config import TrainConfig
+from hpcdp.train.runs.config import TrainConfig
 
 RUN = ("mlp", "--epochs", "1", "--warmup-epochs", "0")
 

@@ -12,7 +12,7 @@ import pytest
 from hpcdp.benchmarks import stores
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.train.config import TrainConfig
+from hpcdp.train.runs.config import TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_another_version_of_cupy_is_refused_in_one_line(on_fake_gpu: Run) -> Non
 def test_ranks_that_share_a_gpu_share_its_memory(on_fake_gpu: Run, gpus: str, limit: str, share: float) -> None:
     program = """
         import cupy, hpcdp
-        from hpcdp.train.config import TrainConfig
-        from hpcdp.train.device import choose_device
+        from hpcdp.train.runs.config import TrainConfig
+        from hpcdp.train.runs.device import choose_device
         world = hpcdp.init()
         choose_device(TrainConfig(device="gpu"), world)
         found = world.comm.allgather_json(cupy.get_default_memory_pool().get_limit() / 2**30)

@@ -37,7 +37,7 @@ from hpcdp.gradients.rail import node_nbytes
 from hpcdp.gradients.residuals import gather_residuals, give_residuals
 from hpcdp.kernels import cuda_compress
 from hpcdp.streams import Streams
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 NODES = [(2, None), (3, None), (2, 1), (3, 1), (4, 2), (5, (2, 3)), (7, (4, 3))]
 STEPS = 3

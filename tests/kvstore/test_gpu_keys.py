@@ -18,7 +18,7 @@ from hpcdp.errors import MismatchError, UnsupportedError
 from hpcdp.gradients import staging
 from hpcdp.kvstore import gpu_keys, placed
 from hpcdp.streams import Streams
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40, 30), "d": ()}
 NODES = [(1, None), (2, None), (3, (1, 2)), (4, 2)]

@@ -11,7 +11,7 @@ from hpcdp.arrays import to_host
 from hpcdp.autograd import Tensor
 from hpcdp.errors import DataError
 from hpcdp.kernels.capture import Capturer
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 F = nn.functional
 STEPS = 4

@@ -12,7 +12,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import DeviceError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.nn.init import Xavier
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 X, Y = np.random.default_rng(2).standard_normal((6, 2, 7, 7)).astype(np.float32), np.arange(6) % 3
 

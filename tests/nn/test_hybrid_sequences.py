@@ -11,7 +11,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
 from hpcdp.nn.hybrid.plan import Plan
 from hpcdp.nn.models.gpt import Block
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 F = nn.functional
 NUM_TOKENS = 7

@@ -9,7 +9,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.arrays import array_namespace
 from hpcdp.autograd import Tensor
 from hpcdp.errors import ConfigError, UnsupportedError
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from hpcdp.errors import ConfigError, DeviceError
 from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(5)
 X, Y = RNG.standard_normal((37, 6)).astype(np.float32), RNG.integers(0, 4, 37)

@@ -5,8 +5,8 @@ from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, UnsupportedError
 from hpcdp.nn.functional import softmax_cross_entropy
-from hpcdp.train.policy import Policy
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.policy import Policy
+from hpcdp.train.trainers.trainer import Trainer
 
 
 def test_one_array_is_one_layer():

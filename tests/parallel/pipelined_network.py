@@ -8,7 +8,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
 from hpcdp.parallel import Pipeline
 from hpcdp.parallel.pipeline import pieces
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 BATCH, STEPS = 22, 3

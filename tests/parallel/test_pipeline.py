@@ -12,7 +12,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
 from hpcdp.parallel.pipeline import pieces
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

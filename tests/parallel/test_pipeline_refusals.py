@@ -7,7 +7,7 @@ from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError, MismatchError
 from hpcdp.parallel import Pipeline
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
 from hpcdp.parallel import Pipeline
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 class Head(nn.Module):

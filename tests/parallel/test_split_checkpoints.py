@@ -11,7 +11,7 @@ from hpcdp.comm import threads
 from hpcdp.errors import DataError
 from hpcdp.parallel import split_world
 from hpcdp.state import Cut
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 SHAPES = {mlp: (6,), convolutions: (1, 8, 8)}

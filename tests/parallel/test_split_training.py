@@ -13,7 +13,7 @@ from hpcdp.gradients.norms import of_model
 from hpcdp.parallel import ColumnDense, Pipeline, RowDense, split_world
 from hpcdp.parallel.worlds import Split
 from hpcdp.train.fit import fit
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 LOSS = nn.functional.softmax_cross_entropy
 STEPS, BATCH = 4, 12

@@ -17,7 +17,7 @@ from hpcdp.nn.functional import softmax_cross_entropy
 from hpcdp.train.callbacks import Callback
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.shared_count import SharedCount
+from hpcdp.train.runs.shared_count import SharedCount
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 5)) * 2

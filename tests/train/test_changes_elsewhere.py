@@ -10,7 +10,7 @@ from hpcdp import allreduce, broadcast, optim, reduce_scatter
 from hpcdp.autograd import Tensor
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize("n", [1, 3])

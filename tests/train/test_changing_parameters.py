@@ -10,7 +10,7 @@ from hpcdp import nn, optim
 from hpcdp.autograd import record
 from hpcdp.comm import init, threads
 from hpcdp.errors import ConfigError, HpcdpError
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 HOW = [
     {"owner": "shard"},

@@ -8,10 +8,10 @@ import pytest
 from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
-from hpcdp.train.communication_stats import CommunicationStats
 from hpcdp.train.evaluate import Evaluation
 from hpcdp.train.fit import fit
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.communication_stats import CommunicationStats
+from hpcdp.train.trainers.trainer import Trainer
 
 MS = 1_000_000
 

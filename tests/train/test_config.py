@@ -8,8 +8,8 @@ from hpcdp import cli
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.errors import ConfigError
 from hpcdp.kvstore import KINDS
-from hpcdp.train import config, run_dir, run_folder
-from hpcdp.train.config import TrainConfig
+from hpcdp.train.runs import config, run_dir, run_folder
+from hpcdp.train.runs.config import TrainConfig
 
 
 @pytest.mark.parametrize(

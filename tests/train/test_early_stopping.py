@@ -13,7 +13,7 @@ from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import Evaluation
 from hpcdp.train.fit import fit
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 X, Y = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32), np.arange(20) % 3
 SAMPLES = data.ArrayDataset(X, Y)

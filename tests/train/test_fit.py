@@ -15,7 +15,7 @@ from hpcdp.train.evaluate import Evaluation, evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.plots import draw_curves
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 5)) * 2

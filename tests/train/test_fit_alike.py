@@ -12,7 +12,7 @@ from hpcdp.train import SyncBatchNorm
 from hpcdp.train.callbacks import Callback, EarlyStopping
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 from hpcdp.train.work_load import AdaptWorkLoad
 
 X, Y = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32), np.arange(40) % 3

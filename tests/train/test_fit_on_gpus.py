@@ -16,7 +16,7 @@ from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.sync_batch_norm import SyncBatchNorm
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 N, BATCH = 181, 18
 """The last of an epoch's 11 batches has one sample, and so some ranks have none."""

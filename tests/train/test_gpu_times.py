@@ -9,9 +9,9 @@ from hpcdp.comm import threads
 from hpcdp.devices import gpu
 from hpcdp.gradients.device_sums import DeviceSums
 from hpcdp.streams import Streams
-from hpcdp.train.gpu_times import GpuTimes
 from hpcdp.train.step_report import BACKWARD, FORWARD, STEP, StepReport
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.gpu_times import GpuTimes
+from hpcdp.train.trainers.trainer import Trainer
 
 
 def test_a_step_is_read_when_the_next_one_is_done(gpus_on_host, monkeypatch):

@@ -13,15 +13,7 @@ import numpy as np
 import pytest
 
 from hpcdp.errors import ConfigError
-from hpcdp.train.metrics import (
-    Accumulator,
-    MetricsLog,
-    Timer,
-    benchmark,
-    number_correct,
-    read_metrics,
-    replace_file,
-)
+from hpcdp.train.metrics import Accumulator, MetricsLog, Timer, benchmark, number_correct, read_metrics, replace_file
 
 
 def record(step: int, kind: str = "step", **numbers: float) -> dict:

@@ -15,11 +15,11 @@ from hpcdp.autograd import record
 from hpcdp.checkpoint import Manager
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError
-from hpcdp.train import loss_scale
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
-from hpcdp.train.loss_scale import DynamicLossScale
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers import loss_scale
+from hpcdp.train.trainers.loss_scale import DynamicLossScale
+from hpcdp.train.trainers.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "norm.gamma": (20,), "dense.weight": (300, 41), "dense.bias": (7,)}
 SINGLE = "norm.gamma"

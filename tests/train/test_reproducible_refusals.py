@@ -9,8 +9,8 @@ from hpcdp import nn
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler, VirtualShardSampler
 from hpcdp.errors import ConfigError, DataError, MismatchError
-from hpcdp.train import reproducible
 from hpcdp.train.fit import fit
+from hpcdp.train.trainers import reproducible
 
 
 def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
@@ -33,7 +33,7 @@ def test_states_of_another_number_of_virtual_shards_are_refused(tmp_path):
 def test_states_from_another_processor_are_taken_with_a_warning(tmp_path, monkeypatch):
     path = tmp_path / "states.npz"
     threads.run(1, lambda world: trainer_of(network(), world).save_states(path))
-    monkeypatch.setattr("hpcdp.train.trainer_states.arithmetic", lambda: "an abacus")
+    monkeypatch.setattr("hpcdp.train.trainers.trainer_states.arithmetic", lambda: "an abacus")
     with pytest.warns(
         UserWarning, match=r"saved where arithmetic was NumPy .*, and here it is an abacus: last bits may"
     ):

@@ -20,8 +20,8 @@ from hpcdp.train.checkpoints import Checkpoints
 from hpcdp.train.evaluate import evaluate
 from hpcdp.train.fit import fit
 from hpcdp.train.preemption import Reason, StopRequests
-from hpcdp.train.shared_count import SharedCount
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.runs.shared_count import SharedCount
+from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(11)
 CENTRES = RNG.normal(size=(3, 1, 4, 4)) * 2

@@ -8,9 +8,9 @@ from hpcdp.checkpoint import Manager
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.train import run_dir
-from hpcdp.train.config import TrainConfig
-from hpcdp.train.resume import is_finished, settled
+from hpcdp.train.runs import run_dir
+from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.runs.resume import is_finished, settled
 
 
 def leave_run(folder: Path, *, complete: bool = True, epoch: int = 2, **settings) -> None:

@@ -9,10 +9,10 @@ from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.comm import threads
 from hpcdp.commands import checkpoint
 from hpcdp.errors import ConfigError, DataError
-from hpcdp.train import config as settings
-from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.run_folder import RunFolder, draw_run, make_run_folder, open_run_folder
+from hpcdp.train.runs import config as settings
+from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.runs.run_folder import RunFolder, draw_run, make_run_folder, open_run_folder
 
 STEP = {"kind": "step", "step": 1, "epoch": 0.5, "loss": 1.5, "accuracy": 0.5}
 

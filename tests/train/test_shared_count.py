@@ -5,7 +5,7 @@ import pytest
 
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, SharedSampler
-from hpcdp.train.shared_count import SharedCount
+from hpcdp.train.runs.shared_count import SharedCount
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -13,7 +13,7 @@ from hpcdp.trace import Trace
 from hpcdp.train import step_report
 from hpcdp.train.fit import fit
 from hpcdp.train.step_report import StepReport, compare
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 RNG = np.random.default_rng(3)
 SAMPLES = ArrayDataset(RNG.normal(size=(64, 5)).astype(np.float32), RNG.integers(0, 3, size=64))

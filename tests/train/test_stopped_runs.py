@@ -12,8 +12,8 @@ from train_command import ENVIRONMENT, RUN, start, train, train_on_threads
 
 from hpcdp.checkpoint.lock import WriterLock
 from hpcdp.launch import watch
-from hpcdp.train import config as settings
 from hpcdp.train.metrics import read_metrics
+from hpcdp.train.runs import config as settings
 
 SAME = ("kind", "step", "epoch", "loss", "accuracy", "samples", "learning_rate", "test_loss", "test_accuracy")
 
@@ -38,7 +38,7 @@ def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if launched_rank() == 1:
-    from hpcdp.train.bucket_trainer import BucketTrainer
+    from hpcdp.train.trainers.bucket_trainer import BucketTrainer
 
     step = BucketTrainer.step
 

@@ -25,9 +25,9 @@ from hpcdp.autograd import record
 from hpcdp.comm import threads
 from hpcdp.errors import MismatchError, StaleGradientError
 from hpcdp.kvstore.together import serve
-from hpcdp.train.bucket_trainer import BucketTrainer
-from hpcdp.train.policy import Policy
-from hpcdp.train.store_trainer import StoreTrainer
+from hpcdp.train.trainers.bucket_trainer import BucketTrainer
+from hpcdp.train.trainers.policy import Policy
+from hpcdp.train.trainers.store_trainer import StoreTrainer
 
 SYNC = ("dist_sync", "dist_device_sync")
 
@@ -80,7 +80,7 @@ def test_compression_is_the_stores(kind):
 
 
 def test_a_local_store_starts_no_mpi(monkeypatch):
-    monkeypatch.setattr("hpcdp.train.store_trainer.init", lambda: pytest.fail("a local store needs no ranks"))
+    monkeypatch.setattr("hpcdp.train.trainers.store_trainer.init", lambda: pytest.fail("a local store needs no ranks"))
     net = network()
     trainer = hpcdp.Trainer(net.parameters(), optim.SGD(lr=0.1), kvstore="local")
     before = values_of(net)

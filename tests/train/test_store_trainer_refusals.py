@@ -8,7 +8,7 @@ import hpcdp
 from hpcdp import kvstore, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
-from hpcdp.train.policy import Policy
+from hpcdp.train.trainers.policy import Policy
 
 
 def test_a_local_store_beside_other_ranks_is_refused_without_mpi_too(monkeypatch):

@@ -9,9 +9,9 @@ from hpcdp.comm import gpus, threads, world
 from hpcdp.comm.gpus import Gpu
 from hpcdp.devices import cpu
 from hpcdp.errors import ConfigError
-from hpcdp.train import device, run
-from hpcdp.train.config import TrainConfig
-from hpcdp.train.device import choose_device, described
+from hpcdp.train.runs import device, run
+from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.runs.device import choose_device, described
 
 A, B = (Gpu(i, f"NVIDIA {'AB'[i]}", f"0000:{i:02x}:00.0", str(i)) for i in range(2))
 

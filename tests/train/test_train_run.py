@@ -14,11 +14,11 @@ import pytest
 from train_command import ENVIRONMENT, start, train, train_on_threads
 
 from hpcdp import cli
-from hpcdp.train import config as settings
-from hpcdp.train.config import TrainConfig
 from hpcdp.train.metrics import read_metrics
-from hpcdp.train.run import report
-from hpcdp.train.run_folder import RunFolder
+from hpcdp.train.runs import config as settings
+from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.runs.run import report
+from hpcdp.train.runs.run_folder import RunFolder
 
 
 def test_a_log_has_a_plain_line_an_epoch_and_the_report(finished):

@@ -10,7 +10,7 @@ import hpcdp
 from hpcdp import optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from written_gradients import SHAPES, backward, model
 from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, MismatchError, StaleGradientError
-from hpcdp.train.bucket_trainer import BucketTrainer
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.bucket_trainer import BucketTrainer
+from hpcdp.train.trainers.trainer import Trainer
 
 
 @pytest.mark.parametrize("count", [-1, 2.5, "four", None])

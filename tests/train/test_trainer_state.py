@@ -14,7 +14,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.comm import threads
 from hpcdp.errors import ConfigError, StaleGradientError
 from hpcdp.gradients.buckets import plan
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.trainers.trainer import Trainer
 
 SHAPES = {"conv.weight": (20, 1, 3, 3), "conv.bias": (20,), "dense.weight": (300, 41), "dense.bias": (7,), "scale": ()}
 WORLDS = [(1, None), (2, None), (3, None), (4, 2), (4, 3), (3, 1), (3, [1, 2])]
@@ -211,7 +211,9 @@ def test_another_layout_is_taken_with_one_warning_and_the_same_without(monkeypat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gone_on(3, None, state, params_then, steps=0)
-    monkeypatch.setattr("hpcdp.train.bucket_trainer.plan", lambda params, cap, room_for: plan(params, 0.001, 0.001))
+    monkeypatch.setattr(
+        "hpcdp.train.trainers.bucket_trainer.plan", lambda params, cap, room_for: plan(params, 0.001, 0.001)
+    )
     with pytest.warns(UserWarning, match="buckets were laid out in another way") as warned:
         again, _, _ = gone_on(2, None, state, params_then, steps=0)
     assert len(warned) == 1
@@ -225,7 +227,7 @@ def test_virtual_shards_must_be_as_many_and_other_arithmetic_is_said(monkeypatch
     gone_on(2, None, state, params_then, steps=0)
     plain, params_then = saved(1, None, steps=0)
     gone_on(2, None, plain, params_then, steps=0, reproducible=True, virtual_shards=5)
-    monkeypatch.setattr("hpcdp.train.trainer_states.arithmetic", lambda: "an abacus")
+    monkeypatch.setattr("hpcdp.train.trainers.trainer_states.arithmetic", lambda: "an abacus")
     with pytest.warns(UserWarning, match="arithmetic was .* and here it is an abacus"):
         gone_on(2, None, state, params_then, steps=0, reproducible=True, virtual_shards=5)
 

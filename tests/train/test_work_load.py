@@ -9,9 +9,9 @@ from hpcdp import nn, optim
 from hpcdp.comm import threads
 from hpcdp.data import ArrayDataset, DataLoader, ShardedSampler
 from hpcdp.errors import ConfigError
-from hpcdp.train.config import TrainConfig
 from hpcdp.train.fit import fit
-from hpcdp.train.trainer import Trainer
+from hpcdp.train.runs.config import TrainConfig
+from hpcdp.train.trainers.trainer import Trainer
 from hpcdp.train.work_load import AdaptWorkLoad, adapted, parse_work_load
 
 RNG = np.random.default_rng(3)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from ..errors import ConfigError, check_name
+from ...errors import ConfigError, check_name
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..errors import ConfigError, DataError
+from ...errors import ConfigError, DataError
 from .config import TrainConfig
 
 RUN_FILES = (
@@ -59,13 +59,13 @@ def drop_empty_run_dir(config: TrainConfig) -> None:
 
 
 def _require_free(folder: Path) -> None:
-    from ..checkpoint.lock import require_free  # not before, as in `_is_empty`
+    from ...checkpoint.lock import require_free  # not before, as in `_is_empty`
 
     require_free(folder / CHECKPOINTS)
 
 
 def _is_empty(folder: Path) -> bool:
-    from ..checkpoint.lock import NAME  # not before: NumPy would be loaded for --help, too
+    from ...checkpoint.lock import NAME  # not before: NumPy would be loaded for --help, too
 
     found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     return found <= {CHECKPOINTS, f"{CHECKPOINTS}/{NAME}"} and not (folder / CHECKPOINTS).is_file()
@@ -103,7 +103,7 @@ def drop_run_files(folder: Path) -> None:
 
 
 def _drop_checkpoints(folder: Path) -> None:
-    from ..checkpoint.lock import NAME, WriterLock
+    from ...checkpoint.lock import NAME, WriterLock
 
     lock = WriterLock(folder)
     try:

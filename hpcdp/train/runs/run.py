@@ -16,39 +16,39 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from .. import data, kernels, kvstore
-from ..autograd import record
-from ..checkpoint import Manager
-from ..collectives import allreduce
-from ..comm import World, init
-from ..comm.agreement import on_every_rank, on_rank_0
-from ..compression import pays_below
-from ..devices import Device
-from ..errors import listed
-from ..gradients.rail import node_nbytes
-from ..nn import Module
-from ..nn.functional import softmax_cross_entropy
+from ... import data, kernels, kvstore
+from ...autograd import record
+from ...checkpoint import Manager
+from ...collectives import allreduce
+from ...comm import World, init
+from ...comm.agreement import on_every_rank, on_rank_0
+from ...compression import pays_below
+from ...devices import Device
+from ...errors import listed
+from ...gradients.rail import node_nbytes
+from ...nn import Module
+from ...nn.functional import softmax_cross_entropy
 from . import inputs
-from .bucket_trainer import BucketTrainer
-from .callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
-from .checkpoints import Checkpoints
+from ..trainers.bucket_trainer import BucketTrainer
+from ..callbacks import Callback, EarlyStopping, KeepMetrics, ShowProgress
+from ..checkpoints import Checkpoints
 from .config import TrainConfig
 from .device import choose_device, described
-from .evaluate import evaluate, perplexity
-from .fit import fit
-from .metrics import Record, peak_memory_mb
-from .preemption import StopRequests
-from .progress import slowest_rank
+from ..evaluate import evaluate, perplexity
+from ..fit import fit
+from ..metrics import Record, peak_memory_mb
+from ..preemption import StopRequests
+from ..progress import slowest_rank
 from .resume import is_finished
 from .run_dir import CHECKPOINTS, drop_empty_run_dir
 from .run_folder import RunFolder, make_run_folder, open_run_folder
 from .shared_count import SharedCount
-from .store_trainer import StoreTrainer
-from .tracing import Recording, traced
-from .trainer import Trainer
+from ..trainers.store_trainer import StoreTrainer
+from ..tracing import Recording, traced
+from ..trainers.trainer import Trainer
 from .uncollected import uncollected
 from .usual import SEQUENCE_MODELS
-from .work_load import MEASURED, AdaptWorkLoad, parse_work_load
+from ..work_load import MEASURED, AdaptWorkLoad, parse_work_load
 
 
 def run(config: TrainConfig, stop: StopRequests | None = None) -> dict[str, Any]:

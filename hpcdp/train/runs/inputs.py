@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import data, nn, optim
-from ..devices import Device
-from ..errors import ConfigError
-from ..nn import models
+from ... import data, nn, optim
+from ...devices import Device
+from ...errors import ConfigError
+from ...nn import models
 from .config import TrainConfig
 
 _IMAGE_SIZE = {"digits": 28}

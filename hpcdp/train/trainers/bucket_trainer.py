@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import autograd
-from ..arrays import from_host, is_cupy
-from ..comm import World, init
-from ..comm.agreement import on_every_rank
-from ..compression import Compression, Settings
-from ..devices import Device
-from ..errors import HpcdpError, NonFiniteGradientError, StaleGradientError
-from ..gradients import EveryRank, Owner, Reducer, ShardOwner, norms
-from ..gradients.auto_owner import lies_once_per_node
-from ..gradients.bucket import Parameter
-from ..gradients.buckets import plan
-from ..gradients.by_hand import moved, moved_anywhere, of_rank_0, places_of
-from ..gradients.critical_path import BucketTimes
-from ..nn.virtual_shard import enter_shard
-from ..optim import Optimizer
-from ..streams import Streams
+from ... import autograd
+from ...arrays import from_host, is_cupy
+from ...comm import World, init
+from ...comm.agreement import on_every_rank
+from ...compression import Compression, Settings
+from ...devices import Device
+from ...errors import HpcdpError, NonFiniteGradientError, StaleGradientError
+from ...gradients import EveryRank, Owner, Reducer, ShardOwner, norms
+from ...gradients.auto_owner import lies_once_per_node
+from ...gradients.bucket import Parameter
+from ...gradients.buckets import plan
+from ...gradients.by_hand import moved, moved_anywhere, of_rank_0, places_of
+from ...gradients.critical_path import BucketTimes
+from ...nn.virtual_shard import enter_shard
+from ...optim import Optimizer
+from ...streams import Streams
 from . import trainer_states
 from .bucket_checks import check_settings, refuse_half_a_step, refuse_reproducible, refuse_sums
 from .communication_stats import CommunicationStats

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import is_half
-from ..comm import World
-from ..errors import ConfigError
-from ..gradients.bucket import Parameter
-from ..kvstore import KINDS, KVStore
+from ...arrays import is_half
+from ...comm import World
+from ...errors import ConfigError
+from ...gradients.bucket import Parameter
+from ...kvstore import KINDS, KVStore
 from .loss_scale import DYNAMIC
 from .policy import Policy
 

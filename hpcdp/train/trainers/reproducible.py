@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from ..arrays import is_host
-from ..autograd import Tensor
-from ..comm import World
-from ..comm.agreement import require_same
-from ..comm.communicator import join_parts
-from ..errors import ConfigError, HpcdpError
-from ..gradients.bucket import Parameter
-from ..gradients.virtual_shards import VirtualShards
-from ..nn.virtual_shard import VirtualShard, enter_shard, entered_shard, layers_of, move
-from .config import VIRTUAL_SHARDS
+from ...arrays import is_host
+from ...autograd import Tensor
+from ...comm import World
+from ...comm.agreement import require_same
+from ...comm.communicator import join_parts
+from ...errors import ConfigError, HpcdpError
+from ...gradients.bucket import Parameter
+from ...gradients.virtual_shards import VirtualShards
+from ...nn.virtual_shard import VirtualShard, enter_shard, entered_shard, layers_of, move
+from ..runs.config import VIRTUAL_SHARDS
 
 
 def arithmetic() -> str:
     """The libraries and the processor that decide what the last bits of a product or a sum are, in words."""
-    from ..kernels.machine_code import target  # not before: Numba would be loaded with every Trainer
+    from ...kernels.machine_code import target  # not before: Numba would be loaded with every Trainer
 
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pools = [pool for pool in pools if "numpy" in pool["filepath"]] or pools

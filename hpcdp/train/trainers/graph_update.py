@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import Array, is_cupy
-from ..gradients.owners import Piece
-from ..kernels.capture import numbers
+from ...arrays import Array, is_cupy
+from ...gradients.owners import Piece
+from ...kernels.capture import numbers
 
 if TYPE_CHECKING:
     from .bucket_trainer import BucketTrainer

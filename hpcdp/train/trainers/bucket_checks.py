@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import ConfigError, StaleGradientError
-from ..gradients import Reducer
+from ...errors import ConfigError, StaleGradientError
+from ...gradients import Reducer
 
 OWNERS = ("auto", "rank", "shard")
 """The valid values of ``owner``."""

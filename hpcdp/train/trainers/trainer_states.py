@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import archive
-from ..arrays import to_host
-from ..comm import World
-from ..comm.agreement import on_every_rank, on_rank_0
-from ..comm.communicator import join_parts
-from ..errors import ConfigError, DataError
-from ..gradients.master_weights import MASTER
-from ..gradients.residuals import gather_residuals, give_residuals
-from ..gradients.sharded_state import optimizer_states, residuals
-from ..state import require_state, take
+from ... import archive
+from ...arrays import to_host
+from ...comm import World
+from ...comm.agreement import on_every_rank, on_rank_0
+from ...comm.communicator import join_parts
+from ...errors import ConfigError, DataError
+from ...gradients.master_weights import MASTER
+from ...gradients.residuals import gather_residuals, give_residuals
+from ...gradients.sharded_state import optimizer_states, residuals
+from ...state import require_state, take
 from .reproducible import arithmetic
 
 if TYPE_CHECKING:

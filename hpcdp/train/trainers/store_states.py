@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import from_host, to_host
-from ..comm.agreement import on_every_rank, on_rank_0
-from ..errors import ConfigError
-from ..kvstore.arguments import Key
-from ..kvstore.states import States, read_states, write_states
-from ..state import Part, Sharded, require_state, take
+from ...arrays import from_host, to_host
+from ...comm.agreement import on_every_rank, on_rank_0
+from ...errors import ConfigError
+from ...kvstore.arguments import Key
+from ...kvstore.states import States, read_states, write_states
+from ...state import Part, Sharded, require_state, take
 from .trainer_checks import unfinished
 
 if TYPE_CHECKING:

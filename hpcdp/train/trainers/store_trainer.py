@@ -14,21 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import autograd
-from ..arrays import array_namespace, on_device_of
-from ..collectives.progress import Progress
-from ..comm import World, init
-from ..comm.watchdog import WatchedGate
-from ..compression import Compression, Settings
-from ..errors import ConfigError, StaleGradientError
-from ..gradients.bucket import Parameter
-from ..gradients.by_hand import changing, moved, moved_anywhere, places_of
-from ..gradients.closing import ClosingExchange
-from ..gradients.lane import Lane
-from ..kvstore import KINDS, KVStore, create
-from ..kvstore.asynchronous import AsyncStore
-from ..launched import launched_ranks
-from ..optim import Optimizer, require_by_elements
+from ... import autograd
+from ...arrays import array_namespace, on_device_of
+from ...collectives.progress import Progress
+from ...comm import World, init
+from ...comm.watchdog import WatchedGate
+from ...compression import Compression, Settings
+from ...errors import ConfigError, StaleGradientError
+from ...gradients.bucket import Parameter
+from ...gradients.by_hand import changing, moved, moved_anywhere, places_of
+from ...gradients.closing import ClosingExchange
+from ...gradients.lane import Lane
+from ...kvstore import KINDS, KVStore, create
+from ...kvstore.asynchronous import AsyncStore
+from ...launched import launched_ranks
+from ...optim import Optimizer, require_by_elements
 from . import store_states
 from .communication_stats import CommunicationStats
 from .loss_scale import first_scale

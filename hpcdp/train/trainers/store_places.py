@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array, array_namespace, on_device_of
+from ...arrays import Array, array_namespace, on_device_of
 
 
 def place_of(param: Any) -> Any:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .. import holders
-from ..arrays import is_host
-from ..comm import Communicator, World
-from ..comm.agreement import require_same
-from ..errors import ConfigError, StaleGradientError, type_named
-from ..gradients.bucket import Parameter
-from ..gradients.by_hand import being_changed
-from ..optim import Optimizer
+from ... import holders
+from ...arrays import is_host
+from ...comm import Communicator, World
+from ...comm.agreement import require_same
+from ...errors import ConfigError, StaleGradientError, type_named
+from ...gradients.bucket import Parameter
+from ...gradients.by_hand import being_changed
+from ...optim import Optimizer
 
 
 def no_parameters(given: object) -> ConfigError:

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..comm import Communicator
-from ..errors import ConfigError, StaleGradientError, listed
+from ...comm import Communicator
+from ...errors import ConfigError, StaleGradientError, listed
 
 _MOST_NAMES = 3
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, check_name
+from ...errors import ConfigError, check_name
 from .setting import check_range, parsed, setting, toml_value, typed
 from .usual import RATES, SEQUENCE_MODELS, TEXTS, usual
 
@@ -139,7 +139,7 @@ class TrainConfig:
                 check_range(field, value)
         self._check_data()
         if self.compression is not None:
-            from ..compression import Compression  # not before: NumPy would be loaded for --help, too
+            from ...compression import Compression  # not before: NumPy would be loaded for --help, too
 
             Compression.of(self.compression)
         if self.momentum >= 1:
@@ -153,7 +153,7 @@ class TrainConfig:
         if self.resume not in (None, AUTO) and self.run_dir not in (None, self.resume):
             raise ConfigError("setting run_dir", expected=f"none with resume={self.resume}", got=self.run_dir)
         if self.work_load is not None:
-            from .work_load import check_work_load  # not before, as above
+            from ..work_load import check_work_load  # not before, as above
 
             check_work_load(self)
         self._check_reproducible()
@@ -171,8 +171,8 @@ class TrainConfig:
     def _check_data(self) -> None:
         if (self.model in SEQUENCE_MODELS) == (self.data in TEXTS):
             return
-        from ..data.catalog import NAMES  # not before, as above
-        from ..nn.models import MODELS
+        from ...data.catalog import NAMES  # not before, as above
+        from ...nn.models import MODELS
 
         if self.model not in MODELS:
             return  # `create` says what is wrong
@@ -309,10 +309,10 @@ def check_inputs(config: TrainConfig) -> None:
 
     Tries out the name of the trace, too.
     """
-    from ..comm.gpus import device_of
+    from ...comm.gpus import device_of
     from . import inputs
     from .device import require_gpu
-    from .tracing import check_path
+    from ..tracing import check_path
 
     if config.device == "gpu":
         require_gpu(device_of(0))

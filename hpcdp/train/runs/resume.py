@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import folder as checkpoint_folder
-from ..checkpoint import lock, tree
-from ..checkpoint.overview import look_at
-from ..errors import ConfigError, listed
+from ...checkpoint import folder as checkpoint_folder
+from ...checkpoint import lock, tree
+from ...checkpoint.overview import look_at
+from ...errors import ConfigError, listed
 from .config import AUTO, TrainConfig, load, read_toml
 from .run_dir import CHECKPOINTS, RUNS
 

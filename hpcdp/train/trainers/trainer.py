@@ -11,23 +11,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import autograd
-from ..arrays import is_cupy
-from ..comm import Communicator, World
-from ..comm.watchdog import Watchdog
-from ..compression import Compression, Settings
-from ..errors import ConfigError, UnsupportedError
-from ..gradients.bucket import Parameter
-from ..gradients.by_hand import Places, moved, moved_anywhere
-from ..gradients.critical_path import BucketTimes
-from ..optim import Optimizer, require_optimizer
-from ..trace import Trace, nvtx
+from ... import autograd
+from ...arrays import is_cupy
+from ...comm import Communicator, World
+from ...comm.watchdog import Watchdog
+from ...compression import Compression, Settings
+from ...errors import ConfigError, UnsupportedError
+from ...gradients.bucket import Parameter
+from ...gradients.by_hand import Places, moved, moved_anywhere
+from ...gradients.critical_path import BucketTimes
+from ...optim import Optimizer, require_optimizer
+from ...trace import Trace, nvtx
 from .communication_stats import CommunicationStats
 from .policy import Policy
 from .trainer_checks import no_parameters
 
 if TYPE_CHECKING:
-    from ..kvstore import KVStore
+    from ...kvstore import KVStore
     from .gpu_times import GpuTimes
     from .graph_update import GraphUpdate
 

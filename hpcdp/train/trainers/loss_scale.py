@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 from .policy import Policy
 
 DYNAMIC = "dynamic"

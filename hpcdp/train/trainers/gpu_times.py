@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 
-from ..streams import Event, Streams
+from ...streams import Event, Streams
 
 EXPOSED = "exposed"
 """The part that waits for other ranks."""

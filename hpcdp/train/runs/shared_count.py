@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..comm import World, init
-from ..kvstore.asynchronous import AsyncStore
+from ...comm import World, init
+from ...kvstore.asynchronous import AsyncStore
 
 _KEY = "given out"
 _FAR = 1 << 40

@@ -7,10 +7,10 @@ import socket
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ..comm import World, gpus
-from ..comm.agreement import on_every_rank
-from ..devices import Device, cpu
-from ..errors import ConfigError
+from ...comm import World, gpus
+from ...comm.agreement import on_every_rank
+from ...devices import Device, cpu
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from .config import TrainConfig

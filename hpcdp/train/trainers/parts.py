@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..arrays import from_host
-from ..comm import World
-from ..comm.agreement import require_same
-from ..compression import Compression
-from ..errors import ConfigError
-from ..gradients.bucket import Parameter
-from ..gradients.by_hand import of_rank_0
-from ..state import cut_of
+from ...arrays import from_host
+from ...comm import World
+from ...comm.agreement import require_same
+from ...compression import Compression
+from ...errors import ConfigError
+from ...gradients.bucket import Parameter
+from ...gradients.by_hand import of_rank_0
+from ...state import cut_of
 
 _ELEMENT_BY_ELEMENT = ("fp16", "bf16")
 
