@@ -33,9 +33,9 @@ from ..errors import ConfigError, check_name
 from ..launch.arguments import Parser, at_least
 from ..launched import launched_ranks
 from ..nn.functional import softmax_cross_entropy
-from ..train.runs import inputs
 from ..train.evaluate import evaluate
 from ..train.fit import fit
+from ..train.runs import inputs
 from ..train.runs.config import TrainConfig
 from ..train.runs.run import make_loader, make_trainer
 from . import program
