@@ -14,6 +14,7 @@ What holds in a capture (CUDA's programming guide, "CUDA Graphs"; CuPy's ``cuda/
 - Kernels that are not compiled and loaded yet would be in the capture, which may fail: what is captured has run before
   (`warmed_up`).
 - Numbers from the host are frozen. What is to be another in each launch is brought by `fill`.
+- A graph calls nothing on the host while it runs. Where that is needed it is cut in two (`between`).
 """
 
 from __future__ import annotations
@@ -65,15 +66,25 @@ def numbers(make: Callable[[], tuple[float, ...]]) -> Array:
     return place
 
 
+def between(function: Callable[[], object]) -> None:
+    """Have each launch of the graph that is captured call ``function()`` on the host here, when the current stream has
+    been given all that comes before, and nothing of what comes behind."""
+    graph = _here.graph
+    assert graph is not None
+    graph.cut(function)
+
+
 class CudaGraph:
     """What a function has launched, to be launched again; see `Capturer.capture`."""
 
-    def __init__(self, inputs: Any) -> None:
-        self._inputs = inputs
+    def __init__(self, inputs: Any, stream: Any) -> None:
+        self._inputs, self._stream = inputs, stream
+        self._parts: list[tuple[Any, Callable[[], object]]] = []
+        """CuPy's graphs of what comes before something `between`, and that."""
         self.before_launch: list[Callable[[], None]] = []
         """What each launch calls first."""
-        self.captured: Any = None
-        """CuPy's."""
+        self._last: Any = None
+        """CuPy's graph of the rest."""
 
     def place_like(self, x: Array) -> Array:
         """An array like ``x`` in memory that nothing in the graph shares, to be filled before a launch."""
@@ -82,11 +93,27 @@ class CudaGraph:
         with cupy.cuda.using_allocator(self._inputs.malloc):
             return cupy.empty(x.shape, dtype=x.dtype)
 
+    def begin(self) -> None:
+        """Capture what the stream is given from now on."""
+        self._stream.begin_capture()
+
+    def cut(self, function: Callable[[], object]) -> None:
+        """See `between`."""
+        self._parts.append((self._stream.end_capture(), function))
+        self._stream.begin_capture()
+
+    def end(self) -> None:
+        """All is captured."""
+        self._last = self._stream.end_capture()
+
     def launch(self) -> None:
         """Give it to the current stream; waits for nothing."""
         for function in self.before_launch:
             function()
-        self.captured.launch()
+        for part, function in self._parts:
+            part.launch()
+            function()
+        self._last.launch()
 
 
 class Capturer:
@@ -123,19 +150,19 @@ class Capturer:
         Raises:
             Exception: what ``function`` raises, or CuPy where it did what no graph can have; nothing is captured then.
         """
-        graph = CudaGraph(self._inputs)
+        graph = CudaGraph(self._inputs, self._stream)
         with self._cuda.using_allocator(self._pool.malloc), self._cublas.on(self._stream), self._stream:
-            self._stream.begin_capture()
+            graph.begin()
             _here.graph = graph
             try:
                 function()
             except BaseException:
                 with contextlib.suppress(Exception):  # the first error is the one to tell
-                    self._stream.end_capture()
+                    graph.end()
                 raise
             finally:
                 _here.graph = None
-            graph.captured = self._stream.end_capture()
+            graph.end()
         return graph
 
 

@@ -193,12 +193,18 @@ def leaves_below(heads: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for _, completed in Way([(head, head.data) for head in heads]).turns() for leaf in completed]
 
 
-def add_gradients(heads: Sequence[Tensor], head_grads: Sequence[Array], into: dict[Tensor, Gradient]) -> None:
-    """Add what `backward` would to the gradients of the leaves in ``into``, and complete them; the tape stays, and no
-    hook is called."""
+def add_gradients(
+    heads: Sequence[Tensor],
+    head_grads: Sequence[Array],
+    into: dict[Tensor, Gradient],
+    completed: Callable[[Tensor], None] | None = None,
+) -> None:
+    """Add what `backward` would to the gradients of the leaves in ``into``, and complete them; the tape stays, and in
+    the place of hooks ``completed(leaf)`` is called."""
     pairs = list(zip(heads, head_grads, strict=True))
     walk = _Pass(pairs, list(into))
     walk.gradients.update(into)
+    walk.completed = completed
     walk.run(pairs, retain_graph=True)
 
 
@@ -295,6 +301,8 @@ class _Pass(Way):
         self._wanted = None if wanted is None else set(wanted)
         self._xp = array_namespace(*(seed for _, seed in pairs)) if pairs else np
         self.gradients: dict[Any, Gradient] = {}
+        self.completed: Callable[[Tensor], None] | None = None
+        """Called with each of the wanted leaves when its gradient is complete."""
         self._kept: dict[Any, Array] = {}
 
     def run(self, pairs: list[tuple[Tensor, Array]], retain_graph: bool) -> None:
@@ -366,6 +374,8 @@ class _Pass(Way):
             return
         if self._wanted is not None:
             self._kept[leaf] = gradient.take()
+            if self.completed is not None:
+                self.completed(leaf)
             return
         gradient.finish()
         if leaf.grad_hook is not None:

@@ -201,6 +201,12 @@ class Reducer:
         """Whether it alone is told when the gradient of ``param`` is written."""
         return param.grad_hook is not None and param.grad_hook is self._hooks.get(id(param))
 
+    def launching(self, leaves: Sequence[Parameter]) -> list[Parameter]:
+        """Of ``leaves``, whose gradients are written in this order, those with which buckets are launched."""
+        numbers = {id(param): slot.bucket for param, slot in zip(self.params.values(), self.layout.slots, strict=True)}
+        ours = filter(self.takes, leaves if self.overlap else ())
+        return list({numbers[id(leaf)]: leaf for leaf in ours}.values())
+
     @property
     def _another_follows(self) -> bool:
         """Whether this is not the last backward of the step, so that it launches nothing."""

@@ -7,8 +7,9 @@ import graphs_on_host as stand_in
 import numpy as np
 import pytest
 
+from hpcdp.arrays import to_host
 from hpcdp.kernels import cuda_update, reference_update
-from hpcdp.kernels.capture import Capturer, fill, numbers
+from hpcdp.kernels.capture import Capturer, between, fill, numbers
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="the stand-in for CuPy needs g++")
 
@@ -116,6 +117,28 @@ def test_reductions_are_captured(counted_graphs, name, axis):
     wanted = getattr(2 * held, name)(axis=axis)
     np.testing.assert_allclose(found[-1].to_host(), wanted, rtol=1e-5, atol=1e-2)
     np.testing.assert_allclose(found[0].to_host(), wanted / 2, rtol=1e-5, atol=1e-2)
+
+
+def test_a_graph_is_cut_where_the_host_has_something_to_do(counted_graphs):
+    """Which finds what comes before, and nothing of what comes behind; also where it raises."""
+    x, seen = ones(), []
+
+    def work():
+        x.__iadd__(1)
+        between(lambda: seen.append(to_host(x).copy()))
+        x.__imul__(3)
+        between(lambda: seen.append(to_host(x).copy()))
+        x.__iadd__(5)
+
+    x += 1
+    x *= 3
+    x.fill(1)
+    graph = Capturer().capture(work)
+    assert not seen
+    for _ in range(2):
+        graph.launch()
+    for found, wanted in zip([*seen, to_host(x)], (2, 6, 12, 36, 41), strict=True):
+        np.testing.assert_array_equal(found, np.full(x.shape, wanted))
 
 
 def test_an_error_ends_the_capture(graphs_on_host):

@@ -1,5 +1,7 @@
 """`TrainStep` on a GPU, or on `graphs_on_host`: one CUDA graph a step, the update in it where nothing lies between."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from graph_checks import arrays, needs_compiler, on_gpu, same
@@ -9,6 +11,7 @@ from hpcdp import autograd, nn, optim
 from hpcdp.arrays import to_host
 from hpcdp.comm import threads
 from hpcdp.errors import HpcdpError, NonFiniteGradientError
+from hpcdp.gradients import buckets
 from hpcdp.kernels import cuda
 from hpcdp.train import TrainStep
 
@@ -158,6 +161,38 @@ class Halving(optim.SGD):
 def test_what_lies_between_has_the_update_behind_the_graph(gpu, name):
     compare(alone(), **BEHIND[name])
     assert len(gpu.graphs) == 1 and len(gpu.launches) == STEPS - 1
+
+
+@pytest.fixture
+def one_bucket_each(monkeypatch):
+    """For each parameter one, but for small ones that lie side by side."""
+    module = "hpcdp.train.trainers.bucket_trainer.plan"
+    monkeypatch.setattr(module, lambda params, cap, room_for: buckets.plan(params, 1e-4, 1e-4, room_for))
+
+
+def test_graphs_are_cut_where_sums_over_ranks_begin(gpu, one_bucket_each, monkeypatch):
+    """With each bucket that backward completes, before the graph of what comes behind is launched."""
+    net, trainer = made(alone(), NETWORKS["lenet"][0], overlap=True)
+    step, beside, found = planned(net, trainer), trainer.reducer.beside, []
+    launch, first = beside.launch, net.parameters()[0]
+
+    def launched(bucket, reduction):
+        found.append((number, np.array_equal(to_host(first.grad), before)))
+        launch(bucket, reduction)
+
+    monkeypatch.setattr(beside, "launch", launched)
+    for number, (x, y) in enumerate(batches((2, 1, 12, 12), 8)):
+        before = to_host(first.grad).copy()
+        with trainer.no_sync() if number % 2 == 0 else nullcontext():
+            step(x, y)
+    count = len(trainer.reducer.buckets)
+    assert count > 2 and len(gpu.graphs) == 2
+    behind_it = 1  # the bias of the first layer
+    assert found == [(number, left > behind_it) for number in (1, 3, 5, 7) for left in reversed(range(count))]
+
+
+def test_a_cut_step_has_the_same_bits(gpu, one_bucket_each):
+    compare(alone(), (2, 1, 12, 12), build=NETWORKS["lenet"][0], overlap=True)
 
 
 def test_gradients_of_several_batches_have_graphs_of_their_own(gpu):

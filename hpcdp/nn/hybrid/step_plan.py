@@ -2,7 +2,8 @@
 
 On the host a plan's calls are followed by its pullbacks, in an order that was found once; where a parameter's gradient
 is complete its hook is called, so that reductions begin while backward goes on; then comes the update. On a GPU all
-that is captured as one CUDA graph, the update with it where it needs nothing of other ranks.
+that is captured as one CUDA graph, the update with it where it needs nothing of other ranks. Where hooks launch
+reductions it is cut, so that they are called while what is before runs, and what comes behind is launched.
 
 What the module returns are losses, one a sample, and outputs that go with them: see `hpcdp.train.TrainStep`.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +21,7 @@ from ...arrays import Array, array_namespace, dtype_of, is_cupy
 from ...autograd import Gradient, Tensor, pause
 from ...autograd.repeated import RepeatedBackward
 from ...autograd.tape import add_gradients, leaves_below
+from ...kernels.capture import between
 from .cuda_plan import CudaPlan
 from .formulas import Moving
 from .graph import Graph, Meta, Result
@@ -60,6 +63,11 @@ class Stepping(Protocol):
 
     def graph_update(self, leaves: Sequence[Any]) -> GraphUpdate | None:
         """The update from the gradients of ``leaves``, if a CUDA graph can have it as the trainer is now."""
+        ...
+
+    def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Of ``leaves``, whose gradients are complete in this order, those whose hooks launch what runs beside
+        backward."""
         ...
 
 
@@ -189,7 +197,8 @@ class StepPlan(Plan):
 
 
 class CudaStepPlan(CudaPlan):
-    """A `CudaPlan` of whole steps: one graph for forward, backward and, where the trainer allows it, the update."""
+    """A `CudaPlan` of whole steps: one graph for forward, backward and, where the trainer allows it, the update. It is
+    cut behind each gradient whose hook launches something."""
 
     def __init__(self, graph: Graph, given: Sequence[Tensor], trainer: Stepping, phases: Phases) -> None:
         self._trainer, self._phases = trainer, phases
@@ -203,6 +212,8 @@ class CudaStepPlan(CudaPlan):
         self._leaves: list[Tensor] = []
         self._homes: list[tuple[Array, str]] = []
         """Where their gradients lie, and what is to be done to them."""
+        self._behind: list[Tensor] = []
+        """Leaves whose hooks are called behind the graph."""
         self._update: GraphUpdate | None = None
         super().__init__(graph, given, keeps=True)
 
@@ -219,8 +230,16 @@ class CudaStepPlan(CudaPlan):
             leaf: Gradient(leaf, array_namespace(home), home=home, adds=grad_req == "add")
             for leaf, (home, grad_req) in zip(self._leaves, self._homes, strict=True)
         }
+        launching = set(self._trainer.launching(self._leaves))
+
+        def completed(leaf: Tensor) -> None:
+            self._behind.append(leaf)
+            if leaf in launching and leaf is not self._leaves[-1]:
+                between(partial(_call_hooks, self._behind))
+                self._behind = []
+
         with pause():
-            add_gradients([losses], [self._seeds.array], into)
+            add_gradients([losses], [self._seeds.array], into, completed)
             self._update = self._trainer.graph_update(self._leaves)
             if self._update is not None:
                 self._update.capture()
@@ -243,18 +262,19 @@ class CudaStepPlan(CudaPlan):
             if self._update is None:
                 with self._phases.backward:
                     super()._launch()
-                    self._call_hooks()
+                    _call_hooks(self._behind)
                 with self._phases.step:
                     self._trainer.step(self._count)
             else:
                 with self._phases.step:
-                    self._call_hooks()
+                    _call_hooks(self._behind)
                     self._update.step(self._count, super()._launch)
 
-    def _call_hooks(self) -> None:
-        for leaf in self._leaves:
-            if leaf.grad_hook is not None:
-                leaf.grad_hook(leaf)
+
+def _call_hooks(leaves: Sequence[Tensor]) -> None:
+    for leaf in leaves:
+        if leaf.grad_hook is not None:
+            leaf.grad_hook(leaf)
 
 
 def _losses_of(graph: Graph) -> Result:

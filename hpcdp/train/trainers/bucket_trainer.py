@@ -210,6 +210,10 @@ class BucketTrainer(Trainer):
         """See `Trainer.graph_update`."""
         return graph_update(self, leaves)
 
+    def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """See `Trainer.launching`."""
+        return self.reducer.launching(leaves) if self._syncing else ()
+
     @property
     def updates_at_once(self) -> bool:
         """Whether `step` updates without a look at the sums, and not only counts."""

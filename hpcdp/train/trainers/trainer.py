@@ -223,6 +223,15 @@ class Trainer:
         """
         return None
 
+    def launching(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Those of ``leaves`` with whose gradients sums over ranks begin beside backward, which a `TrainStep`'s CUDA
+        graph is cut for.
+
+        Args:
+            leaves: the parameters to which backward goes, in the order in which it completes their gradients.
+        """
+        return ()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it `step` only counts: backward adds to the gradients, and the next step outside takes them all.
 
